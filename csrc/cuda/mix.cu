@@ -1,0 +1,234 @@
+// mix_: weights <- self_weight * weights + sum_k peer_weights[k] * peers[k]. Traffic with one peer: 12 bytes an element
+// in fp32, 6 in bf16 and fp16; 4 or 2 for each further peer.
+// mix_stacked_: the same for a stack of learners on one device. Traffic: 8 bytes an element and learner in fp32, 4 in
+// bf16 and fp16, whatever the matrix. Arithmetic and shared-memory reads follow its nonzero entries.
+#include "mix.cuh"
+
+namespace ddpcore::cuda {
+
+namespace {
+
+template <bool whole, typename T, int capacity>
+__device__ __forceinline__ void mix_block(
+    const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {
+    T* weight = static_cast<T*>(table.weights) + place.first;
+    Share<T> weights;
+    read<whole>(weights, static_cast<const T*>(weight), place.numel);
+    mix_share<whole>(weights, table, place, block_sum);
+    write<whole>(weights, weight, place.numel);
+}
+
+template <typename T, int capacity>
+__global__ void __launch_bounds__(kThreads) mix_kernel(const __grid_constant__ MixTable<capacity> table) {
+    BlockSum<kThreads> block_sum;
+    for (int64_t block = blockIdx.x; block < table.num_blocks; block += gridDim.x) {
+        const Place place = place_of_block(table, block);
+        if (table.aligned && place.numel == kBlock) {
+            mix_block<true, T>(table, place, block_sum);
+        } else {
+            mix_block<false, T>(table, place, block_sum);
+        }
+    }
+}
+
+// A block of columns is walked in tiles. A tile holds the old rows of its columns in shared memory, as they are stored,
+// so that every new row is formed before any old one is lost. Its vectors of 16 bytes are numbered row by row and dealt
+// to the threads in turn, the same for every tile.
+inline constexpr int kTileBytes = 32768;
+inline constexpr int kMaxColumns = 1024;
+inline constexpr int kTileVectors = kTileBytes / static_cast<int>(sizeof(uint4)) / kThreads;  // of one thread
+
+template <typename T>
+struct StackedTable {
+    T* weights;
+    const float* matrix;
+    double* partials;
+    int64_t numel;
+    int64_t num_blocks;
+    int num_learners;
+    int columns;   // of a tile: a power of two, a divisor of kBlock
+    float share;   // 1 / num_learners
+    bool aligned;  // every row is
+
+    DDPCORE_HOST_DEVICE int row_vectors() const { return columns / kVector<T>; }
+    DDPCORE_HOST_DEVICE int num_vectors() const { return num_learners * row_vectors(); }
+    DDPCORE_HOST_DEVICE int group() const { return row_vectors() < kWarp ? row_vectors() : kWarp; }
+    // Lanes that sum one row together leave one sum; a row has this many of them.
+    DDPCORE_HOST_DEVICE int num_row_sums() const { return row_vectors() / group(); }
+    DDPCORE_HOST_DEVICE int sums_bytes() const {
+        const int bytes = num_row_sums() * num_learners * static_cast<int>(sizeof(double));
+        return (bytes + 15) / 16 * 16;
+    }
+    DDPCORE_HOST_DEVICE int tile_bytes() const { return num_learners * columns * static_cast<int>(sizeof(T)); }
+    // At most 8 + 32 + 4 KiB, below the 48 KiB that every GPU grants without asking.
+    int shared_bytes() const { return sums_bytes() + tile_bytes() + columns * static_cast<int>(sizeof(float)); }
+};
+
+// Vector v of row j of the tile that starts at column `first`. All loads of a thread are issued before the first of
+// them is put into shared memory.
+template <bool whole, typename T>
+__device__ __forceinline__ void read_tile(Vector<T>* tile, const StackedTable<T>& table, int64_t first) {
+    const int row_vectors = table.row_vectors(), num_vectors = table.num_vectors();
+    Vector<T> staged[kTileVectors];
+#pragma unroll
+    for (int i = 0; i < kTileVectors; ++i) {
+        const int index = i * kThreads + static_cast<int>(threadIdx.x);
+        const int row = index / row_vectors;
+        const int64_t column = first + index % row_vectors * kVector<T>;
+        const T* source = table.weights + row * table.numel + column;
+        if constexpr (whole) {
+            if (index < num_vectors) staged[i].bits = *reinterpret_cast<const uint4*>(source);
+        } else {
+#pragma unroll
+            for (int e = 0; e < kVector<T>; ++e) {
+                const bool inside = index < num_vectors && column + e < table.numel;
+                staged[i].elements[e] = inside ? source[e] : store<T>(0.0f);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kTileVectors; ++i) {
+        const int index = i * kThreads + static_cast<int>(threadIdx.x);
+        if (index < num_vectors) tile[index].bits = staged[i].bits;
+    }
+}
+
+// Row j of the mix at vector v: the own term first, then the others in ascending order. A zero entry costs one cached
+// read of the matrix and no arithmetic, and adds no 0 * inf.
+template <typename T>
+__device__ __forceinline__ Vector<T> mix_row(const Vector<T>* tile, const StackedTable<T>& table, int j, int v) {
+    const float* entries = table.matrix + static_cast<int64_t>(j) * table.num_learners;
+    const int row_vectors = table.row_vectors();
+    const Vector<T> own = tile[j * row_vectors + v];
+    float mixed[kVector<T>];
+#pragma unroll
+    for (int e = 0; e < kVector<T>; ++e) mixed[e] = entries[j] * load(own.elements[e]);
+    for (int k = 0; k < table.num_learners; ++k) {
+        const float entry = entries[k];
+        if (k == j || entry == 0.0f) continue;
+        const Vector<T> other = tile[k * row_vectors + v];
+#pragma unroll
+        for (int e = 0; e < kVector<T>; ++e) mixed[e] = mix_element(mixed[e], entry, load(other.elements[e]));
+    }
+    Vector<T> result;
+#pragma unroll
+    for (int e = 0; e < kVector<T>; ++e) result.elements[e] = store<T>(mixed[e]);
+    return result;
+}
+
+template <typename T>
+__device__ __forceinline__ void write_vector(
+    const Vector<T>& vector, const StackedTable<T>& table, int j, int64_t column, bool whole) {
+    T* target = table.weights + j * table.numel + column;
+    if (whole) {
+        *reinterpret_cast<uint4*>(target) = vector.bits;
+    } else {
+#pragma unroll
+        for (int e = 0; e < kVector<T>; ++e) {
+            if (column + e < table.numel) target[e] = vector.elements[e];
+        }
+    }
+}
+
+// Mixes one tile and adds each row's squared distance to the mean. A place of row_sums belongs to one thread in every
+// tile, so it needs no barrier.
+template <typename T>
+__device__ __forceinline__ void mix_tile(
+    const Vector<T>* tile, float* mean, double* row_sums, const StackedTable<T>& table, int64_t first, bool whole) {
+    const int row_vectors = table.row_vectors(), num_vectors = table.num_vectors(), group = table.group();
+    const T* elements = reinterpret_cast<const T*>(tile);
+    for (int column = threadIdx.x; column < table.columns; column += kThreads) {
+        float sum = 0.0f;
+        for (int j = 0; j < table.num_learners; ++j) sum = sum + load(elements[j * table.columns + column]);
+        mean[column] = table.share * sum;
+    }
+    __syncthreads();
+    for (int start = 0; start < num_vectors; start += kThreads) {  // the same trips for all: they shuffle together
+        const int index = start + static_cast<int>(threadIdx.x);
+        const int j = index / row_vectors, v = index % row_vectors;
+        double sum = 0.0;
+        if (index < num_vectors) {
+            const Vector<T> own = tile[index];
+#pragma unroll
+            for (int e = 0; e < kVector<T>; ++e) sum += squared(load(own.elements[e]) - mean[v * kVector<T> + e]);
+            write_vector(mix_row(tile, table, j, v), table, j, first + v * kVector<T>, whole);
+        }
+        sum = warp_sum(sum, group);
+        if (index < num_vectors && v % group == 0) row_sums[v / group * table.num_learners + j] += sum;
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) mix_stacked_kernel(const __grid_constant__ StackedTable<T> table) {
+    extern __shared__ uint4 shared[];
+    double* row_sums = reinterpret_cast<double*>(shared);
+    auto* tile = reinterpret_cast<Vector<T>*>(shared + table.sums_bytes() / sizeof(uint4));
+    auto* mean = reinterpret_cast<float*>(tile + table.num_vectors());
+    const int num_sums = table.num_row_sums();
+    for (int64_t block = blockIdx.x; block < table.num_blocks; block += gridDim.x) {
+        for (int i = threadIdx.x; i < num_sums * table.num_learners; i += kThreads) row_sums[i] = 0.0;
+        const int64_t end = min((block + 1) * kBlock, table.numel);
+        for (int64_t first = block * kBlock; first < end; first += table.columns) {
+            const bool whole = table.aligned && first + table.columns <= table.numel;
+            if (whole) {
+                read_tile<true>(tile, table, first);
+            } else {
+                read_tile<false>(tile, table, first);
+            }
+            __syncthreads();
+            mix_tile(tile, mean, row_sums, table, first, whole);
+            __syncthreads();
+        }
+        for (int j = threadIdx.x; j < table.num_learners; j += kThreads) {
+            double sum = row_sums[j];
+            for (int i = 1; i < num_sums; ++i) sum += row_sums[i * table.num_learners + j];
+            table.partials[block * table.num_learners + j] = sum;
+        }
+        __syncthreads();
+    }
+}
+
+template <typename T>
+StackedTable<T> stacked_table(const StackedMixArgs& args) {
+    StackedTable<T> table;
+    table.weights = static_cast<T*>(args.weights);
+    table.matrix = args.matrix;
+    table.partials = args.partials;
+    table.numel = args.numel;
+    table.num_blocks = num_blocks_of(args.numel);
+    table.num_learners = static_cast<int>(args.num_learners);
+    table.columns = kMaxColumns;
+    while (table.tile_bytes() > kTileBytes) table.columns /= 2;  // 8 columns of fp32 at kMaxLearners
+    table.share = 1.0f / static_cast<float>(args.num_learners);
+    table.aligned = is_aligned(args.weights) && (args.num_learners == 1 || args.numel % kVector<T> == 0);
+    return table;
+}
+
+}  // namespace
+
+cudaError_t mix_(const MixArgs& args, cudaStream_t stream) {
+    return with_mix_table(args, true, stream, [&]<int capacity>(const MixTable<capacity>& table) {
+        return with_storage(args.dtype, [&](auto* tag) {
+            using T = std::remove_pointer_t<decltype(tag)>;
+            return launch(mix_kernel<T, capacity>, table.num_blocks, kThreads, 0, stream, table);
+        });
+    });
+}
+
+cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream) {
+    if (args.num_learners > kMaxLearners) return cudaErrorInvalidValue;
+    const int64_t num_blocks = num_blocks_of(args.numel);
+    if (num_blocks > 0 && args.num_learners > 0) {
+        const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
+            const auto table = stacked_table<std::remove_pointer_t<decltype(tag)>>(args);
+            const auto bytes = static_cast<size_t>(table.shared_bytes());
+            return launch(
+                mix_stacked_kernel<typename std::remove_pointer_t<decltype(tag)>>, num_blocks, kThreads, bytes, stream,
+                table);
+        });
+        if (error != cudaSuccess) return error;
+    }
+    return sum_partials(args.partials, args.sums, num_blocks, args.num_learners, stream);
+}
+
+}  // namespace ddpcore::cuda

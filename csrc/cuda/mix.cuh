@@ -1,0 +1,96 @@
+// A mix over one block, shared by mix_ and mix_sgd_step_: one thread's share of it, and the peers in kernel arguments.
+#pragma once
+
+#include "sum.cuh"
+
+namespace ddpcore::cuda {
+
+inline constexpr int kFewPeers = 8;
+inline constexpr int kManyPeers = static_cast<int>(kMaxPeers);  // 12 KiB of kernel arguments
+
+template <int capacity>
+struct MixTable {
+    void* weights;
+    double* partials;
+    int64_t numel;
+    int64_t num_blocks;
+    int32_t num_peers;
+    float self_weight;
+    bool aligned;  // weights, all peers and, in mix_sgd_step_, the gradient and momentum
+    const void* peers[capacity];
+    float peer_weights[capacity];
+};
+
+// Which part of the tensors a CUDA block is at.
+struct Place {
+    int64_t block;
+    int64_t first;  // element
+    int numel;
+};
+
+template <int capacity>
+__device__ __forceinline__ Place place_of_block(const MixTable<capacity>& table, int64_t block) {
+    const int64_t first = block * kBlock;
+    return {block, first, static_cast<int>(min(kBlock, table.numel - first))};
+}
+
+// weights <- the mix, rounded to the storage type; writes the block's row of partial sums. Each peer is on its way from
+// memory while the one before it is added.
+template <bool whole, typename T, int capacity>
+__device__ __forceinline__ void mix_share(
+    Share<T>& weights, const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {
+    Share<T> next;
+    if (table.num_peers > 0) read<whole>(next, static_cast<const T*>(table.peers[0]) + place.first, place.numel);
+    float mixed[kShare];
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) mixed[i] = table.self_weight * load(weights[i]);
+    for (int k = 0; k < table.num_peers; ++k) {
+        const Share<T> peer = next;
+        if (k + 1 < table.num_peers) {
+            read<whole>(next, static_cast<const T*>(table.peers[k + 1]) + place.first, place.numel);
+        }
+        const float peer_weight = table.peer_weights[k];
+        double sum = 0.0;
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            sum += squared(load(weights[i]) - load(peer[i]));
+            mixed[i] = mix_element(mixed[i], peer_weight, load(peer[i]));
+        }
+        const double total = block_sum(sum);
+        if (threadIdx.x == 0) table.partials[place.block * table.num_peers + k] = total;
+    }
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) weights[i] = store<T>(mixed[i]);
+}
+
+template <int capacity>
+MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
+    MixTable<capacity> table;
+    table.weights = args.weights;
+    table.partials = args.partials;
+    table.numel = args.numel;
+    table.num_blocks = num_blocks_of(args.numel);
+    table.num_peers = static_cast<int32_t>(args.num_peers);
+    table.self_weight = args.self_weight;
+    std::copy(args.peers, args.peers + args.num_peers, table.peers);
+    std::copy(args.peer_weights, args.peer_weights + args.num_peers, table.peer_weights);
+    table.aligned =
+        aligned && is_aligned(args.weights) && std::all_of(args.peers, args.peers + args.num_peers, is_aligned);
+    return table;
+}
+
+// Calls fn(table) with the table that holds the peers, then sums what the blocks left. `aligned`: the other tensors
+// are.
+template <typename Fn>
+cudaError_t with_mix_table(const MixArgs& args, bool aligned, cudaStream_t stream, Fn&& fn) {
+    if (args.num_peers > kMaxPeers) return cudaErrorInvalidValue;
+    const int64_t num_blocks = num_blocks_of(args.numel);
+    if (num_blocks > 0) {
+        const cudaError_t error = args.num_peers <= kFewPeers ? fn(mix_table<kFewPeers>(args, aligned))
+                                                              : fn(mix_table<kManyPeers>(args, aligned));
+        if (error != cudaSuccess) return error;
+    }
+    return sum_partials(args.partials, args.sums, num_blocks, args.num_peers, stream);
+}
+
+}  // namespace ddpcore::cuda

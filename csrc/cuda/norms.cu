@@ -1,0 +1,62 @@
+// segment_norms: the sum of squares of each tensor of a list. Traffic: 4 bytes an element in fp32, 2 in bf16 and fp16.
+#include "segments.cuh"
+#include "sum.cuh"
+
+namespace ddpcore::cuda {
+
+namespace {
+
+template <bool whole, typename T>
+__device__ __forceinline__ double squares_of_share(const T* data, int numel) {
+    Share<T> share;
+    read<whole>(share, data, numel);
+    double sum = 0.0;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) sum += squared(load(share[i]));
+    return sum;
+}
+
+template <typename T, int capacity>
+__global__ void __launch_bounds__(kThreads)
+    norms_kernel(const __grid_constant__ SegmentTable<NormSegment, capacity> table, double* partials) {
+    BlockSum<kThreads> block_sum;
+    for (int64_t block = table.begin_block + blockIdx.x; block < table.end_block; block += gridDim.x) {
+        const NormSegment& segment = table.segments[segment_of_block(table.segments, table.num_segments, block)];
+        const int64_t first = (block - segment.first_block) * kBlock;
+        const int numel = static_cast<int>(min(kBlock, segment.numel - first));
+        const T* data = static_cast<const T*>(segment.data) + first;
+        const bool whole = numel == kBlock && is_aligned(data);
+        const double total =
+            block_sum(whole ? squares_of_share<true>(data, numel) : squares_of_share<false>(data, numel));
+        if (threadIdx.x == 0) partials[block] = total;
+    }
+}
+
+// One CUDA block a segment; an empty one has no blocks to add and gets zero.
+template <int capacity>
+__global__ void __launch_bounds__(kThreads) sum_segments_kernel(
+    const __grid_constant__ SegmentTable<NormSegment, capacity> table, const double* partials, double* sums) {
+    const NormSegment& segment = table.segments[blockIdx.x];
+    const int64_t num_rows = (segment.numel + kBlock - 1) / kBlock;
+    const double total = sum_rows<kThreads>(partials + segment.first_block, num_rows, 1);
+    if (threadIdx.x == 0) sums[table.first_segment + blockIdx.x] = total;
+}
+
+}  // namespace
+
+cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream) {
+    return for_each_chunk(args, [&]<int capacity>(const SegmentTable<NormSegment, capacity>& table) {
+        const int64_t num_blocks = table.end_block - table.begin_block;
+        if (num_blocks > 0) {
+            const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
+                using T = std::remove_pointer_t<decltype(tag)>;
+                return launch(norms_kernel<T, capacity>, num_blocks, kThreads, 0, stream, table, args.partials);
+            });
+            if (error != cudaSuccess) return error;
+        }
+        return launch(
+            sum_segments_kernel<capacity>, table.num_segments, kThreads, 0, stream, table, args.partials, args.sums);
+    });
+}
+
+}  // namespace ddpcore::cuda

@@ -1,0 +1,81 @@
+// Sums in a fixed order, with no atomics: the same bits on every run.
+//
+// A block of elements sums its squares in double: squares of small fp16 gradients underflow in fp32, those of large
+// weights overflow, and a long fp32 sum loses the digits that a consensus distance needs. The cost is three double
+// instructions an element (convert, multiply, add). Data-centre GPUs run them at half or full rate, behind the memory
+// traffic. Consumer GPUs run them at 1/64 rate, two a clock and multiprocessor: by count a mix in fp32 is still bound
+// by memory there, and a norm of bf16 or fp16 (2 bytes an element) by this sum, at about half the memory's speed.
+// Kernels that sum nothing pay nothing.
+#pragma once
+
+#include "launch.cuh"
+
+namespace ddpcore::cuda {
+
+// The sum over the lanes of each group of `width` lanes, by a tree; right in the first lane of the group.
+__device__ __forceinline__ double warp_sum(double value, int width = kWarp) {
+    for (int offset = width / 2; offset > 0; offset /= 2) {
+        value += __shfl_down_sync(0xffffffffu, value, static_cast<unsigned>(offset), width);
+    }
+    return value;
+}
+
+// Sums over all threads of a CUDA block, one after the other. Two sets of slots alternate, so that one barrier a sum is
+// enough: who writes a set again has passed the barrier behind which warp 0 has read it.
+template <int threads>
+class BlockSum {
+  public:
+    // Right in thread 0. All threads must call it.
+    __device__ __forceinline__ double operator()(double value) {
+        constexpr int kWarps = threads / kWarp;
+        __shared__ double slots[2][kWarps];
+        const int lane = threadIdx.x % kWarp;
+        value = warp_sum(value);
+        if (lane == 0) slots[parity_][threadIdx.x / kWarp] = value;
+        __syncthreads();
+        double total = 0.0;
+        if (threadIdx.x < kWarp) total = warp_sum(lane < kWarps ? slots[parity_][lane] : 0.0);
+        parity_ ^= 1;
+        return total;
+    }
+
+  private:
+    int parity_ = 0;
+};
+
+// The sum of num_rows values that lie `stride` apart, in thread 0. Thread t adds rows t, t + threads, ...; four of its
+// rows are under way at a time.
+template <int threads>
+__device__ __forceinline__ double sum_rows(const double* values, int64_t num_rows, int64_t stride) {
+    constexpr int kUnroll = 4;
+    double sums[kUnroll] = {};
+    for (int64_t row = threadIdx.x; row < num_rows; row += kUnroll * threads) {
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+            const int64_t mine = row + i * threads;
+            sums[i] += mine < num_rows ? values[mine * stride] : 0.0;
+        }
+    }
+    BlockSum<threads> block_sum;
+    return block_sum((sums[0] + sums[2]) + (sums[1] + sums[3]));
+}
+
+inline constexpr int kSumThreads = 1024;
+
+// sums[column] = sum over rows of partials[row, column]: one CUDA block a column.
+template <int threads>
+__global__ void __launch_bounds__(threads)
+    sum_partials_kernel(const double* partials, double* sums, int64_t num_rows, int64_t num_columns) {
+    const double total = sum_rows<threads>(partials + blockIdx.x, num_rows, num_columns);
+    if (threadIdx.x == 0) sums[blockIdx.x] = total;
+}
+
+// Reads 8 bytes for each 4096 elements and column. Writes zeros where there are no rows.
+inline cudaError_t sum_partials(
+    const double* partials, double* sums, int64_t num_rows, int64_t num_columns, cudaStream_t stream) {
+    if (num_columns == 0) return cudaSuccess;
+    return launch(
+        sum_partials_kernel<kSumThreads>, num_columns, kSumThreads, 0, stream, partials, sums, num_rows, num_columns);
+}
+
+}  // namespace ddpcore::cuda

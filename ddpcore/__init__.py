@@ -1,0 +1,23 @@
+"""Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
+
+from ddpcore.parallel import Distributed, distribute
+from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, Single
+from ddpcore.topology import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DDP",
+    "DPSGD",
+    "SSGD",
+    "Complete",
+    "Distributed",
+    "FromMatrix",
+    "LocalSGD",
+    "OnePeerExponential",
+    "RandomPair",
+    "Ring",
+    "Single",
+    "Topology",
+    "distribute",
+]

@@ -1,0 +1,1 @@
+"""The command line that trains with several strategies and compares them."""

@@ -1,0 +1,39 @@
+"""``python -m ddpcore.bench``: one command, alone or under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from ddpcore import launch
+from ddpcore.bench.config import parse, resolve
+from ddpcore.bench.run import build_dataset, run_rank
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench; returns the exit code: 0, 1 where a rank failed, 2 where the command cannot be run as it stands."""
+    joined = launch.torchrun_world()
+    speaks = joined is None or joined.rank == 0
+    try:
+        config = parse(argv)
+        started = 4 if joined is None else joined.world_size
+        world_size = started if config.world_size is None else config.world_size
+        plan = resolve(config, world_size=world_size, num_gpus=torch.cuda.device_count())
+        build_dataset(plan)  # before any process starts, so that a damaged file is one line
+        launch.run(run_rank, (plan,), world_size=world_size, backend=plan.choice.backend)
+    except ValueError as error:
+        if speaks:
+            print(f"ddpcore.bench: {error}", file=sys.stderr)
+        return 2
+    except launch.RankFailed as error:
+        print(f"ddpcore.bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""One strategy in the race: its model, optimizer and trainer, and what was seen of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ddpcore import models, parallel, strategies, topology
+from ddpcore.bench.config import Plan
+from ddpcore.comm.base import all_reduce_bytes
+from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.engine import Trainer
+from ddpcore.launch import World
+from ddpcore.optim import FusedSGD
+
+COMPUTE = "compute"  # the hidden contender: the same work on every rank with no communication at all
+
+
+@dataclass
+class Contender:
+    """A strategy on this rank.
+
+    Attributes:
+        trainer: None where the strategy does not run on this rank (``single`` runs on rank 0 alone).
+        step_seconds: of every timed step here.
+        losses: ``[L]`` a step.
+    """
+
+    name: str
+    trainer: Trainer | None
+    num_parameters: int
+    step_seconds: list[float] = field(default_factory=list)
+    block_seconds: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def run_block(self, num_steps: int, timed: bool) -> None:
+        """Train on; keep the times of the steps if ``timed``."""
+        if self.trainer is None:
+            return
+        cuda = self.trainer.dataset.train.labels.is_cuda
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            loss = self.trainer.step()
+            if cuda:
+                torch.cuda.synchronize()
+            if timed:
+                self.step_seconds.append(time.perf_counter() - start)
+            self.losses.append(loss)
+
+    def bytes_per_step(self, world_size: int) -> float | None:
+        """Bytes that one learner sends a step; for DDP what an all-reduce of its gradients takes."""
+        if self.trainer is None or self.name in ("single", COMPUTE):
+            return 0.0
+        if self.name == "ddp":
+            return float(all_reduce_bytes(4 * self.num_parameters, world_size))
+        learner = self.trainer.handle.learner
+        return None if learner is None else learner.comm.bytes_sent / max(1, learner.step)
+
+
+def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
+    """The contender of a strategy's name, on its device, from the same initial weights as every other."""
+    config = plan.config
+    torch.manual_seed(config.seed)
+    model = models.build(config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model.to(plan.device)
+    alone = name in ("single", COMPUTE)
+    virtual = plan.choice.backend == "virtual"
+    whole_batch = name == "single"
+    if whole_batch and world.rank != 0:
+        return Contender(name, None, num_parameters)
+    baseline = alone or name == "ddp"
+    optimizer: torch.optim.Optimizer
+    if baseline:  # what a user would otherwise run
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, fused=True)
+    else:
+        optimizer = FusedSGD(model.parameters(), lr=config.lr, momentum=config.momentum)
+    strategy = strategies.build(
+        strategies.Single.name if alone else name,
+        topology=topology.build(config.topology, config.seed),
+        period=config.period,
+    )
+    handle = parallel.distribute(model, optimizer, strategy, learners=plan.world_size if virtual and not alone else None)
+    num_learners = 1 if whole_batch else plan.world_size
+    batches = ShardedBatches(len(dataset.train), config.batch_size, num_learners, config.seed)
+    stacked = virtual and not alone
+    learners = list(range(plan.world_size)) if stacked else [0 if whole_batch else world.rank]
+    trainer = Trainer(handle, optimizer, dataset, batches, learners=learners, stacked=stacked)
+    return Contender(name, trainer, num_parameters)

@@ -1,0 +1,198 @@
+"""What every rank does: trains with each strategy in turn, block by block, and gathers what was seen."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ddpcore import data, models
+from ddpcore.bench import contender as contenders
+from ddpcore.bench.config import Plan
+from ddpcore.bench.contender import COMPUTE, Contender
+from ddpcore.bench.environment import environment
+from ddpcore.bench.gpu import GpuMeter
+from ddpcore.launch import World
+from ddpcore.metrics import json_number, quantiles, to_json
+from ddpcore.report.table import print_report
+
+NUM_BLOCKS = 10  # of each strategy, in turn: A B C D A B C D ...
+WARM_UP_SHARE = 0.1  # of the steps, at the start of each strategy, not timed
+
+
+def build_dataset(plan: Plan) -> data.Dataset:
+    """The data set of the plan, on the CPU.
+
+    Raises:
+        ValueError: files are missing or damaged, the model does not take such samples, or the batch is too large.
+    """
+    config = plan.config
+    made_to_measure = config.dataset == "synthetic"
+    spec = models.spec(config.model)
+    dataset = data.build(
+        config.dataset,
+        data_dir=config.data_dir,
+        input_shape=spec.input_shapes[0] if made_to_measure else None,
+        num_classes=spec.num_classes if made_to_measure else None,
+        seed=config.seed,
+    )
+    models.check_input(config.model, dataset.input_shape)
+    data.ShardedBatches(len(dataset.train), config.batch_size, plan.world_size, config.seed)
+    return dataset
+
+
+def run_rank(world: World, plan: Plan) -> None:
+    """The worker of :func:`ddpcore.launch.run`; rank 0 prints the table and writes the JSON file."""
+    dataset = build_dataset(plan).to(plan.device)
+    real = plan.choice.backend != "virtual"
+    names = [*plan.strategies, *([COMPUTE] if real else [])]
+    field = [contenders.build(name, plan, world, dataset) for name in names]
+    console = Console(stderr=True)
+    meter = GpuMeter() if plan.device == "cuda" else None
+    show = world.rank == 0 and console.is_terminal
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) if show else nullcontext() as progress:
+        task = progress.add_task("", total=plan.config.steps * len(field)) if progress else None
+        for num_steps, timed in _blocks(plan.config.steps):
+            for one in field:
+                if progress and task is not None:
+                    progress.update(task, description=one.name)
+                _run_block(one, num_steps, timed, meter)
+                if progress and task is not None:
+                    progress.advance(task, num_steps)
+    results = [_gather(one, plan, meter) for one in field]
+    if world.rank == 0:
+        result = {"environment": environment(plan), "rows": _rows(plan, results)}
+        print_report(to_json(result), plan.config)
+        if plan.config.json is not None:
+            _write(plan.config.json, result)
+
+
+def _blocks(num_steps: int) -> list[tuple[int, bool]]:
+    """(steps, timed) of each block: a warm-up, then up to NUM_BLOCKS of nearly equal length."""
+    warm_up = min(num_steps - 1, max(1, round(WARM_UP_SHARE * num_steps))) if num_steps > 1 else 0
+    left = num_steps - warm_up
+    count = min(NUM_BLOCKS, left)
+    lengths = [left // count + (i < left % count) for i in range(count)]
+    return ([(warm_up, False)] if warm_up else []) + [(length, True) for length in lengths]
+
+
+def _run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None) -> None:
+    _barrier()
+    if meter is not None:
+        meter.start()
+    start = time.perf_counter()
+    one.run_block(num_steps, timed)
+    _barrier()  # the block lasts until its slowest rank is done
+    if timed:
+        one.block_seconds.append(time.perf_counter() - start)
+        if meter is not None:
+            meter.stop(one.name)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any]:
+    """What all ranks saw of a contender. Collective."""
+    local = {
+        "seconds": one.step_seconds,
+        "losses": torch.stack(one.losses).cpu() if one.losses else None,
+        "gpu": None if meter is None else meter.reading(one.name),
+    }
+    everyone: list[Any] = [local]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, local)
+    losses = torch.cat([seen["losses"] for seen in everyone if seen["losses"] is not None], dim=1).double().mean(dim=1)
+    trainer = one.trainer
+    compared = trainer is not None and one.name != COMPUTE
+    finite = math.isfinite(losses[-1].item())
+    # With one learner there is nothing to average, and rank 0's own model is the averaged one.
+    error = trainer.test_error_pct() if trainer is not None and compared and finite else None
+    distance = trainer.handle.consensus_distance() if trainer is not None and compared and one.name != "single" else None
+    return {
+        "name": one.name,
+        "step_ms": quantiles([1000 * second for seen in everyone for second in seen["seconds"]]),
+        "block_seconds": one.block_seconds,
+        "bytes_per_step": one.bytes_per_step(plan.world_size),
+        "loss_first": losses[0].item(),
+        "loss_last": losses[-1].item(),
+        "test_error_pct": error,
+        "consensus_distance": distance,
+        "gpu": [seen["gpu"] for seen in everyone],
+    }
+
+
+def _rows(plan: Plan, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_name = {result["name"]: result for result in results}
+    compute, ddp = by_name.get(COMPUTE), by_name.get("ddp")
+    steps = [length for length, timed in _blocks(plan.config.steps) if timed]
+    rows = []
+    for result in results:
+        if result["name"] == COMPUTE:
+            continue
+        alone = result["name"] == "single"
+        rates = [plan.config.batch_size * n / s for n, s in zip(steps, result["block_seconds"], strict=True)]
+        exposed = None
+        if compute is not None and not alone:
+            exposed = max(0.0, result["step_ms"]["p50"] - compute["step_ms"]["p50"])
+        ratio = None
+        if ddp is not None:
+            pairs = zip(ddp["block_seconds"], result["block_seconds"], strict=True)
+            ratio = quantiles([theirs / ours for theirs, ours in pairs])["p50"]
+        rows.append(
+            {
+                "strategy": result["name"],
+                "topology": plan.config.topology if result["name"] == "dpsgd" else None,
+                "world_size": 1 if alone else plan.world_size,
+                "samples_per_s": quantiles(rates)["p50"],
+                "step_ms": result["step_ms"],
+                "exposed_comm_ms": exposed,
+                "bytes_per_step": result["bytes_per_step"],
+                "loss_first": json_number(result["loss_first"]),
+                "loss_last": json_number(result["loss_last"]),
+                "test_error_pct": result["test_error_pct"],
+                "consensus_distance": result["consensus_distance"],
+                "ratio_to_ddp": ratio,
+                **_gpu(plan, result),
+            }
+        )
+    return rows
+
+
+def _gpu(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
+    readings = [reading for reading in result["gpu"] if reading is not None]
+    if not readings:
+        return {}
+    timed_steps = sum(length for length, timed in _blocks(plan.config.steps) if timed)
+    joules = sum(reading["joules"] for reading in readings)
+    return {
+        "gpu_watts": sum(reading["watts"] for reading in readings),
+        "gpu_utilization_pct": sum(reading["utilization_pct"] for reading in readings) / len(readings),
+        "gpu_memory_bytes": max(reading["memory_bytes"] for reading in readings),
+        "samples_per_joule": plan.config.batch_size * timed_steps / joules if joules > 0 else None,
+    }
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """All of it or nothing: a reader never meets half a file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(to_json(result), indent=2, allow_nan=False) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+

@@ -1,0 +1,17 @@
+"""The learners' connection: real ranks over a process group, or virtual learners in one process."""
+
+from .base import Communicator, Exchange, Work
+from .choice import Choice, choose_backend
+from .process import ProcessGroupCommunicator
+from .virtual import StackedModel, VirtualCommunicator
+
+__all__ = [
+    "Choice",
+    "Communicator",
+    "Exchange",
+    "ProcessGroupCommunicator",
+    "StackedModel",
+    "VirtualCommunicator",
+    "Work",
+    "choose_backend",
+]

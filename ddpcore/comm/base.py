@@ -1,0 +1,73 @@
+"""What a strategy may ask of the learners' connection. Shapes: n learners in all, L of them held by this process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ddpcore.ops import Mixture
+from ddpcore.topology import Topology
+
+
+class Work(ABC):
+    """A transfer under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the result is in place (on CUDA: when the current stream will see it)."""
+
+
+class Exchange(ABC):
+    """Neighbours' weights under way. They are used once, by ``mix_`` or, where there is one, through ``mixture``."""
+
+    @abstractmethod
+    def mix_(self) -> Tensor:
+        """Wait, then ``w <- W w`` on the weights that were given.
+
+        Returns:
+            float64 ``[L, k]``: squared distance of each held learner, before mixing, to each of its k neighbours; of
+            virtual learners (k = 1) to the mean of all learners.
+        """
+
+    @abstractmethod
+    def mixture(self) -> Mixture | None:
+        """Wait, then hand over what a one-pass optimizer needs; None at once where only ``mix_`` will do."""
+
+
+class Communicator(ABC):
+    """Connects n learners. Every process calls the same methods in the same order.
+
+    Attributes:
+        num_learners: n.
+        learners: the learners whose rows this process holds, ascending.
+        bytes_sent: by one learner so far, as the algorithm needs it (an all-reduce counts 2(n-1)/n of the buffer).
+        description: what carries the bytes, for people.
+    """
+
+    num_learners: int
+    learners: Sequence[int]
+    bytes_sent: int = 0
+    description: str
+
+    @abstractmethod
+    def broadcast_(self, rows: Tensor) -> None:
+        """Overwrite the rows ``[L, x]`` of every learner with those of learner 0."""
+
+    @abstractmethod
+    def average_(self, rows: Tensor) -> Work:
+        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. ``rows`` must not change meanwhile."""
+
+    @abstractmethod
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        """Start to fetch what ``topology`` says of this step. The weights must not change until it is used."""
+
+    @abstractmethod
+    def gather(self, values: Tensor) -> Tensor:
+        """``[L, ...]`` of the held learners to ``[n, ...]`` of all, on every process."""
+
+
+def all_reduce_bytes(num_bytes: int, num_learners: int) -> int:
+    """Bytes that each of n learners sends in a bandwidth-optimal all-reduce of ``num_bytes``: 2(n-1)/n of them."""
+    return 2 * (num_learners - 1) * num_bytes // num_learners

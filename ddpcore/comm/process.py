@@ -1,0 +1,104 @@
+"""Real learners: one a process, over a ``torch.distributed`` process group (NCCL or gloo)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpcore import ops
+from ddpcore.comm.base import Communicator, Exchange, Work, all_reduce_bytes
+from ddpcore.ops import Mixture
+from ddpcore.topology import Topology
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Learner j is rank j of the group.
+
+    Args:
+        group: a process group; None is the default one, which must be initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is not initialised: start the script with torchrun and call "
+                "torch.distributed.init_process_group(), or pass learners= for virtual learners"
+            )
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self.group)
+        self.num_learners = dist.get_world_size(self.group)
+        self.learners = (self.rank,)
+        self.description = f"torch.distributed, {dist.get_backend(self.group)}"
+        self._received: dict[int, Tensor] = {}
+
+    def broadcast_(self, rows: Tensor) -> None:
+        """See :class:`Communicator`."""
+        if self.num_learners > 1:
+            dist.broadcast(rows, group=self.group, group_src=0)
+
+    def average_(self, rows: Tensor) -> Work:
+        """See :class:`Communicator`. A sum, divided afterwards: gloo's own average is younger than torch 2.10's users."""
+        if self.num_learners == 1:
+            return _Done()
+        self.bytes_sent += all_reduce_bytes(rows.numel() * rows.element_size(), self.num_learners)
+        # A learner has one row, so columns of it are one contiguous run.
+        work = dist.all_reduce(rows[0], group=self.group, async_op=True)
+        return _Average(work, rows, self.num_learners)
+
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        """See :class:`Communicator`. Sends go straight from the weights; one receive buffer a neighbour is kept."""
+        plan = topology.round(step, self.rank, self.num_learners)
+        weights = weights_LP[0]
+        peers = [self._buffer(slot, weights) for slot in range(len(plan.sources))]
+        # One fixed order on every rank: sends before receives, each by ascending rank.
+        sends = [dist.P2POp(dist.isend, weights, group=self.group, group_peer=peer) for peer in plan.destinations]
+        receives = [
+            dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer)
+            for peer, buffer in zip(plan.sources, peers, strict=True)
+        ]
+        works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
+        self.bytes_sent += len(sends) * weights.numel() * weights.element_size()
+        return _PeerExchange(works, weights, Mixture(peers, plan.self_weight, plan.weights))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """See :class:`Communicator`."""
+        result = values.new_empty((self.num_learners, *values.shape[1:]))
+        dist.all_gather(list(result.split(1)), values.contiguous(), group=self.group)
+        return result
+
+    def _buffer(self, slot: int, like: Tensor) -> Tensor:
+        buffer = self._received.get(slot)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype or buffer.device != like.device:
+            buffer = self._received[slot] = torch.empty_like(like)
+        return buffer
+
+
+class _Done(Work):
+    def wait(self) -> None:
+        return
+
+
+class _Average(Work):
+    def __init__(self, work: dist.Work, rows: Tensor, num_learners: int) -> None:
+        self._work, self._rows, self._num_learners = work, rows, num_learners
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._rows.div_(self._num_learners)
+
+
+class _PeerExchange(Exchange):
+    def __init__(self, works: Sequence[dist.Work], weights: Tensor, mixture: Mixture) -> None:
+        self._works, self._weights, self._mixture = works, weights, mixture
+
+    def mix_(self) -> Tensor:
+        mixture = self.mixture()
+        return ops.mix_(self._weights, mixture.peers, mixture.self_weight, mixture.peer_weights)[None]
+
+    def mixture(self) -> Mixture:
+        for work in self._works:
+            work.wait()
+        return self._mixture

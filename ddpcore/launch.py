@@ -1,0 +1,196 @@
+"""Starts ranks on one machine, or joins those that torchrun started. The only reader of the environment.
+
+The parent hosts the rendezvous store, so no port is guessed. A rank that dies takes the others down with it; a parent
+that dies, even by SIGKILL, takes its ranks along.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 1.0  # for reports of ranks that fail together, so that the first cause is the one shown
+KILL_SECONDS = 3.0  # between asking a rank to end and ending it
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a process stands: its rank, how many there are, its rank on this machine, and that machine's rank count."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+class RankFailed(Exception):
+    """A rank died. The message is its traceback, or the signal that ended it."""
+
+
+def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None:
+    """The place that torchrun gave this process; None where it was not started by torchrun."""
+    env = os.environ if environment is None else environment
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    return World(rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size)))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Compute threads of each rank: cores over ranks, at least one."""
+    return max(1, num_cores() // local_world_size)
+
+
+def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, backend: str) -> None:
+    """Run ``worker(world, *args)`` on every rank, in a process group.
+
+    Under torchrun this process is one of the ranks. Otherwise ``world_size`` processes are started and waited for;
+    ``backend`` ``virtual`` needs one process and runs in this one.
+
+    Raises:
+        RankFailed: the first rank that failed, with its traceback; all ranks have ended.
+        ValueError: torchrun's world is not the one that was asked for.
+    """
+    joined = torchrun_world()
+    if backend == "virtual":
+        if joined is not None and joined.world_size > 1:
+            raise ValueError("virtual learners live in one process: run without torchrun, or use --backend gloo")
+        worker(World(), *args)
+    elif joined is not None:
+        if joined.world_size != world_size:
+            raise ValueError(f"torchrun started {joined.world_size} ranks, not {world_size}: leave --world-size out")
+        _run_rank(worker, args, joined, backend, store=None)
+    else:
+        _start(worker, args, world_size, backend)
+
+
+def _run_rank(
+    worker: Callable[..., None], args: tuple[Any, ...], world: World, backend: str, store: dist.Store | None
+) -> None:
+    torch.set_num_threads(threads_per_rank(world.local_world_size))
+    if backend == "nccl":
+        torch.cuda.set_device(world.local_rank)
+    if store is None:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size)
+    try:
+        worker(world, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, backend: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ranks: list[BaseProcess] = []
+    reports: list[Connection] = []
+    try:
+        for rank in range(world_size):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_child, args=(worker, args, World(rank, world_size, rank, world_size), backend, store.port, send)
+            )
+            process.start()
+            send.close()
+            ranks.append(process)
+            reports.append(receive)
+        _wait(ranks, reports)
+    finally:
+        _end(ranks)
+
+
+def _child(
+    worker: Callable[..., None], args: tuple[Any, ...], world: World, backend: str, port: int, report: Connection
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    _die_with_parent()
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not resolve
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        _run_rank(worker, args, world, backend, store)
+    except BaseException:
+        report.send((time.time(), traceback.format_exc()))
+        report.close()
+        # The others are about to be ended: skip clean-up that would wait for them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="ddpcore-parent-watch").start()
+
+
+def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
+    """Return when all ranks have ended well; raise RankFailed as soon as one has not."""
+    running = {process.sentinel: process for process in ranks}
+    while running:
+        for sentinel in wait(list(running)):
+            process = running.pop(sentinel)  # type: ignore[call-overload]
+            process.join()
+            if process.exitcode != 0:
+                raise RankFailed(_first_cause(ranks, reports, process))
+
+
+def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> str:
+    failures = []
+    deadline = time.monotonic() + GRACE_SECONDS
+    open_reports = dict(zip(reports, range(len(reports)), strict=True))
+    while open_reports and (left := deadline - time.monotonic()) > 0:
+        for report in wait(list(open_reports), timeout=left):
+            rank = open_reports.pop(report)  # type: ignore[call-overload]
+            try:
+                when, text = report.recv()  # type: ignore[union-attr]
+                failures.append((when, rank, text))
+            except EOFError:
+                pass
+    for rank, process in enumerate(ranks):  # a killed rank comes first: the others only lost their connection to it
+        if process.exitcode is not None and process.exitcode < 0:
+            return f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}"
+    if failures:
+        _, rank, text = min(failures)
+        return f"rank {rank} failed:\n{text.rstrip()}"
+    return f"rank {ranks.index(died)} ended with exit code {died.exitcode} and left no traceback"
+
+
+def _end(ranks: list[BaseProcess]) -> None:
+    """End what still runs: ask first, then insist."""
+    for process in ranks:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + KILL_SECONDS
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,39 @@
+"""LeNet-5 (LeCun et al. 1998) in today's dress: ReLU, max pooling, batch normalization and dropout."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((1, 28, 28), (3, 32, 32))
+NUM_CLASSES = 10
+DROPOUT = 0.5
+
+
+class LeNet5(nn.Module):
+    """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C]; the widths are LeCun's: 6, 16, 120, 84.
+
+    Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling; dropout follows the first
+    and the second fully connected layer. 61750 parameters for 1 x 28 x 28 and 10 classes.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
+        super().__init__()
+        channels, height, _ = input_shape
+        padding = (32 - height) // 2  # LeCun's input is 32 x 32: smaller images are padded to it
+        self.features = nn.Sequential(*_block(channels, 6, padding), *_block(6, 16, 0))
+        self.classifier = nn.Sequential(
+            nn.Flatten(),
+            *(nn.Linear(16 * 5 * 5, 120), nn.ReLU(), nn.Dropout(DROPOUT)),
+            *(nn.Linear(120, 84), nn.ReLU(), nn.Dropout(DROPOUT)),
+            nn.Linear(84, num_classes),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.classifier(self.features(inputs))
+        return logits
+
+
+def _block(channels_in: int, channels_out: int, padding: int) -> tuple[nn.Module, ...]:
+    convolution = nn.Conv2d(channels_in, channels_out, kernel_size=5, padding=padding)
+    return convolution, nn.BatchNorm2d(channels_out), nn.ReLU(), nn.MaxPool2d(2)

@@ -1,0 +1,21 @@
+"""SimpleNet: one hidden layer, for ten synthetic features."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((10,),)
+NUM_CLASSES = 2
+
+
+class SimpleNet(nn.Module):
+    """10-50-C with ReLU; inputs [B, 10] to logits [B, C]. 652 parameters for 2 classes."""
+
+    def __init__(self, num_classes: int = NUM_CLASSES) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, num_classes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.layers(inputs)
+        return logits

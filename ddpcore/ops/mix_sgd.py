@@ -1,0 +1,89 @@
+"""``mix_sgd_step_``: a whole DPSGD update in one pass over the flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import library as library
+
+
+def mix_sgd_step_(
+    weights: Tensor,
+    peers: Sequence[Tensor],
+    self_weight: float,
+    peer_weights: Sequence[float],
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    first_step: bool = False,
+) -> Tensor:
+    """``mix_`` and then ``sgd_step_``, bit for bit, with ``weights`` read and written once.
+
+    The gradient is the one at the unmixed weights: average-while-computing, Lian et al. 2017, algorithm 1. Weight decay
+    acts on the mixed weights, as it does when any optimizer steps after the mix.
+
+    Args:
+        weights: contiguous; float32, bfloat16 or float16 (arithmetic is fp32).
+        peers: tensors like ``weights``.
+        self_weight: the learner's weight for itself.
+        peer_weights: one a peer.
+        grad: like ``weights``. Not changed.
+        momentum_buffer: like ``weights``, changed in place; None where ``momentum`` is 0.
+        lr: and all that follow: as in :func:`ddpcore.ops.sgd_step_`.
+        momentum: see there.
+        dampening: see there.
+        weight_decay: see there.
+        nesterov: see there.
+        maximize: see there.
+        first_step: see there.
+
+    Returns:
+        float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
+
+    Raises:
+        RuntimeError: lengths, shapes, dtypes or devices do not fit.
+    """
+    return torch.ops.ddpcore.mix_sgd_step_(
+        weights,
+        peers,
+        self_weight,
+        peer_weights,
+        grad,
+        momentum_buffer,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        first_step=first_step,
+    )
+
+
+@torch.library.register_fake("ddpcore::mix_sgd_step_")
+def _(
+    weights: Tensor,
+    peers: list[Tensor],
+    self_weight: float,
+    peer_weights: list[float],
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    first_step: bool,
+) -> Tensor:
+    return weights.new_empty((len(peers),), dtype=torch.float64)

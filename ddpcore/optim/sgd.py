@@ -1,0 +1,183 @@
+"""FusedSGD: ``torch.optim.SGD`` in one launch for all tensors of a group, and in one pass with gossip averaging."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpcore import ops
+from ddpcore.flat import FlatParameters
+from ddpcore.ops import Mixture
+from ddpcore.optim.base import MixingOptimizer
+
+Group = dict[str, Any]
+
+
+class FusedSGD(MixingOptimizer):
+    """Drop-in for ``torch.optim.SGD`` (momentum as in Sutskever et al. 2013, as torch writes it).
+
+    The state is torch's (``momentum_buffer`` a parameter), so ``state_dict`` goes to and from ``torch.optim.SGD``.
+
+    Args:
+        params: parameters or groups, as for any optimizer; float32, bfloat16 or float16, on CPU or CUDA.
+        lr: learning rate.
+        momentum: 0 keeps no buffer.
+        dampening: as in torch; must be 0 with ``nesterov``.
+        weight_decay: coupled (L2) decay.
+        nesterov: needs momentum.
+        maximize: ascend.
+
+    Raises:
+        ValueError: a hyperparameter is negative, not a number, or does not fit the others.
+        RuntimeError: in ``step``, a sparse gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}: it must be a number of at least 0")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("nesterov needs momentum > 0 and dampening 0")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+        self._flat: FlatParameters | None = None
+        self._mixture: Mixture | None = None
+
+    def bind(self, flat: FlatParameters) -> None:
+        """See :class:`MixingOptimizer`."""
+        self._flat = flat
+        self._momentum_LP: Tensor | None = None
+
+    def mix_on_next_step(self, mixture: Mixture) -> None:
+        """See :class:`MixingOptimizer`."""
+        self._mixture = mixture
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; returns what ``closure`` returns, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if self._flat is not None and all(p.grad is not None for p in group["params"]):
+                self._step_flat(group, self._flat)
+            else:
+                self._step_list(group)
+        self._mixture = None
+        return loss
+
+    def _step_list(self, group: Group) -> None:
+        first: list[Tensor] = []
+        later: list[Tensor] = []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise RuntimeError("FusedSGD takes dense gradients only: use torch.optim.SGD for sparse ones")
+            started = self.state[parameter].get("momentum_buffer") is not None
+            (later if started or group["momentum"] == 0 else first).append(parameter)
+        for parameters, first_step in ((first, True), (later, False)):
+            if not parameters:
+                continue
+            if first_step:
+                for parameter in parameters:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            gradients = [_like(parameter.grad, parameter) for parameter in parameters]
+            buffers = [self.state[p]["momentum_buffer"] for p in parameters] if group["momentum"] != 0 else []
+            stacked = self._flat is not None and self._flat.stack is not None  # rows of a stack are dense, stacks are not
+            lists = [_rows(tensors) if stacked else tensors for tensors in (parameters, gradients, buffers)]
+            ops.sgd_step_(*lists, **_rule(group), first_step=first_step)
+
+    def _step_flat(self, group: Group, flat: FlatParameters) -> None:
+        flat.gather_grads()
+        momentum_LP, first_step = self._flat_momentum(group, flat)
+        members = {id(parameter) for parameter in group["params"]}
+        for begin, end in _runs(flat, members):
+            weights, grad = flat.param_LP[:, begin:end], flat.grad_LP[:, begin:end]
+            momentum = None if momentum_LP is None else momentum_LP[:, begin:end]
+            if self._mixture is not None:
+                ops.mix_sgd_step_(
+                    weights[0],
+                    [peer[begin:end] for peer in self._mixture.peers],
+                    self._mixture.self_weight,
+                    self._mixture.peer_weights,
+                    grad[0],
+                    None if momentum is None else momentum[0],
+                    **_rule(group),
+                    first_step=first_step,
+                )
+            else:
+                buffers = [] if momentum is None else momentum.unbind(0)
+                ops.sgd_step_(weights.unbind(0), grad.unbind(0), buffers, **_rule(group), first_step=first_step)
+
+    def _flat_momentum(self, group: Group, flat: FlatParameters) -> tuple[Tensor | None, bool]:
+        """The momentum in the layout of ``flat`` and whether it is still empty. The state's buffers become views of it."""
+        if group["momentum"] == 0:
+            return None, False
+        if self._momentum_LP is None:
+            self._momentum_LP = torch.zeros_like(flat.param_LP)
+            self._momentum_views = dict(zip(map(id, flat.parameters), flat.views_of(self._momentum_LP), strict=True))
+        states = [self.state[parameter] for parameter in group["params"]]
+        first_step = all(state.get("momentum_buffer") is None for state in states)
+        for parameter, state in zip(group["params"], states, strict=True):
+            view = self._momentum_views[id(parameter)]
+            buffer = state.get("momentum_buffer")
+            if buffer is not view:  # the first step, or a state that was loaded
+                if buffer is not None:
+                    view.copy_(buffer)
+                state["momentum_buffer"] = view
+        return self._momentum_LP, first_step
+
+
+def _rule(group: Group) -> dict[str, Any]:
+    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    rule = {name: group[name] for name in names}
+    rule["lr"] = float(rule["lr"])
+    return rule
+
+
+def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient with the strides of its parameter."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def _rows(stacks: Sequence[Tensor]) -> list[Tensor]:
+    return [row for stack in stacks for row in stack.unbind(0)]
+
+
+def _runs(flat: FlatParameters, members: set[int]) -> list[tuple[int, int]]:
+    """The columns of a group's parameters, neighbours joined, padding behind a parameter included."""
+    runs: list[tuple[int, int]] = []
+    ends = [segment.offset for segment in flat.segments[1:]] + [flat.numel]
+    for parameter, segment, end in zip(flat.parameters, flat.segments, ends, strict=True):
+        if id(parameter) not in members:
+            continue
+        if runs and runs[-1][1] == segment.offset:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((segment.offset, end))
+    return runs

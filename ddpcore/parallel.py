@@ -1,0 +1,235 @@
+"""``distribute``: one line around a training loop that stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcore.buckets import GradientBuckets
+from ddpcore.comm.base import Communicator
+from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.comm.virtual import StackedModel, VirtualCommunicator, single_model
+from ddpcore.flat import FlatParameters, MiB
+from ddpcore.learner import Learner
+from ddpcore.optim.base import MixingOptimizer
+from ddpcore.strategies.base import Baseline, Strategy
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | Baseline,
+    *,
+    learners: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    vectorize: bool | None = None,
+    bucket_bytes: int = 25 * MiB,
+    first_bucket_bytes: int = MiB,
+) -> Distributed:
+    """Train ``model`` with ``strategy``. The loop around it stays: ``zero_grad``, forward, ``backward``, ``step``.
+
+    All learners start from learner 0's weights and buffers. The model's parameters move into one flat buffer, as views.
+
+    Args:
+        model: its parameters that need a gradient must all be in ``optimizer``.
+        optimizer: any ``torch.optim.Optimizer``; ddpcore's fused ones take the one-pass path.
+        strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
+        learners: None, one learner a rank of ``group``. A number, that many virtual learners in this process: call the
+            returned ``.model`` with ``[learners, batch, ...]`` and add up the learners' losses.
+        group: the process group; None is the default one.
+        vectorize: how virtual learners run, see :class:`~ddpcore.comm.virtual.StackedModel`.
+        bucket_bytes: largest bucket of averaged gradients.
+        first_bucket_bytes: size of the first one.
+
+    Returns:
+        A handle: ``.model`` to call (``model`` itself but for virtual learners and DDP), ``no_sync()``,
+        ``evaluation_model()``, ``consensus_distance()``.
+
+    Raises:
+        ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
+    """
+    if isinstance(strategy, Baseline):
+        return Distributed(strategy.wrap(model, group))
+    _check_optimizer(model, optimizer)
+    comm: Communicator = ProcessGroupCommunicator(group) if learners is None else VirtualCommunicator(learners)
+    flat = FlatParameters(
+        model.named_parameters(), stack=learners, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
+    )
+    learner = Learner(flat, comm, optimizer)
+    strategy.setup(learner)
+    if isinstance(optimizer, MixingOptimizer):
+        optimizer.bind(flat)
+    comm.broadcast_(flat.param_LP)
+    if learners is not None:
+        return _Engine(StackedModel(model, learners, vectorize), learner, strategy)
+    for buffer in model.buffers():
+        comm.broadcast_(buffer[None])
+    return _Engine(model, learner, strategy)
+
+
+class Distributed:
+    """A model in training. This class alone serves the baselines; a strategy's own is made by :func:`distribute`.
+
+    Attributes:
+        model: the module to call in the loop.
+        learner: weights, gradients and connection; None for the baselines.
+    """
+
+    def __init__(self, model: nn.Module, learner: Learner | None = None) -> None:
+        self.model = model
+        self.learner = learner
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate gradients without averaging them."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    def evaluation_model(self) -> nn.Module:
+        """A copy of the model with the average of all learners' weights and floating-point buffers.
+
+        The model in training is not touched. Every rank must call this, and every rank gets the copy.
+        """
+        ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return copy.deepcopy(self.model.module if ddp else self.model)
+
+    def consensus_distance(self) -> float:
+        """Root mean square, over learners, of the distance between a learner's weights and the average weights.
+
+        ``sqrt(1/n sum_j |w_j - w_a|^2)``, Kong et al. 2021. Every rank must call this.
+        """
+        return 0.0
+
+
+class _Engine(Distributed):
+    """Sets the hooks and passes their events on to the strategy."""
+
+    learner: Learner
+
+    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy) -> None:
+        super().__init__(model, learner)
+        self.strategy = strategy
+        self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
+        self._new_order: list[int] | None = None
+        self._buckets: GradientBuckets | None = None
+        if strategy.averages_gradients:
+            self._buckets = GradientBuckets(
+                learner.flat, lambda columns: strategy.bucket_ready(learner, columns), self._after_backward
+            )
+
+        # Closures, not methods: copy.deepcopy(model) then copies the model and not the engine.
+        def before_forward(module: nn.Module, inputs: Any) -> None:
+            if torch.is_grad_enabled():
+                strategy.before_forward(learner)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self._before_step()
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            learner.step += 1
+            with torch.no_grad():
+                strategy.after_step(learner)
+
+        self._forward_hook = model.register_forward_pre_hook(before_forward)
+        learner.optimizer.register_step_pre_hook(before_step)
+        learner.optimizer.register_step_post_hook(after_step)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :class:`Distributed`."""
+        if self._buckets is None:
+            yield
+            return
+        self._buckets.paused = True
+        try:
+            yield
+        finally:
+            self._buckets.paused = False
+
+    @torch.no_grad()
+    def evaluation_model(self) -> nn.Module:
+        """See :class:`Distributed`."""
+        flat, comm = self.learner.flat, self.learner.comm
+        average_LP = flat.param_LP.clone()
+        comm.average_(average_LP).wait()
+        views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
+        if isinstance(self.model, StackedModel):
+            return single_model(self.model.module, {name: stack[0].clone() for name, stack in views.items()})
+        model = copy.deepcopy(self.model)
+        model._forward_pre_hooks.pop(self._forward_hook.id)
+        for name, parameter in model.named_parameters():
+            if name in views:
+                parameter.data = views[name].clone()
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                comm.average_(buffer[None]).wait()
+        return model
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """See :class:`Distributed`."""
+        flat, comm = self.learner.flat, self.learner.comm
+        average_LP = flat.param_LP.clone()
+        comm.average_(average_LP).wait()
+        distances = (flat.param_LP.double() - average_LP.double()).square().sum(dim=1)
+        return comm.gather(distances).mean().sqrt().item()
+
+    @torch.no_grad()
+    def _after_backward(self, order: list[int]) -> None:
+        self.strategy.after_backward(self.learner)
+        flat = self.learner.flat
+        seen = set(order)
+        if self._used is None:
+            self._agree(order)
+        assert self._used is not None
+        for index, (parameter, used) in enumerate(zip(flat.parameters, self._used, strict=True)):
+            if used and index not in seen:
+                parameter.grad = flat.grad_views[index]  # a gradient on another rank: step alike
+            elif index in seen and not used:
+                raise RuntimeError(
+                    f"parameter {flat.names[index]} got a gradient after a first backward pass in which it had none on "
+                    "any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
+                )
+
+    def _agree(self, order: list[int]) -> None:
+        """Agree on which parameters are in use and, for the buckets, on rank 0's order of gradients."""
+        flat, comm = self.learner.flat, self.learner.comm
+        num = len(flat.segments)
+        complete = order + sorted(set(range(num)).difference(order))
+        rows = flat.param_LP.shape[0]
+        mask = torch.zeros(num, dtype=torch.int64, device=flat.param_LP.device)
+        mask[order] = 1
+        self._used = comm.gather(mask.expand(rows, num)).any(dim=0).tolist()
+        agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
+        comm.broadcast_(agreed)
+        self._new_order = agreed[0].tolist()
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        if self._new_order is not None and self._buckets is not None and self._used is not None:
+            # Between backward and step nothing is in flight and no graph needs the old places.
+            self.learner.flat.reorder(self._new_order)
+            self._used = [self._used[index] for index in self._new_order]
+            self._buckets.rebuild()
+            self._new_order = None
+        self.strategy.before_step(self.learner)
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise ValueError(f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)")
+    known: set[int] = {id(parameter) for parameter in model.parameters()}
+    if not trained <= known:
+        raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")
+

@@ -1,0 +1,1 @@
+"""Tables of what was measured. Reads plain records; knows no torch."""

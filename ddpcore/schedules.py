@@ -1,0 +1,76 @@
+"""Learning-rate schedules: pure functions of the step, counted from 0 at the start of training."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+Schedule = Callable[[int], float]
+
+
+def linear_scaling(lr: float, batch_size: int, reference_batch_size: int) -> float:
+    """The learning rate for a batch size, given the one for a reference batch size: lr * batch / reference.
+
+    Goyal et al. 2017, "Accurate, Large Minibatch SGD", the linear scaling rule. Both sizes are global, in samples.
+    """
+    _check_lr(lr)
+    if batch_size < 1 or reference_batch_size < 1:
+        raise ValueError(f"batch sizes {batch_size} and {reference_batch_size} (reference) must be at least 1")
+    return lr * batch_size / reference_batch_size
+
+
+def constant(lr: float) -> Schedule:
+    """The same learning rate at every step."""
+    _check_lr(lr)
+    return lambda step: lr
+
+
+def warmup(schedule: Schedule, num_steps: int) -> Schedule:
+    """Ramp a schedule up: step t < num_steps gets (t + 1) / num_steps of schedule(t), later steps all of it.
+
+    Goyal et al. 2017, gradual warmup. The schedule is not delayed: its steps count from the start of training.
+    0 steps is no warmup.
+    """
+    if num_steps < 0:
+        raise ValueError(f"warmup: num_steps is {num_steps}, it must be at least 0")
+    return lambda step: schedule(step) * (min(1.0, (step + 1) / num_steps) if num_steps else 1.0)
+
+
+def cosine(lr: float, num_steps: int) -> Schedule:
+    """From lr at step 0 to 0 at step num_steps and after: lr * (1 + cos(pi * step / num_steps)) / 2.
+
+    Loshchilov and Hutter 2017, "SGDR", equation 5 without restarts.
+    """
+    _check_lr(lr)
+    if num_steps < 1:
+        raise ValueError(f"cosine: num_steps is {num_steps}, it must be at least 1")
+    return lambda step: lr * (1 + math.cos(math.pi * min(step, num_steps) / num_steps)) / 2
+
+
+def step_decay(lr: float, milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
+    """Multiply lr by gamma at each milestone; the step of a milestone is the first with the new rate."""
+    _check_lr(lr)
+    _check_gamma(gamma)
+    marks = tuple(milestones)
+    if any(mark < 0 for mark in marks) or any(early >= late for early, late in pairwise(marks)):
+        raise ValueError(f"step_decay: milestones are {list(marks)}, they must be steps in ascending order")
+    return lambda step: float(lr * gamma ** bisect_right(marks, step))
+
+
+def exponential(lr: float, gamma: float) -> Schedule:
+    """lr * gamma^step."""
+    _check_lr(lr)
+    _check_gamma(gamma)
+    return lambda step: float(lr * gamma**step)
+
+
+def _check_lr(lr: float) -> None:
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"the learning rate is {lr}, it must be a finite number of at least 0")
+
+
+def _check_gamma(gamma: float) -> None:
+    if not 0 < gamma <= 1:
+        raise ValueError(f"gamma is {gamma}, it must be above 0 and at most 1")

@@ -1,0 +1,58 @@
+"""What an algorithm may do around the user's loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpcore.learner import Learner
+
+
+class Strategy(ABC):
+    """One algorithm that keeps the learners together. One object serves one ``distribute`` call.
+
+    The methods are called in the order in which they stand here, once a step, on every rank alike.
+    """
+
+    name: ClassVar[str]
+    averages_gradients: ClassVar[bool] = False
+
+    def setup(self, learner: Learner) -> None:
+        """Before the first step: check that the world fits.
+
+        Raises:
+            ValueError: it does not.
+        """
+
+    def before_forward(self, learner: Learner) -> None:
+        """Before a forward pass that records gradients; before each one when gradients are accumulated."""
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        """During backward, where ``averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are complete."""
+
+    def after_backward(self, learner: Learner) -> None:
+        """At the end of a backward pass, where ``averages_gradients``."""
+
+    def before_step(self, learner: Learner) -> None:
+        """Before the optimizer's step. ``grad_LP`` holds the gradients if ``gather_grads`` is called."""
+
+    @abstractmethod
+    def after_step(self, learner: Learner) -> None:
+        """After the optimizer's step; ``learner.step`` counts it already."""
+
+
+class Baseline(ABC):
+    """What a user would run without ddpcore, for comparison: nothing is flattened and no hook is set."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+        """The module to train.
+
+        Raises:
+            ValueError: the world does not fit.
+        """

@@ -1,0 +1,37 @@
+"""What a user would otherwise run: one device alone, or torch's own DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpcore.strategies.base import Baseline
+
+
+class Single(Baseline):
+    """A learner on its own: the model and the optimizer are left as they are, and nothing is ever exchanged."""
+
+    name: ClassVar[str] = "single"
+
+    def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+        """The model itself."""
+        return model
+
+
+class DDP(Baseline):
+    """torch's DistributedDataParallel with its defaults, for comparison. Real ranks only."""
+
+    name: ClassVar[str] = "ddp"
+
+    def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+        """``DistributedDataParallel(model)``.
+
+        Raises:
+            ValueError: there is no process group.
+        """
+        if not dist.is_initialized():
+            raise ValueError("ddp needs real ranks: start it with torchrun, or take ssgd for virtual learners")
+        return DistributedDataParallel(model, process_group=group)

@@ -1,0 +1,38 @@
+"""Synchronous SGD."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ddpcore.comm.base import Work
+from ddpcore.learner import Learner
+from ddpcore.strategies.base import Strategy
+
+
+class SSGD(Strategy):
+    r"""Synchronous SGD: every learner steps along the mean of all gradients, so all hold the same weights.
+
+    ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2). Buckets of gradients are averaged while
+    backward goes on; when it returns, ``.grad`` holds the mean, as under DistributedDataParallel.
+    """
+
+    name: ClassVar[str] = "ssgd"
+    averages_gradients: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        """Start the average of the bucket."""
+        self._works.append(learner.comm.average_(columns))
+
+    def after_backward(self, learner: Learner) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def after_step(self, learner: Learner) -> None:
+        """Nothing: the weights agree."""

@@ -1,0 +1,89 @@
+"""Builds the two compiled parts: ddpcore._C (host-side plans, pybind11) and ddpcore/_ops.so (the operator library).
+
+DDPCORE_CUDA=0|1 overrides the choice whether the CUDA kernels are built; by default they are where a CUDA toolkit and a
+CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and holds here too.
+"""
+
+import importlib.util
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+# In an isolated build the torch of the environment that ddpcore is built for is not on the path. The operator library
+# uses torch's ABI-stable interface, so that torch serves, and pip need not fetch a second one.
+if importlib.util.find_spec("torch") is None:
+    sys.path.append(sysconfig.get_paths()["purelib"])
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError:
+    torch = None
+
+CSRC = Path("csrc")
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
+# No contraction and no errno: the same bits on every instruction set, and square roots that vectorise.
+CXX_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", STABLE_ABI]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", STABLE_ABI]
+
+
+def fail(message):
+    raise SystemExit(f"ddpcore: {message}")
+
+
+def builds_cuda():
+    wish = os.environ.get("DDPCORE_CUDA", "")
+    if wish not in ("", "0", "1"):
+        fail(f"DDPCORE_CUDA={wish!r} is not 0 or 1")
+    toolkit = cpp_extension.CUDA_HOME is not None
+    if wish == "1" and not toolkit:
+        fail("DDPCORE_CUDA=1 but no CUDA toolkit was found: install one, or set CUDA_HOME to it")
+    if wish == "1" and torch.version.cuda is None:
+        fail(f"DDPCORE_CUDA=1 but torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
+    return wish == "1" or (wish == "" and toolkit and torch.version.cuda is not None)
+
+
+def sources(*patterns):
+    return sorted(str(path) for pattern in patterns for path in CSRC.glob(pattern))
+
+
+def extensions():
+    if torch is None:  # pip asks for the metadata before it builds; the build itself says what is missing
+        from setuptools import Extension
+
+        return [Extension("ddpcore._C", sources("bindings/plans.cpp"))]
+    import pybind11
+
+    plans = cpp_extension.CppExtension(
+        "ddpcore._C",
+        sources("bindings/plans.cpp"),
+        include_dirs=[pybind11.get_include()],
+        extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    )
+    cuda = builds_cuda()
+    files = sources("bindings/library.cpp", "bindings/cpu.cpp", "cpu/*.cpp")
+    if cuda:
+        files += sources("bindings/cuda.cpp", "cuda/*.cu")
+    extension = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
+    operators = extension(
+        "ddpcore._ops",
+        files,
+        extra_compile_args={"cxx": CXX_FLAGS + (["-DUSE_CUDA"] if cuda else []), "nvcc": NVCC_FLAGS},
+        py_limited_api=True,
+    )
+    return [plans, operators]
+
+
+class Build(cpp_extension.BuildExtension if torch else build_ext):
+    def run(self):
+        if torch is None:
+            fail("building needs torch >= 2.10 in this environment: install torch first (pip install torch)")
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+            fail(f"torch {torch.__version__} is too old: install torch >= 2.10")
+        super().run()
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": Build})

@@ -1,0 +1,183 @@
+// The tensors and arguments of one call of each kernel, with random contents; the tests compare what the call leaves.
+#pragma once
+
+#include "testing.h"
+
+namespace ddpcore::test {
+
+// Tensors of many sizes, some empty, also at both ends.
+inline const std::vector<int64_t> kManySizes = {0, 1, 0, 0, 4096, 5, 8192, 0, 4097, 17, 12289, 3, 0};
+
+// Tensors of the given sizes with random contents; the momentum is absent where the rule has none.
+template <typename T>
+struct SgdProblem {
+    SgdProblem(const std::vector<int64_t>& sizes, int64_t offset, const SgdRule& rule_) : rule(rule_) {
+        uint32_t seed = 1;
+        for (const int64_t numel : sizes) {
+            for (auto* list : {&params, &grads, &momenta}) {
+                list->push_back(std::make_unique<Buffer<T>>(numel, offset));
+                list->back()->randomize(seed++);
+            }
+            segments.push_back(
+                {params.back()->data(), grads.back()->data(), rule.momentum != 0.0f ? momenta.back()->data() : nullptr,
+                 numel, 0});
+        }
+        num_blocks = number_blocks(segments);
+    }
+
+    SgdArgs args() const {
+        return {segments.data(), static_cast<int64_t>(segments.size()), num_blocks, dtype_of<T>(), rule};
+    }
+
+    bool same_bits(const SgdProblem& other) const {
+        bool same = true;
+        for (size_t s = 0; s < params.size(); ++s) {
+            same = same && params[s]->same_bits(*other.params[s]) && momenta[s]->same_bits(*other.momenta[s]);
+        }
+        return same;
+    }
+
+    SgdRule rule;
+    std::vector<std::unique_ptr<Buffer<T>>> params, grads, momenta;
+    std::vector<SgdSegment> segments;
+    int64_t num_blocks = 0;
+};
+
+template <typename T>
+struct MixProblem {
+    MixProblem(int64_t numel, int64_t num_peers, int64_t offset) : weights(numel, offset) {
+        weights.randomize(1);
+        for (int64_t k = 0; k < num_peers; ++k) {
+            // Peers at other offsets than the weights, as slices of other buffers are.
+            peers.push_back(std::make_unique<Buffer<T>>(numel, offset == 0 ? 0 : offset + k));
+            peers.back()->randomize(static_cast<uint32_t>(100 + k));
+            pointers.push_back(peers.back()->data());
+            peer_weights.push_back(0.5f / static_cast<float>(k + 2) - (k == 3 ? 0.4f : 0.0f));
+        }
+        partials.assign(static_cast<size_t>(num_blocks() * num_peers), NAN);
+    }
+
+    MixArgs args() {
+        return {
+            .weights = weights.data(),
+            .peers = pointers.data(),
+            .peer_weights = peer_weights.data(),
+            .num_peers = static_cast<int64_t>(peers.size()),
+            .self_weight = 0.37f,
+            .numel = weights.numel(),
+            .dtype = dtype_of<T>(),
+            .partials = partials.data(),
+            .sums = nullptr};
+    }
+
+    int64_t num_blocks() const { return num_blocks_of(weights.numel()); }
+
+    Buffer<T> weights;
+    std::vector<std::unique_ptr<Buffer<T>>> peers;
+    std::vector<const void*> pointers;
+    std::vector<float> peer_weights;
+    std::vector<double> partials;
+};
+
+template <typename T>
+struct MixSgdProblem {
+    MixSgdProblem(int64_t numel, int64_t num_peers, int64_t offset, const SgdRule& rule_)
+        : mix(numel, num_peers, offset), grad(numel, offset), momentum(numel, offset), rule(rule_) {
+        grad.randomize(11);
+        momentum.randomize(12);
+    }
+
+    MixSgdArgs args() { return {mix.args(), grad.data(), rule.momentum != 0.0f ? momentum.data() : nullptr, rule}; }
+
+    // The same in two passes.
+    void mix_then_step() {
+        cpu::mix_(mix.args(), 0, mix.num_blocks());
+        const MixSgdArgs both = args();
+        const SgdSegment segment{both.mix.weights, both.grad, both.momentum, both.mix.numel, 0};
+        cpu::sgd_step_({&segment, 1, mix.num_blocks(), both.mix.dtype, rule}, 0, mix.num_blocks());
+    }
+
+    void expect_same_bits(const MixSgdProblem& other) const {
+        ASSERT_TRUE(mix.weights.same_bits(other.mix.weights));
+        ASSERT_TRUE(momentum.same_bits(other.momentum));
+        ASSERT_EQ(mix.partials, other.mix.partials);
+        ASSERT_TRUE(mix.weights.guards_untouched() && momentum.guards_untouched());
+    }
+
+    MixProblem<T> mix;
+    Buffer<T> grad, momentum;
+    SgdRule rule;
+};
+
+// A stack of learners and the matrix that mixes them.
+template <typename T>
+struct StackedProblem {
+    StackedProblem(int64_t num_learners_, int64_t numel_, int64_t offset)
+        : num_learners(num_learners_), numel(numel_), weights(num_learners_ * numel_, offset) {
+        weights.randomize(5);
+        matrix.assign(static_cast<size_t>(num_learners * num_learners), 0.0f);
+        partials.assign(static_cast<size_t>(num_blocks() * num_learners), NAN);
+    }
+
+    // Rows that sum to one, every third entry zero.
+    void randomize_matrix() {
+        std::mt19937 engine(3);
+        for (int64_t j = 0; j < num_learners; ++j) {
+            float sum = 0.0f;
+            for (int64_t k = 0; k < num_learners; ++k) {
+                entry(j, k) = (j + 2 * k) % 3 == 1 ? 0.0f : static_cast<float>(engine() % 1000) + 1.0f;
+                sum += entry(j, k);
+            }
+            for (int64_t k = 0; k < num_learners; ++k) entry(j, k) /= std::max(sum, 1.0f);
+        }
+    }
+
+    float& entry(int64_t j, int64_t k) { return matrix[static_cast<size_t>(j * num_learners + k)]; }
+    double value(int64_t j, int64_t i) const { return weights[j * numel + i]; }
+    int64_t num_blocks() const { return num_blocks_of(numel); }
+
+    StackedMixArgs args() {
+        return {weights.data(), matrix.data(), num_learners, numel, dtype_of<T>(), partials.data(), nullptr};
+    }
+
+    int64_t num_learners, numel;
+    Buffer<T> weights;
+    std::vector<float> matrix;
+    std::vector<double> partials;
+};
+
+template <typename T>
+struct NormProblem {
+    NormProblem(const std::vector<int64_t>& sizes, int64_t offset, float scale = 2.0f) {
+        uint32_t seed = 1;
+        for (const int64_t numel : sizes) {
+            data.push_back(std::make_unique<Buffer<T>>(numel, offset));
+            data.back()->randomize(seed++, scale);
+            segments.push_back({data.back()->data(), numel, 0});
+        }
+        partials.assign(static_cast<size_t>(number_blocks(segments)), NAN);
+    }
+
+    NormArgs args() {
+        return {segments.data(), static_cast<int64_t>(segments.size()), num_blocks(), dtype_of<T>(), partials.data(),
+                nullptr};
+    }
+    int64_t num_blocks() const { return static_cast<int64_t>(partials.size()); }
+
+    // Each segment's partial sums in the order of its blocks.
+    std::vector<double> sums() const {
+        std::vector<double> result;
+        for (const NormSegment& segment : segments) {
+            double sum = 0.0;
+            cpu::sum_partials(partials.data() + segment.first_block, &sum, num_blocks_of(segment.numel), 1);
+            result.push_back(sum);
+        }
+        return result;
+    }
+
+    std::vector<std::unique_ptr<Buffer<T>>> data;
+    std::vector<NormSegment> segments;
+    std::vector<double> partials;
+};
+
+}  // namespace ddpcore::test

@@ -1,0 +1,158 @@
+// mix_ and mix_stacked_ against weighted sums in double.
+#include "problems.h"
+
+namespace ddpcore::test {
+namespace {
+
+template <typename T>
+void expect_exact_mix(int64_t numel, int64_t num_peers, int64_t offset) {
+    const MixProblem<T> before(numel, num_peers, offset);
+    MixProblem<T> after(numel, num_peers, offset);
+    const MixArgs args = after.args();
+    cpu::mix_(args, 0, after.num_blocks());
+    std::vector<double> distances(static_cast<size_t>(num_peers));
+    for (int64_t i = 0; i < numel; ++i) {
+        double exact = static_cast<double>(args.self_weight) * before.weights[i], magnitude = std::abs(exact);
+        for (size_t k = 0; k < distances.size(); ++k) {
+            const double peer = (*before.peers[k])[i], term = before.peer_weights[k] * peer;
+            exact += term;
+            magnitude += std::abs(term);
+            distances[k] += (before.weights[i] - peer) * (before.weights[i] - peer);
+        }
+        // One product for the own term, a product and a sum for each peer.
+        ASSERT_NEAR(after.weights[i], exact, tolerance<T>(exact, magnitude, static_cast<int>(1 + 2 * num_peers))) << i;
+    }
+    const std::vector<double> sums = summed(after.partials, num_peers);
+    for (size_t k = 0; k < distances.size(); ++k) {
+        ASSERT_NEAR(sums[k], distances[k], distance_tolerance(distances[k])) << "peer " << k;
+        ASSERT_TRUE(after.peers[k]->same_bits(*before.peers[k]));
+    }
+    ASSERT_TRUE(after.weights.guards_untouched());
+}
+
+template <typename T>
+class MixTest : public ::testing::Test {};
+TYPED_TEST_SUITE(MixTest, Storages);
+
+TYPED_TEST(MixTest, EverySizeAlignmentAndNumberOfPeers) {
+    for (const int64_t numel : kSizes) {
+        for (const int64_t num_peers : {0, 1, 2, 3, 7}) {
+            for (const int64_t offset : kOffsets) {
+                SCOPED_TRACE(::testing::Message() << "numel " << numel << "+" << offset << " peers " << num_peers);
+                ASSERT_NO_FATAL_FAILURE(expect_exact_mix<TypeParam>(numel, num_peers, offset));
+            }
+        }
+    }
+}
+
+TYPED_TEST(MixTest, AnySplitIntoRangesHasTheSameBits) {
+    for (uint32_t seed = 0; seed < 20; ++seed) {
+        MixProblem<TypeParam> whole(50001, 3, 0), split(50001, 3, 1);
+        cpu::mix_(whole.args(), 0, whole.num_blocks());
+        for (const auto& [begin, end] : random_ranges(split.num_blocks(), seed)) cpu::mix_(split.args(), begin, end);
+        ASSERT_TRUE(split.weights.same_bits(whole.weights));
+        ASSERT_EQ(split.partials, whole.partials);
+    }
+}
+
+// ---- stacks ----
+
+template <typename T>
+void expect_exact_stacked(int64_t num_learners, int64_t numel, int64_t offset) {
+    StackedProblem<T> before(num_learners, numel, offset), after(num_learners, numel, offset);
+    before.randomize_matrix();
+    after.randomize_matrix();
+    cpu::mix_stacked_(after.args(), 0, after.num_blocks());
+    std::vector<double> distances(static_cast<size_t>(num_learners)), slack(distances);
+    for (int64_t i = 0; i < numel; ++i) {
+        double mean = 0.0;
+        for (int64_t j = 0; j < num_learners; ++j) mean += before.value(j, i) / static_cast<double>(num_learners);
+        for (int64_t j = 0; j < num_learners; ++j) {
+            double exact = 0.0, magnitude = 0.0;
+            for (int64_t k = 0; k < num_learners; ++k) {
+                exact += before.entry(j, k) * before.value(k, i);
+                magnitude += std::abs(before.entry(j, k) * before.value(k, i));
+            }
+            ASSERT_NEAR(after.value(j, i), exact, tolerance<T>(exact, magnitude, static_cast<int>(2 * num_learners)))
+                << "learner " << j << " element " << i;
+            const double difference = std::abs(before.value(j, i) - mean);
+            // Values are at most 2 and so is the mean: L sums, the share's rounding, its product and the difference.
+            const double error = static_cast<double>(num_learners + 3) * half_ulp<float>(2.0);
+            distances[static_cast<size_t>(j)] += difference * difference;
+            slack[static_cast<size_t>(j)] += (2.0 * difference + error) * error;
+        }
+    }
+    const std::vector<double> sums = summed(after.partials, num_learners);
+    for (size_t j = 0; j < sums.size(); ++j) {
+        ASSERT_NEAR(sums[j], distances[j], distance_tolerance(distances[j]) + slack[j]) << "learner " << j;
+    }
+    ASSERT_TRUE(after.weights.guards_untouched());
+}
+
+TYPED_TEST(MixTest, StacksOfEverySizeAlignmentAndNumberOfLearners) {
+    for (const int64_t numel : kSizes) {
+        for (const int64_t num_learners : {1, 2, 3, 4, 5, 16}) {
+            for (const int64_t offset : {0, 1}) {
+                SCOPED_TRACE(::testing::Message() << num_learners << " learners, numel " << numel << "+" << offset);
+                ASSERT_NO_FATAL_FAILURE(expect_exact_stacked<TypeParam>(num_learners, numel, offset));
+            }
+        }
+    }
+}
+
+// So many learners that a tile is narrower than a block.
+TYPED_TEST(MixTest, TallStacks) {
+    ASSERT_NO_FATAL_FAILURE(expect_exact_stacked<TypeParam>(100, 4113, 0));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_stacked<TypeParam>(300, 133, 0));
+}
+
+TYPED_TEST(MixTest, StackHasTheBitsOfAMixOfEachRow) {
+    constexpr int64_t kLearners = 4, kNumel = 9001;
+    StackedProblem<TypeParam> before(kLearners, kNumel, 0), after(kLearners, kNumel, 0);
+    after.randomize_matrix();
+    cpu::mix_stacked_(after.args(), 0, after.num_blocks());
+    for (int64_t j = 0; j < kLearners; ++j) {
+        Buffer<TypeParam> row(kNumel);
+        std::copy_n(before.weights.data() + j * kNumel, kNumel, row.data());
+        std::vector<const void*> peers;
+        std::vector<float> peer_weights;
+        for (int64_t k = 0; k < kLearners; ++k) {
+            if (k == j || after.entry(j, k) == 0.0f) continue;
+            peers.push_back(before.weights.data() + k * kNumel);
+            peer_weights.push_back(after.entry(j, k));
+        }
+        const auto num_peers = static_cast<int64_t>(peers.size());
+        std::vector<double> partials(static_cast<size_t>(after.num_blocks() * num_peers));
+        const MixArgs args{row.data(), peers.data(),          peer_weights.data(), num_peers, after.entry(j, j),
+                           kNumel,     dtype_of<TypeParam>(), partials.data(),     nullptr};
+        cpu::mix_(args, 0, after.num_blocks());
+        ASSERT_EQ(std::memcmp(row.data(), after.weights.data() + j * kNumel, kNumel * sizeof(TypeParam)), 0);
+    }
+}
+
+// A learner without an edge to another must not catch its infinity: the zero entry is skipped, not multiplied.
+TYPED_TEST(MixTest, ZeroEntriesOfAStackAreSkipped) {
+    StackedProblem<TypeParam> problem(3, 20, 0);
+    for (int64_t j = 0; j < 3; ++j) problem.entry(j, j) = 1.0f;
+    problem.weights.set(20 + 7, HUGE_VALF);
+    const Buffer<TypeParam> before = problem.weights;
+    cpu::mix_stacked_(problem.args(), 0, problem.num_blocks());
+    ASSERT_TRUE(problem.weights.same_bits(before));
+}
+
+TYPED_TEST(MixTest, AnySplitOfAStackIntoRangesHasTheSameBits) {
+    for (uint32_t seed = 0; seed < 10; ++seed) {
+        StackedProblem<TypeParam> whole(5, 50001, 0), split(5, 50001, 3);
+        whole.randomize_matrix();
+        split.randomize_matrix();
+        cpu::mix_stacked_(whole.args(), 0, whole.num_blocks());
+        for (const auto& [begin, end] : random_ranges(split.num_blocks(), seed)) {
+            cpu::mix_stacked_(split.args(), begin, end);
+        }
+        ASSERT_TRUE(split.weights.same_bits(whole.weights));
+        ASSERT_EQ(split.partials, whole.partials);
+    }
+}
+
+}  // namespace
+}  // namespace ddpcore::test

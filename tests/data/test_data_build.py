@@ -1,0 +1,38 @@
+"""Data sets by name, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpcore import data, models
+
+
+def test_synthetic_passes_everything_on() -> None:
+    built = data.build("synthetic", input_shape=(1, 28, 28), num_classes=10, seed=3)
+    assert (built.input_shape, built.num_classes, len(built.train)) == ((1, 28, 28), 10, 1000)
+    assert not torch.equal(built.train.labels, data.build("synthetic", num_classes=10, seed=4).train.labels)
+    assert data.build("synthetic").input_shape == (10,)
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_synthetic_serves_every_model(name: str) -> None:
+    spec = models.spec(name)
+    built = data.build("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
+    inputs, labels = built.train.batch(torch.arange(4))
+    model = models.build(name, input_shape=built.input_shape, num_classes=built.num_classes)
+    assert torch.nn.functional.cross_entropy(model(inputs), labels).isfinite()
+
+
+def test_refusals() -> None:
+    assert data.names() == ("synthetic", "mnist")
+    with pytest.raises(ValueError, match="unknown data set 'imagenet': choose one of synthetic, mnist"):
+        data.build("imagenet")
+    with pytest.raises(ValueError, match="pass --data-dir"):
+        data.build("mnist")
+    with pytest.raises(ValueError, match=r"mnist is \[1, 28, 28\] a sample, not \[10\]"):
+        data.build("mnist", data_dir="anywhere", input_shape=(10,))
+    with pytest.raises(ValueError, match="mnist has 10 classes, not 2"):
+        data.build("mnist", data_dir="anywhere", num_classes=2)
+    with pytest.raises(ValueError, match="anywhere/MNIST/raw"):
+        data.build("mnist", data_dir="anywhere", input_shape=(1, 28, 28), num_classes=10)

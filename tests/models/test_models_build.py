@@ -1,0 +1,53 @@
+"""Models by name: the defaults, the shapes they fit, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpcore import models
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_every_model_takes_every_shape_it_names(name: str) -> None:
+    for shape in models.spec(name).input_shapes:
+        models.check_input(name, shape)
+        for num_classes in (2, 7):
+            logits = models.build(name, input_shape=shape, num_classes=num_classes)(torch.randn(3, *shape))
+            assert logits.shape == (3, num_classes)
+    default = models.build(name)(torch.randn(3, *models.spec(name).input_shapes[0]))
+    assert default.shape == (3, models.spec(name).num_classes)
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_the_seed_decides_the_weights_and_all_of_them_learn(name: str) -> None:
+    def make(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return models.build(name)
+
+    one, same, other = (torch.nn.utils.parameters_to_vector(make(seed).parameters()) for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    model = make(0)
+    model(torch.randn(8, *models.spec(name).input_shapes[0])).square().sum().backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, parameter_name
+
+
+def test_a_shape_that_does_not_fit_names_the_models_that_do() -> None:
+    with pytest.raises(
+        ValueError, match=r"'mlp' takes samples of 1x28x28 or 784 .* fit 10: models that do: simplenet$"
+    ):
+        models.build("mlp", input_shape=(10,))
+    with pytest.raises(ValueError, match=r"models that do: mlp, lenet5$"):
+        models.check_input("simplenet", (1, 28, 28))
+    with pytest.raises(ValueError, match="does not fit 3x64x64: no model does"):
+        models.check_input("lenet5", (3, 64, 64))
+
+
+def test_unknown_names_and_class_counts() -> None:
+    for ask in (models.build, models.spec, lambda name: models.check_input(name, (10,))):
+        with pytest.raises(ValueError, match="unknown model 'vgg': choose one of simplenet, mlp, lenet5"):
+            ask("vgg")
+    with pytest.raises(ValueError, match="num_classes is 1"):
+        models.build("mlp", num_classes=1)
