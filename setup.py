@@ -26,7 +26,16 @@ except ImportError:
 CSRC = Path("csrc")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
 # No contraction and no errno: the same bits on every instruction set, and square roots that vectorise.
-CXX_FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", STABLE_ABI]
+CXX_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    STABLE_ABI,
+]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", STABLE_ABI]
 
 

@@ -33,9 +33,7 @@ class GradientBuckets:
         self._on_end = on_end
         self._in_backward = False
         self._order: list[int] = []
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook) for parameter in flat.parameters
-        ]
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._hook) for parameter in flat.parameters]
         self.rebuild()
 
     def rebuild(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,10 +37,10 @@ class FlatParameters:
     ``state_dict``. ``.grad`` stays None until a gradient is gathered.
 
     Args:
-        parameters: (name, parameter) pairs as ``model.named_parameters()`` gives them; those that need no gradient are
-            left alone. A parameter that appears twice (tied weights) is taken once.
-        stack: None gives one row (L = 1) and keeps every parameter's shape S. A number L makes every parameter the stack
-            ``[L, *S]`` of L virtual learners, all starting from the same values.
+        parameters: (name, parameter) pairs as ``model.named_parameters()`` gives them; those that need no gradient
+            are left alone. A parameter that appears twice (tied weights) is taken once.
+        stack: None gives one row (L = 1) and keeps every parameter's shape S. A number L makes every parameter the
+            stack ``[L, *S]`` of L virtual learners, all starting from the same values.
         bucket_bytes: largest bucket of the averaged gradients.
         first_bucket_bytes: the first bucket, smaller so that communication starts early.
 
@@ -98,7 +99,7 @@ class FlatParameters:
         """Bring every ``.grad`` into ``grad_LP`` and leave the views in their place.
 
         Returns:
-            Whether every parameter has a gradient. Those that have none keep ``None``; their part of ``grad_LP`` is zero.
+            Whether every parameter has a gradient. Others keep ``None``, and their part of ``grad_LP`` is zero.
         """
         views, gradients, missing = [], [], []
         for parameter, view in zip(self.parameters, self.grad_views, strict=True):
@@ -163,7 +164,7 @@ class FlatParameters:
 
 
 def _start(buffer_LP: Tensor, segment: Segment) -> int:
-    return buffer_LP.storage_offset() + segment.offset
+    return int(buffer_LP.storage_offset()) + segment.offset
 
 
 def _aligned(numel: int) -> int:
@@ -218,10 +219,12 @@ def _check(named: Sequence[tuple[str, Parameter]]) -> None:
         if not parameter.is_floating_point():
             raise ValueError(f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters")
         if not _is_dense(parameter):
-            raise ValueError(f"parameter {name} is not dense in memory: use parameter.data = parameter.data.contiguous()")
+            raise ValueError(
+                f"parameter {name} is not dense in memory: use parameter.data = parameter.data.contiguous()"
+            )
         start = parameter.data_ptr()
         spans.append((start, start + parameter.numel() * parameter.element_size(), name))
     spans.sort()
-    for (_, end, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (start, _, other) in pairwise(spans):
         if start < end:
             raise ValueError(f"parameters {name} and {other} share memory: tie weights by sharing one Parameter object")

@@ -153,33 +153,31 @@ def _die_with_parent() -> None:
 
 def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
     """Return when all ranks have ended well; raise RankFailed as soon as one has not."""
-    running = {process.sentinel: process for process in ranks}
+    running = list(ranks)
     while running:
-        for sentinel in wait(list(running)):
-            process = running.pop(sentinel)  # type: ignore[call-overload]
-            process.join()
+        wait([process.sentinel for process in running])
+        for process in [process for process in running if process.exitcode is not None]:
+            running.remove(process)
             if process.exitcode != 0:
                 raise RankFailed(_first_cause(ranks, reports, process))
 
 
 def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> str:
-    failures = []
-    deadline = time.monotonic() + GRACE_SECONDS
-    open_reports = dict(zip(reports, range(len(reports)), strict=True))
-    while open_reports and (left := deadline - time.monotonic()) > 0:
-        for report in wait(list(open_reports), timeout=left):
-            rank = open_reports.pop(report)  # type: ignore[call-overload]
-            try:
-                when, text = report.recv()  # type: ignore[union-attr]
+    time.sleep(GRACE_SECONDS)
+    failures: list[tuple[float, int, str]] = []
+    for rank, report in enumerate(reports):
+        try:
+            if report.poll():
+                when, text = report.recv()
                 failures.append((when, rank, text))
-            except EOFError:
-                pass
+        except EOFError:  # it ended without a report
+            pass
     for rank, process in enumerate(ranks):  # a killed rank comes first: the others only lost their connection to it
         if process.exitcode is not None and process.exitcode < 0:
             return f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}"
     if failures:
-        _, rank, text = min(failures)
-        return f"rank {rank} failed:\n{text.rstrip()}"
+        _, first, text = min(failures)
+        return f"rank {first} failed:\n{text.rstrip()}"
     return f"rank {ranks.index(died)} ended with exit code {died.exitcode} and left no traceback"
 
 

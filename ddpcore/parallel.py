@@ -99,8 +99,10 @@ class Distributed:
 
         The model in training is not touched. Every rank must call this, and every rank gets the copy.
         """
-        ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        return copy.deepcopy(self.model.module if ddp else self.model)
+        inner: nn.Module = self.model
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            inner = self.model.module
+        return copy.deepcopy(inner)
 
     def consensus_distance(self) -> float:
         """Root mean square, over learners, of the distance between a learner's weights and the average weights.
@@ -228,8 +230,9 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
-            raise ValueError(f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)")
+            raise ValueError(
+                f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)"
+            )
     known: set[int] = {id(parameter) for parameter in model.parameters()}
     if not trained <= known:
         raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")
-

@@ -31,6 +31,12 @@ __global__ void __launch_bounds__(kThreads) mix_kernel(const __grid_constant__ M
     }
 }
 
+template <typename T, int capacity>
+cudaError_t launch_mix(const MixArgs& args, cudaStream_t stream) {
+    const MixTable<capacity> table = mix_table<capacity>(args, true);
+    return launch(mix_kernel<T, capacity>, table.num_blocks, kThreads, 0, stream, table);
+}
+
 // A block of columns is walked in tiles. A tile holds the old rows of its columns in shared memory, as they are stored,
 // so that every new row is formed before any old one is lost. Its vectors of 16 bytes are numbered row by row and dealt
 // to the threads in turn, the same for every tile.
@@ -207,12 +213,17 @@ StackedTable<T> stacked_table(const StackedMixArgs& args) {
 }  // namespace
 
 cudaError_t mix_(const MixArgs& args, cudaStream_t stream) {
-    return with_mix_table(args, true, stream, [&]<int capacity>(const MixTable<capacity>& table) {
-        return with_storage(args.dtype, [&](auto* tag) {
+    if (args.num_peers > kMaxPeers) return cudaErrorInvalidValue;
+    const int64_t num_blocks = num_blocks_of(args.numel);
+    if (num_blocks > 0) {
+        const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
             using T = std::remove_pointer_t<decltype(tag)>;
-            return launch(mix_kernel<T, capacity>, table.num_blocks, kThreads, 0, stream, table);
+            return args.num_peers <= kFewPeers ? launch_mix<T, kFewPeers>(args, stream)
+                                               : launch_mix<T, kManyPeers>(args, stream);
         });
-    });
+        if (error != cudaSuccess) return error;
+    }
+    return sum_partials(args.partials, args.sums, num_blocks, args.num_peers, stream);
 }
 
 cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream) {

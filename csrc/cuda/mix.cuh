@@ -34,21 +34,18 @@ __device__ __forceinline__ Place place_of_block(const MixTable<capacity>& table,
     return {block, first, static_cast<int>(min(kBlock, table.numel - first))};
 }
 
-// weights <- the mix, rounded to the storage type; writes the block's row of partial sums. Each peer is on its way from
-// memory while the one before it is added.
+// weights <- the mix, rounded to the storage type; writes the block's row of partial sums. One peer at a time: to load the
+// next one ahead would take 16 more registers in fp32 and leave a multiprocessor one block of threads instead of two.
 template <bool whole, typename T, int capacity>
 __device__ __forceinline__ void mix_share(
     Share<T>& weights, const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {
-    Share<T> next;
-    if (table.num_peers > 0) read<whole>(next, static_cast<const T*>(table.peers[0]) + place.first, place.numel);
     float mixed[kShare];
 #pragma unroll
     for (int i = 0; i < kShare; ++i) mixed[i] = table.self_weight * load(weights[i]);
+#pragma unroll 1
     for (int k = 0; k < table.num_peers; ++k) {
-        const Share<T> peer = next;
-        if (k + 1 < table.num_peers) {
-            read<whole>(next, static_cast<const T*>(table.peers[k + 1]) + place.first, place.numel);
-        }
+        Share<T> peer;
+        read<whole>(peer, static_cast<const T*>(table.peers[k]) + place.first, place.numel);
         const float peer_weight = table.peer_weights[k];
         double sum = 0.0;
 #pragma unroll
@@ -77,20 +74,6 @@ MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
     table.aligned =
         aligned && is_aligned(args.weights) && std::all_of(args.peers, args.peers + args.num_peers, is_aligned);
     return table;
-}
-
-// Calls fn(table) with the table that holds the peers, then sums what the blocks left. `aligned`: the other tensors
-// are.
-template <typename Fn>
-cudaError_t with_mix_table(const MixArgs& args, bool aligned, cudaStream_t stream, Fn&& fn) {
-    if (args.num_peers > kMaxPeers) return cudaErrorInvalidValue;
-    const int64_t num_blocks = num_blocks_of(args.numel);
-    if (num_blocks > 0) {
-        const cudaError_t error = args.num_peers <= kFewPeers ? fn(mix_table<kFewPeers>(args, aligned))
-                                                              : fn(mix_table<kManyPeers>(args, aligned));
-        if (error != cudaSuccess) return error;
-    }
-    return sum_partials(args.partials, args.sums, num_blocks, args.num_peers, stream);
 }
 
 }  // namespace ddpcore::cuda

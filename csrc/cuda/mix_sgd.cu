@@ -14,9 +14,9 @@ struct SgdTensors {
 };
 
 // The mix is rounded to the storage type before the step, so that the two steps in one equal the two steps apart.
-template <bool whole, int flags, typename T, int capacity>
+template <bool whole, int flags, typename T>
 __device__ __forceinline__ void mix_sgd_block(
-    const MixTable<capacity>& table, const SgdTensors& sgd, const Place& place, BlockSum<kThreads>& block_sum) {
+    const MixTable<kFewPeers>& table, const SgdTensors& sgd, const Place& place, BlockSum<kThreads>& block_sum) {
     T* weight = static_cast<T*>(table.weights) + place.first;
     T* momentum = (flags & kMomentum) != 0 ? static_cast<T*>(sgd.momentum) + place.first : nullptr;
     Share<T> weights, grads, momenta;
@@ -29,9 +29,9 @@ __device__ __forceinline__ void mix_sgd_block(
     if constexpr ((flags & kMomentum) != 0) write<whole>(momenta, momentum, place.numel);
 }
 
-template <typename T, int flags, int capacity>
+template <typename T, int flags>
 __global__ void __launch_bounds__(kThreads)
-    mix_sgd_kernel(const __grid_constant__ MixTable<capacity> table, const __grid_constant__ SgdTensors sgd) {
+    mix_sgd_kernel(const __grid_constant__ MixTable<kFewPeers> table, const __grid_constant__ SgdTensors sgd) {
     BlockSum<kThreads> block_sum;
     for (int64_t block = blockIdx.x; block < table.num_blocks; block += gridDim.x) {
         const Place place = place_of_block(table, block);
@@ -43,19 +43,31 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+// Beyond kFewPeers the step's own traffic is small beside the peers': two passes instead of twice as many kernels.
+cudaError_t mix_then_step(const MixSgdArgs& args, cudaStream_t stream) {
+    const cudaError_t error = mix_(args.mix, stream);
+    if (error != cudaSuccess) return error;
+    const SgdSegment segment{args.mix.weights, args.grad, args.momentum, args.mix.numel, 0};
+    return sgd_step_({&segment, 1, num_blocks_of(args.mix.numel), args.mix.dtype, args.rule}, stream);
+}
+
 }  // namespace
 
 cudaError_t mix_sgd_step_(const MixSgdArgs& args, cudaStream_t stream) {
-    const bool aligned = is_aligned(args.grad) && is_aligned(args.momentum);
-    const SgdTensors sgd{args.grad, args.momentum, args.rule};
-    return with_mix_table(args.mix, aligned, stream, [&]<int capacity>(const MixTable<capacity>& table) {
-        return with_storage(args.mix.dtype, [&](auto* tag) {
+    if (args.mix.num_peers > kFewPeers) return mix_then_step(args, stream);
+    const int64_t num_blocks = num_blocks_of(args.mix.numel);
+    if (num_blocks > 0) {
+        const auto table = mix_table<kFewPeers>(args.mix, is_aligned(args.grad) && is_aligned(args.momentum));
+        const SgdTensors sgd{args.grad, args.momentum, args.rule};
+        const cudaError_t error = with_storage(args.mix.dtype, [&](auto* tag) {
             using T = std::remove_pointer_t<decltype(tag)>;
             return with_sgd_flags(args.rule, [&]<int flags>() {
-                return launch(mix_sgd_kernel<T, flags, capacity>, table.num_blocks, kThreads, 0, stream, table, sgd);
+                return launch(mix_sgd_kernel<T, flags>, num_blocks, kThreads, 0, stream, table, sgd);
             });
         });
-    });
+        if (error != cudaSuccess) return error;
+    }
+    return sum_partials(args.mix.partials, args.mix.sums, num_blocks, args.mix.num_peers, stream);
 }
 
 }  // namespace ddpcore::cuda

@@ -13,7 +13,7 @@ from ddpcore.bench.run import build_dataset, run_rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns the exit code: 0, 1 where a rank failed, 2 where the command cannot be run as it stands."""
+    """Run the bench; returns 0, or 1 where a rank failed, or 2 where the command cannot be run as it stands."""
     joined = launch.torchrun_world()
     speaks = joined is None or joined.rank == 0
     try:

@@ -83,7 +83,9 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
         topology=topology.build(config.topology, config.seed),
         period=config.period,
     )
-    handle = parallel.distribute(model, optimizer, strategy, learners=plan.world_size if virtual and not alone else None)
+    handle = parallel.distribute(
+        model, optimizer, strategy, learners=plan.world_size if virtual and not alone else None
+    )
     num_learners = 1 if whole_batch else plan.world_size
     batches = ShardedBatches(len(dataset.train), config.batch_size, num_learners, config.seed)
     stacked = virtual and not alone

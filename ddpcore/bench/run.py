@@ -106,6 +106,7 @@ def _barrier() -> None:
 
 def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any]:
     """What all ranks saw of a contender. Collective."""
+    sent = one.bytes_per_step(plan.world_size)  # before the averages that evaluation takes
     local = {
         "seconds": one.step_seconds,
         "losses": torch.stack(one.losses).cpu() if one.losses else None,
@@ -121,12 +122,14 @@ def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any
     finite = math.isfinite(losses[-1].item())
     # With one learner there is nothing to average, and rank 0's own model is the averaged one.
     error = trainer.test_error_pct() if trainer is not None and compared and finite else None
-    distance = trainer.handle.consensus_distance() if trainer is not None and compared and one.name != "single" else None
+    distance = (
+        trainer.handle.consensus_distance() if trainer is not None and compared and one.name != "single" else None
+    )
     return {
         "name": one.name,
         "step_ms": quantiles([1000 * second for seen in everyone for second in seen["seconds"]]),
         "block_seconds": one.block_seconds,
-        "bytes_per_step": one.bytes_per_step(plan.world_size),
+        "bytes_per_step": sent,
         "loss_first": losses[0].item(),
         "loss_last": losses[-1].item(),
         "test_error_pct": error,
@@ -194,5 +197,3 @@ def _write(path: Path, result: dict[str, Any]) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-

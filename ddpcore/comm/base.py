@@ -57,7 +57,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def average_(self, rows: Tensor) -> Work:
-        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. ``rows`` must not change meanwhile."""
+        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. They must not change meanwhile."""
 
     @abstractmethod
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:

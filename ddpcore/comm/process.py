@@ -40,7 +40,7 @@ class ProcessGroupCommunicator(Communicator):
             dist.broadcast(rows, group=self.group, group_src=0)
 
     def average_(self, rows: Tensor) -> Work:
-        """See :class:`Communicator`. A sum, divided afterwards: gloo's own average is younger than torch 2.10's users."""
+        """See :class:`Communicator`. A sum, divided afterwards: not every gloo knows the average."""
         if self.num_learners == 1:
             return _Done()
         self.bytes_sent += all_reduce_bytes(rows.numel() * rows.element_size(), self.num_learners)

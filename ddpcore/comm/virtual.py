@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +70,8 @@ class StackedModel(nn.Module):
     """Runs each learner's row of the parameters on its own batch: ``[L, B, ...] -> [L, B, ...]``.
 
     Args:
-        model: its parameters that need a gradient are stacks ``[L, *S]``, as ``FlatParameters`` leaves them. Its buffers
-            become stacks too, each learner with its own.
+        model: its parameters that need a gradient are stacks ``[L, *S]``, as ``FlatParameters`` leaves them. Its
+            buffers become stacks too, each learner with its own.
         num_learners: L.
         vectorize: True runs all learners in one ``torch.func.vmap``, False one after the other with the arithmetic of a
             real learner bit for bit. None takes vmap where the model has no buffers, convolutions or randomness.
@@ -96,13 +95,14 @@ class StackedModel(nn.Module):
                 f"inputs have {inputs.shape[0]} rows for {self.num_learners} learners: "
                 "give [learners, batch, ...], one mini-batch a learner"
             )
-        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        parameters: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         buffers = dict(self.module.named_buffers())
         if self.vectorize:
-            call: Callable[..., Tensor] = vmap(
-                lambda p, b, x: functional_call(self.module, (p, b), (x,)), randomness="different"
-            )
-            return call(parameters, buffers, inputs)
+
+            def one(p: dict[str, Tensor], b: dict[str, Tensor], x: Tensor) -> Tensor:
+                return functional_call(self.module, (p, b), (x,))
+
+            return vmap(one, randomness="different")(parameters, buffers, inputs)
         # unbind has one gradient for the whole stack; indexing row by row would add up L gradients of the size of it.
         rows = {name: p.unbind(0) for name, p in parameters.items()}
         return torch.stack(

@@ -42,7 +42,7 @@ class Trainer:
         self.num_steps = 0
 
     def step(self) -> Tensor:
-        """Train on the next global batch; returns the losses ``[L]`` of the learners held here, not yet synchronised."""
+        """Train on the next global batch; returns the losses ``[L]`` of the learners held here, without a sync."""
         indices = self.batches.indices(self.num_steps)[self.learners]
         inputs, labels = self.dataset.train.batch(indices if self.stacked else indices[0])
         self.optimizer.zero_grad()
@@ -67,7 +67,7 @@ class Trainer:
 
 
 def learner_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of each learner's own mini-batch: ``[L]`` from logits ``[L, B, C]``, or ``[1]`` from ``[B, C]``."""
+    """Mean cross-entropy of each learner's mini-batch: ``[L]`` from logits ``[L, B, C]``, ``[1]`` from ``[B, C]``."""
     if logits.dim() == 2:
         return F.cross_entropy(logits, labels)[None]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(dim=1)

@@ -17,7 +17,9 @@ def load() -> Path:
     package = Path(__file__).resolve().parent.parent
     found = [path for suffix in EXTENSION_SUFFIXES if (path := package / f"_ops{suffix}").exists()]
     if not found:
-        raise ImportError(f"ddpcore's operator library is not built in {package}: run 'pip install -e .' or 'make build'")
+        raise ImportError(
+            f"ddpcore's operator library is not built in {package}: run 'pip install -e .' or 'make build'"
+        )
     try:
         torch.ops.load_library(str(found[0]))
     except OSError as error:

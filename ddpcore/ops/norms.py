@@ -13,8 +13,8 @@ from . import library as library
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The squared 2-norm of every tensor, summed in float64 in one fixed order.
 
-    The order is relative to the start of each tensor: a list and the views of a flat buffer give the same bits, with any
-    number of threads.
+    The order is relative to the start of each tensor: a list and the views of a flat buffer give the same bits, with
+    any number of threads.
 
     Args:
         tensors: at least one; float32, bfloat16 or float16 of one dtype and device, dense.

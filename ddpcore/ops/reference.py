@@ -1,7 +1,7 @@
 """A pure-torch twin of each operator, with the arguments of the operator and one line a term of its equation.
 
-They compute in fp32 for the storage types of the kernels and in float64 for float64, so that the same functions serve as
-the exact oracle.
+They compute in fp32 for the storage types of the kernels and in float64 for float64, so that the same functions serve
+as the exact oracle.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.flat import FlatParameters
+from ddpcore.flat import FlatParameters, Segment
 from ddpcore.ops import Mixture
 from ddpcore.optim.base import MixingOptimizer
 
@@ -68,23 +68,27 @@ class FusedSGD(MixingOptimizer):
         """See :class:`MixingOptimizer`."""
         self._flat = flat
         self._momentum_LP: Tensor | None = None
+        self._layout: tuple[Segment, ...] | None = None
+        self._runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def mix_on_next_step(self, mixture: Mixture) -> None:
         """See :class:`MixingOptimizer`."""
         self._mixture = mixture
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what ``closure`` returns, if one is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if self._flat is not None and all(p.grad is not None for p in group["params"]):
+            if self._flat is not None and self._is_uniform(group):
                 self._step_flat(group, self._flat)
-            else:
-                self._step_list(group)
+                continue
+            if self._flat is not None and self._mixture is not None:
+                self._mix_only(group, self._flat, self._mixture)
+            self._step_list(group)
         self._mixture = None
         return loss
 
@@ -104,17 +108,26 @@ class FusedSGD(MixingOptimizer):
             if first_step:
                 for parameter in parameters:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            gradients = [_like(parameter.grad, parameter) for parameter in parameters]
+            gradients = [_like(p.grad, p) for p in parameters if p.grad is not None]
             buffers = [self.state[p]["momentum_buffer"] for p in parameters] if group["momentum"] != 0 else []
-            stacked = self._flat is not None and self._flat.stack is not None  # rows of a stack are dense, stacks are not
+            stacked = (
+                self._flat is not None and self._flat.stack is not None
+            )  # rows of a stack are dense, stacks are not
             lists = [_rows(tensors) if stacked else tensors for tensors in (parameters, gradients, buffers)]
             ops.sgd_step_(*lists, **_rule(group), first_step=first_step)
+
+    def _is_uniform(self, group: Group) -> bool:
+        """Whether one rule holds for all of the group: all have gradients, and all have momentum or none has."""
+        if any(parameter.grad is None for parameter in group["params"]):
+            return False
+        started = [self.state[parameter].get("momentum_buffer") is not None for parameter in group["params"]]
+        return group["momentum"] == 0 or all(started) or not any(started)
 
     def _step_flat(self, group: Group, flat: FlatParameters) -> None:
         flat.gather_grads()
         momentum_LP, first_step = self._flat_momentum(group, flat)
-        members = {id(parameter) for parameter in group["params"]}
-        for begin, end in _runs(flat, members):
+        rule = _rule(group)
+        for begin, end in self._runs_of(group, flat):
             weights, grad = flat.param_LP[:, begin:end], flat.grad_LP[:, begin:end]
             momentum = None if momentum_LP is None else momentum_LP[:, begin:end]
             if self._mixture is not None:
@@ -125,30 +138,48 @@ class FusedSGD(MixingOptimizer):
                     self._mixture.peer_weights,
                     grad[0],
                     None if momentum is None else momentum[0],
-                    **_rule(group),
+                    **rule,
                     first_step=first_step,
                 )
             else:
                 buffers = [] if momentum is None else momentum.unbind(0)
-                ops.sgd_step_(weights.unbind(0), grad.unbind(0), buffers, **_rule(group), first_step=first_step)
+                ops.sgd_step_(weights.unbind(0), grad.unbind(0), buffers, **rule, first_step=first_step)
+
+    def _mix_only(self, group: Group, flat: FlatParameters, mixture: Mixture) -> None:
+        for begin, end in self._runs_of(group, flat):
+            peers = [peer[begin:end] for peer in mixture.peers]
+            ops.mix_(flat.param_LP[0, begin:end], peers, mixture.self_weight, mixture.peer_weights)
 
     def _flat_momentum(self, group: Group, flat: FlatParameters) -> tuple[Tensor | None, bool]:
-        """The momentum in the layout of ``flat`` and whether it is still empty. The state's buffers become views of it."""
+        """The momentum laid out like ``flat``, its views now the state's buffers, and whether it is still empty."""
         if group["momentum"] == 0:
             return None, False
         if self._momentum_LP is None:
             self._momentum_LP = torch.zeros_like(flat.param_LP)
             self._momentum_views = dict(zip(map(id, flat.parameters), flat.views_of(self._momentum_LP), strict=True))
-        states = [self.state[parameter] for parameter in group["params"]]
-        first_step = all(state.get("momentum_buffer") is None for state in states)
-        for parameter, state in zip(group["params"], states, strict=True):
+        first_step = False
+        for parameter in group["params"]:
             view = self._momentum_views[id(parameter)]
+            state = self.state[parameter]
             buffer = state.get("momentum_buffer")
-            if buffer is not view:  # the first step, or a state that was loaded
-                if buffer is not None:
-                    view.copy_(buffer)
-                state["momentum_buffer"] = view
+            if buffer is view:
+                continue
+            if buffer is None:
+                first_step = True  # of all: the group is uniform
+            else:
+                view.copy_(buffer)  # a state that was loaded, or made before bind()
+            state["momentum_buffer"] = view
         return self._momentum_LP, first_step
+
+    def _runs_of(self, group: Group, flat: FlatParameters) -> list[tuple[int, int]]:
+        """The columns of a group's parameters, neighbours joined; found anew when the layout changes."""
+        if self._layout is not flat.segments:
+            self._layout = flat.segments
+            self._runs = {}
+        members = tuple(id(parameter) for parameter in group["params"])
+        if members not in self._runs:
+            self._runs[members] = _runs(flat, set(members))
+        return self._runs[members]
 
 
 def _rule(group: Group) -> dict[str, Any]:
@@ -170,7 +201,7 @@ def _rows(stacks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _runs(flat: FlatParameters, members: set[int]) -> list[tuple[int, int]]:
-    """The columns of a group's parameters, neighbours joined, padding behind a parameter included."""
+    """Columns of the members, neighbours joined, the padding behind a parameter included."""
     runs: list[tuple[int, int]] = []
     ends = [segment.offset for segment in flat.segments[1:]] + [flat.numel]
     for parameter, segment, end in zip(flat.parameters, flat.segments, ends, strict=True):

@@ -14,8 +14,8 @@ from ddpcore.strategies.base import Strategy
 class SSGD(Strategy):
     r"""Synchronous SGD: every learner steps along the mean of all gradients, so all hold the same weights.
 
-    ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2). Buckets of gradients are averaged while
-    backward goes on; when it returns, ``.grad`` holds the mean, as under DistributedDataParallel.
+    ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2). Buckets of gradients are averaged
+    while backward goes on; when it returns, ``.grad`` holds the mean, as under DistributedDataParallel.
     """
 
     name: ClassVar[str] = "ssgd"

@@ -1,0 +1,73 @@
+# make bench | test | check | build | clean. The first call on a machine sets up everything it needs in .venv.
+#
+#   make bench ARGS="--model mlp"              any flags of python -m ddpcore.bench
+#   make bench PYTHON=/path/to/python          use an environment that already has torch; downloads nothing
+
+SHELL := /bin/bash
+ifdef PYTHON
+  PY := $(PYTHON)
+  READY :=
+else
+  PY := .venv/bin/python
+  READY := .venv/.ready
+endif
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+# One in-place build at a time; the stamp carries the name of the Python that it was made for.
+BUILT := build/built-for$(subst /,_,$(PY))
+CXX_FILES := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TOOLS := pytest ruff mypy clang-format
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+
+.PHONY: bench test check lint types cpp build clean
+bench: build
+	@$(PY) -m ddpcore.bench $(ARGS)
+
+test: build
+	@$(PY) -m pytest -q $(ARGS)
+
+# Exactly what CI runs. pytest stands last, so that its closing line is the last one.
+check: lint types cpp test
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(dir $(PY))clang-format --dry-run --Werror $(CXX_FILES)
+
+types: $(READY)
+	$(PY) -m mypy
+
+cpp: $(READY)
+	@tools/system_packages
+	cmake -S . -B build/cmake -DCMAKE_BUILD_TYPE=Release \
+	  -DDDPCORE_TORCH_INCLUDE=$$($(PY) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent / "include")')
+	cmake --build build/cmake -j $$(nproc)
+	ctest --test-dir build/cmake --output-on-failure
+
+build: $(BUILT)
+
+$(BUILT): $(SOURCES) setup.py $(READY)
+	@rm -f build/built-for*
+	@$(PY) -c 'import torch, pybind11, rich, numpy' || \
+	  { echo "ddpcore: $(PY) lacks what the line above names: install it, or run make without PYTHON="; exit 2; }
+	@echo "building the extension for $(PY)"
+	@mkdir -p build
+	@$(PY) setup.py -q build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
+	@touch $@
+
+# CPU wheels where there is no GPU: first from the configured index, then from PyTorch's own.
+.venv/.ready: constraints.txt
+	python3 -m venv .venv
+	@if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
+	  .venv/bin/pip install -q "torch==$(TORCH)"; \
+	else \
+	  .venv/bin/pip install -q "torch==$(TORCH)+cpu" 2> /dev/null || \
+	    .venv/bin/pip install -q --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
+	fi
+	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy rich nvidia-ml-py $(TOOLS)
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info ddpcore/*.so .pytest_cache .mypy_cache .ruff_cache
