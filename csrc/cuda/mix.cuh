@@ -34,8 +34,9 @@ __device__ __forceinline__ Place place_of_block(const MixTable<capacity>& table,
     return {block, first, static_cast<int>(min(kBlock, table.numel - first))};
 }
 
-// weights <- the mix, rounded to the storage type; writes the block's row of partial sums. One peer at a time: to load the
-// next one ahead would take 16 more registers in fp32 and leave a multiprocessor one block of threads instead of two.
+// weights <- the mix, rounded to the storage type; writes the block's row of partial sums. One peer at a time: to load
+// the next one ahead would take 16 more registers in fp32 and leave a multiprocessor one block of threads instead of
+// two.
 template <bool whole, typename T, int capacity>
 __device__ __forceinline__ void mix_share(
     Share<T>& weights, const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {

@@ -1,0 +1,105 @@
+"""Shared by all tests: the device, a seed, and what it means that two results are equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ddpcore.ops  # noqa: F401  registers the operators
+
+Randn = Callable[..., Tensor]
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _why_no_cuda() -> str | None:
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("ddpcore::mix_", "CUDA"):
+        return "there is a CUDA device, but ddpcore was built without its CUDA kernels"
+    return None
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device of this machine; a test that takes it runs once on each."""
+    if request.param == "cuda" and (reason := _why_no_cuda()) is not None:
+        pytest.skip(reason)
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random numbers for a test alone and in any order."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """``torch.set_num_threads``, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def randn(device: torch.device) -> Randn:
+    """Normal numbers as a view that starts ``offset`` elements into a larger buffer, so that it may be misaligned.
+
+    Drawn on the CPU: the same numbers on every device.
+    """
+
+    def make(numel: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> Tensor:
+        base = torch.randn(numel + offset + 8).to(dtype).to(device)
+        return base[offset : offset + numel]
+
+    return make
+
+
+@pytest.fixture
+def assert_same_bits() -> Callable[..., None]:
+    """Every element has the same bits, the sign of zero included. A NaN is a NaN, whatever its payload."""
+
+    def check(actual: Tensor, expected: Tensor, what: str = "result") -> None:
+        actual, expected = actual.detach().cpu(), expected.detach().cpu()
+        assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} is not {expected.dtype}"
+        assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
+        kind = BITS[actual.element_size()]
+        same = actual.contiguous().view(kind) == expected.contiguous().view(kind)
+        wrong = (~(same | (actual.isnan() & expected.isnan()))).nonzero()
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            raise AssertionError(
+                f"{what}: {len(wrong)} of {actual.numel()} elements differ, first at {at}: "
+                f"{actual[at].item()!r} is not {expected[at].item()!r}"
+            )
+
+    return check
+
+
+@pytest.fixture
+def assert_near() -> Callable[..., None]:
+    """Within the rounding errors of fp32 arithmetic and of ``num_stores`` roundings to the storage type.
+
+    ``magnitude`` is the sum of the absolute values of the terms of each element. Each of ``num_roundings`` operations in
+    fp32, and each constant that is rounded to fp32, adds at most half an epsilon of it (counted as one); each store
+    adds half an epsilon of the storage type, or half its smallest subnormal.
+    """
+
+    def check(actual: Tensor, exact: Tensor, magnitude: Tensor, num_roundings: int, num_stores: int = 1) -> None:
+        actual, exact, magnitude = actual.detach().cpu(), exact.detach().cpu(), magnitude.detach().cpu()
+        assert exact.dtype == torch.float64 and actual.shape == exact.shape
+        info = torch.finfo(actual.dtype)
+        relative = num_roundings * torch.finfo(torch.float32).eps + num_stores * info.eps / 2 * 1.01
+        bound = relative * magnitude.double() + num_stores * info.smallest_normal * info.eps
+        excess = (actual.double() - exact).abs() - bound
+        assert not actual.isnan().any()
+        assert (excess <= 0).all(), f"the error exceeds its bound by up to {excess.max().item():.3e}"
+
+    return check

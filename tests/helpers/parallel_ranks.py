@@ -1,0 +1,183 @@
+"""One of two real ranks that try what a user's loop may do; what they saw is saved under the name of each trial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import join
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore.optim import FusedSGD
+
+SMALL = {"bucket_bytes": 128, "first_bucket_bytes": 64}
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def grads(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def mlp(seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def samples(num: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, 5, generator=generator), torch.randint(3, (num,), generator=generator)
+
+
+def accumulation(rank: int, world_size: int, how: str) -> Tensor:
+    """Three steps on 24 samples a step; each rank takes its share in three micro-batches."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **SMALL)
+    for step in range(3):
+        inputs, labels = samples(24, step)
+        mine = [part.chunk(3) for part in (inputs.chunk(world_size)[rank], labels.chunk(world_size)[rank])]
+        optimizer.zero_grad(set_to_none=step != 1)
+        for micro, (x, y) in enumerate(zip(*mine, strict=True)):
+            loss = F.cross_entropy(model(x), y) / 3
+            if how == "no_sync" and micro < 2:
+                with handle.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+    return weights(model)
+
+
+def clipping(rank: int, world_size: int) -> dict[str, Any]:
+    """The gradient that a user sees right after backward, whole and clipped."""
+    model = mlp()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **SMALL)
+    inputs, labels = samples(8)
+    F.cross_entropy(model(inputs.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
+    seen = grads(model).clone()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    return {"grads": seen, "norm": norm, "weights": weights(model)}
+
+
+class Branches(nn.Module):
+    """Three layers of which a forward pass takes one or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, inputs: Tensor, sometimes: bool) -> Tensor:
+        hidden = self.always(inputs)
+        return self.sometimes(hidden) if sometimes else hidden
+
+
+def unused(rank: int, strategy: Any, fused: bool) -> dict[str, Any]:
+    """Rank 0 alone uses the second layer, no rank the third."""
+    torch.manual_seed(5)
+    model = Branches()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = (FusedSGD if fused else torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
+    ddpcore.distribute(model, optimizer, strategy, **SMALL)
+    for step in range(4):
+        torch.manual_seed(100 + 10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(6, 4), sometimes=rank == 0).square().mean().backward()
+        optimizer.step()
+    return {"start": start, "end": dict(model.state_dict()), "never_grad": model.never.weight.grad}
+
+
+def batch_norm(rank: int, world_size: int) -> dict[str, Any]:
+    """The averaged copy of a model with buffers, between two steps."""
+    torch.manual_seed(rank)  # rank 0's weights and buffers count
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].running_mean.fill_(float(rank + 1))
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()))
+    seen: dict[str, Any] = {"first_mean": model[1].running_mean.clone()}
+    for step in range(3):
+        inputs, labels = samples(16, step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
+        optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    evaluation = handle.evaluation_model()
+    seen["mine"] = before
+    seen["average"] = dict(evaluation.state_dict())
+    seen["untouched"] = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    seen["hooks"] = len(evaluation._forward_pre_hooks) + len(evaluation._forward_hooks)
+    seen["shared"] = {p.data_ptr() for p in evaluation.parameters()} & {p.data_ptr() for p in model.parameters()}
+    evaluation(torch.randn(4, 5)).sum().backward()  # a hook that were left would start an exchange here
+    for parameter in evaluation.parameters():
+        parameter.data.fill_(1e9)
+    seen["still_untouched"] = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    seen["exchanging"] = handle.strategy._exchange is not None
+    return seen
+
+
+def ddp_twin(rank: int, world_size: int) -> dict[str, Tensor]:
+    """SSGD beside torch's DistributedDataParallel."""
+    ends = {}
+    for name, strategy in (("ddp", ddpcore.DDP()), ("ssgd", ddpcore.SSGD())):
+        model = mlp(seed=3 + rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+        handle = ddpcore.distribute(model, optimizer, strategy)
+        for step in range(4):
+            inputs, labels = samples(16, step)
+            optimizer.zero_grad()
+            F.cross_entropy(handle.model(inputs.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
+            optimizer.step()
+        ends[name] = weights(model)
+        copied = handle.evaluation_model()
+        assert not isinstance(copied, nn.parallel.DistributedDataParallel)
+        assert torch.equal(weights(copied), ends[name])
+    return ends
+
+
+def communicator(rank: int, world_size: int) -> dict[str, Any]:
+    """The connection alone."""
+    comm = ddpcore.comm.ProcessGroupCommunicator()
+    seen: dict[str, Any] = {"learners": comm.learners, "n": comm.num_learners}
+    rows = torch.arange(8.0)[None] + 10 * rank
+    columns = rows[:, 2:6]
+    comm.average_(columns).wait()
+    seen["averaged"] = rows
+    seen["bytes_average"] = comm.bytes_sent
+    same = torch.full((1, 3), float(rank))
+    comm.broadcast_(same)
+    seen["broadcast"] = same
+    seen["gathered"] = comm.gather(torch.tensor([[float(rank), -1.0]]))
+    w = torch.full((1, 16), float(rank))
+    exchange = comm.exchange(w, ddpcore.Complete(), 0)
+    seen["distance"] = exchange.mix_()
+    seen["mixed"] = w
+    seen["bytes_all"] = comm.bytes_sent
+    return seen
+
+
+def main() -> None:
+    path, rank, world_size = join()
+    seen: dict[str, Any] = {}
+    for how in ("no_sync", "backwards"):
+        seen[f"accumulation_{how}"] = accumulation(rank, world_size, how)
+    seen["clipping"] = clipping(rank, world_size)
+    for fused in (False, True):
+        seen[f"unused_ssgd_{fused}"] = unused(rank, ddpcore.SSGD(), fused)
+        seen[f"unused_dpsgd_{fused}"] = unused(rank, ddpcore.DPSGD(ddpcore.Complete()), fused)
+    seen["batch_norm"] = batch_norm(rank, world_size)
+    seen["ddp_twin"] = ddp_twin(rank, world_size)
+    seen["communicator"] = communicator(rank, world_size)
+    torch.save(seen, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Starts real gloo ranks for a test: one process a rank, each running a script of this folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def environment() -> dict[str, str]:
+    """This environment for a child: this checkout's package, loopback only, one thread, no launcher's variables."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    child = {name: value for name, value in os.environ.items() if name not in dropped}
+    path = os.pathsep.join([str(ROOT), child.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return child | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+def load(name: str) -> ModuleType:
+    """A module of this folder."""
+    qualified = f"ddpcore_test_helper_{name}"
+    if qualified not in sys.modules:
+        spec = importlib.util.spec_from_file_location(qualified, HERE / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[qualified] = module
+        spec.loader.exec_module(module)
+    return sys.modules[qualified]
+
+
+def run(script: str, world_size: int, timeout: float = 120.0) -> list[Any]:
+    """What ``script`` saves on each rank. A rank that fails, or a run that lasts too long, is a RuntimeError."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(HERE / f"{script}.py"), folder, str(world_size)]
+        ranks = []
+        for rank in range(world_size):
+            with Path(folder, f"{rank}.log").open("wb") as log:
+                started = subprocess.Popen(
+                    [*command, str(rank)], env=environment(), stdout=log, stderr=subprocess.STDOUT
+                )
+            ranks.append(started)
+        try:
+            deadline = time.monotonic() + timeout
+            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        finally:
+            time.sleep(0.5 if any(rank.poll() for rank in ranks) else 0)  # ranks that fail together say so
+            codes = [rank.poll() for rank in ranks]
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if any(code != 0 for code in codes):
+            output = "".join(
+                f"--- rank {rank}: {code}\n{Path(folder, f'{rank}.log').read_text()}" for rank, code in enumerate(codes)
+            )
+            raise RuntimeError(f"{script}: exit codes {codes} (None: still running after {timeout} s)\n{output}")
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+
+
+def join() -> tuple[Path, int, int]:
+    """Called by a script: join the group of :func:`run`. Returns where to save to, the rank, the world size."""
+    folder, world_size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return folder / f"{rank}.pt", rank, world_size

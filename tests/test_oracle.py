@@ -1,0 +1,102 @@
+"""Real ranks and virtual learners are one algorithm: every strategy, topology and number of learners, both ways."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+oracle = ranks.load("oracle")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[Any, Any]]:
+    """What each of five ranks saw of every case in which it took part."""
+    return ranks.run("oracle", oracle.LARGEST)
+
+
+def ulps(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, in units of the last place of the largest weight."""
+    unit = torch.finfo(torch.float32).eps * theirs.abs().max()
+    return ((ours - theirs).abs().max() / unit).item()
+
+
+@pytest.fixture(scope="module")
+def virtual() -> dict[Any, Any]:
+    """The same of virtual learners."""
+    return {case: oracle.train(case) for case in oracle.CASES}
+
+
+def is_bitwise(case: Any) -> bool:
+    """Whether a case has the same arithmetic in both worlds.
+
+    A gossip average adds its own weights first and then the neighbours' by ascending rank, in both. An all-reduce of
+    gloo adds in an order of its own, which changes rounding from three learners on.
+    """
+    return case.strategy == "dpsgd" or case.world_size <= 2
+
+
+@pytest.mark.parametrize("case", oracle.CASES, ids=str)
+def test_weights_and_losses(case: Any, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
+    """Every learner ends with the same weights: bit for bit, or within 4 ULPs of the largest one (see is_bitwise)."""
+    seen = [rank[tuple(case)] for rank in real[: case.world_size]]
+    weights = torch.cat([one["weights"] for one in seen])
+    losses = torch.cat([one["losses"] for one in seen], dim=1)
+    assert losses.shape == (oracle.STEPS, case.world_size)
+    assert losses.isfinite().all()
+    if is_bitwise(case):
+        assert torch.equal(weights, virtual[case]["weights"])
+        assert torch.equal(losses, virtual[case]["losses"])
+    else:
+        assert ulps(weights, virtual[case]["weights"]) <= 4
+        torch.testing.assert_close(losses, virtual[case]["losses"], rtol=1e-5, atol=1e-6)
+    if case.strategy == "ssgd":
+        assert torch.equal(weights, weights[:1].expand_as(weights)), "learners of ssgd must hold the same bits"
+
+
+@pytest.mark.parametrize("case", oracle.CASES, ids=str)
+def test_average_distance_and_bytes(case: Any, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
+    """The evaluation model is the mean on every rank; the distance is that of the weights; bytes are counted alike.
+
+    The mean of three and more learners is an all-reduce of gloo: 4 ULPs.
+    """
+    expected, weights = virtual[case], virtual[case]["weights"].double()
+    mean = weights.mean(dim=0)
+    assert ulps(expected["average"], mean) <= 4
+    distance = (weights - mean).square().sum(dim=1).mean().sqrt().item()
+    assert expected["consensus"] == pytest.approx(distance, abs=1e-6)
+    if case.strategy != "ssgd" and case.world_size > 1:
+        assert distance > 0.01, "learners on different data must differ, or this test compares nothing"
+    for one in (rank[tuple(case)] for rank in real[: case.world_size]):
+        assert ulps(one["average"], expected["average"]) <= (4 if case.world_size > 2 else 0)
+        assert one["consensus"] == pytest.approx(distance, abs=1e-6)
+    assert real[0][tuple(case)]["bytes_sent"] == expected["bytes_sent"]
+
+
+@pytest.mark.parametrize("case", [case for case in oracle.CASES if case.optimizer == "fused"], ids=str)
+def test_fused_and_torch_optimizers_agree(case: Any, virtual: dict[Any, Any]) -> None:
+    """FusedSGD (mix and step in one pass on real ranks) and torch.optim.SGD after a mix: a few ULPs over six steps."""
+    other = case._replace(optimizer="torch")
+    assert ulps(virtual[case]["weights"], virtual[other]["weights"]) <= 8
+
+
+def test_topologies_differ(virtual: dict[Any, Any]) -> None:
+    """No topology stands in for another: with five learners all end with different weights."""
+    ends = [virtual[case]["weights"] for case in oracle.CASES if case.world_size == 5 and case.optimizer == "fused"]
+    for i, end in enumerate(ends):
+        assert not any(torch.allclose(end, other) for other in ends[:i])
