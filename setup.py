@@ -6,6 +6,7 @@ CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and hold
 
 import importlib.util
 import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -47,7 +48,8 @@ def builds_cuda():
     wish = os.environ.get("DDPCORE_CUDA", "")
     if wish not in ("", "0", "1"):
         fail(f"DDPCORE_CUDA={wish!r} is not 0 or 1")
-    toolkit = cpp_extension.CUDA_HOME is not None
+    # torch's own CUDA_HOME is None under a CPU build of torch, whatever is installed.
+    toolkit = bool(cpp_extension.CUDA_HOME or os.environ.get("CUDA_HOME") or shutil.which("nvcc"))
     if wish == "1" and not toolkit:
         fail("DDPCORE_CUDA=1 but no CUDA toolkit was found: install one, or set CUDA_HOME to it")
     if wish == "1" and torch.version.cuda is None:

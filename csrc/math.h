@@ -8,8 +8,9 @@
 
 namespace ddpcore {
 
-// The switches of SgdRule as compile-time flags, so that the loop over elements has no branch.
-enum SgdFlags : int { kDecay = 1, kMomentum = 2, kFirstStep = 4, kNesterov = 8, kNumSgdFlags = 16 };
+// The switches of SgdRule. The CPU kernels pass them as constants, so that the loop over elements has no branch; on
+// CUDA they are the same for all threads, and a branch costs less than ten times as many kernels.
+enum SgdFlags : int { kDecay = 1, kMomentum = 2, kFirstStep = 4, kNesterov = 8 };
 
 inline int sgd_flags(const SgdRule& rule) {
     const bool momentum = rule.momentum != 0.0f;
@@ -18,19 +19,19 @@ inline int sgd_flags(const SgdRule& rule) {
 }
 
 // torch.optim.SGD:  d = g + decay*w;  m = momentum*m + (1-dampening)*d;  d = nesterov ? d + momentum*m : m;  w -= lr*d
-template <int flags>
-DDPCORE_HOST_DEVICE float sgd_element(float weight, float grad, float& momentum, const SgdRule& rule) {
+DDPCORE_HOST_DEVICE float sgd_element(float weight, float grad, float& momentum, const SgdRule& rule, int flags) {
     float direction = rule.grad_sign * grad;
-    if constexpr ((flags & kDecay) != 0) direction = direction + rule.weight_decay * weight;
-    if constexpr ((flags & kMomentum) != 0) {
-        if constexpr ((flags & kFirstStep) != 0) {
-            momentum = direction;
-        } else {
-            momentum = rule.momentum * momentum + rule.one_minus_dampening * direction;
-        }
-        direction = (flags & kNesterov) != 0 ? direction + rule.momentum * momentum : momentum;
+    if (flags & kDecay) direction = direction + rule.weight_decay * weight;
+    if (flags & kMomentum) {
+        momentum = (flags & kFirstStep) ? direction : rule.momentum * momentum + rule.one_minus_dampening * direction;
+        direction = (flags & kNesterov) ? direction + rule.momentum * momentum : momentum;
     }
     return weight - rule.lr * direction;
+}
+
+// Whether a step reads the momentum buffer: the first one only writes it.
+constexpr DDPCORE_HOST_DEVICE bool reads_momentum(int flags) {
+    return (flags & kMomentum) != 0 && (flags & kFirstStep) == 0;
 }
 
 // One term of a mix, in the order in which the terms are given.

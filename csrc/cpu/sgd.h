@@ -20,8 +20,8 @@ DDPCORE_INLINE void sgd_run(
     DDPCORE_IVDEP
     for (int64_t i = 0; i < numel; ++i) {
         float buffer = 0.0f;
-        if constexpr ((flags & kMomentum) != 0 && (flags & kFirstStep) == 0) buffer = load(momentum[i]);
-        const float updated = sgd_element<flags>(load(weight[i]), load(grad[i]), buffer, rule);
+        if constexpr (reads_momentum(flags)) buffer = load(momentum[i]);
+        const float updated = sgd_element(load(weight[i]), load(grad[i]), buffer, rule, flags);
         param[i] = store<T>(updated);
         if constexpr ((flags & kMomentum) != 0) momentum[i] = store<T>(buffer);
     }

@@ -37,22 +37,4 @@ cudaError_t with_storage(DType dtype, Fn&& fn) {
     return cudaErrorInvalidValue;
 }
 
-// Calls fn.template operator()<flags>() for the flags of the rule. Without momentum the other two flags never stand.
-template <typename Fn, int... all>
-cudaError_t with_sgd_flags(int flags, Fn&& fn, std::integer_sequence<int, all...>) {
-    cudaError_t error = cudaErrorInvalidValue;
-    (void)((flags == all ? (error = fn.template operator()<all>(), true) : false) || ...);
-    return error;
-}
-
-template <typename Fn>
-cudaError_t with_sgd_flags(const SgdRule& rule, Fn&& fn) {
-    return with_sgd_flags(
-        sgd_flags(rule), fn,
-        std::integer_sequence<
-            int, 0, kMomentum, kMomentum | kFirstStep, kMomentum | kNesterov, kMomentum | kFirstStep | kNesterov,
-            kDecay, kDecay | kMomentum, kDecay | kMomentum | kFirstStep, kDecay | kMomentum | kNesterov,
-            kDecay | kMomentum | kFirstStep | kNesterov>{});
-}
-
 }  // namespace ddpcore::cuda

@@ -11,34 +11,35 @@ struct SgdTensors {
     const void* grad;
     void* momentum;
     SgdRule rule;
+    int flags;
 };
 
 // The mix is rounded to the storage type before the step, so that the two steps in one equal the two steps apart.
-template <bool whole, int flags, typename T>
+template <bool whole, typename T>
 __device__ __forceinline__ void mix_sgd_block(
     const MixTable<kFewPeers>& table, const SgdTensors& sgd, const Place& place, BlockSum<kThreads>& block_sum) {
     T* weight = static_cast<T*>(table.weights) + place.first;
-    T* momentum = (flags & kMomentum) != 0 ? static_cast<T*>(sgd.momentum) + place.first : nullptr;
+    T* momentum = (sgd.flags & kMomentum) ? static_cast<T*>(sgd.momentum) + place.first : nullptr;
     Share<T> weights, grads, momenta;
     read<whole>(weights, static_cast<const T*>(weight), place.numel);
     read<whole>(grads, static_cast<const T*>(sgd.grad) + place.first, place.numel);
-    if constexpr (kReadsMomentum<flags>) read<whole>(momenta, static_cast<const T*>(momentum), place.numel);
+    if (reads_momentum(sgd.flags)) read<whole>(momenta, static_cast<const T*>(momentum), place.numel);
     mix_share<whole>(weights, table, place, block_sum);
-    sgd_share<flags>(weights, grads, momenta, sgd.rule);
+    sgd_share(weights, grads, momenta, sgd.rule, sgd.flags);
     write<whole>(weights, weight, place.numel);
-    if constexpr ((flags & kMomentum) != 0) write<whole>(momenta, momentum, place.numel);
+    if (sgd.flags & kMomentum) write<whole>(momenta, momentum, place.numel);
 }
 
-template <typename T, int flags>
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
     mix_sgd_kernel(const __grid_constant__ MixTable<kFewPeers> table, const __grid_constant__ SgdTensors sgd) {
     BlockSum<kThreads> block_sum;
     for (int64_t block = blockIdx.x; block < table.num_blocks; block += gridDim.x) {
         const Place place = place_of_block(table, block);
         if (table.aligned && place.numel == kBlock) {
-            mix_sgd_block<true, flags, T>(table, sgd, place, block_sum);
+            mix_sgd_block<true, T>(table, sgd, place, block_sum);
         } else {
-            mix_sgd_block<false, flags, T>(table, sgd, place, block_sum);
+            mix_sgd_block<false, T>(table, sgd, place, block_sum);
         }
     }
 }
@@ -58,12 +59,10 @@ cudaError_t mix_sgd_step_(const MixSgdArgs& args, cudaStream_t stream) {
     const int64_t num_blocks = num_blocks_of(args.mix.numel);
     if (num_blocks > 0) {
         const auto table = mix_table<kFewPeers>(args.mix, is_aligned(args.grad) && is_aligned(args.momentum));
-        const SgdTensors sgd{args.grad, args.momentum, args.rule};
+        const SgdTensors sgd{args.grad, args.momentum, args.rule, sgd_flags(args.rule)};
         const cudaError_t error = with_storage(args.mix.dtype, [&](auto* tag) {
             using T = std::remove_pointer_t<decltype(tag)>;
-            return with_sgd_flags(args.rule, [&]<int flags>() {
-                return launch(mix_sgd_kernel<T, flags>, num_blocks, kThreads, 0, stream, table, sgd);
-            });
+            return launch(mix_sgd_kernel<T>, num_blocks, kThreads, 0, stream, table, sgd);
         });
         if (error != cudaSuccess) return error;
     }

@@ -5,18 +5,14 @@
 
 namespace ddpcore::cuda {
 
-template <int flags>
-inline constexpr bool kReadsMomentum = (flags & kMomentum) != 0 && (flags & kFirstStep) == 0;
-
-template <int flags, typename T>
+template <typename T>
 __device__ __forceinline__ void sgd_share(
-    Share<T>& weights, const Share<T>& grads, Share<T>& momenta, const SgdRule& rule) {
+    Share<T>& weights, const Share<T>& grads, Share<T>& momenta, const SgdRule& rule, int flags) {
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-        float momentum = 0.0f;
-        if constexpr (kReadsMomentum<flags>) momentum = load(momenta[i]);
-        weights[i] = store<T>(sgd_element<flags>(load(weights[i]), load(grads[i]), momentum, rule));
-        if constexpr ((flags & kMomentum) != 0) momenta[i] = store<T>(momentum);
+        float momentum = reads_momentum(flags) ? load(momenta[i]) : 0.0f;
+        weights[i] = store<T>(sgd_element(load(weights[i]), load(grads[i]), momentum, rule, flags));
+        if (flags & kMomentum) momenta[i] = store<T>(momentum);
     }
 }
 
