@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddpcore.buckets import GradientBuckets
 from ddpcore.comm.base import Communicator
@@ -55,9 +55,10 @@ def distribute(
         ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
     """
     if isinstance(strategy, Baseline):
-        return Distributed(strategy.wrap(model, group))
+        comm = strategy.connect(group)
+        return Distributed(strategy.wrap(model, group), comm)
     _check_optimizer(model, optimizer)
-    comm: Communicator = ProcessGroupCommunicator(group) if learners is None else VirtualCommunicator(learners)
+    comm = ProcessGroupCommunicator(group) if learners is None else VirtualCommunicator(learners)
     flat = FlatParameters(
         model.named_parameters(), stack=learners, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
     )
@@ -78,12 +79,15 @@ class Distributed:
 
     Attributes:
         model: the module to call in the loop.
-        learner: weights, gradients and connection; None for the baselines.
+        comm: the connection of its learners.
+        learner: weights, gradients and optimizer; None for the baselines.
     """
 
-    def __init__(self, model: nn.Module, learner: Learner | None = None) -> None:
+    learner: Learner | None = None
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
-        self.learner = learner
+        self.comm = comm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -104,12 +108,20 @@ class Distributed:
             inner = self.model.module
         return copy.deepcopy(inner)
 
+    @torch.no_grad()
     def consensus_distance(self) -> float:
         """Root mean square, over learners, of the distance between a learner's weights and the average weights.
 
         ``sqrt(1/n sum_j |w_j - w_a|^2)``, Kong et al. 2021. Every rank must call this.
         """
-        return 0.0
+        weights_LP = self._weights_LP()
+        average_LP = weights_LP.clone()
+        self.comm.average_(average_LP).wait()
+        distances = (weights_LP.double() - average_LP.double()).square().sum(dim=1)
+        return float(self.comm.gather(distances).mean().sqrt())
+
+    def _weights_LP(self) -> Tensor:
+        return nn.utils.parameters_to_vector(self.model.parameters())[None]
 
 
 class _Engine(Distributed):
@@ -118,7 +130,8 @@ class _Engine(Distributed):
     learner: Learner
 
     def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy) -> None:
-        super().__init__(model, learner)
+        super().__init__(model, learner.comm)
+        self.learner = learner
         self.strategy = strategy
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
@@ -176,14 +189,8 @@ class _Engine(Distributed):
                 comm.average_(buffer[None]).wait()
         return model
 
-    @torch.no_grad()
-    def consensus_distance(self) -> float:
-        """See :class:`Distributed`."""
-        flat, comm = self.learner.flat, self.learner.comm
-        average_LP = flat.param_LP.clone()
-        comm.average_(average_LP).wait()
-        distances = (flat.param_LP.double() - average_LP.double()).square().sum(dim=1)
-        return comm.gather(distances).mean().sqrt().item()
+    def _weights_LP(self) -> Tensor:
+        return self.learner.flat.param_LP
 
     @torch.no_grad()
     def _after_backward(self, order: list[int]) -> None:

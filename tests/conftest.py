@@ -87,9 +87,9 @@ def assert_same_bits() -> Callable[..., None]:
 def assert_near() -> Callable[..., None]:
     """Within the rounding errors of fp32 arithmetic and of ``num_stores`` roundings to the storage type.
 
-    ``magnitude`` is the sum of the absolute values of the terms of each element. Each of ``num_roundings`` operations in
-    fp32, and each constant that is rounded to fp32, adds at most half an epsilon of it (counted as one); each store
-    adds half an epsilon of the storage type, or half its smallest subnormal.
+    ``magnitude`` is the sum of the absolute values of the terms of each element. Each of ``num_roundings`` (operations
+    in fp32, and constants rounded to fp32) adds at most half an epsilon of it, counted as one; each store adds half an
+    epsilon of the storage type, or half its smallest subnormal.
     """
 
     def check(actual: Tensor, exact: Tensor, magnitude: Tensor, num_roundings: int, num_stores: int = 1) -> None:

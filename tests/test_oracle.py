@@ -45,10 +45,11 @@ def virtual() -> dict[Any, Any]:
 def is_bitwise(case: Any) -> bool:
     """Whether a case has the same arithmetic in both worlds.
 
-    A gossip average adds its own weights first and then the neighbours' by ascending rank, in both. An all-reduce of
-    gloo adds in an order of its own, which changes rounding from three learners on.
+    A gossip average adds its own weights first and then the neighbours' by ascending rank, in both. So does the mean of
+    gathered rows, all of them ascending. An all-reduce of gloo adds in an order of its own, which changes rounding from
+    three learners on.
     """
-    return case.strategy == "dpsgd" or case.world_size <= 2
+    return case.topology != "all_reduce" or case.world_size <= 2
 
 
 @pytest.mark.parametrize("case", oracle.CASES, ids=str)
@@ -73,7 +74,7 @@ def test_weights_and_losses(case: Any, real: list[dict[Any, Any]], virtual: dict
 def test_average_distance_and_bytes(case: Any, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
     """The evaluation model is the mean on every rank; the distance is that of the weights; bytes are counted alike.
 
-    The mean of three and more learners is an all-reduce of gloo: 4 ULPs.
+    Within 4 ULPs for three and more learners, as the mean may be an all-reduce of gloo.
     """
     expected, weights = virtual[case], virtual[case]["weights"].double()
     mean = weights.mean(dim=0)
@@ -97,6 +98,7 @@ def test_fused_and_torch_optimizers_agree(case: Any, virtual: dict[Any, Any]) ->
 
 def test_topologies_differ(virtual: dict[Any, Any]) -> None:
     """No topology stands in for another: with five learners all end with different weights."""
-    ends = [virtual[case]["weights"] for case in oracle.CASES if case.world_size == 5 and case.optimizer == "fused"]
+    alike = [case for case in oracle.CASES if case.world_size == 5 and case.optimizer == "fused"]
+    ends = [virtual[case]["weights"] for case in alike if case.topology != "all_reduce"]
     for i, end in enumerate(ends):
         assert not any(torch.allclose(end, other) for other in ends[:i])

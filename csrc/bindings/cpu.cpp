@@ -6,12 +6,21 @@
 namespace ddpcore {
 namespace {
 
-inline constexpr int64_t kGrain = 8;  // blocks: 32768 elements, torch's own grain
+inline constexpr int64_t kGrain = 32768;  // elements that are worth a thread, as in torch's own kernels
 
 template <typename Kernel, typename Args>
-void run(Kernel* kernel, const Args& args, int64_t num_blocks) {
+void run(Kernel* kernel, const Args& args, int64_t num_blocks, int64_t numel) {
     if (num_blocks == 0) return;
-    torch::stable::parallel_for(0, num_blocks, kGrain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+    // Blocks of many small tensors are nearly empty: it takes more of them to make up a grain.
+    const int64_t grain = (kGrain * num_blocks + numel - 1) / numel;
+    torch::stable::parallel_for(0, num_blocks, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+template <typename Segment>
+int64_t total_numel(const std::vector<Segment>& segments) {
+    int64_t numel = 0;
+    for (const Segment& segment : segments) numel += segment.numel;
+    return numel;
 }
 
 void sgd_step_(
@@ -20,7 +29,7 @@ void sgd_step_(
     const SgdCall call(
         params, grads, momentum_buffers,
         sgd_rule(lr, momentum, dampening, weight_decay, nesterov, maximize, first_step));
-    run(cpu::sgd_step_, call.args, call.args.num_blocks);
+    run(cpu::sgd_step_, call.args, call.args.num_blocks, total_numel(call.segments));
 }
 
 Tensor mix_(
@@ -28,7 +37,7 @@ Tensor mix_(
     const std::vector<double>& peer_weights) {
     const MixCall call(weights, peers, self_weight, peer_weights);
     const int64_t num_blocks = num_blocks_of(call.args.numel);
-    run(cpu::mix_, call.args, num_blocks);
+    run(cpu::mix_, call.args, num_blocks, call.args.numel);
     cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_peers);
     return call.sums;
 }
@@ -36,7 +45,7 @@ Tensor mix_(
 Tensor mix_stacked_(const Tensor& weights, const Tensor& matrix) {
     const StackedMixCall call(weights, matrix);
     const int64_t num_blocks = num_blocks_of(call.args.numel);
-    run(cpu::mix_stacked_, call.args, num_blocks);
+    run(cpu::mix_stacked_, call.args, num_blocks, call.args.numel * call.args.num_learners);
     cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_learners);
     return call.sums;
 }
@@ -50,14 +59,14 @@ Tensor mix_sgd_step_(
         call.args, weights, grad, momentum_buffer,
         sgd_rule(lr, momentum, dampening, weight_decay, nesterov, maximize, first_step));
     const int64_t num_blocks = num_blocks_of(call.args.numel);
-    run(cpu::mix_sgd_step_, args, num_blocks);
+    run(cpu::mix_sgd_step_, args, num_blocks, call.args.numel);
     cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_peers);
     return call.sums;
 }
 
 Tensor segment_norms(const std::vector<Tensor>& tensors) {
     const NormCall call(tensors);
-    run(cpu::segment_norms, call.args, call.args.num_blocks);
+    run(cpu::segment_norms, call.args, call.args.num_blocks, total_numel(call.segments));
     for (int64_t i = 0; i < call.args.num_segments; ++i) {
         const NormSegment& segment = call.segments[static_cast<size_t>(i)];
         cpu::sum_partials(

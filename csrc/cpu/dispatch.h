@@ -13,6 +13,13 @@
 #define DDPCORE_CLONES
 #endif
 
+// Elements of one loop do not depend on each other: one is read before it is written, and no other is touched.
+#if defined(__GNUC__) && !defined(__clang__)
+#define DDPCORE_IVDEP _Pragma("GCC ivdep")
+#else
+#define DDPCORE_IVDEP
+#endif
+
 namespace ddpcore::cpu {
 
 inline constexpr int kLanes =
@@ -32,9 +39,13 @@ DDPCORE_INLINE double sum_lanes(const double* lanes) {
 template <typename Value>
 DDPCORE_INLINE void add_squares(double* __restrict lanes, int64_t numel, Value&& value) {
     int64_t i = 0;
+    double sums[kLanes];  // a copy that nothing else can point at, so that it stays in registers
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
     for (; i + kLanes <= numel; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += squared(value(i + lane));
+        DDPCORE_IVDEP
+        for (int lane = 0; lane < kLanes; ++lane) sums[lane] += squared(value(i + lane));
     }
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = sums[lane];
     for (int lane = 0; i < numel; ++i, ++lane) lanes[lane] += squared(value(i));
 }
 

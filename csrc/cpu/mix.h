@@ -1,5 +1,4 @@
-// The loop of a mix, shared by mix_ and mix_sgd_step_: tile by tile, so that a tile of the mix and of all that it is
-// made from stays in L1 until it is used.
+// The loops of a mix, shared by mix_ and mix_sgd_step_, which say by `use(i, mixed)` what becomes of a mixed element.
 #pragma once
 
 #include <algorithm>
@@ -9,31 +8,59 @@
 
 namespace ddpcore::cpu {
 
-inline constexpr int64_t kTile = 1024;  // elements; divides kBlock, and a multiple of kLanes
+inline constexpr int64_t kTile = 256;  // elements of unfinished mix, in L1 while there are several peers
 
-// For every tile of the blocks: forms the mix of elements [first, first + numel) and calls use(first, numel, mixed).
-// After each block, writes the block's row of partial sums.
+// One peer, the common case, in a single loop: all buffers are read side by side and written where they stand, which
+// the memory serves better than one after the other.
 template <typename T, typename Use>
-DDPCORE_INLINE void mix_blocks(const MixArgs& args, int64_t begin_block, int64_t end_block, Use&& use) {
+DDPCORE_INLINE double mix_one_peer(const MixArgs& args, int64_t first, int64_t numel, Use&& use) {
+    const T* weights = static_cast<const T*>(args.weights) + first;
+    const T* peer = static_cast<const T*>(args.peers[0]) + first;
+    const float self_weight = args.self_weight, peer_weight = args.peer_weights[0];
+    double lanes[kLanes] = {};
+    add_squares(lanes, numel, [=](int64_t i) __attribute__((always_inline)) {
+        const float own = load(weights[i]), theirs = load(peer[i]);
+        use(i, mix_element(self_weight * own, peer_weight, theirs));
+        return own - theirs;
+    });
+    return sum_lanes(lanes);
+}
+
+// Any number of peers, peer by peer: mixed[0:numel] = the mix of elements [first, first + numel).
+template <typename T>
+DDPCORE_INLINE void mix_tile(const MixArgs& args, int64_t first, int64_t numel, float* mixed, double* lanes) {
+    const T* weights = static_cast<const T*>(args.weights) + first;
+    const float self_weight = args.self_weight;
+    for (int64_t i = 0; i < numel; ++i) mixed[i] = self_weight * load(weights[i]);
+    for (int64_t k = 0; k < args.num_peers; ++k) {
+        const T* peer = static_cast<const T*>(args.peers[k]) + first;
+        const float peer_weight = args.peer_weights[k];
+        add_squares(lanes + k * kLanes, numel, [=](int64_t i) __attribute__((always_inline)) {
+            const float theirs = load(peer[i]);
+            mixed[i] = mix_element(mixed[i], peer_weight, theirs);
+            return load(weights[i]) - theirs;
+        });
+    }
+}
+
+// Walks the blocks and writes their rows of partial sums. one_peer(first, numel) mixes a block and returns its squared
+// distance; use_tile(first, numel, mixed) takes a finished tile.
+template <typename T, typename OnePeer, typename UseTile>
+DDPCORE_INLINE void mix_blocks(
+    const MixArgs& args, int64_t begin_block, int64_t end_block, OnePeer&& one_peer, UseTile&& use_tile) {
     std::vector<double> lanes(static_cast<size_t>(args.num_peers * kLanes));
     float mixed[kTile];
     for (int64_t block = begin_block; block < end_block; ++block) {
+        const int64_t begin = block * kBlock, end = std::min(begin + kBlock, args.numel);
+        if (args.num_peers == 1) {
+            args.partials[block] = one_peer(begin, end - begin);
+            continue;
+        }
         std::fill(lanes.begin(), lanes.end(), 0.0);
-        const int64_t end = std::min((block + 1) * kBlock, args.numel);
-        for (int64_t first = block * kBlock; first < end; first += kTile) {
+        for (int64_t first = begin; first < end; first += kTile) {
             const int64_t numel = std::min(kTile, end - first);
-            const T* weights = static_cast<const T*>(args.weights) + first;
-            const float self_weight = args.self_weight;
-            for (int64_t i = 0; i < numel; ++i) mixed[i] = self_weight * load(weights[i]);
-            for (int64_t k = 0; k < args.num_peers; ++k) {
-                const T* peer = static_cast<const T*>(args.peers[k]) + first;
-                const float peer_weight = args.peer_weights[k];
-                add_squares(lanes.data() + k * kLanes, numel, [=](int64_t i) __attribute__((always_inline)) {
-                    return load(weights[i]) - load(peer[i]);
-                });
-                for (int64_t i = 0; i < numel; ++i) mixed[i] = mix_element(mixed[i], peer_weight, load(peer[i]));
-            }
-            use(first, numel, mixed);
+            mix_tile<T>(args, first, numel, mixed, lanes.data());
+            use_tile(first, numel, mixed);
         }
         for (int64_t k = 0; k < args.num_peers; ++k) {
             args.partials[block * args.num_peers + k] = sum_lanes(lanes.data() + k * kLanes);

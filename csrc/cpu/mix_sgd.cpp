@@ -7,21 +7,52 @@
 
 namespace ddpcore::cpu {
 
+namespace {
+
+// What a step needs of the elements from `first` on.
+template <typename T>
+struct Place {
+    T* param;
+    const T* grad;
+    T* momentum;
+    SgdRule rule;
+
+    DDPCORE_INLINE Place(const MixSgdArgs& args, int64_t first)
+        : param(static_cast<T*>(args.mix.weights) + first),
+          grad(static_cast<const T*>(args.grad) + first),
+          momentum(args.momentum ? static_cast<T*>(args.momentum) + first : nullptr),
+          rule(args.rule) {}
+
+    // The mix is rounded to the storage type first, so that the two steps in one equal the two steps apart.
+    template <int flags>
+    DDPCORE_INLINE void step(int64_t i, float mixed) const {
+        sgd_at<flags>(param, load(store<T>(mixed)), grad, momentum, i, rule);
+    }
+};
+
+}  // namespace
+
 DDPCORE_CLONES void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, int64_t end_block) {
     with_storage(args.mix.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
         mix_blocks<T>(
             args.mix, begin_block, end_block,
-            [&](int64_t first, int64_t numel, float* mixed) __attribute__((always_inline)) {
-                // The mix is rounded to the storage type first, so that the two steps in one equal the two steps apart.
-                if constexpr (!std::is_same_v<T, float>) {
-                    for (int64_t i = 0; i < numel; ++i) mixed[i] = load(store<T>(mixed[i]));
-                }
-                T* param = static_cast<T*>(args.mix.weights) + first;
-                T* momentum = args.momentum ? static_cast<T*>(args.momentum) + first : nullptr;
-                const T* grad = static_cast<const T*>(args.grad) + first;
+            [&](int64_t first, int64_t numel) __attribute__((always_inline)) {
+                const Place<T> place(args, first);
+                double distance = 0.0;
                 with_sgd_flags(args.rule, [&]<int flags>() __attribute__((always_inline)) {
-                    sgd_run<flags>(param, mixed, grad, momentum, numel, args.rule);
+                    distance = mix_one_peer<T>(
+                        args.mix, first, numel, [=](int64_t i, float mixed) __attribute__((always_inline)) {
+                            place.template step<flags>(i, mixed);
+                        });
+                });
+                return distance;
+            },
+            [&](int64_t first, int64_t numel, const float* mixed) __attribute__((always_inline)) {
+                const Place<T> place(args, first);
+                with_sgd_flags(args.rule, [&]<int flags>() __attribute__((always_inline)) {
+                    DDPCORE_IVDEP
+                    for (int64_t i = 0; i < numel; ++i) place.template step<flags>(i, mixed[i]);
                 });
             });
     });

@@ -22,7 +22,11 @@ DDPCORE_CLONES void sgd_step_(const SgdArgs& args, int64_t begin_block, int64_t 
                 T* param = static_cast<T*>(segment.param) + first;
                 T* momentum = segment.momentum ? static_cast<T*>(segment.momentum) + first : nullptr;
                 const T* grad = static_cast<const T*>(segment.grad) + first;
-                sgd_run<flags>(param, param, grad, momentum, last - first, args.rule);
+                const SgdRule rule = args.rule;  // a copy: a store to param could otherwise change the rule
+                DDPCORE_IVDEP
+                for (int64_t i = 0; i < last - first; ++i) {
+                    sgd_at<flags>(param, load(param[i]), grad, momentum, i, rule);
+                }
                 block = end;
             }
         });

@@ -13,7 +13,6 @@ from ddpcore.comm.base import Communicator, Exchange, Work, all_reduce_bytes
 from ddpcore.ops import Mixture
 from ddpcore.topology import Topology
 
-
 # gloo's all-reduce goes round its ring twice. While messages are so small that the rounds and not the bytes cost time,
 # fetching everyone's rows goes round once; it adds in ascending order too, with the bits of virtual learners.
 GATHER_BYTES = 2**20  # received by one learner

@@ -50,6 +50,8 @@ class FusedSGD(MixingOptimizer):
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}: it must be a number of at least 0")
+        if not math.isfinite(dampening):
+            raise ValueError(f"dampening is {dampening}: it must be a number")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("nesterov needs momentum > 0 and dampening 0")
         defaults = {
@@ -61,15 +63,26 @@ class FusedSGD(MixingOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+        self._unbind()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._unbind()  # a copy has parameters of its own
+
+    def _unbind(self) -> None:
         self._flat: FlatParameters | None = None
         self._mixture: Mixture | None = None
+        self._forget_layout()
+
+    def _forget_layout(self) -> None:
+        self._layout: tuple[Segment, ...] | None = None
+        self._momentum_LP: Tensor | None = None
+        self._runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def bind(self, flat: FlatParameters) -> None:
         """See :class:`MixingOptimizer`."""
+        self._unbind()
         self._flat = flat
-        self._momentum_LP: Tensor | None = None
-        self._layout: tuple[Segment, ...] | None = None
-        self._runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def mix_on_next_step(self, mixture: Mixture) -> None:
         """See :class:`MixingOptimizer`."""
@@ -82,6 +95,9 @@ class FusedSGD(MixingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._flat is not None and self._layout is not self._flat.segments:
+            self._forget_layout()  # the buffers of the state are copied into a new momentum_LP
+            self._layout = self._flat.segments
         for group in self.param_groups:
             if self._flat is not None and self._is_uniform(group):
                 self._step_flat(group, self._flat)
@@ -93,23 +109,23 @@ class FusedSGD(MixingOptimizer):
         return loss
 
     def _step_list(self, group: Group) -> None:
-        first: list[Tensor] = []
-        later: list[Tensor] = []
+        # One launch for all tensors of a dtype and device that are at their first step, one for all others.
+        alike: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
                 raise RuntimeError("FusedSGD takes dense gradients only: use torch.optim.SGD for sparse ones")
-            started = self.state[parameter].get("momentum_buffer") is not None
-            (later if started or group["momentum"] == 0 else first).append(parameter)
-        for parameters, first_step in ((first, True), (later, False)):
-            if not parameters:
-                continue
-            if first_step:
-                for parameter in parameters:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            first_step = group["momentum"] != 0 and not self._has_momentum(parameter)
+            alike.setdefault((parameter.dtype, parameter.device, first_step), []).append(parameter)
+        for (_, _, first_step), parameters in alike.items():
             gradients = [_like(p.grad, p) for p in parameters if p.grad is not None]
-            buffers = [self.state[p]["momentum_buffer"] for p in parameters] if group["momentum"] != 0 else []
+            buffers = []
+            for parameter in parameters if group["momentum"] != 0 else ():
+                state = self.state[parameter]
+                buffer = torch.zeros_like(parameter) if first_step else _like(state["momentum_buffer"], parameter)
+                state["momentum_buffer"] = buffer
+                buffers.append(buffer)
             stacked = (
                 self._flat is not None and self._flat.stack is not None
             )  # rows of a stack are dense, stacks are not
@@ -120,8 +136,11 @@ class FusedSGD(MixingOptimizer):
         """Whether one rule holds for all of the group: all have gradients, and all have momentum or none has."""
         if any(parameter.grad is None for parameter in group["params"]):
             return False
-        started = [self.state[parameter].get("momentum_buffer") is not None for parameter in group["params"]]
-        return group["momentum"] == 0 or all(started) or not any(started)
+        started = {self._has_momentum(parameter) for parameter in group["params"]}
+        return group["momentum"] == 0 or len(started) == 1
+
+    def _has_momentum(self, parameter: Tensor) -> bool:
+        return parameter in self.state and self.state[parameter].get("momentum_buffer") is not None
 
     def _step_flat(self, group: Group, flat: FlatParameters) -> None:
         flat.gather_grads()
@@ -173,9 +192,6 @@ class FusedSGD(MixingOptimizer):
 
     def _runs_of(self, group: Group, flat: FlatParameters) -> list[tuple[int, int]]:
         """The columns of a group's parameters, neighbours joined; found anew when the layout changes."""
-        if self._layout is not flat.segments:
-            self._layout = flat.segments
-            self._runs = {}
         members = tuple(id(parameter) for parameter in group["params"])
         if members not in self._runs:
             self._runs[members] = _runs(flat, set(members))
@@ -190,7 +206,7 @@ def _rule(group: Group) -> dict[str, Any]:
 
 
 def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient with the strides of its parameter."""
+    """The gradient, or a buffer, with the strides of its parameter."""
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpcore.comm.base import Communicator
 from ddpcore.learner import Learner
 
 
@@ -50,9 +51,13 @@ class Baseline(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-        """The module to train.
+    def connect(self, group: dist.ProcessGroup | None) -> Communicator:
+        """The learners among which consensus is measured.
 
         Raises:
             ValueError: the world does not fit.
         """
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+        """The module to train."""

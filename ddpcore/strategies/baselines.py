@@ -8,6 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpcore.comm.base import Communicator
+from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.strategies.base import Baseline
 
 
@@ -15,6 +18,10 @@ class Single(Baseline):
     """A learner on its own: the model and the optimizer are left as they are, and nothing is ever exchanged."""
 
     name: ClassVar[str] = "single"
+
+    def connect(self, group: dist.ProcessGroup | None) -> Communicator:
+        """One learner."""
+        return VirtualCommunicator(1)
 
     def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
         """The model itself."""
@@ -26,12 +33,12 @@ class DDP(Baseline):
 
     name: ClassVar[str] = "ddp"
 
-    def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-        """``DistributedDataParallel(model)``.
-
-        Raises:
-            ValueError: there is no process group.
-        """
+    def connect(self, group: dist.ProcessGroup | None) -> Communicator:
+        """The ranks of the group."""
         if not dist.is_initialized():
             raise ValueError("ddp needs real ranks: start it with torchrun, or take ssgd for virtual learners")
+        return ProcessGroupCommunicator(group)
+
+    def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+        """``DistributedDataParallel(model)``."""
         return DistributedDataParallel(model, process_group=group)

@@ -238,7 +238,7 @@ void expect_twin_stacked(int64_t num_learners, int64_t numel, int64_t offset, st
     ASSERT_NO_FATAL_FAILURE(expect_near(sums, summed(host.partials, num_learners)));
 }
 
-// 8 * 1000003 is no multiple of a vector's elements in bf16, so that its rows are misaligned; 8 * 8000 is.
+// Rows of 8000 elements are all aligned to 16 bytes; those of the odd sizes are not, except the first.
 TYPED_TEST(CudaTest, MixStacked) {
     std::vector<int64_t> sizes = kDeviceSizes;
     sizes.push_back(8000);

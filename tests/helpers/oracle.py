@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
+from ddpcore.comm import process
 from ddpcore.optim import FusedSGD
 
 STEPS = 6
 LARGEST = 5
 TOPOLOGIES = ("complete", "ring", "random_pair", "one_peer_exponential", "from_matrix")
+AVERAGES = ("all_gather", "all_reduce")  # how gloo carries them: small ones are gathered, large ones reduced
 
 
 class Case(NamedTuple):
     strategy: str
-    topology: str
+    topology: str  # of dpsgd; of the others one of AVERAGES
     world_size: int
     optimizer: str
 
@@ -33,7 +35,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(strategy, topology, world_size, optimizer)
-    for strategy, topologies in (("ssgd", ("none",)), ("local_sgd", ("none",)), ("dpsgd", TOPOLOGIES))
+    for strategy, topologies in (("ssgd", AVERAGES), ("local_sgd", AVERAGES), ("dpsgd", TOPOLOGIES))
     for topology in topologies
     for world_size in range(1, LARGEST + 1)
     for optimizer in ("fused", "torch")
@@ -115,7 +117,12 @@ def main() -> None:
 
     path, rank, world_size = join()
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}  # every rank takes part in each
-    results = {case: train(case, groups[case.world_size]) for case in CASES if rank < case.world_size}
+    gather_bytes = process.GATHER_BYTES
+    results = {}
+    for case in CASES:
+        if rank < case.world_size:
+            process.GATHER_BYTES = 0 if case.topology == "all_reduce" else gather_bytes
+            results[case] = train(case, groups[case.world_size])
     torch.save({tuple(case): result for case, result in results.items()}, path)
     dist.barrier()
     dist.destroy_process_group()

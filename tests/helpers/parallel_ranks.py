@@ -110,7 +110,7 @@ def batch_norm(rank: int, world_size: int) -> dict[str, Any]:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     evaluation = handle.evaluation_model()
     seen["mine"] = before
-    seen["average"] = dict(evaluation.state_dict())
+    seen["average"] = {name: value.clone() for name, value in evaluation.state_dict().items()}
     seen["untouched"] = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     seen["hooks"] = len(evaluation._forward_pre_hooks) + len(evaluation._forward_hooks)
     seen["shared"] = {p.data_ptr() for p in evaluation.parameters()} & {p.data_ptr() for p in model.parameters()}
@@ -119,6 +119,25 @@ def batch_norm(rank: int, world_size: int) -> dict[str, Any]:
         parameter.data.fill_(1e9)
     seen["still_untouched"] = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     seen["exchanging"] = handle.strategy._exchange is not None
+    return seen
+
+
+def frozen(rank: int, world_size: int) -> dict[str, Any]:
+    """A frozen first layer that is in the optimizer all the same; the gradients of the last layer are kept."""
+    seen: dict[str, Any] = {}
+    for name, make in (("fused", FusedSGD), ("torch", torch.optim.SGD)):
+        model = mlp()
+        model[0].requires_grad_(False)
+        optimizer = make(model.parameters(), lr=0.1)
+        ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete()))
+        seen[f"{name}_grads"] = []
+        for step in range(2):
+            inputs, labels = samples(16, step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
+            seen[f"{name}_grads"].append(grads(model[2]).clone())
+            optimizer.step()
+        seen[name] = {key: value.clone() for key, value in model.state_dict().items()}
     return seen
 
 
@@ -141,27 +160,6 @@ def ddp_twin(rank: int, world_size: int) -> dict[str, Tensor]:
     return ends
 
 
-def communicator(rank: int, world_size: int) -> dict[str, Any]:
-    """The connection alone."""
-    comm = ddpcore.comm.ProcessGroupCommunicator()
-    seen: dict[str, Any] = {"learners": comm.learners, "n": comm.num_learners}
-    rows = torch.arange(8.0)[None] + 10 * rank
-    columns = rows[:, 2:6]
-    comm.average_(columns).wait()
-    seen["averaged"] = rows
-    seen["bytes_average"] = comm.bytes_sent
-    same = torch.full((1, 3), float(rank))
-    comm.broadcast_(same)
-    seen["broadcast"] = same
-    seen["gathered"] = comm.gather(torch.tensor([[float(rank), -1.0]]))
-    w = torch.full((1, 16), float(rank))
-    exchange = comm.exchange(w, ddpcore.Complete(), 0)
-    seen["distance"] = exchange.mix_()
-    seen["mixed"] = w
-    seen["bytes_all"] = comm.bytes_sent
-    return seen
-
-
 def main() -> None:
     path, rank, world_size = join()
     seen: dict[str, Any] = {}
@@ -172,8 +170,8 @@ def main() -> None:
         seen[f"unused_ssgd_{fused}"] = unused(rank, ddpcore.SSGD(), fused)
         seen[f"unused_dpsgd_{fused}"] = unused(rank, ddpcore.DPSGD(ddpcore.Complete()), fused)
     seen["batch_norm"] = batch_norm(rank, world_size)
+    seen["frozen"] = frozen(rank, world_size)
     seen["ddp_twin"] = ddp_twin(rank, world_size)
-    seen["communicator"] = communicator(rank, world_size)
     torch.save(seen, path)
     dist.barrier()
     dist.destroy_process_group()

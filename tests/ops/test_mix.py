@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddpcore import ops
 from ddpcore.ops import reference
 
-# One lane, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks for every thread.
-SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
+# One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
+SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SUM = {"rtol": 1e-12, "atol": 1e-300}  # float64 sums of the same fp32 differences in another order
 

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddpcore import ops
 from ddpcore.ops import reference
 
-# One lane, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks for every thread.
-SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
+# One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
+SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RULES = [
     dict(zip(("momentum", "dampening", "weight_decay", "nesterov", "maximize", "first_step"), values, strict=True))
-    for values in itertools.product((0.0, 0.9), (0.0, 0.3), (0.0, 0.01), *[(False, True)] * 3)
+    for values in itertools.product((0.0, 0.9), (0.0, 0.9), (0.0, 0.01), *[(False, True)] * 3)
 ]
 RULE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 TERMS = 10  # operations and rounded constants of the longest rule

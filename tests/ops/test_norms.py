@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddpcore import ops
 from ddpcore.ops import reference
 
-# One lane and one block of the kernels, each -1, 0 and +1; none; one; several blocks for every thread.
+# One row of lanes and one block of the kernels, each -1, 0 and +1; none; one; several blocks for every thread.
 SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A square of an fp32 value is exact in float64, so that only the order of the sum makes a difference.

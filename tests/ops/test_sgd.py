@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddpcore import ops
 from ddpcore.ops import reference
 
-# One lane, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks for every thread.
+# One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
 SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RULES = [
     dict(zip(("momentum", "dampening", "weight_decay", "nesterov", "maximize", "first_step"), values, strict=True))
-    for values in itertools.product((0.0, 0.9), (0.0, 0.3), (0.0, 0.01), *[(False, True)] * 3)
+    for values in itertools.product((0.0, 0.9), (0.0, 0.9), (0.0, 0.01), *[(False, True)] * 3)
 ]
 # What torch.optim.SGD takes: nesterov needs momentum and no dampening, and the first step is its own affair.
 TORCH_RULES = [
@@ -197,6 +197,10 @@ def bad_arguments() -> dict[str, tuple[list[list[Tensor]], str]]:
         "grad shape": ([[one(4)], [one(5)], [one(4)]], "a grad must have the shape and strides of its param"),
         "grad dims": ([[one(4)], [one(4, 1)], [one(4)]], "a grad must have the shape and strides of its param"),
         "grad strides": ([[square], [square.t()], [square]], "a grad must have the shape and strides of its param"),
+        "param strides": (
+            [[square.t()], [square], [square.t()]],
+            "a grad must have the shape and strides of its param",
+        ),
         "holes": ([[square[:, ::2]]] * 3, "both dense"),
         "overlap": ([[one(1).expand(4)]] * 3, "both dense"),
         "buffer dtype": ([[one(4)], [one(4)], [one(4).bfloat16()]], "a momentum buffer must have the device and dtype"),

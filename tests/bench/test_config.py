@@ -1,0 +1,148 @@
+"""The command line as one checked value, and what it becomes on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.bench.config import BenchConfig, parse, resolve
+
+
+def test_defaults() -> None:
+    config = parse([])
+    assert config == BenchConfig()
+    assert config.world_size is None
+    assert config.strategies is None
+    assert (config.model, config.dataset, config.steps) == ("simplenet", "synthetic", 300)
+    with pytest.raises(FrozenInstanceError):
+        config.steps = 1  # type: ignore[misc]
+
+
+def test_every_flag(tmp_path: Path) -> None:
+    line = (
+        "--world-size 3 --strategies dpsgd,ssgd --topology ring --model mlp --dataset mnist --data-dir /somewhere "
+        f"--batch-size 96 --lr 0.5 --momentum 0 --period 4 --steps 7 --seed 11 --device cpu --backend gloo "
+        f"--json {tmp_path / 'out.json'}"
+    )
+    assert parse(line.split()) == BenchConfig(
+        world_size=3,
+        strategies=("dpsgd", "ssgd"),
+        topology="ring",
+        model="mlp",
+        dataset="mnist",
+        data_dir=Path("/somewhere"),
+        batch_size=96,
+        lr=0.5,
+        momentum=0.0,
+        period=4,
+        steps=7,
+        seed=11,
+        device="cpu",
+        backend="gloo",
+        json=tmp_path / "out.json",
+    )
+
+
+def test_spaces_between_strategies() -> None:
+    assert parse(["--strategies", " ssgd , dpsgd ,"]).strategies == ("ssgd", "dpsgd")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"world_size": 0}, "--world-size is 0"),
+        ({"world_size": -3}, "--world-size is -3"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"period": 0}, "--period is 0"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"lr": float("nan")}, "--lr is nan"),
+        ({"lr": float("inf")}, "--lr is inf"),
+        ({"lr": -0.1}, "--lr is -0.1"),
+        ({"momentum": -0.1}, "--momentum is -0.1"),
+        ({"momentum": float("nan")}, "--momentum is nan"),
+        ({"topology": "star"}, "--topology 'star': choose from random_pair"),
+        ({"model": "vgg"}, "--model 'vgg': choose from"),
+        ({"dataset": "cifar"}, "--dataset 'cifar': choose from"),
+        ({"device": "tpu"}, "--device 'tpu': choose from"),
+        ({"backend": "mpi"}, "--backend 'mpi': choose from"),
+        ({"strategies": ("adpsgd",)}, "unknown strategy 'adpsgd': choose from ssgd"),
+        ({"strategies": ("ssgd", "ssgd")}, "names one twice"),
+        ({"strategies": ()}, "--strategies is empty"),
+        ({"json": Path("/nowhere/at/all/out.json")}, "/nowhere/at/all does not exist"),
+    ],
+)
+def test_refused_values(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        BenchConfig(**values)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["--steps", "--steps many", "--lr fast", "--nope 1", "extra", "--step 5", "--world-size 2.5"]
+)
+def test_refused_lines(line: str) -> None:
+    with pytest.raises(ValueError, match="--help") as caught:
+        parse(line.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name in BenchConfig.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in text
+
+
+# --- resolve -----------------------------------------------------------------------------------------------------
+
+
+def test_on_the_cpu() -> None:
+    plan = resolve(BenchConfig(), world_size=4, num_gpus=0)
+    assert (plan.device, plan.choice.backend, plan.world_size, plan.notes) == ("cpu", "gloo", 4, ())
+    assert plan.strategies == ("ddp", "ssgd", "dpsgd", "local_sgd")
+
+
+def test_a_gpu_for_each_rank() -> None:
+    plan = resolve(BenchConfig(), world_size=2, num_gpus=2)
+    assert (plan.device, plan.choice.backend) == ("cuda", "nccl")
+
+
+def test_ranks_that_would_share_a_gpu() -> None:
+    """Virtual learners; ddp cannot take part, which is said where nobody asked for it and refused where someone did."""
+    plan = resolve(BenchConfig(), world_size=4, num_gpus=1)
+    assert (plan.device, plan.choice.backend) == ("cuda", "virtual")
+    assert plan.strategies == ("ssgd", "dpsgd", "local_sgd")
+    assert any("ddp" in note for note in plan.notes)
+    with pytest.raises(ValueError, match=r"ddp needs real ranks.*--strategies"):
+        resolve(BenchConfig(strategies=("ddp", "ssgd")), world_size=4, num_gpus=1)
+    with pytest.raises(ValueError, match="--backend virtual"):
+        resolve(BenchConfig(backend="gloo"), world_size=4, num_gpus=1)
+    with pytest.raises(ValueError, match="--backend virtual"):
+        resolve(BenchConfig(backend="nccl"), world_size=4, num_gpus=1)
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="--device cpu"):
+        resolve(BenchConfig(device="cuda"), world_size=1, num_gpus=0)
+    with pytest.raises(ValueError, match="--backend gloo"):
+        resolve(BenchConfig(backend="nccl"), world_size=2, num_gpus=0)
+    assert resolve(BenchConfig(device="cpu"), world_size=2, num_gpus=8).choice.backend == "gloo"
+
+
+@pytest.mark.parametrize(("batch", "world", "says"), [(3, 4, "take 4"), (10, 4, "take 8"), (255, 2, "take 254")])
+def test_batches_that_do_not_divide(batch: int, world: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        resolve(BenchConfig(batch_size=batch), world_size=world, num_gpus=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("topology", ["random_pair", "ring", "complete", "one_peer_exponential"])
+def test_every_topology_fits_every_world(topology: str, world_size: int) -> None:
+    config = BenchConfig(topology=topology, batch_size=30)
+    assert resolve(config, world_size=world_size, num_gpus=0).world_size == world_size

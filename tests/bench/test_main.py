@@ -1,0 +1,320 @@
+"""``python -m ddpcore.bench`` as a user runs it: what it refuses, and small real runs."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpcore.bench import __main__ as bench
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+ROW = {
+    "strategy",
+    "topology",
+    "world_size",
+    "samples_per_s",
+    "step_ms",
+    "exposed_comm_ms",
+    "bytes_per_step",
+    "loss_first",
+    "loss_last",
+    "test_error_pct",
+    "consensus_distance",
+    "ratio_to_ddp",
+}
+ENVIRONMENT = {
+    "device",
+    "device_type",
+    "cores",
+    "threads_per_rank",
+    "oversubscribed",
+    "backend",
+    "backend_reason",
+    "ddpcore",
+    "commit",
+    "torch",
+    "cuda",
+    "python",
+    "date",
+    "notes",
+}
+
+
+def command(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The bench in a process of its own, in an empty folder, on the CPU."""
+    environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    whole = [sys.executable, "-m", "ddpcore.bench", *line.split()]
+    return subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def strict(text: str) -> Any:
+    """Parsed as JSON proper: NaN and Infinity, which Python's reader takes, are errors."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def rows_of(line: str, folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], str]:
+    """The environment, the rows by strategy, and the printed text of a run that must succeed."""
+    done = command(f"{line} --json out.json", folder)
+    assert done.returncode == 0, done.stderr
+    result = strict((folder / "out.json").read_text())
+    assert set(result) == {"environment", "rows"}
+    assert set(result["environment"]) == ENVIRONMENT
+    for row in result["rows"]:
+        assert set(row) == ROW
+        assert set(row["step_ms"]) == {"p20", "p50", "p80"}
+        assert 0 < row["step_ms"]["p20"] <= row["step_ms"]["p50"] <= row["step_ms"]["p80"]
+        assert row["samples_per_s"] > 0
+        assert row["strategy"] in done.stdout
+    rows = {row["strategy"]: row for row in result["rows"]}
+    assert len(rows) == len(result["rows"])
+    return result["environment"], rows, done.stdout
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+def idx(array: np.ndarray) -> bytes:
+    magic = {1: 2049, 3: 2051}[array.ndim]
+    return struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def mnist(tmp_path: Path) -> Path:
+    """A folder with 64 images to train on and 32 to test, each of a class that its brightness tells."""
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name, count in (("train", 64), ("t10k", 32)):
+        labels = np.arange(count) % 10
+        images = labels[:, None, None] * 25 + generator.integers(0, 20, (count, 28, 28))
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(idx(images))
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(idx(labels))
+    return tmp_path / "data"
+
+
+def gone(raw: Path) -> None:
+    (raw / "train-labels-idx1-ubyte").unlink()
+
+
+def truncated(raw: Path) -> None:
+    file = raw / "train-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def mislabelled(raw: Path) -> None:
+    (raw / "t10k-images-idx3-ubyte").write_bytes((raw / "t10k-labels-idx1-ubyte").read_bytes())
+
+
+def broken_gzip(raw: Path) -> None:
+    file = raw / "t10k-labels-idx1-ubyte"
+    file.with_name(file.name + ".gz").write_bytes(gzip.compress(file.read_bytes())[:-9])
+    file.unlink()
+
+
+def check_refusal(errors: str, says: str) -> None:
+    lines = errors.strip().splitlines()
+    assert len(lines) == 1, errors
+    assert lines[0].startswith("ddpcore.bench: ")
+    assert says in lines[0]
+    assert "Traceback" not in errors
+
+
+REFUSED = [
+    ("--world-size 0", "--world-size is 0"),
+    ("--world-size -2", "--world-size is -2"),
+    ("--strategies sgd", "unknown strategy 'sgd'"),
+    ("--model resnet", "unknown --model 'resnet'"),
+    ("--dataset imagenet", "unknown --dataset 'imagenet'"),
+    ("--topology star", "unknown --topology 'star'"),
+    ("--backend mpi", "unknown --backend 'mpi'"),
+    ("--device tpu", "unknown --device 'tpu'"),
+    ("--lr nan", "--lr is nan"),
+    ("--lr -1", "--lr is -1"),
+    ("--momentum nan", "--momentum is nan"),
+    ("--batch-size 3 --world-size 4", "batch size 3"),
+    ("--batch-size 10 --world-size 4", "not a multiple"),
+    ("--batch-size 100000 --world-size 4", "only 1000 samples"),
+    ("--backend nccl", "--backend nccl needs a GPU"),
+    ("--device cuda", "--device cuda"),
+    ("--dataset mnist --model lenet5", "--data-dir"),
+    ("--dataset mnist --model lenet5 --data-dir nowhere", "no such file"),
+    ("--backend virtual --strategies ddp", "ddp needs real ranks"),
+    ("--steps 0", "--steps is 0"),
+    ("--period 0", "--period is 0"),
+    ("--steps many", "--steps"),
+    ("--lr fast", "--lr"),
+    ("--frobnicate 3", "--frobnicate"),
+    ("--json nowhere/out.json", "does not exist"),
+    ("--json .", "--json"),
+]
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In an empty folder, without a GPU, where starting anything is an error."""
+
+    def refuse(*args: Any, **more: Any) -> None:
+        raise AssertionError("a command that cannot run was started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.launch, "run", refuse)
+    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: 0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refused(line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on standard error, exit code 2, nothing written, nothing started."""
+    argv = line.split() if "--json" in line else [*line.split(), "--json", "out.json"]
+    assert bench.main(argv) == 2
+    out, errors = capsys.readouterr()
+    assert not out
+    check_refusal(errors, says)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize("damage", [gone, truncated, mislabelled, broken_gzip], ids=lambda damage: damage.__name__)
+def test_refused_files(damage: Callable[[Path], None], mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(mnist / "MNIST" / "raw")
+    line = f"--dataset mnist --model lenet5 --batch-size 16 --data-dir {mnist} --json out.json"
+    assert bench.main(line.split()) == 2
+    check_refusal(capsys.readouterr().err, "ubyte")
+    assert not (mnist.parent / "out.json").exists()
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_refused_model(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that does not take the data: the line names those that do."""
+    assert bench.main(f"--dataset mnist --model simplenet --batch-size 16 --data-dir {mnist}".split()) == 2
+    errors = capsys.readouterr().err
+    check_refusal(errors, "'simplenet'")
+    assert "lenet5" in errors
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_only_rank_0_of_torchrun_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, speaks in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert bench.main(["--steps", "0"]) == 2
+        assert bool(capsys.readouterr().err) is speaks
+
+
+@pytest.mark.parametrize("line", ["--world-size 0 --json out.json", "--lr nan --json out.json"])
+def test_refused_as_a_process(line: str, tmp_path: Path) -> None:
+    done = command(line, tmp_path)
+    assert done.returncode == 2
+    assert not done.stdout
+    check_refusal(done.stderr, "is")
+    assert not list(tmp_path.iterdir())
+
+
+# --- small runs --------------------------------------------------------------------------------------------------
+
+
+def test_default_strategies_twice(tmp_path: Path) -> None:
+    """Two real ranks. The same seed gives the same losses, bit for bit; all contenders start from the same loss."""
+    line = "--world-size 2 --steps 6 --batch-size 32 --seed 3 --period 2"
+    environment, rows, text = rows_of(line, tmp_path)
+    assert list(rows) == ["ddp", "ssgd", "dpsgd", "local_sgd"]
+    assert environment["backend"] == "gloo"
+    assert environment["backend"] in text
+    assert len({row["loss_first"] for row in rows.values()}) == 1
+    for row in rows.values():
+        assert row["world_size"] == 2
+        assert row["test_error_pct"] is None
+        assert row["exposed_comm_ms"] >= 0
+        assert row["ratio_to_ddp"] > 0
+        assert row["loss_last"] != row["loss_first"]
+    assert rows["ddp"]["ratio_to_ddp"] == 1.0
+    assert rows["dpsgd"]["topology"] == "random_pair"
+    assert rows["ssgd"]["topology"] is None
+    assert rows["ssgd"]["loss_last"] == pytest.approx(rows["ddp"]["loss_last"], rel=1e-5)
+    assert rows["ssgd"]["consensus_distance"] == pytest.approx(0, abs=1e-6)
+    assert rows["dpsgd"]["consensus_distance"] > 1e-5
+    assert rows["ddp"]["bytes_per_step"] == pytest.approx(rows["ssgd"]["bytes_per_step"], rel=0.5)  # no padding in ddp
+    assert rows["local_sgd"]["bytes_per_step"] == pytest.approx(rows["ssgd"]["bytes_per_step"] / 2)
+
+    _, again, _ = rows_of(line, tmp_path)
+    for name, row in rows.items():
+        for key in ("loss_first", "loss_last", "consensus_distance", "bytes_per_step"):
+            assert again[name][key] == row[key], f"{name}: {key}"
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out.json"}
+
+
+def test_virtual_learners_have_the_losses_of_real_ranks(tmp_path: Path) -> None:
+    line = "--world-size 3 --steps 5 --batch-size 30 --strategies ssgd,dpsgd,local_sgd --period 2"
+    environment, virtual, _ = rows_of(f"{line} --backend virtual", tmp_path)
+    assert environment["backend"] == "virtual"
+    _, real, _ = rows_of(f"{line} --backend gloo", tmp_path)
+    for name, row in virtual.items():
+        assert row["loss_first"] == pytest.approx(real[name]["loss_first"], rel=1e-6)
+        assert row["loss_last"] == pytest.approx(real[name]["loss_last"], rel=1e-5)
+        assert row["bytes_per_step"] == real[name]["bytes_per_step"], f"{name}: virtual learners count as real ones"
+        assert row["consensus_distance"] == pytest.approx(real[name]["consensus_distance"], rel=1e-4, abs=1e-6)
+        assert row["ratio_to_ddp"] is None
+
+
+def test_virtual_learners_on_mnist_leave_ddp_out_and_say_so(mnist: Path) -> None:
+    """A model with buffers, convolutions and dropout."""
+    line = (
+        f"--world-size 2 --steps 2 --batch-size 8 --backend virtual --dataset mnist --data-dir {mnist} --model lenet5"
+    )
+    environment, rows, text = rows_of(line, mnist.parent)
+    assert list(rows) == ["ssgd", "dpsgd", "local_sgd"]
+    assert "ddp" in environment["notes"][0]
+    assert environment["notes"][0] in text
+    assert all(0 <= row["test_error_pct"] <= 100 for row in rows.values())
+
+
+def test_mnist_with_single_beside_ranks(mnist: Path) -> None:
+    """Files made here; the test error is of the whole test set; single is one learner on the whole batch."""
+    line = f"--world-size 2 --steps 4 --batch-size 16 --dataset mnist --data-dir {mnist} --model mlp"
+    _, rows, _ = rows_of(f"{line} --strategies single,ddp,dpsgd", mnist.parent)
+    for row in rows.values():
+        assert 0 <= row["test_error_pct"] <= 100
+        assert (row["test_error_pct"] * 32 / 100) % 1 == 0, "a share of 32 images"
+    single = rows["single"]
+    assert (single["world_size"], single["bytes_per_step"]) == (1, 0.0)
+    assert single["exposed_comm_ms"] is None
+    assert single["consensus_distance"] is None
+    assert single["loss_first"] == pytest.approx(rows["ddp"]["loss_first"], rel=1e-5)
+    assert single["loss_last"] == pytest.approx(rows["ddp"]["loss_last"], rel=1e-4)
+
+
+def test_one_step_and_one_learner(tmp_path: Path) -> None:
+    _, rows, _ = rows_of("--world-size 1 --steps 1 --batch-size 8", tmp_path)
+    for row in rows.values():
+        assert row["loss_first"] == row["loss_last"]
+        assert row["bytes_per_step"] == 0
+        assert row["consensus_distance"] == 0
+
+
+def test_a_run_that_diverges(tmp_path: Path) -> None:
+    """No number is made up: null in strict JSON, a word in the table, exit code 0."""
+    _, rows, text = rows_of("--world-size 2 --steps 6 --batch-size 16 --lr 1e30", tmp_path)
+    for row in rows.values():
+        assert row["loss_last"] is None
+        assert row["loss_first"] is not None
+        assert row["test_error_pct"] is None
+    assert text.count("diverged") == len(rows)

@@ -1,0 +1,90 @@
+"""Blocks of steps, rows from what was seen, and the file that is written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.bench import run
+from ddpcore.bench.config import BenchConfig, Plan, resolve
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 6, 10, 11, 12, 99, 100, 300, 1234])
+def test_blocks(num_steps: int) -> None:
+    """Every step is in a block; a warm-up, if there is one, comes first and alone is not timed."""
+    blocks = run._blocks(num_steps)
+    assert sum(length for length, _ in blocks) == num_steps
+    assert all(length > 0 for length, _ in blocks)
+    timed = [length for length, is_timed in blocks if is_timed]
+    assert 1 <= len(timed) <= run.NUM_BLOCKS
+    assert max(timed) - min(timed) <= 1
+    assert [is_timed for _, is_timed in blocks] == [False] * (len(blocks) - len(timed)) + [True] * len(timed)
+    if num_steps > 1:
+        assert not blocks[0][1]
+    if num_steps >= 20:
+        assert len(timed) == run.NUM_BLOCKS
+        assert blocks[0][0] == pytest.approx(num_steps / 10, abs=1)
+
+
+def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str, Any]:
+    step_ms = {"p20": 900 * seconds, "p50": 1000 * seconds, "p80": 1100 * seconds}
+    seen = {
+        "name": name,
+        "step_ms": step_ms,
+        "block_seconds": [seconds] * num_blocks,
+        "bytes_per_step": 8.0,
+        "loss_first": 2.0,
+        "loss_last": 1.0,
+        "test_error_pct": None,
+        "consensus_distance": 0.0,
+        "gpu": [None],
+    }
+    return seen | more
+
+
+def plan_of(**values: Any) -> Plan:
+    return resolve(BenchConfig(batch_size=100, steps=11, device="cpu", **values), world_size=2, num_gpus=0)
+
+
+def test_rows() -> None:
+    """Eleven steps: one to warm up and ten blocks of one step."""
+    results = [
+        result("ddp", 0.5, 10),
+        result("dpsgd", 0.25, 10, loss_last=float("nan")),
+        result("local_sgd", 0.125, 10),
+        result("single", 1.0, 10),
+        result(run.COMPUTE, 0.2, 10),
+    ]
+    rows = {row["strategy"]: row for row in run._rows(plan_of(topology="ring"), results)}
+    assert list(rows) == ["ddp", "dpsgd", "local_sgd", "single"], "the hidden contender has no row"
+    assert rows["ddp"]["samples_per_s"] == pytest.approx(200)
+    assert rows["dpsgd"]["samples_per_s"] == pytest.approx(400)
+    assert rows["dpsgd"]["ratio_to_ddp"] == pytest.approx(2.0), "above 1 is faster than ddp"
+    assert rows["ddp"]["ratio_to_ddp"] == 1.0
+    assert rows["ddp"]["exposed_comm_ms"] == pytest.approx(300)
+    assert rows["dpsgd"]["exposed_comm_ms"] == pytest.approx(50)
+    assert rows["local_sgd"]["exposed_comm_ms"] == 0.0, "never negative"
+    assert rows["single"]["exposed_comm_ms"] is None
+    assert rows["dpsgd"]["topology"] == "ring"
+    assert rows["ddp"]["topology"] is None
+    assert (rows["single"]["world_size"], rows["ddp"]["world_size"]) == (1, 2)
+    assert rows["dpsgd"]["loss_last"] is None
+
+
+def test_rows_without_ddp_have_no_ratio() -> None:
+    rows = run._rows(plan_of(backend="virtual"), [result("ssgd", 0.5, 10)])
+    assert rows[0]["ratio_to_ddp"] is None
+    assert rows[0]["exposed_comm_ms"] is None
+
+
+def test_the_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    run._write(path, {"a": float("nan"), "b": [1, 2.5]})
+    assert json.loads(path.read_text()) == {"a": None, "b": [1, 2.5]}
+    with pytest.raises(TypeError):
+        run._write(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": None, "b": [1, 2.5]}, "the old file survives a failed write"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]

@@ -1,0 +1,93 @@
+"""Real learners: a world of one in this process, and two ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpcore import Complete, RandomPair
+from ddpcore.comm import ProcessGroupCommunicator
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ValueError, match=r"torchrun.*learners="):
+        ProcessGroupCommunicator()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[ProcessGroupCommunicator]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield ProcessGroupCommunicator()
+    dist.destroy_process_group()
+
+
+def test_a_world_of_one(alone: ProcessGroupCommunicator) -> None:
+    """Nothing is sent and nothing changes."""
+    assert (alone.num_learners, tuple(alone.learners)) == (1, (0,))
+    assert "gloo" in alone.description
+    rows = torch.randn(1, 32)
+    before = rows.clone()
+    alone.average_(rows).wait()
+    alone.broadcast_(rows)
+    assert torch.equal(alone.gather(rows), before)
+    for topology in (Complete(), RandomPair()):
+        assert alone.exchange(rows, topology, 0).mix_().shape == (1, 0)
+        mixture = alone.exchange(rows, topology, 0).mixture()
+        assert mixture is not None
+        assert (list(mixture.peers), mixture.self_weight) == ([], 1.0)
+    assert torch.equal(rows, before)
+    assert alone.bytes_sent == 0
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    return [one["communicator"] for one in ranks.run("communicator_ranks", 3)]
+
+
+def test_average(seen: list[dict[str, Any]]) -> None:
+    """Columns 2 to 5 become the mean, the others stay; gathered or reduced, the same."""
+    for rank, one in enumerate(seen):
+        assert (one["n"], one["learners"]) == (3, (rank,))
+        expected = torch.arange(8.0)[None] + 10 * rank
+        expected[:, 2:6] += 10 - 10 * rank
+        for way in ("by_gather", "by_reduce"):
+            assert torch.equal(one[way], expected), way
+
+
+def test_two_averages_under_way(seen: list[dict[str, Any]]) -> None:
+    for one in seen:
+        assert torch.equal(one["first"], torch.ones(1, 5))
+        assert torch.equal(one["second"], torch.full((1, 70), 10.0))
+
+
+def test_broadcast_and_gather(seen: list[dict[str, Any]]) -> None:
+    for one in seen:
+        assert torch.equal(one["broadcast"], torch.zeros(1, 3))
+        assert one["gathered"].tolist() == [[0.0, -1.0], [1.0, -1.0], [2.0, -1.0]]
+        assert one["gathered_mask"].tolist() == [[0, 1], [1, 1], [2, 1]]
+
+
+def test_exchange(seen: list[dict[str, Any]]) -> None:
+    """Everyone with everyone: the mean of 0, 1 and 2, and the squared distances to the others before it."""
+    for rank, one in enumerate(seen):
+        torch.testing.assert_close(one["mixed"], torch.ones(1, 16))
+        assert one["distance"].dtype == torch.float64
+        assert one["distance"].tolist() == [[16.0 * (rank - peer) ** 2 for peer in range(3) if peer != rank]]
+
+
+def test_bytes(seen: list[dict[str, Any]]) -> None:
+    """An average of 4 floats counts 2 * 2/3 of 16 bytes, however it is carried; an exchange two messages of 64."""
+    for one in seen:
+        assert one["bytes_by_reduce"] == 2 * 2 * 16 // 3
+        assert one["bytes_exchange"] == 2 * 64
+        assert one["bytes_by_gather"] == 2 * 2 * 16 // 3, "the algorithm's bytes, as the docstring says"

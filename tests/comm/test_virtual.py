@@ -1,0 +1,151 @@
+"""Virtual learners: averages, exchanges and gathers over the rows of one buffer, and the stacked model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpcore import Complete, OnePeerExponential, RandomPair, Ring
+from ddpcore.comm import StackedModel, VirtualCommunicator
+from ddpcore.flat import FlatParameters
+
+
+def rows_of(num_learners: int, numel: int = 33) -> Tensor:
+    return torch.randn(num_learners, numel, generator=torch.Generator().manual_seed(num_learners))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_average(n: int) -> None:
+    comm, rows = VirtualCommunicator(n), rows_of(n)
+    expected = rows.double().mean(dim=0)
+    comm.average_(rows).wait()
+    for row in rows:
+        torch.testing.assert_close(row.double(), expected, rtol=1e-6, atol=1e-7)
+        assert torch.equal(row, rows[0])
+
+
+def test_average_of_columns_leaves_the_others_alone() -> None:
+    comm, rows = VirtualCommunicator(3), rows_of(3)
+    before = rows.clone()
+    comm.average_(rows[:, 10:20]).wait()
+    assert torch.equal(rows[:, :10], before[:, :10])
+    assert torch.equal(rows[:, 20:], before[:, 20:])
+    assert torch.equal(rows[0, 10:20], rows[2, 10:20])
+
+
+def test_broadcast_and_gather() -> None:
+    comm, rows = VirtualCommunicator(3), rows_of(3)
+    first = rows[0].clone()
+    assert torch.equal(comm.gather(rows), rows)
+    comm.broadcast_(rows)
+    assert torch.equal(rows, first.expand(3, -1))
+
+
+@pytest.mark.parametrize("topology", [Complete(), Ring(), RandomPair(3), OnePeerExponential()], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_exchange_is_the_matrix(n: int, topology: Complete) -> None:
+    comm, rows = VirtualCommunicator(n), rows_of(n)
+    for step in range(3):
+        before = rows.double()
+        exchange = comm.exchange(rows, topology, step)
+        assert exchange.mixture() is None, "a stack has no one-pass step"
+        distances = exchange.mix_()
+        expected = torch.from_numpy(topology.matrix(step, n)) @ before
+        torch.testing.assert_close(rows.double(), expected, rtol=1e-5, atol=1e-6)
+        to_mean = (before - before.mean(dim=0)).square().sum(dim=1)
+        assert distances.shape == (n, 1)
+        torch.testing.assert_close(distances[:, 0], to_mean, rtol=1e-5, atol=1e-5)
+
+
+def test_bytes_are_those_of_real_learners() -> None:
+    """Four learners with 32 floats: 2 * 3/4 of the buffer for an average, a buffer a neighbour for an exchange."""
+    comm, rows = VirtualCommunicator(4), rows_of(4, 32)
+    comm.average_(rows).wait()
+    assert comm.bytes_sent == 2 * 3 * 128 // 4
+    for topology, messages in ((Ring(), 2), (Complete(), 3), (RandomPair(), 1)):
+        before = comm.bytes_sent
+        comm.exchange(rows, topology, 0).mix_()
+        assert comm.bytes_sent - before == messages * 128
+    alone = VirtualCommunicator(1)
+    alone.average_(rows[:1]).wait()
+    alone.exchange(rows[:1], Ring(), 0).mix_()
+    assert alone.bytes_sent == 0
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_impossible_worlds(n: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        VirtualCommunicator(n)
+
+
+# --- the stacked model -------------------------------------------------------------------------------------------
+
+
+def stacked(model: nn.Module, n: int, vectorize: bool | None) -> StackedModel:
+    flat = FlatParameters(model.named_parameters(), stack=n)
+    with torch.no_grad():  # every learner its own weights
+        flat.param_LP.add_(0.1 * torch.randn(flat.param_LP.shape, generator=torch.Generator().manual_seed(1)))
+    return StackedModel(model, n, vectorize)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_each_learner_sees_its_own_row_only(vectorize: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    single = copy.deepcopy(model)
+    stack = stacked(model, 3, vectorize)
+    inputs = torch.randn(3, 6, 4)
+    outputs = stack(inputs)
+    outputs.square().sum().backward()
+    for learner in range(3):
+        for ours, theirs in zip(single.parameters(), model.parameters(), strict=True):
+            ours.data.copy_(theirs.data[learner])
+            ours.grad = None
+        alone = single(inputs[learner])
+        torch.testing.assert_close(outputs[learner], alone, rtol=1e-5, atol=1e-6)
+        alone.square().sum().backward()
+        for ours, theirs in zip(single.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(theirs.grad[learner], ours.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_buffers_are_each_learners_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    single = copy.deepcopy(model)
+    stack = stacked(model, 2, None)
+    assert stack.vectorize is False, "buffers that change in place do not vectorize"
+    inputs = torch.randn(2, 8, 4) + torch.tensor([0.0, 5.0]).view(2, 1, 1)
+    stack(inputs)
+    assert model[1].running_mean.shape == (2, 3)
+    assert model[1].num_batches_tracked.tolist() == [1, 1]
+    for learner in range(2):
+        one = copy.deepcopy(single)
+        for ours, theirs in zip(one.parameters(), model.parameters(), strict=True):
+            ours.data.copy_(theirs.data[learner])
+        one(inputs[learner])
+        torch.testing.assert_close(model[1].running_mean[learner], one[1].running_mean)
+        torch.testing.assert_close(model[1].running_var[learner], one[1].running_var)
+
+
+def test_training_and_evaluation_mode_reach_the_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    stack = stacked(model, 2, None)
+    stack.eval()
+    stack(torch.randn(2, 8, 4))
+    assert model[1].num_batches_tracked.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_must_be_learners(rows: int) -> None:
+    stack = stacked(nn.Linear(4, 3), 2, None)
+    with pytest.raises(ValueError, match="for 2 learners"):
+        stack(torch.zeros(rows, 8, 4))
+
+
+def test_dropout_differs_between_learners() -> None:
+    for vectorize in (True, False):
+        stack = stacked(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 2, vectorize)
+        outputs = stack(torch.ones(2, 1, 4))
+        assert not torch.equal(outputs[0] == 0, outputs[1] == 0)

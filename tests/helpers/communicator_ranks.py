@@ -1,0 +1,51 @@
+"""One of three real ranks that try each call of the connection once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import join
+
+import ddpcore
+from ddpcore.comm import ProcessGroupCommunicator, process
+
+
+def communicator(rank: int) -> dict[str, Any]:
+    comm = ProcessGroupCommunicator()
+    seen: dict[str, Any] = {"learners": comm.learners, "n": comm.num_learners}
+    gather_bytes = process.GATHER_BYTES
+    for way, limit in (("by_gather", gather_bytes), ("by_reduce", 0)):
+        process.GATHER_BYTES = limit
+        sent = comm.bytes_sent
+        rows = torch.arange(8.0)[None] + 10 * rank
+        comm.average_(rows[:, 2:6]).wait()
+        seen[way], seen[f"bytes_{way}"] = rows, comm.bytes_sent - sent
+    process.GATHER_BYTES = gather_bytes
+    first, second = torch.full((1, 5), float(rank)), torch.full((1, 70), 10.0 * rank)
+    works = [comm.average_(first), comm.average_(second)]
+    for work in works:
+        work.wait()
+    seen["first"], seen["second"] = first, second
+    same = torch.full((1, 3), float(rank))
+    comm.broadcast_(same)
+    seen["broadcast"] = same
+    seen["gathered"] = comm.gather(torch.tensor([[float(rank), -1.0]]))
+    seen["gathered_mask"] = comm.gather(torch.tensor([[rank, 1]]))
+    weights, sent = torch.full((1, 16), float(rank)), comm.bytes_sent
+    exchange = comm.exchange(weights, ddpcore.Complete(), 0)
+    seen["distance"] = exchange.mix_()
+    seen["mixed"], seen["bytes_exchange"] = weights, comm.bytes_sent - sent
+    return seen
+
+
+def main() -> None:
+    path, rank, _ = join()
+    torch.save({"communicator": communicator(rank)}, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

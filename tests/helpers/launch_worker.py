@@ -1,0 +1,103 @@
+"""Workers of :func:`ddpcore.launch.run`, started by tests: ``launch_worker.py FOLDER TRIAL WORLD_SIZE``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import ddpcore
+from ddpcore import launch
+from ddpcore.launch import World
+from ddpcore.optim import FusedSGD
+
+
+def train(world: World, folder: str) -> None:
+    """Five steps of dpsgd; losses and weights go to a file of this rank."""
+    torch.set_num_threads(1)  # else a result could depend on how many threads each start gives
+    torch.manual_seed(world.rank)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    ddpcore.distribute(model, optimizer, ddpcore.DPSGD())
+    losses = []
+    for step in range(5):
+        generator = torch.Generator().manual_seed(100 * step + world.rank)
+        inputs, labels = torch.randn(4, 5, generator=generator), torch.randint(3, (4,), generator=generator)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()
+    place = [world.rank, world.world_size, world.local_rank, world.local_world_size]
+    Path(folder, f"{world.rank}.json").write_text(json.dumps({"world": place, "losses": losses, "weights": weights}))
+
+
+def threads(world: World, folder: str) -> None:
+    """How many threads this rank computes with."""
+    Path(folder, f"{world.rank}.json").write_text(json.dumps(torch.get_num_threads()))
+
+
+def raises(world: World, folder: str) -> None:
+    """Rank 1 fails while the others wait for it in a collective."""
+    dist.barrier()
+    if world.rank == 1:
+        raise LookupError("the cause of it all")
+    dist.all_reduce(torch.zeros(4))
+    dist.barrier()
+
+
+def exits(world: World, folder: str) -> None:
+    """Rank 1 leaves at once, without a traceback; the others never look at the network."""
+    if world.rank == 1:
+        os._exit(7)
+    time.sleep(600)
+
+
+def is_killed(world: World, folder: str) -> None:
+    """Rank 2 dies by SIGKILL while the others wait for it in a collective."""
+    dist.barrier()
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(4))
+
+
+def hangs(world: World, folder: str) -> None:
+    """All ranks say that they are there; rank 0 then waits in a collective, the others in Python."""
+    Path(folder, f"{world.rank}.there").touch()
+    if world.rank == 0:
+        dist.barrier()
+    time.sleep(600)
+
+
+def ignores_sigterm(world: World, folder: str) -> None:
+    """Rank 0 cannot be asked to end; rank 1 fails."""
+    if world.rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(folder, "deaf").touch()
+        time.sleep(600)
+    while not Path(folder, "deaf").exists():
+        time.sleep(0.02)
+    raise LookupError("the cause of it all")
+
+
+def main() -> int:
+    folder, trial, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    try:
+        launch.run(globals()[trial], (folder,), world_size=world_size, backend="gloo")
+    except launch.RankFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

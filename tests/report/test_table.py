@@ -1,0 +1,118 @@
+"""The bench's table, from plain records."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ddpcore.report.table import print_report
+
+CONFIG = SimpleNamespace(model="mlp", dataset="mnist", batch_size=256, steps=30)
+
+
+def row(**values: Any) -> dict[str, Any]:
+    given = {
+        "strategy": "ssgd",
+        "topology": None,
+        "world_size": 4,
+        "samples_per_s": 12345.6,
+        "step_ms": {"p20": 1.234, "p50": 2.345, "p80": 3.456},
+        "exposed_comm_ms": 0.5,
+        "bytes_per_step": 1500.0,
+        "loss_first": 2.3,
+        "loss_last": 1.25,
+        "test_error_pct": 7.125,
+        "consensus_distance": 0.00123,
+        "ratio_to_ddp": 1.5,
+    }
+    return given | values
+
+
+def text_of(*rows: dict[str, Any], **environment: Any) -> str:
+    given = {
+        "device": "A Processor",
+        "cores": 8,
+        "threads_per_rank": 2,
+        "torch": "2.10",
+        "ddpcore": "0.1",
+        "commit": "abc123",
+        "backend": "gloo",
+        "backend_reason": "ranks on the CPU",
+        "oversubscribed": False,
+        "notes": [],
+    }
+    file = io.StringIO()
+    print_report({"environment": given | environment, "rows": list(rows)}, CONFIG, Console(file=file, width=40))
+    return file.getvalue()
+
+
+def test_numbers() -> None:
+    text = text_of(row(strategy="dpsgd", topology="ring"))
+    line = next(line for line in text.splitlines() if "dpsgd" in line)
+    cells = [cell.strip() for cell in line.strip("│┃| ").split("│")]
+    assert cells == [
+        "dpsgd ring",
+        "12,346",
+        "1.50x",
+        "1.23/2.35/3.46" if "2.35" in line else "1.23/2.34/3.46",
+        "0.50",
+        "1.5",
+        "2.300",
+        "1.250",
+        "7.12",
+        "1.23e-03",
+    ]
+
+
+def test_what_is_not_known_is_a_dash_and_never_a_zero() -> None:
+    unknown = dict.fromkeys(
+        ["exposed_comm_ms", "bytes_per_step", "test_error_pct", "consensus_distance", "ratio_to_ddp", "loss_first"]
+    )
+    line = next(line for line in text_of(row(**unknown)).splitlines() if "ssgd" in line)
+    assert line.count(" - ") == len(unknown)
+
+
+def test_a_diverged_run_says_so() -> None:
+    assert "diverged" in text_of(row(loss_last=None))
+    assert "diverged" not in text_of(row())
+
+
+def test_the_environment() -> None:
+    text = text_of(row(), notes=["ddp is left out"])
+    for part in ("A Processor", "8 cores", "2 threads a rank", "torch 2.10", "abc123", "gloo: ranks on the CPU"):
+        assert part in text
+    assert "ddp is left out" in text
+    assert "mlp on mnist, global batch 256, 30 steps" in text
+    assert "oversubscribed" not in text
+    assert "oversubscribed" in text_of(row(), oversubscribed=True)
+    assert "installed" in text_of(row(), commit=None)
+
+
+def test_one_line_a_strategy_also_in_a_narrow_pipe() -> None:
+    """A pipe has no width: nothing is cut or wrapped."""
+    names = ["ddp", "ssgd", "local_sgd", "single"]
+    text = text_of(*(row(strategy=name) for name in names))
+    for name in names:
+        assert len([line for line in text.splitlines() if f"│ {name} " in line]) == 1
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("module", ["ddpcore.report.table"])
+def test_reports_need_no_torch(module: str) -> None:
+    """The module itself imports none; the package's own front page is kept out of it."""
+    code = (
+        "import sys, types, pathlib, importlib.util\n"
+        "spec = importlib.util.find_spec('ddpcore')\n"
+        "package = types.ModuleType('ddpcore'); package.__path__ = list(spec.submodule_search_locations)\n"
+        "sys.modules['ddpcore'] = package\n"
+        f"import {module}\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

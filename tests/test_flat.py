@@ -1,0 +1,462 @@
+"""FlatParameters: the same Parameter objects, values and layouts, as views of one buffer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddpcore.flat import ALIGNMENT, FlatParameters
+
+
+def network() -> nn.Sequential:
+    """Weights of several layouts: channels_last, transposed, a scalar, and sizes off the alignment."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(7, 6), nn.Linear(6, 4))
+    model[0].to(memory_format=torch.channels_last)
+    model[1].weight = nn.Parameter(torch.randn(7, 6).t())
+    model.register_parameter("scale", nn.Parameter(torch.tensor(3.5)))
+    return model
+
+
+def flatten(model: nn.Module, **options: Any) -> FlatParameters:
+    return FlatParameters(model.named_parameters(), **options)
+
+
+def fill_gradients(model: nn.Module) -> dict[str, Tensor]:
+    given = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = given[name].clone()
+    return given
+
+
+def inside(tensor: Tensor, buffer: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+# --- what stays --------------------------------------------------------------------------------------------------
+
+
+def test_objects_values_strides_and_order_stay() -> None:
+    model = network()
+    objects = list(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    layouts = [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in objects]
+    values = copy.deepcopy(model.state_dict())
+    flat = flatten(model)
+    assert all(after is before for after, before in zip(model.parameters(), objects, strict=True))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in objects] == layouts
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not model[1].weight.is_contiguous()
+    assert list(model.state_dict()) == list(values)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.is_leaf for p in objects)
+    assert all(inside(p, flat.param_LP) for p in objects)
+    assert set(flat.names) == set(names)
+    assert all(dict(model.named_parameters())[n] is p for n, p in zip(flat.names, flat.parameters, strict=True))
+
+
+def test_segments_say_where_everything_is() -> None:
+    model = network()
+    flat = flatten(model)
+    taken = torch.zeros(flat.numel, dtype=torch.int64)
+    for parameter, segment in zip(flat.parameters, flat.segments, strict=True):
+        assert segment.offset % ALIGNMENT == 0
+        assert segment.numel == parameter.numel()
+        address = flat.param_LP.data_ptr() + segment.offset * 4
+        assert parameter.data_ptr() == address
+        taken[segment.offset : segment.offset + segment.numel] += 1
+    assert taken.max() == 1, "segments overlap"
+    assert taken.sum() == sum(p.numel() for p in model.parameters())
+    assert flat.numel % ALIGNMENT == 0
+    assert (flat.param_LP[0][taken == 0] == 0).all(), "padding must be zero"
+    assert flat.grad_LP.shape == flat.param_LP.shape == (1, flat.numel)
+
+
+def test_the_last_registered_comes_first() -> None:
+    """Its gradient is the first that backward gives."""
+    flat = flatten(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    assert flat.names == ("1.bias", "1.weight", "0.bias", "0.weight")
+
+
+def test_state_dict_round_trip_writes_the_buffer() -> None:
+    model = network()
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.data.normal_()
+    flat = flatten(model)
+    before = flat.param_LP.clone()
+    model.load_state_dict(other.state_dict())
+    assert all(inside(p, flat.param_LP) for p in model.parameters())
+    assert not torch.equal(before, flat.param_LP)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_tied_weights_are_one_segment() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    flat = flatten(model)
+    assert sorted(flat.names) == ["0.bias", "0.weight", "1.bias"]
+    assert model[1].weight is model[0].weight
+    pairs = [("a", model[0].weight), ("b", model[0].weight)]
+    assert FlatParameters(pairs).names == ("a",)
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    pointers = [p.data_ptr() for p in model[0].parameters()]
+    flat = flatten(model)
+    assert flat.names == ("1.bias", "1.weight")
+    assert [p.data_ptr() for p in model[0].parameters()] == pointers
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_floating_types(dtype: torch.dtype) -> None:
+    model = nn.Linear(5, 3).to(dtype)
+    values = model.weight.detach().clone()
+    flat = flatten(model)
+    assert flat.param_LP.dtype == flat.grad_LP.dtype == dtype
+    assert torch.equal(model.weight, values)
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_over_steps(set_to_none: bool) -> None:
+    """A plain loop with a torch optimizer: gathered gradients are views, zeroed and stepped in place."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    plain = copy.deepcopy(model)
+    flat = flatten(model)
+    optimizer, twin = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+    for step in range(3):
+        inputs = torch.randn(6, 5)
+        for each, module in ((optimizer, model), (twin, plain)):
+            each.zero_grad(set_to_none=set_to_none)
+            module(inputs).square().sum().backward()
+        assert flat.gather_grads()
+        for p, view in zip(flat.parameters, flat.grad_views, strict=True):
+            assert p.grad is view
+            assert inside(p.grad, flat.grad_LP)
+        optimizer.step()
+        twin.step()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs), f"step {step}"
+            assert torch.equal(ours.grad, theirs.grad), f"step {step}"
+            assert inside(ours, flat.param_LP)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    if set_to_none:
+        assert all(p.grad is None for p in model.parameters())
+    else:
+        assert not flat.grad_LP.any()
+        assert all(p.grad is view for p, view in zip(flat.parameters, flat.grad_views, strict=True))
+
+
+def test_a_second_backward_accumulates_in_the_view() -> None:
+    model = nn.Linear(3, 2)
+    flat = flatten(model)
+    inputs = torch.randn(4, 3)
+    model(inputs).sum().backward()
+    flat.gather_grads()
+    once = flat.grad_LP.clone()
+    assert once.any()
+    model(inputs).sum().backward()
+    assert model.weight.grad is flat.grad_views[flat.names.index("weight")]
+    assert torch.equal(flat.grad_LP, 2 * once)
+
+
+def test_gather_of_a_mixture() -> None:
+    """A gradient already in place, one from elsewhere, one of other strides, one missing over stale numbers."""
+    model = network()
+    flat = flatten(model)
+    given = fill_gradients(model)
+    assert flat.gather_grads()
+    flat.grad_LP.fill_(99.0)
+    by_name = dict(zip(flat.names, flat.grad_views, strict=True))
+    kept = by_name["2.bias"]
+    assert model[2].bias.grad is kept
+    kept.fill_(5.0)
+    model[2].weight.grad = given["2.weight"].clone()
+    model[1].weight.grad = given["1.weight"].clone().contiguous()
+    model[0].weight.grad = given["0.weight"].clone().contiguous()
+    model[0].bias.grad = None
+    model[1].bias.grad = None
+    model.scale.grad = torch.tensor(0.25)
+    assert flat.gather_grads() is False
+    assert torch.equal(model[2].bias.grad, torch.full((4,), 5.0))
+    for name in ("2.weight", "1.weight", "0.weight"):
+        parameter = dict(model.named_parameters())[name]
+        assert parameter.grad is by_name[name]
+        assert torch.equal(parameter.grad, given[name]), name
+        assert parameter.grad.stride() == parameter.stride()
+    assert model.scale.grad is by_name["scale"]
+    assert model.scale.grad.item() == 0.25
+    assert model[0].bias.grad is None
+    assert model[1].bias.grad is None
+    assert not by_name["0.bias"].any(), "the place of a missing gradient must read zero"
+    assert not by_name["1.bias"].any()
+
+
+def test_gather_one() -> None:
+    model = nn.Linear(3, 2)
+    flat = flatten(model)
+    flat.grad_LP.fill_(7.0)
+    index = flat.names.index("weight")
+    flat.gather_grad(index)
+    assert model.weight.grad is None
+    assert not flat.grad_views[index].any()
+    assert (flat.grad_views[1 - index] == 7).all(), "another parameter's place was touched"
+    model.weight.grad = torch.ones(2, 3)
+    flat.gather_grad(index)
+    assert model.weight.grad is flat.grad_views[index]
+    assert (model.weight.grad == 1).all()
+    model.weight.grad.fill_(2.0)
+    flat.gather_grad(index)
+    assert (flat.grad_views[index] == 2).all()
+
+
+def test_gradients_that_were_there_before() -> None:
+    model = network()
+    given = fill_gradients(model)
+    model[2].bias.grad = None
+    flat = flatten(model)
+    for name, parameter in model.named_parameters():
+        if name == "2.bias":
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, given[name])
+            assert inside(parameter.grad, flat.grad_LP)
+
+
+# --- stacks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_stack_of_learners() -> None:
+    model = network()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    flat = flatten(model, stack=3)
+    assert flat.param_LP.shape[0] == 3
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == (3, *values[name].shape)
+        assert inside(parameter, flat.param_LP)
+        assert parameter.grad is None
+        for learner in range(3):
+            assert torch.equal(parameter[learner], values[name])
+            assert parameter[learner].stride() == values[name].stride()
+    flat.param_LP[1].add_(1.0)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter[0], values[name])
+        assert torch.equal(parameter[1], values[name] + 1)
+    (model[1].weight.square().sum() + 0 * model.scale.sum()).backward()
+    assert flat.gather_grads() is False
+    assert torch.equal(model[1].weight.grad, 2 * model[1].weight)
+
+
+def test_a_stack_of_one_has_a_row_dimension() -> None:
+    model = nn.Linear(3, 2)
+    flatten(model, stack=1)
+    assert model.weight.shape == (1, 2, 3)
+
+
+@pytest.mark.parametrize("stack", [0, -2])
+def test_an_impossible_stack(stack: int) -> None:
+    with pytest.raises(ValueError, match=str(stack)):
+        flatten(nn.Linear(3, 2), stack=stack)
+
+
+def test_views_of_another_buffer() -> None:
+    for stack in (None, 2):
+        model = network()
+        flat = flatten(model, stack=stack)
+        buffer = torch.arange(2 * flat.param_LP.numel(), dtype=torch.float32).view(-1, flat.numel)
+        buffer = buffer[1 : 1 + flat.param_LP.shape[0]]  # a storage offset of its own
+        for view, parameter, segment in zip(flat.views_of(buffer), flat.parameters, flat.segments, strict=True):
+            assert view.shape == parameter.shape
+            assert inside(view, buffer)
+            rows = view[None] if stack is None else view
+            for row, source in zip(rows, buffer, strict=True):
+                begin = source[segment.offset]
+                assert row.flatten()[0] == begin
+                assert row.sum() == source[segment.offset : segment.offset + segment.numel].sum()
+
+
+# --- a new order -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stack", [None, 2])
+def test_reorder_moves_values_and_gradients_along(stack: int | None) -> None:
+    model = network()
+    flat = flatten(model, stack=stack)
+    if stack is not None:
+        flat.param_LP[1].mul_(2.0)
+    given = fill_gradients(model)
+    model[0].bias.grad = None
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    strides = {name: p.stride()[-4:] for name, p in model.named_parameters()}
+    objects = {name: id(p) for name, p in model.named_parameters()}
+    buckets = flat.buckets
+    order = [2, 0, 1, 6, 4, 3, 5]
+    names = [flat.names[index] for index in order]
+    old = flat.param_LP
+    flat.reorder(order)
+    assert list(flat.names) == names
+    assert [segment.name for segment in flat.segments] == names
+    assert [segment.offset for segment in flat.segments] == sorted(segment.offset for segment in flat.segments)
+    assert flat.buckets == buckets
+    assert not inside(old, flat.param_LP)
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == objects[name]
+        assert torch.equal(parameter, values[name])
+        assert parameter.stride()[-4:] == strides[name]
+        assert inside(parameter, flat.param_LP)
+        if name == "0.bias":
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, given[name])
+            assert parameter.grad is flat.grad_views[flat.names.index(name)]
+    for parameter, name in zip(flat.parameters, flat.names, strict=True):
+        assert id(parameter) == objects[name]
+    fill_gradients(model)
+    assert flat.gather_grads()
+
+
+def test_reorder_to_the_same_order_moves_nothing() -> None:
+    flat = flatten(network())
+    buffer = flat.param_LP
+    flat.reorder(range(len(flat.segments)))
+    assert flat.param_LP is buffer
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [1, 2], [0, 1, 2]])
+def test_reorder_needs_every_parameter_once(order: list[int]) -> None:
+    with pytest.raises(ValueError, match="once"):
+        flatten(nn.Linear(3, 2)).reorder(order)
+
+
+# --- buckets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "first"), [(256, 64), (4096, 128), (100, 100), (64, 1000), (10**9, 10**9)])
+def test_buckets_cover_the_buffer_and_none_overshoots(size: int, first: int) -> None:
+    """Weights of 6 x 9 elements do not divide evenly: cuts fall inside a tensor, at aligned places."""
+    model = nn.Sequential(*(nn.Linear(6, 9) for _ in range(5)))
+    flat = flatten(model, bucket_bytes=size, first_bucket_bytes=first)
+    ends = [0]
+    for index, (begin, end) in enumerate(flat.buckets):
+        assert begin == ends[-1]
+        assert begin % ALIGNMENT == 0
+        assert 0 < 4 * (end - begin) <= (first if index == 0 else size)
+        ends.append(end)
+    assert ends[-1] == flat.numel
+    starts = {segment.offset for segment in flat.segments}
+    if size == 256:
+        assert any(begin not in starts for begin, _ in flat.buckets), "no cut inside a tensor: this case tries nothing"
+    if size == 10**9:
+        assert len(flat.buckets) == 1
+
+
+def test_bucket_bytes_are_bytes() -> None:
+    """Half the bytes an element, twice the elements a bucket."""
+    sizes = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        flat = flatten(nn.Linear(64, 64).to(dtype), bucket_bytes=1024, first_bucket_bytes=512)
+        sizes[dtype] = [end - begin for begin, end in flat.buckets[:2]]
+    assert sizes == {torch.float32: [128, 256], torch.bfloat16: [256, 512]}
+
+
+def test_a_bucket_too_small_for_an_aligned_piece() -> None:
+    with pytest.raises(ValueError, match="16 elements"):
+        flatten(nn.Linear(3, 2), bucket_bytes=60)
+    with pytest.raises(ValueError, match="16 elements"):
+        flatten(nn.Linear(3, 2), first_bucket_bytes=60)
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+def refused(*parameters: nn.Parameter, match: str) -> None:
+    pairs = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    pointers = [p.data_ptr() for p in parameters if p.layout == torch.strided and p.device.type == "cpu"]
+    with pytest.raises(ValueError, match=match) as caught:
+        FlatParameters(pairs)
+    assert "\n" not in str(caught.value)
+    after = [p.data_ptr() for p in parameters if p.layout == torch.strided and p.device.type == "cpu"]
+    assert after == pointers, "a refused parameter was moved"
+
+
+def good() -> nn.Parameter:
+    return nn.Parameter(torch.randn(4, 4))
+
+
+def test_nothing_trainable() -> None:
+    refused(match="nothing to train")
+    refused(nn.Parameter(torch.zeros(3), requires_grad=False), match="nothing to train")
+
+
+def test_sparse() -> None:
+    refused(good(), nn.Parameter(torch.eye(4).to_sparse()), match="p1 is sparse")
+
+
+def test_meta() -> None:
+    refused(good(), nn.Parameter(torch.empty(4, device="meta")), match=r"p1 is on the meta device.*to_empty")
+    refused(nn.Parameter(torch.empty(4, device="meta")), match="p0 is on the meta device")
+
+
+def test_two_devices() -> None:
+    """A fake tensor says that it is on a GPU and is asked for nothing else; a real one is used where there is one."""
+    if torch.cuda.is_available():
+        other = nn.Parameter(torch.zeros(4, device="cuda"))
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            other = nn.Parameter(torch.empty(4, device="cuda"))
+    with pytest.raises(ValueError, match=r"two devices \(a on cpu, b on cuda:0\)"):
+        FlatParameters([("a", good()), ("b", other)])
+
+
+def test_two_dtypes() -> None:
+    refused(good(), nn.Parameter(torch.zeros(4, dtype=torch.float64)), match="two dtypes.*p0.*float32.*p1.*float64")
+
+
+def test_complex() -> None:
+    refused(nn.Parameter(torch.zeros(4, dtype=torch.complex64)), match="p0 is torch.complex64")
+
+
+def test_not_dense() -> None:
+    refused(good(), nn.Parameter(torch.zeros(4, 8)[:, ::2]), match="p1 is not dense")
+    refused(nn.Parameter(torch.zeros(8, 4)[:, :3]), match="p0 is not dense")
+    refused(nn.Parameter(torch.zeros(1, 4).expand(3, 4)), match="p0 is not dense")
+
+
+def test_overlapping_memory() -> None:
+    base = torch.zeros(8)
+    refused(nn.Parameter(base[:5]), nn.Parameter(base[4:]), match="p0 and p1 share memory")
+    refused(nn.Parameter(base), nn.Parameter(base), match="share memory")
+    touching = [("a", nn.Parameter(base[:4])), ("b", nn.Parameter(base[4:]))]
+    assert FlatParameters(touching).numel == 2 * ALIGNMENT
+
+
+def test_dense_in_any_order_of_dimensions() -> None:
+    tensor = torch.randn(2, 3, 4, 5).permute(3, 1, 0, 2)
+    parameter = nn.Parameter(tensor.clone(memory_format=torch.preserve_format))
+    single = nn.Parameter(torch.randn(6, 1, 2).transpose(1, 2))
+    values = [parameter.detach().clone(), single.detach().clone()]
+    FlatParameters([("a", parameter), ("b", single)])
+    assert parameter.stride() == tensor.stride()
+    assert torch.equal(parameter, values[0])
+    assert torch.equal(single, values[1])
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
+def test_an_empty_parameter(shape: tuple[int, ...]) -> None:
+    pairs = [("a", good()), ("empty", nn.Parameter(torch.empty(shape))), ("b", good())]
+    flat = FlatParameters(pairs)
+    assert pairs[1][1].shape == shape
+    assert flat.numel == 2 * ALIGNMENT
