@@ -31,7 +31,7 @@ class GradientBuckets:
         self.paused = False
         self._on_bucket = on_bucket
         self._on_end = on_end
-        self._in_backward = False
+        self._pass = -1  # autograd's number of the backward pass that the marks belong to
         self._order: list[int] = []
         self._handles = [parameter.register_post_accumulate_grad_hook(self._hook) for parameter in flat.parameters]
         self.rebuild()
@@ -50,8 +50,9 @@ class GradientBuckets:
     def _hook(self, parameter: Tensor) -> None:
         if self.paused:
             return
-        if not self._in_backward:
-            self._in_backward = True
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:  # a new pass, also where the last one died on the way
+            self._pass = current
             self._order.clear()
             self._tracker.reset()
             # The engine runs this once the whole pass is done; DistributedDataParallel and FSDP stand on the same call.
@@ -62,7 +63,6 @@ class GradientBuckets:
         self._hand_out(self._tracker.mark(index))
 
     def _end(self) -> None:
-        self._in_backward = False
         for index in set(range(len(self.flat.segments))).difference(self._order):
             self.flat.gather_grad(index)
         self._hand_out(self._tracker.finish())

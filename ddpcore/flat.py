@@ -188,6 +188,8 @@ def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
         if size > 1 and stride != expected:

@@ -93,10 +93,8 @@ def _run_rank(
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size)
-    try:
-        worker(world, *args)
-    finally:
-        dist.destroy_process_group()
+    worker(world, *args)
+    dist.destroy_process_group()  # not after a failure: it would fail the other ranks before this one has said why
 
 
 def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, backend: str) -> None:
@@ -129,13 +127,16 @@ def _child(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         _run_rank(worker, args, world, backend, store)
+        code = 0
     except BaseException:
         report.send((time.time(), traceback.format_exc()))
         report.close()
-        # The others are about to be ended: skip clean-up that would wait for them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        code = 1
+    # At once, without the interpreter's clean-up: after a failure it would wait for ranks that are about to be ended,
+    # and after a success threads of the process group that outlive it were seen to abort the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _die_with_parent() -> None:

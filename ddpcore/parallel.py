@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from ddpcore.buckets import GradientBuckets
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.process import ProcessGroupCommunicator
-from ddpcore.comm.virtual import StackedModel, VirtualCommunicator, single_model
+from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.flat import FlatParameters, MiB
 from ddpcore.learner import Learner
 from ddpcore.optim.base import MixingOptimizer
+from ddpcore.stacked import StackedModel, single_model
 from ddpcore.strategies.base import Baseline, Strategy
 
 
@@ -43,7 +44,7 @@ def distribute(
         learners: None, one learner a rank of ``group``. A number, that many virtual learners in this process: call the
             returned ``.model`` with ``[learners, batch, ...]`` and add up the learners' losses.
         group: the process group; None is the default one.
-        vectorize: how virtual learners run, see :class:`~ddpcore.comm.virtual.StackedModel`.
+        vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
         first_bucket_bytes: size of the first one.
 
@@ -55,6 +56,8 @@ def distribute(
         ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
     """
     if isinstance(strategy, Baseline):
+        if learners is not None:
+            raise ValueError(f"{strategy.name} takes no virtual learners: leave learners= out")
         comm = strategy.connect(group)
         return Distributed(strategy.wrap(model, group), comm)
     _check_optimizer(model, optimizer)
@@ -147,6 +150,9 @@ class _Engine(Distributed):
                 strategy.before_forward(learner)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+            if closure is not None and not strategy.takes_closure:
+                raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
             self._before_step()
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -164,11 +170,11 @@ class _Engine(Distributed):
         if self._buckets is None:
             yield
             return
-        self._buckets.paused = True
+        paused, self._buckets.paused = self._buckets.paused, True
         try:
             yield
         finally:
-            self._buckets.paused = False
+            self._buckets.paused = paused
 
     @torch.no_grad()
     def evaluation_model(self) -> nn.Module:
@@ -196,9 +202,9 @@ class _Engine(Distributed):
     def _after_backward(self, order: list[int]) -> None:
         self.strategy.after_backward(self.learner)
         flat = self.learner.flat
-        seen = set(order)
+        seen = {index for index, parameter in enumerate(flat.parameters) if parameter.grad is not None}
         if self._used is None:
-            self._agree(order)
+            self._agree(order, seen)
         assert self._used is not None
         for index, (parameter, used) in enumerate(zip(flat.parameters, self._used, strict=True)):
             if used and index not in seen:
@@ -209,14 +215,14 @@ class _Engine(Distributed):
                     "any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
                 )
 
-    def _agree(self, order: list[int]) -> None:
+    def _agree(self, order: list[int], seen: set[int]) -> None:
         """Agree on which parameters are in use and, for the buckets, on rank 0's order of gradients."""
         flat, comm = self.learner.flat, self.learner.comm
         num = len(flat.segments)
         complete = order + sorted(set(range(num)).difference(order))
         rows = flat.param_LP.shape[0]
         mask = torch.zeros(num, dtype=torch.int64, device=flat.param_LP.device)
-        mask[order] = 1
+        mask[list(seen)] = 1
         self._used = comm.gather(mask.expand(rows, num)).any(dim=0).tolist()
         agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
         comm.broadcast_(agreed)

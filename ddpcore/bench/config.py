@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -75,8 +76,17 @@ class BenchConfig:
             raise ValueError("--strategies names one twice: name each once")
         if self.strategies == ():
             raise ValueError(f"--strategies is empty: choose from {', '.join(strategies.names())}")
-        if self.json is not None and not self.json.resolve().parent.is_dir():
-            raise ValueError(f"--json: the folder {self.json.resolve().parent} does not exist: make it first")
+        if self.json is not None:
+            _check_writable(self.json.resolve())
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"--json: {path} is a folder: name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"--json: the folder {path.parent} does not exist: make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--json: the folder {path.parent} is not writable: name another file")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,7 @@ def run_rank(world: World, plan: Plan) -> None:
     real = plan.choice.backend != "virtual"
     names = [*plan.strategies, *([COMPUTE] if real else [])]
     field = [contenders.build(name, plan, world, dataset) for name in names]
+    torch.manual_seed(plan.config.seed + 1 + world.rank)  # the models are made: dropout differs from rank to rank
     console = Console(stderr=True)
     meter = GpuMeter() if plan.device == "cuda" else None
     show = world.rank == 0 and console.is_terminal

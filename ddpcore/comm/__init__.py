@@ -3,14 +3,13 @@
 from .base import Communicator, Exchange, Work
 from .choice import Choice, choose_backend
 from .process import ProcessGroupCommunicator
-from .virtual import StackedModel, VirtualCommunicator
+from .virtual import VirtualCommunicator
 
 __all__ = [
     "Choice",
     "Communicator",
     "Exchange",
     "ProcessGroupCommunicator",
-    "StackedModel",
     "VirtualCommunicator",
     "Work",
     "choose_backend",

@@ -42,7 +42,7 @@ class Communicator(ABC):
     Attributes:
         num_learners: n.
         learners: the learners whose rows this process holds, ascending.
-        bytes_sent: by one learner so far, as the algorithm needs it (an all-reduce counts 2(n-1)/n of the buffer).
+        bytes_sent: by one learner so far: its weights to each neighbour, and ``average_bytes`` for each average.
         description: what carries the bytes, for people.
     """
 
@@ -66,6 +66,23 @@ class Communicator(ABC):
     @abstractmethod
     def gather(self, values: Tensor) -> Tensor:
         """``[L, ...]`` of the held learners to ``[n, ...]`` of all, on every process."""
+
+
+# gloo's all-reduce goes round its ring twice. While messages are so small that the rounds and not the bytes cost time,
+# fetching everyone's rows goes round once; it adds in ascending order too, with the bits of virtual learners.
+GATHER_BYTES = 2**20  # received by one learner
+
+
+def is_small(num_bytes: int, num_learners: int) -> bool:
+    """Whether gloo ranks gather a buffer of this size to average it."""
+    return num_bytes * (num_learners - 1) <= GATHER_BYTES
+
+
+def average_bytes(num_bytes: int, num_learners: int) -> int:
+    """Bytes that one of n learners sends to average a buffer: n-1 times a small one, 2(n-1)/n of a large one."""
+    if is_small(num_bytes, num_learners):
+        return num_bytes * (num_learners - 1)
+    return all_reduce_bytes(num_bytes, num_learners)
 
 
 def all_reduce_bytes(num_bytes: int, num_learners: int) -> int:

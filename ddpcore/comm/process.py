@@ -9,13 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.comm.base import Communicator, Exchange, Work, all_reduce_bytes
+from ddpcore.comm.base import Communicator, Exchange, Work, all_reduce_bytes, average_bytes, is_small
 from ddpcore.ops import Mixture
 from ddpcore.topology import Topology
-
-# gloo's all-reduce goes round its ring twice. While messages are so small that the rounds and not the bytes cost time,
-# fetching everyone's rows goes round once; it adds in ascending order too, with the bits of virtual learners.
-GATHER_BYTES = 2**20  # received by one learner
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -50,8 +46,8 @@ class ProcessGroupCommunicator(Communicator):
         if self.num_learners == 1:
             return _Done()
         num_bytes = rows.numel() * rows.element_size()
-        if self._is_gloo and num_bytes * (self.num_learners - 1) <= GATHER_BYTES:
-            self.bytes_sent += num_bytes * (self.num_learners - 1)
+        if self._is_gloo and is_small(num_bytes, self.num_learners):
+            self.bytes_sent += average_bytes(num_bytes, self.num_learners)
             everyone = rows.new_empty((self.num_learners, rows.shape[1]))
             return _SumOfAll(dist.all_gather(list(everyone), rows[0], group=self.group, async_op=True), rows, everyone)
         self.bytes_sent += all_reduce_bytes(num_bytes, self.num_learners)

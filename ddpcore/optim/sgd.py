@@ -67,7 +67,10 @@ class FusedSGD(MixingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._unbind()  # a copy has parameters of its own
+        if hasattr(self, "_flat"):
+            self._forget_layout()  # load_state_dict: the parameters stay where they are
+        else:
+            self._unbind()  # a copy has parameters of its own
 
     def _unbind(self) -> None:
         self._flat: FlatParameters | None = None

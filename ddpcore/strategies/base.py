@@ -20,6 +20,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     averages_gradients: ClassVar[bool] = False
+    takes_closure: ClassVar[bool] = True  # whether step(closure) may compute the gradient inside the step
 
     def setup(self, learner: Learner) -> None:
         """Before the first step: check that the world fits.

@@ -24,6 +24,7 @@ class DPSGD(Strategy):
     """
 
     name: ClassVar[str] = "dpsgd"
+    takes_closure: ClassVar[bool] = False  # the gradient must be the one at the unmixed weights
 
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = RandomPair() if topology is None else topology

@@ -24,6 +24,10 @@ class SSGD(Strategy):
     def __init__(self) -> None:
         self._works: list[Work] = []
 
+    def before_forward(self, learner: Learner) -> None:
+        """Forget what a backward pass that died has left."""
+        self._works.clear()
+
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """Start the average of the bucket."""
         self._works.append(learner.comm.average_(columns))

@@ -9,20 +9,20 @@ import torch.distributed as dist
 from ranks import join
 
 import ddpcore
-from ddpcore.comm import ProcessGroupCommunicator, process
+from ddpcore.comm import ProcessGroupCommunicator, base
 
 
 def communicator(rank: int) -> dict[str, Any]:
     comm = ProcessGroupCommunicator()
     seen: dict[str, Any] = {"learners": comm.learners, "n": comm.num_learners}
-    gather_bytes = process.GATHER_BYTES
+    gather_bytes = base.GATHER_BYTES
     for way, limit in (("by_gather", gather_bytes), ("by_reduce", 0)):
-        process.GATHER_BYTES = limit
+        base.GATHER_BYTES = limit
         sent = comm.bytes_sent
         rows = torch.arange(8.0)[None] + 10 * rank
         comm.average_(rows[:, 2:6]).wait()
         seen[way], seen[f"bytes_{way}"] = rows, comm.bytes_sent - sent
-    process.GATHER_BYTES = gather_bytes
+    base.GATHER_BYTES = gather_bytes
     first, second = torch.full((1, 5), float(rank)), torch.full((1, 70), 10.0 * rank)
     works = [comm.average_(first), comm.average_(second)]
     for work in works:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.comm import process
+from ddpcore.comm import base
 from ddpcore.optim import FusedSGD
 
 STEPS = 6
@@ -71,8 +71,12 @@ def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
     return inputs[:num_learners], labels[:num_learners]
 
 
+GATHER_BYTES = base.GATHER_BYTES
+
+
 def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages."""
+    base.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
     real = group is not None
     rank = dist.get_rank(group) if real else 0
     torch.manual_seed(17 + rank)  # all must start from learner 0's weights
@@ -117,11 +121,9 @@ def main() -> None:
 
     path, rank, world_size = join()
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}  # every rank takes part in each
-    gather_bytes = process.GATHER_BYTES
     results = {}
     for case in CASES:
         if rank < case.world_size:
-            process.GATHER_BYTES = 0 if case.topology == "all_reduce" else gather_bytes
             results[case] = train(case, groups[case.world_size])
     torch.save({tuple(case): result for case, result in results.items()}, path)
     dist.barrier()

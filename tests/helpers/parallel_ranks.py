@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -141,6 +142,26 @@ def frozen(rank: int, world_size: int) -> dict[str, Any]:
     return seen
 
 
+def reloaded(rank: int, world_size: int) -> dict[str, Any]:
+    """A state dict is loaded before each step of the optimizer; learning rate 0 leaves the average alone to be seen."""
+    seen: dict[str, Any] = {}
+    for name, make in (("fused", FusedSGD), ("torch", torch.optim.SGD)):
+        model = mlp()
+        optimizer = make(model.parameters(), lr=0.0, momentum=0.9)
+        ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete()))
+        for step in range(2):
+            inputs, labels = samples(16, step)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(float(rank))
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
+            optimizer.step()
+            seen[f"{name}_{step}"] = weights(model)
+    return seen
+
+
 def ddp_twin(rank: int, world_size: int) -> dict[str, Tensor]:
     """SSGD beside torch's DistributedDataParallel."""
     ends = {}
@@ -171,6 +192,7 @@ def main() -> None:
         seen[f"unused_dpsgd_{fused}"] = unused(rank, ddpcore.DPSGD(ddpcore.Complete()), fused)
     seen["batch_norm"] = batch_norm(rank, world_size)
     seen["frozen"] = frozen(rank, world_size)
+    seen["reloaded"] = reloaded(rank, world_size)
     seen["ddp_twin"] = ddp_twin(rank, world_size)
     torch.save(seen, path)
     dist.barrier()

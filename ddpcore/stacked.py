@@ -1,0 +1,82 @@
+"""One model for many virtual learners: every parameter a stack, one row a learner."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+
+class StackedModel(nn.Module):
+    """Runs each learner's row of the parameters on its own batch: ``[L, B, ...] -> [L, B, ...]``.
+
+    Args:
+        model: its parameters that need a gradient are stacks ``[L, *S]``, as ``FlatParameters`` leaves them. Its
+            buffers become stacks too, each learner with its own.
+        num_learners: L. A parameter that takes part for one learner takes part for all: the others see zero gradients.
+        vectorize: True runs all learners in one ``torch.func.vmap``, False one after the other with the arithmetic of a
+            real learner bit for bit. None takes vmap where the model has no buffers, convolutions or randomness.
+    """
+
+    def __init__(self, model: nn.Module, num_learners: int, vectorize: bool | None = None) -> None:
+        super().__init__()
+        self.module = model
+        self.num_learners = num_learners
+        # Gradients of stacked parameters have strides that torch would not have chosen, and torch says so.
+        warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
+        self.vectorize = _vectorizes_well(model) if vectorize is None else vectorize
+        for owner in model.modules():
+            for name, buffer in list(owner.named_buffers(recurse=False)):
+                setattr(owner, name, buffer.expand(num_learners, *buffer.shape).clone())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Learner j sees ``inputs[j]`` only."""
+        if inputs.shape[0] != self.num_learners:
+            raise ValueError(
+                f"inputs have {inputs.shape[0]} rows for {self.num_learners} learners: "
+                "give [learners, batch, ...], one mini-batch a learner"
+            )
+        parameters: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        buffers = dict(self.module.named_buffers())
+        if self.vectorize:
+
+            def one(p: dict[str, Tensor], b: dict[str, Tensor], x: Tensor) -> Tensor:
+                return functional_call(self.module, (p, b), (x,))
+
+            return vmap(one, randomness="different")(parameters, buffers, inputs)
+        # unbind has one gradient for the whole stack; indexing row by row would add up L gradients of the size of it.
+        rows = {name: p.unbind(0) for name, p in parameters.items()}
+        return torch.stack(
+            [
+                functional_call(
+                    self.module,
+                    ({name: row[j] for name, row in rows.items()}, {name: b[j] for name, b in buffers.items()}),
+                    (inputs[j],),
+                )
+                for j in range(self.num_learners)
+            ]
+        )
+
+
+def single_model(stacked: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """A copy of a stacked model for one learner: parameters from ``values``, buffers the mean over learners.
+
+    Integer buffers (counters) are learner 0's.
+    """
+    model = copy.deepcopy(stacked)
+    for name, parameter in model.named_parameters():
+        if name in values:
+            parameter.grad = None
+            parameter.data = values[name]
+    for owner in model.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, buffer.mean(0) if buffer.is_floating_point() else buffer[0])
+    return model
+
+
+def _vectorizes_well(model: nn.Module) -> bool:
+    convolutions = (nn.modules.conv._ConvNd, nn.modules.dropout._DropoutNd, nn.RNNBase)
+    return next(model.buffers(), None) is None and not any(isinstance(m, convolutions) for m in model.modules())

@@ -1,0 +1,204 @@
+"""Between the steps: saved state, averages over learners, and the baselines."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore.optim import FusedSGD
+from ddpcore.stacked import StackedModel
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+training = ranks.load("training")
+
+
+@pytest.mark.parametrize("optimizer_name", ["fused", "sgd", "adam"])
+@pytest.mark.parametrize("strategy_name", training.STRATEGIES)
+def test_a_saved_run_continues(strategy_name: str, optimizer_name: str) -> None:
+    """State dicts taken after three steps bring a run that went astray back: steps 4 to 6 are the same, bit for bit."""
+    model = training.mlp()
+    optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
+    handle = ddpcore.distribute(
+        model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, vectorize=False, **training.SMALL
+    )
+
+    def train(steps: range) -> None:
+        for step in steps:
+            inputs, labels = training.samples(training.L, 4, seed=step)
+            optimizer.zero_grad()
+            training.loss_of(handle.model(inputs), labels).backward()
+            optimizer.step()
+
+    train(range(3))
+    counted = handle.learner.step
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(range(3, 6))
+    end = training.stacked_weights(model).clone()
+    train(range(50, 53))
+    assert not torch.equal(training.stacked_weights(model), end)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    handle.learner.step = counted
+    train(range(3, 6))
+    assert torch.equal(training.stacked_weights(model), end)
+
+
+def test_state_goes_to_and_from_torch() -> None:
+    """Two steps of FusedSGD, then torch.optim.SGD with its state, and the other way round."""
+    ends = []
+    for first, second in ((FusedSGD, torch.optim.SGD), (torch.optim.SGD, FusedSGD), (torch.optim.SGD, torch.optim.SGD)):
+        model = training.mlp()
+        strategy = ddpcore.LocalSGD(2)
+        optimizer = first(model.parameters(), lr=0.1, momentum=0.9)
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=2, vectorize=False)
+        for half in range(2):
+            for step in range(2):
+                inputs, labels = training.samples(2, 4, seed=step + 10 * half)
+                optimizer.zero_grad()
+                training.loss_of(handle.model(inputs), labels).backward()
+                optimizer.step()
+            if half == 0:
+                state = copy.deepcopy(optimizer.state_dict())
+                values = [p.detach()[0].clone() for p in model.parameters()]
+                model = training.mlp()
+                for parameter, value in zip(model.parameters(), values, strict=True):
+                    parameter.data.copy_(value)
+                optimizer = second(model.parameters(), lr=0.1, momentum=0.9)
+                handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(2), learners=2, vectorize=False)
+                optimizer.load_state_dict(state)
+        ends.append(training.stacked_weights(model, 2))
+    training.assert_near(ends[0], ends[2])
+    training.assert_near(ends[1], ends[2])
+
+
+def test_forward_without_gradient_changes_nothing() -> None:
+    """Evaluation between forward passes of training starts no exchange."""
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(), learners=2)
+    with torch.no_grad():
+        handle.model(training.samples(2, 4)[0])
+    assert handle.learner.comm.bytes_sent == 0
+
+
+def test_parameters_stay_views_of_the_flat_buffer() -> None:
+    model = training.mlp()
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    identities = [id(p) for p in model.parameters()]
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **training.SMALL)
+    for step in range(3):
+        inputs, labels = training.samples(2, 4, seed=step)
+        optimizer.zero_grad()
+        training.loss_of(handle.model(inputs), labels).backward()
+        optimizer.step()
+        storage = handle.learner.flat.param_LP.untyped_storage().data_ptr()
+        assert all(p.untyped_storage().data_ptr() == storage for p in model.parameters())
+        gradients = handle.learner.flat.grad_LP.untyped_storage().data_ptr()
+        assert all(p.grad.untyped_storage().data_ptr() == gradients for p in model.parameters())
+    assert [id(p) for p in model.parameters()] == identities
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == identities
+
+
+def test_consensus_distance_of_known_weights() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(8), learners=2)
+    assert handle.consensus_distance() == 0.0
+    model.weight.data.copy_(torch.tensor([[[3.0, 0.0]], [[-3.0, 8.0]]]))
+    # The mean is (0, 4): both are sqrt(9 + 16) away.
+    assert handle.consensus_distance() == pytest.approx(5.0)
+    model.weight.data.copy_(torch.tensor([[[1.0, 1.0]], [[1.0, 1.0]]]))
+    assert handle.consensus_distance() == 0.0
+
+
+def test_consensus_distance_weighs_learners_alike() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    handle = ddpcore.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.LocalSGD(8), learners=4, vectorize=False
+    )
+    model.weight.data.copy_(torch.tensor([0.0, 0.0, 0.0, 4.0]).view(4, 1, 1))
+    assert handle.consensus_distance() == pytest.approx(math.sqrt((1 + 1 + 1 + 9) / 4))
+
+
+def test_evaluation_model_of_virtual_learners() -> None:
+    """The mean of weights and of floating buffers; the model in training and its hooks are left as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=training.L)
+    assert isinstance(handle.model, StackedModel)
+    for step in range(3):
+        inputs, labels = training.samples(training.L, 8, seed=step)
+        optimizer.zero_grad()
+        training.loss_of(handle.model(inputs), labels).backward()
+        optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert before["1.running_mean"].shape == (training.L, 4)
+    assert not torch.allclose(before["1.running_mean"][0], before["1.running_mean"][1])
+    evaluation = handle.evaluation_model()
+    assert set(evaluation.state_dict()) == set(before)
+    for name, value in evaluation.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, before[name].mean(dim=0), rtol=1e-6, atol=1e-7)
+        else:
+            assert value.item() == 3
+    assert all(parameter.grad is None for parameter in evaluation.parameters())
+    outputs = evaluation.eval()(inputs[0])  # one sample batch, no rows of learners
+    assert outputs.shape == (8, 3)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in evaluation.modules())
+    for tensor in (*evaluation.parameters(), *evaluation.buffers()):
+        tensor.data.fill_(7)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    training.loss_of(handle.model(inputs), labels).backward()
+    optimizer.step()
+
+
+def test_evaluation_model_keeps_buffers_out_of_the_state_that_were_out_of_it() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+            self.register_buffer("mask", torch.ones(3), persistent=False)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.linear(inputs) * self.mask
+
+    plain, model = Masked(), Masked()
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2)
+    assert list(handle.evaluation_model().state_dict()) == list(plain.state_dict())
+
+
+def test_single_leaves_everything_alone() -> None:
+    model = training.mlp()
+    pointers = [p.data_ptr() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.Single())
+    assert handle.model is model
+    assert handle.learner is None
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert not model._forward_pre_hooks
+    with handle.no_sync():
+        pass
+    assert handle.consensus_distance() == 0.0
+    copied = handle.evaluation_model()
+    assert copied is not model
+    assert torch.equal(training.flat_weights(copied), training.flat_weights(model))
+
+
+@pytest.mark.parametrize("baseline", [ddpcore.Single, ddpcore.DDP])
+def test_baselines_take_no_virtual_learners(baseline: Any) -> None:
+    """learners= is not silently dropped."""
+    model = training.mlp()
+    with pytest.raises(ValueError, match=r"learners|real ranks"):
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), baseline(), learners=4)
