@@ -12,17 +12,18 @@ namespace ddpcore::cpu {
 DDPCORE_CLONES void mix_(const MixArgs& args, int64_t begin_block, int64_t end_block) {
     with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
-        mix_blocks<T>(
+        T* weights = static_cast<T*>(args.weights);
+        if (args.num_peers == 1) {
+            mix_one_peer<T>(args, begin_block, end_block, [=](int64_t first) __attribute__((always_inline)) {
+                T* out = weights + first;
+                return [=](int64_t i, float mixed) __attribute__((always_inline)) { out[i] = store<T>(mixed); };
+            });
+            return;
+        }
+        mix_tiles<T>(
             args, begin_block, end_block,
-            [&](int64_t first, int64_t numel) __attribute__((always_inline)) {
-                T* weights = static_cast<T*>(args.weights) + first;
-                return mix_one_peer<T>(args, first, numel, [=](int64_t i, float mixed) __attribute__((always_inline)) {
-                    weights[i] = store<T>(mixed);
-                });
-            },
-            [&](int64_t first, int64_t numel, const float* mixed) __attribute__((always_inline)) {
-                T* weights = static_cast<T*>(args.weights) + first;
-                for (int64_t i = 0; i < numel; ++i) weights[i] = store<T>(mixed[i]);
+            [=](int64_t first, int64_t numel, const float* mixed) __attribute__((always_inline)) {
+                for (int64_t i = 0; i < numel; ++i) weights[first + i] = store<T>(mixed[i]);
             });
     });
 }

@@ -1,4 +1,4 @@
-// The loops of a mix, shared by mix_ and mix_sgd_step_, which say by `use(i, mixed)` what becomes of a mixed element.
+// The loops of a mix, shared by mix_ and mix_sgd_step_, which say by `use` what becomes of the mixed elements.
 #pragma once
 
 #include <algorithm>
@@ -11,22 +11,27 @@ namespace ddpcore::cpu {
 inline constexpr int64_t kTile = 256;  // elements of unfinished mix, in L1 while there are several peers
 
 // One peer, the common case, in a single loop: all buffers are read side by side and written where they stand, which
-// the memory serves better than one after the other.
-template <typename T, typename Use>
-DDPCORE_INLINE double mix_one_peer(const MixArgs& args, int64_t first, int64_t numel, Use&& use) {
-    const T* weights = static_cast<const T*>(args.weights) + first;
-    const T* peer = static_cast<const T*>(args.peers[0]) + first;
+// the memory serves better than one after the other. use_at(first) gives the function that takes (i, mixed element
+// first + i).
+template <typename T, typename UseAt>
+DDPCORE_INLINE void mix_one_peer(const MixArgs& args, int64_t begin_block, int64_t end_block, UseAt&& use_at) {
     const float self_weight = args.self_weight, peer_weight = args.peer_weights[0];
-    double lanes[kLanes] = {};
-    add_squares(lanes, numel, [=](int64_t i) __attribute__((always_inline)) {
-        const float own = load(weights[i]), theirs = load(peer[i]);
-        use(i, mix_element(self_weight * own, peer_weight, theirs));
-        return own - theirs;
-    });
-    return sum_lanes(lanes);
+    for (int64_t block = begin_block; block < end_block; ++block) {
+        const int64_t first = block * kBlock;
+        const T* weights = static_cast<const T*>(args.weights) + first;
+        const T* peer = static_cast<const T*>(args.peers[0]) + first;
+        const auto use = use_at(first);
+        double lanes[kLanes] = {};
+        add_squares(lanes, std::min(kBlock, args.numel - first), [=](int64_t i) __attribute__((always_inline)) {
+            const float own = load(weights[i]), theirs = load(peer[i]);
+            use(i, mix_element(self_weight * own, peer_weight, theirs));
+            return own - theirs;
+        });
+        args.partials[block] = sum_lanes(lanes);
+    }
 }
 
-// Any number of peers, peer by peer: mixed[0:numel] = the mix of elements [first, first + numel).
+// Peer by peer: mixed[0:numel] = the mix of elements [first, first + numel).
 template <typename T>
 DDPCORE_INLINE void mix_tile(const MixArgs& args, int64_t first, int64_t numel, float* mixed, double* lanes) {
     const T* weights = static_cast<const T*>(args.weights) + first;
@@ -43,24 +48,18 @@ DDPCORE_INLINE void mix_tile(const MixArgs& args, int64_t first, int64_t numel, 
     }
 }
 
-// Walks the blocks and writes their rows of partial sums. one_peer(first, numel) mixes a block and returns its squared
-// distance; use_tile(first, numel, mixed) takes a finished tile.
-template <typename T, typename OnePeer, typename UseTile>
-DDPCORE_INLINE void mix_blocks(
-    const MixArgs& args, int64_t begin_block, int64_t end_block, OnePeer&& one_peer, UseTile&& use_tile) {
+// Any number of peers: use(first, numel, mixed) takes a finished tile.
+template <typename T, typename Use>
+DDPCORE_INLINE void mix_tiles(const MixArgs& args, int64_t begin_block, int64_t end_block, Use&& use) {
     std::vector<double> lanes(static_cast<size_t>(args.num_peers * kLanes));
     float mixed[kTile];
     for (int64_t block = begin_block; block < end_block; ++block) {
-        const int64_t begin = block * kBlock, end = std::min(begin + kBlock, args.numel);
-        if (args.num_peers == 1) {
-            args.partials[block] = one_peer(begin, end - begin);
-            continue;
-        }
+        const int64_t end = std::min((block + 1) * kBlock, args.numel);
         std::fill(lanes.begin(), lanes.end(), 0.0);
-        for (int64_t first = begin; first < end; first += kTile) {
+        for (int64_t first = block * kBlock; first < end; first += kTile) {
             const int64_t numel = std::min(kTile, end - first);
             mix_tile<T>(args, first, numel, mixed, lanes.data());
-            use_tile(first, numel, mixed);
+            use(first, numel, mixed);
         }
         for (int64_t k = 0; k < args.num_peers; ++k) {
             args.partials[block * args.num_peers + k] = sum_lanes(lanes.data() + k * kLanes);

@@ -35,19 +35,18 @@ struct Place {
 DDPCORE_CLONES void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, int64_t end_block) {
     with_storage(args.mix.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
-        mix_blocks<T>(
-            args.mix, begin_block, end_block,
-            [&](int64_t first, int64_t numel) __attribute__((always_inline)) {
-                const Place<T> place(args, first);
-                double distance = 0.0;
-                with_sgd_flags(args.rule, [&]<int flags>() __attribute__((always_inline)) {
-                    distance = mix_one_peer<T>(
-                        args.mix, first, numel, [=](int64_t i, float mixed) __attribute__((always_inline)) {
-                            place.template step<flags>(i, mixed);
-                        });
+        if (args.mix.num_peers == 1) {
+            with_sgd_flags(args.rule, [&]<int flags>() __attribute__((always_inline)) {
+                mix_one_peer<T>(args.mix, begin_block, end_block, [&](int64_t first) __attribute__((always_inline)) {
+                    const Place<T> place(args, first);
+                    return [=](int64_t i, float mixed)
+                               __attribute__((always_inline)) { place.template step<flags>(i, mixed); };
                 });
-                return distance;
-            },
+            });
+            return;
+        }
+        mix_tiles<T>(
+            args.mix, begin_block, end_block,
             [&](int64_t first, int64_t numel, const float* mixed) __attribute__((always_inline)) {
                 const Place<T> place(args, first);
                 with_sgd_flags(args.rule, [&]<int flags>() __attribute__((always_inline)) {
