@@ -223,7 +223,9 @@ def test_a_connected_matrix_that_only_swaps_has_no_gap() -> None:
 
 
 def test_from_matrix_allows_float32_rounding() -> None:
-    FromMatrix(Ring().matrix(0, 7).astype(np.float32))
+    rounded = FromMatrix(Ring().matrix(0, 7).astype(np.float32))
+    np.testing.assert_allclose(rounded.matrix(0, 7), Ring().matrix(0, 7), atol=1e-7)
+    assert rounded.spectral_gap(7) == pytest.approx(Ring().spectral_gap(7), abs=1e-6)
 
 
 @pytest.mark.parametrize(
