@@ -47,6 +47,7 @@ class GradientBuckets:
         for handle in self._handles:
             handle.remove()
 
+    @torch.no_grad()
     def _hook(self, parameter: Tensor) -> None:
         if self.paused:
             return
@@ -62,6 +63,7 @@ class GradientBuckets:
         self._order.append(index)
         self._hand_out(self._tracker.mark(index))
 
+    @torch.no_grad()
     def _end(self) -> None:
         for index in set(range(len(self.flat.segments))).difference(self._order):
             self.flat.gather_grad(index)

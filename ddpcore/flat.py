@@ -108,6 +108,8 @@ class FlatParameters:
                 continue
             if gradient is None:
                 missing.append(view)
+            elif gradient.is_sparse:
+                raise RuntimeError(_SPARSE)
             else:
                 views.append(view)
                 gradients.append(gradient)
@@ -123,6 +125,8 @@ class FlatParameters:
         parameter, view = self.parameters[index], self.grad_views[index]
         if parameter.grad is None:
             view.zero_()
+        elif parameter.grad.is_sparse:
+            raise RuntimeError(_SPARSE)
         elif parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
@@ -153,6 +157,7 @@ class FlatParameters:
         self.grad_LP = torch.zeros(shape, dtype=dtype, device=device)
         self.param_views = self.views_of(self.param_LP)
         self.grad_views = self.views_of(self.grad_LP)
+        self.param_pointers = tuple(view.data_ptr() for view in self.param_views)
 
     def _attach(self, index: int, gradient: Tensor | None) -> None:
         parameter, view = self.parameters[index], self.grad_views[index]
@@ -161,6 +166,9 @@ class FlatParameters:
         if gradient is not None:
             view.copy_(gradient)
             parameter.grad = view
+
+
+_SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"
 
 
 def _start(buffer_LP: Tensor, segment: Segment) -> int:

@@ -37,6 +37,10 @@ class World:
     local_world_size: int = 1
 
 
+class UsageError(ValueError):
+    """The processes cannot be started or joined as they were asked to be; the message is one line."""
+
+
 class RankFailed(Exception):
     """A rank died. The message is its traceback, or the signal that ended it."""
 
@@ -46,8 +50,11 @@ def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None
     env = os.environ if environment is None else environment
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
-    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    return World(rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size)))
+    try:
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        return World(rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size)))
+    except ValueError as error:
+        raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers ({error})") from None
 
 
 def num_cores() -> int:
@@ -68,16 +75,16 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, 
 
     Raises:
         RankFailed: the first rank that failed, with its traceback; all ranks have ended.
-        ValueError: torchrun's world is not the one that was asked for.
+        UsageError: torchrun's world is not the one that was asked for.
     """
     joined = torchrun_world()
     if backend == "virtual":
         if joined is not None and joined.world_size > 1:
-            raise ValueError("virtual learners live in one process: run without torchrun, or use --backend gloo")
+            raise UsageError("virtual learners live in one process: run without torchrun, or use --backend gloo")
         worker(World(), *args)
     elif joined is not None:
         if joined.world_size != world_size:
-            raise ValueError(f"torchrun started {joined.world_size} ranks, not {world_size}: leave --world-size out")
+            raise UsageError(f"torchrun started {joined.world_size} ranks, not {world_size}: leave --world-size out")
         _run_rank(worker, args, joined, backend, store=None)
     else:
         _start(worker, args, world_size, backend)

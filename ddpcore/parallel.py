@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,19 +62,25 @@ def distribute(
         comm = strategy.connect(group)
         return Distributed(strategy.wrap(model, group), comm)
     _check_optimizer(model, optimizer)
+    if strategy.in_use or optimizer in _IN_USE:
+        raise ValueError("the strategy or the optimizer already serves a distribute() call: make a new one for this")
     comm = ProcessGroupCommunicator(group) if learners is None else VirtualCommunicator(learners)
     flat = FlatParameters(
         model.named_parameters(), stack=learners, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
     )
     learner = Learner(flat, comm, optimizer)
     strategy.setup(learner)
+    strategy.in_use = True
+    _IN_USE.add(optimizer)
     if isinstance(optimizer, MixingOptimizer):
         optimizer.bind(flat)
     comm.broadcast_(flat.param_LP)
     if learners is not None:
         return _Engine(StackedModel(model, learners, vectorize), learner, strategy)
     for buffer in model.buffers():
-        comm.broadcast_(buffer[None])
+        row = _row(buffer)
+        comm.broadcast_(row)
+        buffer.data = row.view(buffer.shape)
     return _Engine(model, learner, strategy)
 
 
@@ -124,7 +131,7 @@ class Distributed:
         return float(self.comm.gather(distances).mean().sqrt())
 
     def _weights_LP(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self.model.parameters())[None]
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])[None]
 
 
 class _Engine(Distributed):
@@ -144,11 +151,6 @@ class _Engine(Distributed):
                 learner.flat, lambda columns: strategy.bucket_ready(learner, columns), self._after_backward
             )
 
-        # Closures, not methods: copy.deepcopy(model) then copies the model and not the engine.
-        def before_forward(module: nn.Module, inputs: Any) -> None:
-            if torch.is_grad_enabled():
-                strategy.before_forward(learner)
-
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
             if closure is not None and not strategy.takes_closure:
@@ -159,8 +161,11 @@ class _Engine(Distributed):
             learner.step += 1
             with torch.no_grad():
                 strategy.after_step(learner)
+            # The kernels write through the flat buffer: autograd must know, to refuse a graph of the old weights.
+            torch.autograd.graph.increment_version(learner.flat.parameters)
 
-        self._forward_hook = model.register_forward_pre_hook(before_forward)
+        self._members = {id(parameter) for parameter in learner.flat.parameters}
+        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(model, learner, strategy))
         learner.optimizer.register_step_pre_hook(before_step)
         learner.optimizer.register_step_post_hook(after_step)
 
@@ -186,13 +191,16 @@ class _Engine(Distributed):
         if isinstance(self.model, StackedModel):
             return single_model(self.model.module, {name: stack[0].clone() for name, stack in views.items()})
         model = copy.deepcopy(self.model)
-        model._forward_pre_hooks.pop(self._forward_hook.id)
+        for module in model.modules():
+            module._forward_pre_hooks.pop(self._forward_hook.id, None)
         for name, parameter in model.named_parameters():
             if name in views:
                 parameter.data = views[name].clone()
         for buffer in model.buffers():
             if buffer.is_floating_point():
-                comm.average_(buffer[None]).wait()
+                row = _row(buffer)
+                comm.average_(row).wait()
+                buffer.data = row.view(buffer.shape)
         return model
 
     def _weights_LP(self) -> Tensor:
@@ -207,7 +215,7 @@ class _Engine(Distributed):
             self._agree(order, seen)
         assert self._used is not None
         for index, (parameter, used) in enumerate(zip(flat.parameters, self._used, strict=True)):
-            if used and index not in seen:
+            if used and index not in seen and parameter.requires_grad:
                 parameter.grad = flat.grad_views[index]  # a gradient on another rank: step alike
             elif index in seen and not used:
                 raise RuntimeError(
@@ -228,8 +236,26 @@ class _Engine(Distributed):
         comm.broadcast_(agreed)
         self._new_order = agreed[0].tolist()
 
+    def _check_parameters(self) -> None:
+        """What the user may have changed since distribute() and would otherwise go wrong in silence."""
+        flat = self.learner.flat
+        for name, parameter, pointer in zip(flat.names, flat.parameters, flat.param_pointers, strict=True):
+            if parameter.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"parameter {name} has left the flat buffer (.to(), .data = or vector_to_parameters): "
+                    "change weights in place, with copy_"
+                )
+        for group in self.learner.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._members:
+                    raise RuntimeError(
+                        f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute(): "
+                        "do so before it, and freeze by a zero learning rate"
+                    )
+
     @torch.no_grad()
     def _before_step(self) -> None:
+        self._check_parameters()
         if self._new_order is not None and self._buckets is not None and self._used is not None:
             # Between backward and step nothing is in flight and no graph needs the old places.
             self.learner.flat.reorder(self._new_order)
@@ -237,6 +263,34 @@ class _Engine(Distributed):
             self._buckets.rebuild()
             self._new_order = None
         self.strategy.before_step(self.learner)
+
+
+class _ForwardHook:
+    """Tells the strategy of a forward pass that trains. A copy of the model, or a saved one, has nothing to tell."""
+
+    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy) -> None:
+        self._model, self._learner, self._strategy = model, learner, strategy
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._strategy.before_forward(self._learner)
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
+
+
+class _NoHook:
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        return
+
+
+_IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _row(buffer: Tensor) -> Tensor:
+    """A buffer of any shape and strides as one contiguous row ``[1, n]``; the buffer itself where it is contiguous."""
+    return buffer.contiguous().view(1, -1)
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

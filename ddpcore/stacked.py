@@ -25,6 +25,7 @@ class StackedModel(nn.Module):
         super().__init__()
         self.module = model
         self.num_learners = num_learners
+        self._stacks = {name for name, p in model.named_parameters() if p.requires_grad}  # also if frozen later
         # Gradients of stacked parameters have strides that torch would not have chosen, and torch says so.
         warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
         self.vectorize = _vectorizes_well(model) if vectorize is None else vectorize
@@ -39,7 +40,7 @@ class StackedModel(nn.Module):
                 f"inputs have {inputs.shape[0]} rows for {self.num_learners} learners: "
                 "give [learners, batch, ...], one mini-batch a learner"
             )
-        parameters: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        parameters: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if n in self._stacks}
         buffers = dict(self.module.named_buffers())
         if self.vectorize:
 

@@ -114,3 +114,13 @@ def test_real_ranks_still_average_after_a_state_was_loaded(make: str, seen: list
         for step in range(2):
             got = rank["reloaded"][f"{make}_{step}"]
             assert torch.equal(got, torch.full_like(got, 0.5)), f"step {step}: DPSGD no longer averages"
+
+
+def test_buffers_of_any_shape_and_strides(seen: list[dict[str, Any]]) -> None:
+    """All start with learner 0's buffers, and the evaluation model holds their mean."""
+    first, second = (rank["odd_buffers"] for rank in seen)
+    for name, expected in first["own"].items():
+        mean = (expected + second["own"][name]) / 2
+        for one in (first, second):
+            assert torch.equal(one["given"][name], expected), name
+            torch.testing.assert_close(one["average"][name], mean, rtol=1e-6, atol=1e-7)

@@ -10,7 +10,7 @@ inline constexpr int64_t kGrain = 32768;  // elements that are worth a thread, a
 
 template <typename Kernel, typename Args>
 void run(Kernel* kernel, const Args& args, int64_t num_blocks, int64_t numel) {
-    if (num_blocks == 0) return;
+    if (num_blocks == 0 || numel == 0) return;
     // Blocks of many small tensors are nearly empty: it takes more of them to make up a grain.
     const int64_t grain = (kGrain * num_blocks + numel - 1) / numel;
     torch::stable::parallel_for(0, num_blocks, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });

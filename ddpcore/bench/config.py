@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -15,7 +15,7 @@ from ddpcore.comm import choose_backend
 from ddpcore.comm.choice import BACKENDS, Choice
 from ddpcore.data import ShardedBatches
 
-TOPOLOGIES = ("random_pair", "ring", "complete", "one_peer_exponential")
+TOPOLOGIES = topology.names()
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -58,8 +58,8 @@ class BenchConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{_flag(name)} is {value}: it must be a number of at least 0")
-        if self.seed < 0:
-            raise ValueError(f"--seed is {self.seed}: it must be at least 0")
+        if not 0 <= self.seed < 2**62:
+            raise ValueError(f"--seed is {self.seed}: it must be at least 0 and below 2^62")
         for name, allowed in (
             ("topology", TOPOLOGIES),
             ("model", models.names()),
@@ -85,8 +85,11 @@ def _check_writable(path: Path) -> None:
         raise ValueError(f"--json: {path} is a folder: name a file")
     if not path.parent.is_dir():
         raise ValueError(f"--json: the folder {path.parent} does not exist: make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--json: the folder {path.parent} is not writable: name another file")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--json: cannot write into {path.parent} ({error.strerror}): name another file") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,13 @@ class Work(ABC):
         """Return when the result is in place (on CUDA: when the current stream will see it)."""
 
 
+class Done(Work):
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
 class Exchange(ABC):
     """Neighbours' weights under way. They are used once, by ``mix_`` or, where there is one, through ``mixture``."""
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.comm.base import Communicator, Exchange, Work, all_reduce_bytes, average_bytes, is_small
+from ddpcore.comm.base import Communicator, Done, Exchange, Work, all_reduce_bytes, average_bytes, is_small
 from ddpcore.ops import Mixture
 from ddpcore.topology import Topology
 
@@ -44,7 +44,7 @@ class ProcessGroupCommunicator(Communicator):
     def average_(self, rows: Tensor) -> Work:
         """See :class:`Communicator`. A sum, divided afterwards: not every gloo knows the average."""
         if self.num_learners == 1:
-            return _Done()
+            return Done()
         num_bytes = rows.numel() * rows.element_size()
         if self._is_gloo and is_small(num_bytes, self.num_learners):
             self.bytes_sent += average_bytes(num_bytes, self.num_learners)
@@ -81,11 +81,6 @@ class ProcessGroupCommunicator(Communicator):
         if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype or buffer.device != like.device:
             buffer = self._received[slot] = torch.empty_like(like)
         return buffer
-
-
-class _Done(Work):
-    def wait(self) -> None:
-        return
 
 
 class _Average(Work):

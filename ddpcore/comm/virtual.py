@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.comm.base import Communicator, Exchange, Work, average_bytes
+from ddpcore.comm.base import Communicator, Done, Exchange, Work, average_bytes
 from ddpcore.ops import Mixture
 from ddpcore.topology import Topology
 
@@ -33,7 +33,7 @@ class VirtualCommunicator(Communicator):
             for row in rows[1:]:
                 total += row
             rows.copy_(total.div_(self.num_learners))
-        return _Done()
+        return Done()
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """See :class:`Communicator`."""
@@ -45,11 +45,6 @@ class VirtualCommunicator(Communicator):
     def gather(self, values: Tensor) -> Tensor:
         """See :class:`Communicator`."""
         return values
-
-
-class _Done(Work):
-    def wait(self) -> None:
-        return
 
 
 class _StackedExchange(Exchange):

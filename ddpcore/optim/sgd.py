@@ -86,6 +86,7 @@ class FusedSGD(MixingOptimizer):
         """See :class:`MixingOptimizer`."""
         self._unbind()
         self._flat = flat
+        self._members = {id(parameter) for parameter in flat.parameters}
 
     def mix_on_next_step(self, mixture: Mixture) -> None:
         """See :class:`MixingOptimizer`."""
@@ -109,6 +110,9 @@ class FusedSGD(MixingOptimizer):
                 self._mix_only(group, self._flat, self._mixture)
             self._step_list(group)
         self._mixture = None
+        if not torch.compiler.is_compiling():  # autograd must know, to refuse a graph that needs the old weights
+            moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            torch.autograd.graph.increment_version(moved)
         return loss
 
     def _step_list(self, group: Group) -> None:
@@ -137,7 +141,7 @@ class FusedSGD(MixingOptimizer):
 
     def _is_uniform(self, group: Group) -> bool:
         """Whether one rule holds for all of the group: all have gradients, and all have momentum or none has."""
-        if any(parameter.grad is None for parameter in group["params"]):
+        if any(p.grad is None or id(p) not in self._members for p in group["params"]):
             return False
         started = {self._has_momentum(parameter) for parameter in group["params"]}
         return group["momentum"] == 0 or len(started) == 1

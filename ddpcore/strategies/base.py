@@ -20,6 +20,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     averages_gradients: ClassVar[bool] = False
+    in_use: bool = False  # set by distribute()
     takes_closure: ClassVar[bool] = True  # whether step(closure) may compute the gradient inside the step
 
     def setup(self, learner: Learner) -> None:

@@ -29,14 +29,16 @@ class DPSGD(Strategy):
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = RandomPair() if topology is None else topology
         self._exchange: Exchange | None = None
+        self._versions: list[int] = []  # of the weights that are in flight
 
     def setup(self, learner: Learner) -> None:
         """Check W against the number of learners."""
         self.topology.validate(learner.comm.num_learners)
 
     def before_forward(self, learner: Learner) -> None:
-        """Start the exchange of w(t). Between steps none is in flight, so weights may be loaded or saved there."""
+        """Start the exchange of w(t). After a step none is in flight, so weights may be loaded or saved there."""
         if self._exchange is None:
+            self._versions = [parameter._version for parameter in learner.flat.parameters]
             self._exchange = learner.comm.exchange(learner.flat.param_LP, self.topology, learner.step)
 
     def before_step(self, learner: Learner) -> None:
@@ -44,6 +46,11 @@ class DPSGD(Strategy):
         self.before_forward(learner)
         exchange, self._exchange = self._exchange, None
         assert exchange is not None
+        if self._versions != [parameter._version for parameter in learner.flat.parameters]:
+            raise RuntimeError(
+                "weights were changed between a forward pass and the step that follows, while neighbours read them: "
+                "change them after a step, or evaluate under torch.no_grad()"
+            )
         complete = learner.flat.gather_grads()
         optimizer = learner.optimizer
         mixture = exchange.mixture() if complete and isinstance(optimizer, MixingOptimizer) else None

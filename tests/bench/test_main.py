@@ -212,12 +212,27 @@ def test_refused_model(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("no_launch")
-def test_only_rank_0_of_torchrun_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_of_torchrun_names_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file may be missing on one machine alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, speaks in (("0", True), ("1", False)):
+    for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert bench.main(["--steps", "0"]) == 2
-        assert bool(capsys.readouterr().err) is speaks
+        assert capsys.readouterr().err == f"ddpcore.bench, rank {rank}: --steps is 0: it must be at least 1\n"
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [({"RANK": "a", "WORLD_SIZE": "2"}, ""), ({}, "--seed 99999999999999999999"), ({}, "--json /proc/x.json")],
+)
+def test_refused_before_anything_starts(
+    variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert bench.main(line.split()) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("line", ["--world-size 0 --json out.json", "--lr nan --json out.json"])

@@ -181,6 +181,33 @@ def ddp_twin(rank: int, world_size: int) -> dict[str, Tensor]:
     return ends
 
 
+class OddBuffers(nn.Module):
+    """Buffers that are no contiguous row: expanded, transposed, two-dimensional, of no dimension."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("ids", torch.randn(1, 4, generator=generator).expand(3, -1))
+        self.register_buffer("turned", torch.randn(2, 3, generator=generator).t())
+        self.register_buffer("table", torch.randn(3, 5, generator=generator))
+        self.register_buffer("scale", torch.randn((), generator=generator))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs)
+
+
+def odd_buffers(rank: int, world_size: int) -> dict[str, Any]:
+    model = OddBuffers(seed=rank)
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD())
+    given = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(own[name])
+    return {"own": own, "given": given, "average": dict(handle.evaluation_model().named_buffers())}
+
+
 def main() -> None:
     path, rank, world_size = join()
     seen: dict[str, Any] = {}
@@ -193,6 +220,7 @@ def main() -> None:
     seen["batch_norm"] = batch_norm(rank, world_size)
     seen["frozen"] = frozen(rank, world_size)
     seen["reloaded"] = reloaded(rank, world_size)
+    seen["odd_buffers"] = odd_buffers(rank, world_size)
     seen["ddp_twin"] = ddp_twin(rank, world_size)
     torch.save(seen, path)
     dist.barrier()

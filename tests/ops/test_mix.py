@@ -251,3 +251,7 @@ def test_bad_arguments(case):
 def test_bad_stacks(weights, matrix, message):
     with pytest.raises(RuntimeError, match=message):
         ops.mix_stacked_(weights, matrix)
+
+
+def test_a_stack_of_no_learners():
+    assert ops.mix_stacked_(torch.zeros(0, 5), torch.zeros(0, 0)).shape == (0,)

@@ -1,0 +1,137 @@
+"""What a user may do to a distributed model that must not go wrong in silence."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore.optim import FusedSGD
+
+L = 2
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def train(handle: ddpcore.Distributed, optimizer: torch.optim.Optimizer, num_steps: int = 1) -> None:
+    for step in range(num_steps):
+        inputs = torch.randn(L, 4, 5, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        handle.model(inputs).square().mean(dim=(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def make(kind: Any = FusedSGD, strategy: Any = None, **rule: float) -> tuple[nn.Module, Any, ddpcore.Distributed]:
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.1, **rule)
+    return model, optimizer, ddpcore.distribute(model, optimizer, strategy or ddpcore.SSGD(), learners=L)
+
+
+@pytest.mark.parametrize("kind", [FusedSGD, torch.optim.SGD])
+def test_a_layer_frozen_later_stays(kind: Any) -> None:
+    model, optimizer, handle = make(kind, momentum=0.9, weight_decay=0.1)
+    train(handle, optimizer, 3)
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    train(handle, optimizer, 3)
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("kind", [FusedSGD, torch.optim.SGD])
+def test_a_layer_unfrozen_later_is_refused(kind: Any) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = kind(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=L)
+    model[0].requires_grad_(True)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(RuntimeError, match="after distribute"):
+        optimizer.step()
+    assert handle.learner is not None
+
+
+def test_weights_that_leave_the_flat_buffer_are_refused() -> None:
+    model, optimizer, handle = make()
+    train(handle, optimizer)
+    model[2].bias.data = model[2].bias.data.clone()
+    with pytest.raises(RuntimeError, match=r"2\.bias has left"):
+        train(handle, optimizer)
+
+
+def test_weights_that_change_while_neighbours_read_them_are_refused() -> None:
+    model, optimizer, handle = make(strategy=ddpcore.DPSGD(ddpcore.Complete()))
+    train(handle, optimizer)
+    handle.model(torch.zeros(L, 1, 5))  # trains, so an exchange starts, but no step follows
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.raises(RuntimeError, match="weights were changed"):
+        train(handle, optimizer)
+
+
+def test_between_steps_weights_may_change() -> None:
+    model, optimizer, handle = make(strategy=ddpcore.DPSGD(ddpcore.Complete()))
+    train(handle, optimizer)
+    with torch.no_grad():
+        model[0].weight.zero_()
+        handle.model(torch.zeros(L, 1, 5))
+    train(handle, optimizer)
+    assert model[0].weight.abs().max() > 0
+
+
+def test_strategies_and_optimizers_serve_once() -> None:
+    strategy = ddpcore.DPSGD(ddpcore.Complete())
+    model, optimizer, _ = make(strategy=strategy)
+    other = net()
+    with pytest.raises(ValueError, match="already serves"):
+        ddpcore.distribute(other, torch.optim.SGD(other.parameters(), lr=0.1), strategy, learners=L)
+    with pytest.raises(ValueError, match="already serves"):
+        ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=L)
+
+
+def test_autograd_knows_that_weights_moved() -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = FusedSGD(layer.parameters(), lr=0.1)
+    inputs = torch.ones(2, 4, requires_grad=True)
+    loss = layer(inputs).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+
+
+def test_copies_and_saved_models_have_no_part_in_the_run() -> None:
+    _, optimizer, handle = make(strategy=ddpcore.DPSGD(ddpcore.Complete()))
+    train(handle, optimizer)
+    learner = handle.learner
+    assert learner is not None
+    sent = learner.comm.bytes_sent
+    copy.deepcopy(handle.model)(torch.zeros(L, 1, 5))
+    file = io.BytesIO()
+    torch.save(handle.model, file)
+    file.seek(0)
+    torch.load(file, weights_only=False)(torch.zeros(L, 1, 5))
+    assert learner.comm.bytes_sent == sent
+
+
+def test_gradients_of_gradients() -> None:
+    model, optimizer, handle = make()
+    optimizer.zero_grad()
+    handle.model(torch.ones(L, 1, 5)).square().sum().backward(create_graph=True)
+    assert torch.equal(model[0].weight.grad[0], model[0].weight.grad[1])
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(6, 3, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete()), learners=1)
+    model[0].weight.grad = torch.zeros(1, 6, 3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
