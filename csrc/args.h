@@ -23,32 +23,132 @@ inline int64_t num_blocks_of(int64_t numel) {
     return (numel + kBlock - 1) / kBlock;
 }
 
-// Hyperparameters of momentum SGD, named as in torch.optim.SGD.
-struct SgdRule {
+// What may differ between the parameter groups of one step.
+struct StepGroup {
     float lr;
-    float momentum;
-    float one_minus_dampening;  // formed in double, then rounded: 1 - 0.9f would lose digits
     float weight_decay;
-    float grad_sign;  // -1 to maximize, else 1
-    bool nesterov;
-    bool first_step;  // the momentum buffer holds nothing yet: it becomes the gradient, undampened
+    const float* device_lr;  // not null: read instead of lr. On the device of the tensors, as all pointers here
+    float* step;             // steps taken before this one; the step adds one. Null: the group keeps no count
+    bool adapt;              // LARS and LAMB: whether the trust ratio is used
 };
 
-// One tensor of an optimizer step. `momentum` is null when SgdRule::momentum is zero.
+// What all gradients of a step are multiplied by, and whether the step happens at all. Pointers may be null.
+struct GradScaling {
+    const float* grad_scale;     // gradients are this many times too large (torch.amp.GradScaler)
+    const float* found_inf;      // nonzero: the step changes nothing and is not counted
+    const double* norm_squared;  // of all gradients as they are stored, for max_norm
+    float max_norm;              // longer gradients are shortened to this norm; 0: never
+    bool maximize;
+};
+
+// Hyperparameters of momentum SGD, named as in torch.optim.SGD.
+struct SgdRule {
+    float momentum;
+    float one_minus_dampening;  // formed in double, then rounded: 1 - 0.9f would lose digits
+    bool nesterov;
+    bool decoupled;  // weight decay shrinks the weight itself instead of joining the gradient
+};
+
+// One tensor of an SGD or LARS step.
 struct SgdSegment {
     void* param;
     const void* grad;
-    void* momentum;
+    void* momentum;  // null where SgdRule::momentum is zero; fp32 beside a master, else stored like param
+    float* master;   // fp32 weights behind a 16-bit param; null without
     int64_t numel;
     int64_t first_block;  // sum of num_blocks_of() over the segments before this one
+    int64_t group;        // ascending
 };
 
+// The tensors of a step; sgd_step_ takes no more than this.
 struct SgdArgs {
     const SgdSegment* segments;  // host memory; a CUDA twin passes them on in kernel arguments
     int64_t num_segments;
     int64_t num_blocks;
-    DType dtype;
+    const StepGroup* groups;  // host memory
+    int64_t num_groups;
+    DType dtype;   // of params and gradients
+    bool masters;  // all segments have one
     SgdRule rule;
+    GradScaling scaling;
+    uint64_t* tickets;  // CUDA: counters that are zero between steps [num_segments + 2]; null where no group counts
+};
+
+// What a trust ratio was formed of; one row a segment. Norms are of the tensor that is adapted.
+struct Trust {
+    double ratio;
+    double weight_norm;
+    double update_norm;  // LARS: of the gradient; LAMB: of the update
+};
+
+// Two sums of squares of each block: of the weights and of the gradient (LARS) or update (LAMB).
+struct NormPartials {
+    double weight;
+    double update;
+};
+
+// Where the learning rate and the trust ratio R act:
+enum class LarsVariant : int32_t {
+    kYou2017,     // m = momentum*m + lr*R*(g + decay*w);  w -= m
+    kScaledGrad,  // m = momentum*m + R*(g + decay*w);     w -= lr*m
+    kScaledLr,    // m = momentum*m + (g + decay*w);       w -= lr*R*m
+};
+
+struct LarsRule {
+    LarsVariant variant;
+    float trust_coefficient;
+    float eps;
+};
+
+struct LarsArgs {
+    SgdArgs sgd;
+    LarsRule rule;
+    NormPartials* partials;  // scratch [num_blocks]
+    Trust* trust;            // [num_segments], written
+};
+
+// Where LAMB's weight decay acts.
+enum class LambDecay : int32_t {
+    kInUpdate,   // u = ... + decay*w, so that it is part of what the trust ratio scales
+    kCoupled,    // g + decay*w enters the moments
+    kDecoupled,  // w *= 1 - lr*decay, outside of the trust ratio
+};
+
+// Hyperparameters of LAMB. Betas stay double: powers of them correct the bias.
+struct LambRule {
+    double beta1;
+    double beta2;
+    float eps;
+    bool debias;
+    LambDecay decay;
+    float min_ratio, max_ratio;              // bounds of the trust ratio
+    float min_weight_norm, max_weight_norm;  // bounds of phi(|w|)
+};
+
+struct LambSegment {
+    void* param;
+    const void* grad;
+    float* exp_avg;
+    float* exp_avg_sq;
+    float* master;  // fp32 weights behind a 16-bit param; null without
+    int64_t numel;
+    int64_t first_block;
+    int64_t group;
+};
+
+struct LambArgs {
+    const LambSegment* segments;
+    int64_t num_segments;
+    int64_t num_blocks;
+    const StepGroup* groups;  // every group counts its steps
+    int64_t num_groups;
+    DType dtype;
+    bool masters;
+    LambRule rule;
+    GradScaling scaling;
+    NormPartials* partials;  // scratch [num_blocks]
+    Trust* trust;            // [num_segments], written
+    uint64_t* tickets;       // as in SgdArgs
 };
 
 // weights <- self_weight * weights + sum_k peer_weights[k] * peers[k], added in the order of k.
@@ -70,6 +170,8 @@ struct MixSgdArgs {
     const void* grad;
     void* momentum;  // null when rule.momentum is zero
     SgdRule rule;
+    StepGroup group;
+    bool maximize;
 };
 
 // weights <- matrix @ weights for a stack of learners; row j adds its own term first, then the others in ascending

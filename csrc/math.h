@@ -4,43 +4,198 @@
 // are bound by memory, so this costs nothing, and every element has the same bits on every instruction set and device.
 #pragma once
 
+#include <cmath>
+
 #include "args.h"
 
 namespace ddpcore {
 
-// The switches of SgdRule. The CPU kernels pass them as constants, so that the loop over elements has no branch; on
-// CUDA they are the same for all threads, and a branch costs less than ten times as many kernels.
-enum SgdFlags : int { kDecay = 1, kMomentum = 2, kFirstStep = 4, kNesterov = 8 };
-
-inline int sgd_flags(const SgdRule& rule) {
-    const bool momentum = rule.momentum != 0.0f;
-    return (rule.weight_decay != 0.0f ? kDecay : 0) | (momentum ? kMomentum : 0) |
-           (momentum && rule.first_step ? kFirstStep : 0) | (momentum && rule.nesterov ? kNesterov : 0);
+DDPCORE_HOST_DEVICE double squared(float value) {
+    return static_cast<double>(value) * static_cast<double>(value);
 }
 
-// torch.optim.SGD:  d = g + decay*w;  m = momentum*m + (1-dampening)*d;  d = nesterov ? d + momentum*m : m;  w -= lr*d
-DDPCORE_HOST_DEVICE float sgd_element(float weight, float grad, float& momentum, const SgdRule& rule, int flags) {
-    float direction = rule.grad_sign * grad;
-    if (flags & kDecay) direction = direction + rule.weight_decay * weight;
-    if (flags & kMomentum) {
-        momentum = (flags & kFirstStep) ? direction : rule.momentum * momentum + rule.one_minus_dampening * direction;
-        direction = (flags & kNesterov) ? direction + rule.momentum * momentum : momentum;
+// base^exponent for exponent >= 0, by multiplications alone, so that host and device agree to the last bit.
+DDPCORE_HOST_DEVICE double power(double base, int64_t exponent) {
+    double result = 1.0;
+    for (; exponent > 0; exponent /= 2, base *= base) {
+        if (exponent % 2 != 0) result *= base;
     }
-    return weight - rule.lr * direction;
+    return result;
 }
 
-// Whether a step reads the momentum buffer: the first one only writes it.
-constexpr DDPCORE_HOST_DEVICE bool reads_momentum(int flags) {
-    return (flags & kMomentum) != 0 && (flags & kFirstStep) == 0;
+// ---- what a whole group or tensor shares ----
+
+DDPCORE_HOST_DEVICE bool skips_step(const GradScaling& scaling) {
+    return scaling.found_inf != nullptr && *scaling.found_inf != 0.0f;
 }
+
+// The factor of all gradients: to their true size, into the ball of max_norm (as torch.nn.utils.clip_grad_norm_ does),
+// and with the sign of ascent or descent.
+DDPCORE_HOST_DEVICE float grad_factor(const GradScaling& scaling) {
+    double factor = scaling.grad_scale == nullptr ? 1.0 : 1.0 / static_cast<double>(*scaling.grad_scale);
+    if (scaling.norm_squared != nullptr && scaling.max_norm != 0.0f) {
+        const double clip = scaling.max_norm / (sqrt(*scaling.norm_squared) * factor + 1e-6);
+        if (!(clip >= 1.0)) factor *= clip;  // a norm that is NaN makes all gradients NaN
+    }
+    return static_cast<float>(scaling.maximize ? -factor : factor);
+}
+
+DDPCORE_HOST_DEVICE float lr_of(const StepGroup& group) {
+    return group.device_lr == nullptr ? group.lr : *group.device_lr;
+}
+
+// What decoupled weight decay multiplies the weights by.
+DDPCORE_HOST_DEVICE float kept_share(const StepGroup& group) {
+    return static_cast<float>(1.0 - static_cast<double>(lr_of(group)) * static_cast<double>(group.weight_decay));
+}
+
+// ---- SGD and LARS ----
+
+// The switches of a group. The CPU kernels pass them as constants, so that the loop over elements has no branch; on
+// CUDA they are the same for all threads, and a branch costs less than several times as many kernels.
+enum SgdFlags : int { kDecay = 1, kMomentum = 2, kNesterov = 4 };
+
+DDPCORE_HOST_DEVICE int sgd_flags(const SgdRule& rule, const StepGroup& group) {
+    const bool momentum = rule.momentum != 0.0f;
+    return (group.weight_decay != 0.0f && !rule.decoupled ? kDecay : 0) | (momentum ? kMomentum : 0) |
+           (momentum && rule.nesterov ? kNesterov : 0);
+}
+
+// The factors of one tensor's elements.
+struct SgdScales {
+    float grad;
+    float decay;
+    float momentum;
+    float one_minus_dampening;
+    float inner;      // of what enters the momentum
+    float outer;      // of what leaves it: the learning rate in SGD
+    float keep;       // of the weight: not 1 under decoupled decay
+    bool first_step;  // the momentum holds nothing yet: it becomes the direction, undampened
+};
+
+DDPCORE_HOST_DEVICE SgdScales sgd_scales(const SgdRule& rule, const StepGroup& group, float grad) {
+    return {
+        grad,
+        rule.decoupled ? 0.0f : group.weight_decay,
+        rule.momentum,
+        rule.one_minus_dampening,
+        1.0f,
+        lr_of(group),
+        rule.decoupled ? kept_share(group) : 1.0f,
+        group.step != nullptr && *group.step == 0.0f};
+}
+
+// d = g + decay*w;  m = momentum*m + (1-dampening)*d;  d = nesterov ? d + momentum*m : m;  w -= lr*d
+DDPCORE_HOST_DEVICE float sgd_element(float weight, float grad, float& momentum, const SgdScales& scales, int flags) {
+    float direction = scales.grad * grad;
+    if (flags & kDecay) direction = direction + scales.decay * weight;
+    direction = scales.inner * direction;
+    if (flags & kMomentum) {
+        const float moving = scales.momentum * momentum + scales.one_minus_dampening * direction;
+        momentum = scales.first_step ? direction : moving;
+        direction = (flags & kNesterov) ? direction + scales.momentum * momentum : momentum;
+    }
+    return scales.keep * weight - scales.outer * direction;
+}
+
+// R = trust_coefficient*|w| / (|g| + decay*|w| + eps); 1 where a norm is zero or the group is not adapted. Decoupled
+// decay is no part of the direction, so it is none of R.
+DDPCORE_HOST_DEVICE Trust
+lars_trust(const LarsRule& rule, const SgdRule& sgd, const StepGroup& group, float grad, const NormPartials& squares) {
+    const double weight_norm = sqrt(squares.weight);
+    const double grad_norm = sqrt(squares.update) * fabs(static_cast<double>(grad));
+    const double decay = sgd.decoupled ? 0.0 : static_cast<double>(group.weight_decay);
+    const bool adapt = group.adapt && weight_norm != 0.0 && grad_norm != 0.0;
+    const double ratio = static_cast<double>(rule.trust_coefficient) * weight_norm /
+                         (grad_norm + decay * weight_norm + static_cast<double>(rule.eps));
+    return {adapt ? ratio : 1.0, weight_norm, grad_norm};
+}
+
+DDPCORE_HOST_DEVICE SgdScales lars_scales(SgdScales scales, LarsVariant variant, double ratio) {
+    const double lr = scales.outer;
+    switch (variant) {
+        case LarsVariant::kYou2017:
+            scales.inner = static_cast<float>(lr * ratio);
+            scales.outer = 1.0f;
+            break;
+        case LarsVariant::kScaledGrad: scales.inner = static_cast<float>(ratio); break;
+        case LarsVariant::kScaledLr: scales.outer = static_cast<float>(lr * ratio); break;
+    }
+    return scales;
+}
+
+// ---- LAMB ----
+
+// The factors of a group's elements; beta1 and its like are rounded from double.
+struct LambScales {
+    float grad;
+    float beta1, one_minus_beta1;
+    float beta2, one_minus_beta2;
+    float debias1, debias2;  // 1 / (1 - beta^step), or 1
+    float eps;
+    float coupled_decay;
+    float update_decay;
+    float keep;
+};
+
+DDPCORE_HOST_DEVICE LambScales lamb_scales(const LambRule& rule, const StepGroup& group, float grad) {
+    const int64_t step = static_cast<int64_t>(*group.step) + 1;
+    return {
+        grad,
+        static_cast<float>(rule.beta1),
+        static_cast<float>(1.0 - rule.beta1),
+        static_cast<float>(rule.beta2),
+        static_cast<float>(1.0 - rule.beta2),
+        rule.debias ? static_cast<float>(1.0 / (1.0 - power(rule.beta1, step))) : 1.0f,
+        rule.debias ? static_cast<float>(1.0 / (1.0 - power(rule.beta2, step))) : 1.0f,
+        rule.eps,
+        rule.decay == LambDecay::kCoupled ? group.weight_decay : 0.0f,
+        rule.decay == LambDecay::kInUpdate ? group.weight_decay : 0.0f,
+        rule.decay == LambDecay::kDecoupled ? kept_share(group) : 1.0f};
+}
+
+// m = beta1*m + (1-beta1)*g;  v = beta2*v + (1-beta2)*g^2
+DDPCORE_HOST_DEVICE void lamb_moments(
+    float weight, float grad, float& exp_avg, float& exp_avg_sq, const LambScales& scales) {
+    const float direction = scales.grad * grad + scales.coupled_decay * weight;
+    exp_avg = scales.beta1 * exp_avg + scales.one_minus_beta1 * direction;
+    exp_avg_sq = scales.beta2 * exp_avg_sq + scales.one_minus_beta2 * (direction * direction);
+}
+
+// u = m_hat / (sqrt(v_hat) + eps) + decay*w. Both passes over a tensor form it, from the same numbers.
+DDPCORE_HOST_DEVICE float lamb_update(float weight, float exp_avg, float exp_avg_sq, const LambScales& scales) {
+    const float denominator = sqrtf(scales.debias2 * exp_avg_sq) + scales.eps;
+    return (scales.debias1 * exp_avg) / denominator + scales.update_decay * weight;
+}
+
+// phi(|w|) / |u|, bounded; 1 where a norm is zero or the group is not adapted.
+DDPCORE_HOST_DEVICE Trust lamb_trust(const LambRule& rule, const StepGroup& group, const NormPartials& squares) {
+    const double weight_norm = sqrt(squares.weight), update_norm = sqrt(squares.update);
+    double ratio = 1.0;
+    if (group.adapt && weight_norm != 0.0 && update_norm != 0.0) {
+        double phi = weight_norm;
+        if (phi < static_cast<double>(rule.min_weight_norm)) phi = static_cast<double>(rule.min_weight_norm);
+        if (phi > static_cast<double>(rule.max_weight_norm)) phi = static_cast<double>(rule.max_weight_norm);
+        ratio = phi / update_norm;
+        if (ratio < static_cast<double>(rule.min_ratio)) ratio = static_cast<double>(rule.min_ratio);
+        if (ratio > static_cast<double>(rule.max_ratio)) ratio = static_cast<double>(rule.max_ratio);
+    }
+    return {ratio, weight_norm, update_norm};
+}
+
+DDPCORE_HOST_DEVICE float lamb_step_size(const StepGroup& group, const Trust& trust) {
+    return static_cast<float>(static_cast<double>(lr_of(group)) * trust.ratio);
+}
+
+DDPCORE_HOST_DEVICE float lamb_element(float weight, float update, float step_size, float keep) {
+    return keep * weight - step_size * update;
+}
+
+// ---- averaging ----
 
 // One term of a mix, in the order in which the terms are given.
 DDPCORE_HOST_DEVICE float mix_element(float mixed, float peer_weight, float peer) {
     return mixed + peer_weight * peer;
-}
-
-DDPCORE_HOST_DEVICE double squared(float difference) {
-    return static_cast<double>(difference) * static_cast<double>(difference);
 }
 
 }  // namespace ddpcore

@@ -1,7 +1,8 @@
 // The CPU kernels as operators: blocks are spread over torch's own threads, so torch.set_num_threads holds.
 #include "../cpu/kernels.h"
+#include "../math.h"
 
-#include "arguments.h"
+#include "operators.h"
 
 namespace ddpcore {
 namespace {
@@ -9,79 +10,112 @@ namespace {
 inline constexpr int64_t kGrain = 32768;  // elements that are worth a thread, as in torch's own kernels
 
 template <typename Kernel, typename Args>
-void run(Kernel* kernel, const Args& args, int64_t num_blocks, int64_t numel) {
-    if (num_blocks == 0 || numel == 0) return;
+void spread(Kernel* kernel, const Args& args, int64_t begin_block, int64_t end_block, int64_t numel) {
+    if (begin_block == end_block || numel == 0) return;
     // Blocks of many small tensors are nearly empty: it takes more of them to make up a grain.
-    const int64_t grain = (kGrain * num_blocks + numel - 1) / numel;
-    torch::stable::parallel_for(0, num_blocks, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+    const int64_t grain = (kGrain * (end_block - begin_block) + numel - 1) / numel;
+    torch::stable::parallel_for(
+        begin_block, end_block, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
-template <typename Segment>
-int64_t total_numel(const std::vector<Segment>& segments) {
-    int64_t numel = 0;
-    for (const Segment& segment : segments) numel += segment.numel;
-    return numel;
-}
-
-void sgd_step_(
-    const std::vector<Tensor>& params, const std::vector<Tensor>& grads, const std::vector<Tensor>& momentum_buffers,
-    double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step) {
-    const SgdCall call(
-        params, grads, momentum_buffers,
-        sgd_rule(lr, momentum, dampening, weight_decay, nesterov, maximize, first_step));
-    run(cpu::sgd_step_, call.args, call.args.num_blocks, total_numel(call.segments));
-}
-
-Tensor mix_(
-    const Tensor& weights, const std::vector<Tensor>& peers, double self_weight,
-    const std::vector<double>& peer_weights) {
-    const MixCall call(weights, peers, self_weight, peer_weights);
-    const int64_t num_blocks = num_blocks_of(call.args.numel);
-    run(cpu::mix_, call.args, num_blocks, call.args.numel);
-    cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_peers);
-    return call.sums;
-}
-
-Tensor mix_stacked_(const Tensor& weights, const Tensor& matrix) {
-    const StackedMixCall call(weights, matrix);
-    const int64_t num_blocks = num_blocks_of(call.args.numel);
-    run(cpu::mix_stacked_, call.args, num_blocks, call.args.numel * call.args.num_learners);
-    cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_learners);
-    return call.sums;
-}
-
-Tensor mix_sgd_step_(
-    const Tensor& weights, const std::vector<Tensor>& peers, double self_weight,
-    const std::vector<double>& peer_weights, const Tensor& grad, const std::optional<Tensor>& momentum_buffer,
-    double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step) {
-    const MixCall call(weights, peers, self_weight, peer_weights);
-    const MixSgdArgs args = mix_sgd_args(
-        call.args, weights, grad, momentum_buffer,
-        sgd_rule(lr, momentum, dampening, weight_decay, nesterov, maximize, first_step));
-    const int64_t num_blocks = num_blocks_of(call.args.numel);
-    run(cpu::mix_sgd_step_, args, num_blocks, call.args.numel);
-    cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_peers);
-    return call.sums;
-}
-
-Tensor segment_norms(const std::vector<Tensor>& tensors) {
-    const NormCall call(tensors);
-    run(cpu::segment_norms, call.args, call.args.num_blocks, total_numel(call.segments));
-    for (int64_t i = 0; i < call.args.num_segments; ++i) {
-        const NormSegment& segment = call.segments[static_cast<size_t>(i)];
-        cpu::sum_partials(
-            call.args.partials + segment.first_block, call.args.sums + i, num_blocks_of(segment.numel), 1);
+// Two passes over batches of whole tensors, so small that the second pass finds in cache what the first has read there.
+// Both passes deal the blocks out to the threads alike, so each thread finds it in its own cache.
+template <typename Segment, typename First, typename Between, typename Second>
+void in_batches(
+    const std::vector<Segment>& segments, int64_t num_blocks, int64_t batch_numel, First&& first, Between&& between,
+    Second&& second) {
+    const auto num_segments = static_cast<int64_t>(segments.size());
+    for (int64_t begin = 0; begin < num_segments;) {
+        int64_t end = begin + 1, numel = segments[static_cast<size_t>(begin)].numel;
+        while (end < num_segments && numel + segments[static_cast<size_t>(end)].numel <= batch_numel) {
+            numel += segments[static_cast<size_t>(end++)].numel;
+        }
+        const int64_t begin_block = segments[static_cast<size_t>(begin)].first_block;
+        const int64_t end_block = end < num_segments ? segments[static_cast<size_t>(end)].first_block : num_blocks;
+        first(begin_block, end_block, numel);
+        between(begin, end);
+        second(begin_block, end_block, numel);
+        begin = end;
     }
-    return call.sums;
 }
+
+inline constexpr int64_t kLarsBatch = 1 << 18;  // elements, of 8 bytes: weights and gradients
+inline constexpr int64_t kLambBatch = 1 << 17;  // elements, of 12 bytes: weights and two moments
+
+void count_step(const std::vector<StepGroup>& groups) {
+    for (const StepGroup& group : groups) {
+        if (group.step != nullptr) *group.step += 1.0f;
+    }
+}
+
+struct Cpu {
+    static void run(const Tensor&, const SgdCall& call) {
+        if (skips_step(call.args.scaling)) return;
+        spread(cpu::sgd_step_, call.args, 0, call.args.num_blocks, call.tensors.numel);
+        count_step(call.tensors.groups);
+    }
+
+    static void run(const Tensor&, const SgdCall& call, const LarsArgs& args) {
+        if (skips_step(call.args.scaling)) return;
+        in_batches(
+            call.segments, call.args.num_blocks, kLarsBatch,
+            [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lars_norms, args, begin, end, numel); },
+            [&](int64_t begin, int64_t end) { cpu::lars_trust(args, begin, end); },
+            [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lars_step_, args, begin, end, numel); });
+        count_step(call.tensors.groups);
+    }
+
+    static void run(const Tensor&, const LambCall& call) {
+        const LambArgs& args = call.args;
+        if (skips_step(args.scaling)) return;
+        in_batches(
+            call.segments, args.num_blocks, kLambBatch,
+            [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lamb_moments_, args, begin, end, numel); },
+            [&](int64_t begin, int64_t end) { cpu::lamb_trust(args, begin, end); },
+            [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lamb_step_, args, begin, end, numel); });
+        count_step(call.tensors.groups);
+    }
+
+    static void run(const Tensor&, const MixCall& call) {
+        const int64_t num_blocks = num_blocks_of(call.args.numel);
+        spread(cpu::mix_, call.args, 0, num_blocks, call.args.numel);
+        cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_peers);
+    }
+
+    static void run(const Tensor&, const StackedMixCall& call) {
+        const int64_t num_blocks = num_blocks_of(call.args.numel);
+        spread(cpu::mix_stacked_, call.args, 0, num_blocks, call.args.numel * call.args.num_learners);
+        cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_learners);
+    }
+
+    static void run(const Tensor&, const MixCall& call, const MixSgdArgs& args) {
+        const int64_t num_blocks = num_blocks_of(call.args.numel);
+        spread(cpu::mix_sgd_step_, args, 0, num_blocks, call.args.numel);
+        cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_peers);
+        count_step({args.group});
+    }
+
+    static void run(const Tensor&, const NormCall& call) {
+        int64_t numel = 0;
+        for (const NormSegment& segment : call.segments) numel += segment.numel;
+        spread(cpu::segment_norms, call.args, 0, call.args.num_blocks, numel);
+        for (int64_t i = 0; i < call.args.num_segments; ++i) {
+            const NormSegment& segment = call.segments[static_cast<size_t>(i)];
+            cpu::sum_partials(
+                call.args.partials + segment.first_block, call.args.sums + i, num_blocks_of(segment.numel), 1);
+        }
+    }
+};
 
 }  // namespace
 }  // namespace ddpcore
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CPU, library) {
-    library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_));
-    library.impl("mix_", TORCH_BOX(&ddpcore::mix_));
-    library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_));
-    library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_));
-    library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms));
+    library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cpu>));
+    library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cpu>));
+    library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cpu>));
+    library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cpu>));
+    library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_<ddpcore::Cpu>));
+    library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cpu>));
+    library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cpu>));
 }

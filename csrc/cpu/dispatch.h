@@ -2,7 +2,7 @@
 // DDPCORE_CLONES mark is compiled for AVX-512, for AVX2 and for the baseline, and the loader picks one.
 #pragma once
 
-#include <utility>
+#include <algorithm>
 
 #include "../math.h"
 #include "storage.h"
@@ -49,20 +49,73 @@ DDPCORE_INLINE void add_squares(double* __restrict lanes, int64_t numel, Value&&
     for (int lane = 0; i < numel; ++i, ++lane) lanes[lane] += squared(value(i));
 }
 
-// Calls fn.template operator()<flags>() for the flags of the rule. Without momentum the other two flags never stand.
-template <typename Fn, int... all>
-DDPCORE_INLINE void with_sgd_flags(int flags, Fn&& fn, std::integer_sequence<int, all...>) {
-    (void)((flags == all ? (fn.template operator()<all>(), true) : false) || ...);
+// The squares of two values an element, each summed as by add_squares. value(i, first, second) forms them.
+template <typename Value>
+DDPCORE_INLINE NormPartials sum_two_squares(int64_t numel, Value&& value) {
+    double firsts[kLanes] = {}, seconds[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= numel; i += kLanes) {
+        float first[kLanes], second[kLanes];
+        DDPCORE_IVDEP
+        for (int lane = 0; lane < kLanes; ++lane) value(i + lane, first[lane], second[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) firsts[lane] += squared(first[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) seconds[lane] += squared(second[lane]);
+    }
+    for (int lane = 0; i < numel; ++i, ++lane) {
+        float first, second;
+        value(i, first, second);
+        firsts[lane] += squared(first);
+        seconds[lane] += squared(second);
+    }
+    return {sum_lanes(firsts), sum_lanes(seconds)};
 }
 
+// Calls fn.template operator()<flags>() for the flags of a group. Without momentum there is no nesterov.
 template <typename Fn>
-DDPCORE_INLINE void with_sgd_flags(const SgdRule& rule, Fn&& fn) {
-    with_sgd_flags(
-        sgd_flags(rule), fn,
-        std::integer_sequence<
-            int, 0, kMomentum, kMomentum | kFirstStep, kMomentum | kNesterov, kMomentum | kFirstStep | kNesterov,
-            kDecay, kDecay | kMomentum, kDecay | kMomentum | kFirstStep, kDecay | kMomentum | kNesterov,
-            kDecay | kMomentum | kFirstStep | kNesterov>{});
+DDPCORE_INLINE void with_sgd_flags(int flags, Fn&& fn) {
+    switch (flags) {
+        case 0: return fn.template operator()<0>();
+        case kDecay: return fn.template operator()<kDecay>();
+        case kMomentum: return fn.template operator()<kMomentum>();
+        case kDecay | kMomentum: return fn.template operator()<kDecay | kMomentum>();
+        case kMomentum | kNesterov: return fn.template operator()<kMomentum | kNesterov>();
+        case kDecay | kMomentum | kNesterov: return fn.template operator()<kDecay | kMomentum | kNesterov>();
+    }
+}
+
+// Calls visit(segment, first, last) for the parts of segments that the blocks [begin_block, end_block) hold, in order:
+// elements [first, last) of the segment. At most `run` blocks a part.
+template <typename Segment, typename Visit>
+DDPCORE_INLINE void for_each_part(
+    const Segment* segments, int64_t num_segments, int64_t begin_block, int64_t end_block, int64_t run, Visit&& visit) {
+    if (begin_block >= end_block) return;
+    int64_t index = segment_of_block(segments, num_segments, begin_block);
+    for (int64_t block = begin_block; block < end_block;) {
+        const Segment& segment = segments[index];
+        const int64_t segment_end = segment.first_block + num_blocks_of(segment.numel);
+        if (block >= segment_end) {
+            ++index;
+            continue;
+        }
+        const int64_t end = std::min({end_block, segment_end, block + run});
+        const int64_t first = (block - segment.first_block) * kBlock;
+        visit(segment, first, std::min((end - segment.first_block) * kBlock, segment.numel));
+        block = end;
+    }
+}
+
+// The same, block by block from the last one to the first: a second pass finds in cache what the first touched last.
+template <typename Segment, typename Visit>
+DDPCORE_INLINE void for_each_block_backwards(
+    const Segment* segments, int64_t num_segments, int64_t begin_block, int64_t end_block, Visit&& visit) {
+    if (begin_block >= end_block) return;
+    int64_t index = segment_of_block(segments, num_segments, end_block - 1);
+    for (int64_t block = end_block - 1; block >= begin_block; --block) {
+        while (segments[index].numel == 0 || block < segments[index].first_block) --index;
+        const Segment& segment = segments[index];
+        const int64_t first = (block - segment.first_block) * kBlock;
+        visit(segment, first, std::min(first + kBlock, segment.numel));
+    }
 }
 
 }  // namespace ddpcore::cpu

@@ -15,32 +15,34 @@ struct Place {
     T* param;
     const T* grad;
     T* momentum;
-    SgdRule rule;
+    SgdScales scales;
 
-    DDPCORE_INLINE Place(const MixSgdArgs& args, int64_t first)
+    DDPCORE_INLINE Place(const MixSgdArgs& args, const SgdScales& scales, int64_t first)
         : param(static_cast<T*>(args.mix.weights) + first),
           grad(static_cast<const T*>(args.grad) + first),
           momentum(args.momentum ? static_cast<T*>(args.momentum) + first : nullptr),
-          rule(args.rule) {}
+          scales(scales) {}
 
     // The mix is rounded to the storage type first, so that the two steps in one equal the two steps apart.
     template <int flags>
     DDPCORE_INLINE void step(int64_t i, float mixed) const {
-        sgd_at<flags>(param, load(store<T>(mixed)), grad, momentum, i, rule);
+        param[i] = store<T>(sgd_at<flags>(load(store<T>(mixed)), load(grad[i]), momentum, i, scales));
     }
 };
 
 }  // namespace
 
 DDPCORE_CLONES void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, int64_t end_block) {
+    const SgdScales scales = sgd_scales(args.rule, args.group, args.maximize ? -1.0f : 1.0f);
+    const int flags = sgd_flags(args.rule, args.group);
     with_storage(args.mix.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
         if (args.mix.num_peers == 1) {
-            with_sgd_flags(args.rule, [&]<int flags>() __attribute__((always_inline)) {
+            with_sgd_flags(flags, [&]<int constant>() __attribute__((always_inline)) {
                 mix_one_peer<T>(args.mix, begin_block, end_block, [&](int64_t first) __attribute__((always_inline)) {
-                    const Place<T> place(args, first);
+                    const Place<T> place(args, scales, first);
                     return [=](int64_t i, float mixed)
-                               __attribute__((always_inline)) { place.template step<flags>(i, mixed); };
+                               __attribute__((always_inline)) { place.template step<constant>(i, mixed); };
                 });
             });
             return;
@@ -48,10 +50,10 @@ DDPCORE_CLONES void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, i
         mix_tiles<T>(
             args.mix, begin_block, end_block,
             [&](int64_t first, int64_t numel, const float* mixed) __attribute__((always_inline)) {
-                const Place<T> place(args, first);
-                with_sgd_flags(args.rule, [&]<int flags>() __attribute__((always_inline)) {
+                const Place<T> place(args, scales, first);
+                with_sgd_flags(flags, [&]<int constant>() __attribute__((always_inline)) {
                     DDPCORE_IVDEP
-                    for (int64_t i = 0; i < numel; ++i) place.template step<flags>(i, mixed[i]);
+                    for (int64_t i = 0; i < numel; ++i) place.template step<constant>(i, mixed[i]);
                 });
             });
     });

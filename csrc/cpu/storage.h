@@ -78,6 +78,29 @@ DDPCORE_INLINE Float16 store<Float16>(float value) {
     return {static_cast<uint16_t>(sign | result)};
 }
 
+// The fp32 weight behind a stored one. A master that no longer rounds to the stored weight is stale: somebody else has
+// written the weight (a checkpoint, an average with neighbours), and what was written counts.
+template <typename T>
+DDPCORE_INLINE float weight_of(T param, float master) {
+    return store<T>(master).bits == param.bits ? master : load(param);
+}
+
+// One tensor's weights as a kernel meets them: with a master (which Master says) or without.
+template <typename T, bool Master>
+struct Weights {
+    T* param;
+    float* master;
+
+    DDPCORE_INLINE float operator[](int64_t i) const {
+        if constexpr (Master) return weight_of(param[i], master[i]);
+        return load(param[i]);
+    }
+    DDPCORE_INLINE void set(int64_t i, float weight) const {
+        param[i] = store<T>(weight);
+        if constexpr (Master) master[i] = weight;
+    }
+};
+
 // Calls fn with a null pointer of the storage type, so that fn's body is compiled for each.
 template <typename Fn>
 DDPCORE_INLINE void with_storage(DType dtype, Fn&& fn) {
@@ -85,6 +108,18 @@ DDPCORE_INLINE void with_storage(DType dtype, Fn&& fn) {
         case DType::kFloat32: return fn(static_cast<float*>(nullptr));
         case DType::kBFloat16: return fn(static_cast<BFloat16*>(nullptr));
         case DType::kFloat16: return fn(static_cast<Float16*>(nullptr));
+    }
+}
+
+// The same for tensors that may have masters: fn.template operator()<T, Master>(). fp32 never has.
+template <typename Fn>
+DDPCORE_INLINE void with_weights(DType dtype, bool masters, Fn&& fn) {
+    switch (dtype) {
+        case DType::kFloat32: return fn.template operator()<float, false>();
+        case DType::kBFloat16:
+            return masters ? fn.template operator()<BFloat16, true>() : fn.template operator()<BFloat16, false>();
+        case DType::kFloat16:
+            return masters ? fn.template operator()<Float16, true>() : fn.template operator()<Float16, false>();
     }
 }
 

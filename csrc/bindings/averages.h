@@ -1,0 +1,124 @@
+// The averages and sums as calls: from tensors to the plain structs of args.h.
+#pragma once
+
+#include "steps.h"
+
+namespace ddpcore {
+
+struct MixCall {
+    std::vector<const void*> peers;
+    std::vector<float> peer_weights;
+    Tensor partials;
+    Tensor sums;
+    MixArgs args{};
+
+    MixCall(
+        const Tensor& weights, const Tensors& peer_tensors, double self_weight,
+        const std::vector<double>& weights_of_peers)
+        : partials(new_sums(weights, {num_blocks_of(weights.numel()), static_cast<int64_t>(peer_tensors.size())})),
+          sums(new_sums(weights, {static_cast<int64_t>(peer_tensors.size())})) {
+        check_flat(weights, "weights");
+        STD_TORCH_CHECK(
+            weights_of_peers.size() == peer_tensors.size(),
+            "ddpcore: peers and peer_weights must have the same length");
+        for (const Tensor& peer : peer_tensors) {
+            check_like(weights, peer, "weights", "a peer");
+            STD_TORCH_CHECK(
+                peer.const_data_ptr() != weights.const_data_ptr() || weights.numel() == 0,
+                "ddpcore: a peer must not be the weights themselves");
+            peers.push_back(peer.const_data_ptr());
+        }
+        for (double weight : weights_of_peers) peer_weights.push_back(static_cast<float>(weight));
+        args = {weights.mutable_data_ptr(),
+                peers.data(),
+                peer_weights.data(),
+                static_cast<int64_t>(peers.size()),
+                static_cast<float>(self_weight),
+                weights.numel(),
+                dtype_of(weights, "weights"),
+                partials.mutable_data_ptr<double>(),
+                sums.mutable_data_ptr<double>()};
+    }
+};
+
+inline MixSgdArgs mix_sgd_args(
+    const MixArgs& mix, const Tensor& weights, const Tensor& grad, const std::optional<Tensor>& momentum_buffer,
+    const std::optional<Tensor>& step, double lr, double momentum_factor, double dampening, double weight_decay,
+    bool nesterov, bool maximize, bool decoupled) {
+    const SgdRule rule = sgd_rule(momentum_factor, dampening, nesterov, decoupled);
+    const bool momentum = rule.momentum != 0.0f;
+    check_like(weights, grad, "weights", "grad");
+    STD_TORCH_CHECK(!momentum || momentum_buffer.has_value(), "ddpcore: momentum needs a momentum_buffer");
+    if (momentum) check_like(weights, *momentum_buffer, "weights", "momentum_buffer");
+    StepGroup group{static_cast<float>(lr), static_cast<float>(weight_decay), nullptr, nullptr, false};
+    if (step.has_value()) group.step = mutable_scalar(weights, *step, "step");
+    return {mix,     grad.const_data_ptr(), momentum ? momentum_buffer->mutable_data_ptr() : nullptr, rule, group,
+            maximize};
+}
+
+struct StackedMixCall {
+    Tensor partials;
+    Tensor sums;
+    StackedMixArgs args{};
+
+    StackedMixCall(const Tensor& weights, const Tensor& matrix)
+        : partials(weights), sums(weights) {  // replaced below, once the shape is known to be right
+        STD_TORCH_CHECK(weights.dim() == 2, "ddpcore: weights must be [learners, parameters]");
+        check_flat(weights, "weights");
+        check_flat(matrix, "matrix");
+        const int64_t num_learners = weights.size(0);
+        STD_TORCH_CHECK(
+            matrix.dim() == 2 && matrix.size(0) == num_learners && matrix.size(1) == num_learners,
+            "ddpcore: matrix must be [learners, learners]");
+        STD_TORCH_CHECK(
+            matrix.scalar_type() == ScalarType::Float && same_device(matrix, weights),
+            "ddpcore: matrix must be float32 on the device of weights");
+        partials = new_sums(weights, {num_blocks_of(weights.size(1)), num_learners});
+        sums = new_sums(weights, {num_learners});
+        args = {
+            weights.mutable_data_ptr(),
+            matrix.const_data_ptr<float>(),
+            num_learners,
+            weights.size(1),
+            dtype_of(weights, "weights"),
+            partials.mutable_data_ptr<double>(),
+            sums.mutable_data_ptr<double>()};
+    }
+};
+
+struct NormCall {
+    std::vector<NormSegment> segments;
+    Tensor partials;
+    Tensor sums;
+    NormArgs args{};
+
+    explicit NormCall(const Tensors& tensors)
+        : partials(first_of(tensors)), sums(first_of(tensors)) {  // replaced below, once the sizes are known
+        int64_t num_blocks = 0;
+        for (const Tensor& tensor : tensors) {
+            STD_TORCH_CHECK(
+                tensor.scalar_type() == tensors[0].scalar_type() && same_device(tensor, tensors[0]),
+                "ddpcore: all tensors of one call must have one dtype and one device");
+            STD_TORCH_CHECK(is_dense(tensor), "ddpcore: tensors must be dense");
+            segments.push_back({tensor.const_data_ptr(), tensor.numel(), num_blocks});
+            num_blocks += num_blocks_of(tensor.numel());
+        }
+        partials = new_sums(tensors[0], {num_blocks});
+        sums = new_sums(tensors[0], {static_cast<int64_t>(tensors.size())});
+        args = {
+            segments.data(),
+            static_cast<int64_t>(segments.size()),
+            num_blocks,
+            dtype_of(tensors[0], "tensors"),
+            partials.mutable_data_ptr<double>(),
+            sums.mutable_data_ptr<double>()};
+    }
+
+  private:
+    static const Tensor& first_of(const Tensors& tensors) {
+        STD_TORCH_CHECK(!tensors.empty(), "ddpcore: segment_norms needs at least one tensor");
+        return tensors[0];
+    }
+};
+
+}  // namespace ddpcore

@@ -1,0 +1,104 @@
+// The operators, written once: Backend::run() takes each call to the kernels of its device. cpu.cpp and cuda.cpp each
+// have one. The order of the arguments is that of the schemas in library.cpp.
+#pragma once
+
+#include "averages.h"
+
+namespace ddpcore {
+
+template <typename Backend>
+void sgd_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& masters,
+    const Tensors& steps, const std::optional<Tensor>& scratch, const std::vector<int64_t>& group_sizes,
+    const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr, double momentum,
+    double dampening, bool nesterov, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
+    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm) {
+    SgdCall call(
+        params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, nullptr},
+        sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
+    STD_TORCH_CHECK(steps.empty() || scratch.has_value(), "ddpcore: steps need scratch");
+    if (scratch.has_value()) call.args.tickets = Scratch(params[0], *scratch, 0, params.size()).tickets;
+    Backend::run(params[0], call);
+    call.tensors.copies.copy_back();
+}
+
+template <typename Backend>
+void lars_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& masters,
+    const Tensors& steps, const Tensor& scratch, const Tensor& trust, const std::vector<int64_t>& group_sizes,
+    const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr,
+    const std::vector<int64_t>& adapt, std::string variant, double trust_coefficient, double eps, double momentum,
+    double dampening, bool nesterov, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
+    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm) {
+    SgdCall call(
+        params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt},
+        sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
+    const Scratch place(params[0], scratch, call.args.num_blocks, params.size());
+    call.args.tickets = place.tickets;
+    const LarsRule rule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)};
+    const LarsArgs args{call.args, rule, place.partials, trust_rows(params[0], trust, params.size())};
+    Backend::run(params[0], call, args);
+    call.tensors.copies.copy_back();
+}
+
+template <typename Backend>
+void lamb_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+    const Tensors& masters, const Tensors& steps, const Tensor& scratch, const Tensor& trust,
+    const std::vector<int64_t>& group_sizes, const std::vector<double>& lr, const std::vector<double>& weight_decay,
+    const Tensors& device_lr, const std::vector<int64_t>& adapt, double beta1, double beta2, double eps, bool debias,
+    std::string decay_mode, double min_ratio, double max_ratio, double min_weight_norm, double max_weight_norm,
+    bool maximize, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+    const std::optional<Tensor>& norm_squared, double max_norm) {
+    const LambRule rule{
+        beta1,
+        beta2,
+        static_cast<float>(eps),
+        debias,
+        lamb_decay(decay_mode),
+        static_cast<float>(min_ratio),
+        static_cast<float>(max_ratio),
+        static_cast<float>(min_weight_norm),
+        static_cast<float>(max_weight_norm)};
+    LambCall call(
+        params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt}, rule,
+        {grad_scale, found_inf, norm_squared, max_norm, maximize}, scratch, trust);
+    Backend::run(params[0], call);
+    call.tensors.copies.copy_back();
+}
+
+template <typename Backend>
+Tensor mix_(const Tensor& weights, const Tensors& peers, double self_weight, const std::vector<double>& peer_weights) {
+    const MixCall call(weights, peers, self_weight, peer_weights);
+    Backend::run(weights, call);
+    return call.sums;
+}
+
+template <typename Backend>
+Tensor mix_stacked_(const Tensor& weights, const Tensor& matrix) {
+    const StackedMixCall call(weights, matrix);
+    Backend::run(weights, call);
+    return call.sums;
+}
+
+template <typename Backend>
+Tensor mix_sgd_step_(
+    const Tensor& weights, const Tensors& peers, double self_weight, const std::vector<double>& peer_weights,
+    const Tensor& grad, const std::optional<Tensor>& momentum_buffer, const std::optional<Tensor>& step, double lr,
+    double momentum, double dampening, double weight_decay, bool nesterov, bool decoupled, bool maximize) {
+    const MixCall call(weights, peers, self_weight, peer_weights);
+    const MixSgdArgs args = mix_sgd_args(
+        call.args, weights, grad, momentum_buffer, step, lr, momentum, dampening, weight_decay, nesterov, maximize,
+        decoupled);
+    Backend::run(weights, call, args);
+    return call.sums;
+}
+
+template <typename Backend>
+Tensor segment_norms(const Tensors& tensors) {
+    const NormCall call(tensors);
+    Backend::run(tensors[0], call);
+    return call.sums;
+}
+
+}  // namespace ddpcore
