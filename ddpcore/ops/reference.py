@@ -51,9 +51,7 @@ class _Groups:
             step.add_(1)
 
 
-def _grad_factor(
-    maximize: bool, grad_scale: Tensor | None, norm_squared: Tensor | None, max_norm: float
-) -> float:
+def _grad_factor(maximize: bool, grad_scale: Tensor | None, norm_squared: Tensor | None, max_norm: float) -> float:
     factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
     if norm_squared is not None and max_norm != 0:
         clip = float(np.float32(max_norm)) / (math.sqrt(float(norm_squared)) * factor + 1e-6)
