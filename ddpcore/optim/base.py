@@ -6,10 +6,9 @@ they differ in learning rate, weight decay and adaptation alone. Batches are kep
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_, itemgetter
 from typing import Any, ClassVar
 
@@ -18,35 +17,10 @@ from torch import Tensor
 
 from ddpcore import ops
 from ddpcore.flat import FlatParameters
-from ddpcore.ops import reference
-
-Group = dict[str, Any]
-State = dict[str, Any]
+from ddpcore.optim.batch import Batch, Group, State, group_lists, on_device
+from ddpcore.optim.checks import check_one_norm
 
 _NO_STATE: State = {}
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass
-class Batch:
-    """Parameters of one kernel call, and what the call needs beside them."""
-
-    members: list[int]  # positions among the parameters of the step
-    groups: list[int]  # of the optimizer, one for each group of the call
-    sizes: list[int]  # parameters in each
-    steps: list[Tensor]  # steps taken, one for each
-    device: torch.device
-    dtype: torch.dtype
-    masters: bool
-    whole: bool = False  # the batch holds all parameters of the step
-    scratch: Tensor | None = None
-    trust: Tensor | None = None
-    norm: Tensor | None = None  # scratch of the norm of all gradients
-
-    @property
-    def kernels(self) -> Any:
-        """Where the operators are: compiled, or their twins for dtypes that no kernel takes."""
-        return ops if self.dtype in KERNEL_DTYPES else reference
 
 
 @dataclass
@@ -54,8 +28,7 @@ class _Plan:
     params: list[Tensor]
     sizes: list[int]  # parameters with gradients in each group
     shared: list[Any]
-    state: dict[Any, State]
-    num_states: int = -1
+    num_entries: int = -1  # of the states of these parameters: fewer where somebody has cleared one
     batches: list[Batch] = field(default_factory=list)
 
 
@@ -70,6 +43,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _learner: int | None = None  # of a stack, where they are stepped one by one
 
     shared_options: ClassVar[tuple[str, ...]] = ()  # what all groups of one call must agree on
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # fp32 whatever the parameter is
@@ -77,8 +51,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
         self._plan: _Plan | None = None
         self._flat: FlatParameters | None = None
-        params = list(params)
-        if not params:
+        params = params if isinstance(params, Tensor) else list(params)  # a tensor is torch's to refuse
+        if not isinstance(params, Tensor) and not params:
             raise ValueError("params is empty: pass the model's parameters")
         self._shared = itemgetter(*self.shared_options)
         super().__init__(params, defaults)
@@ -113,11 +87,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self.check_group(group)
-            if group["max_grad_norm"] != self.param_groups[0]["max_grad_norm"]:
-                raise ValueError(
-                    f"max_grad_norm is {group['max_grad_norm']} in one group and "
-                    f"{self.param_groups[0]['max_grad_norm']} in another: the norm is that of all gradients together"
-                )
+            check_one_norm([self.param_groups[0], group])
+            for param in group["params"]:
+                if param.is_complex():
+                    raise ValueError(f"a parameter is {param.dtype}: pass torch.view_as_real of it, or real parameters")
         except ValueError:
             self.param_groups.pop()
             raise
@@ -143,27 +116,37 @@ class FusedOptimizer(torch.optim.Optimizer):
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         saved = dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
         for index, param in saved.items():
-            for name, value in state_dict["state"].get(index, {}).items():
-                if name != "step" and isinstance(value, Tensor) and value.shape != param.shape:
-                    raise ValueError(
-                        f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
-                        f"the parameter has {tuple(param.shape)}"
-                    )
-        for group in state_dict["param_groups"]:
-            self.check_group({**self.defaults, **group})
+            _check_state(index, param, state_dict["state"].get(index, {}))
+        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        for group in groups:
+            self.check_group(group)
+        check_one_norm(groups)
         super().load_state_dict(state_dict)
         steps: dict[Any, Tensor] = {}  # parameters that are equally far share one tensor again
         owner = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
         for index, param in saved.items():
             given, state = state_dict["state"].get(index, {}), self.state.get(param, {})
-            for name in self.float_states:
-                if isinstance(given.get(name), Tensor):  # torch has cast it to the dtype of the parameter
-                    state[name] = given[name].to(device=param.device, dtype=torch.float32, copy=True)
+            all_wide = "master" in given or self._has_master(groups[owner[id(param)]], param)
+            for name, value in given.items():
+                if name != "step" and isinstance(value, Tensor) and (all_wide or name in self.float_states):
+                    # torch has cast it to the dtype of the parameter
+                    state[name] = value.to(device=param.device, dtype=_wide_dtype(param), copy=True)
+            if param.dtype not in (torch.bfloat16, torch.float16):
+                state.pop("master", None)  # of a model that was of 16 bits: it is its own master now
             if "step" in given:
                 key = (owner[id(param)], param.device, float(given["step"]))
                 if key not in steps:
                     steps[key] = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
                 state["step"] = steps[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. Every parameter has a ``step`` of its own, as ``torch.optim.Adam`` expects to find it."""
+        result = super().state_dict()
+        states = {
+            index: {**state, "step": state["step"].clone()} if "step" in state else state
+            for index, state in result["state"].items()
+        }
+        return {**result, "state": states}
 
     def bind(self, flat: FlatParameters) -> None:
         """Say that the parameters are views of flat buffers; with a stack of learners, each row is stepped apart."""
@@ -217,33 +200,82 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan = self._plan_of(groups, params, sizes)
         state = self.state
         states = [state.get(param, _NO_STATE) for param in params]
-        scaling = self._scaling(plan, grads)
-        for batch in plan.batches:
+        stack = None if self._flat is None else self._flat.stack
+        if stack is None or groups[0]["max_grad_norm"] is None:
+            self._step_batches(plan.batches, groups, params, grads, states)
+        else:  # each learner has a norm of its own
+            for learner in range(stack):
+                self._step_learner(learner, stack, plan.batches, groups, params, grads, states)
+        if not torch.compiler.is_compiling():  # autograd must know, to refuse a graph that needs the old weights
+            torch.autograd.graph.increment_version(params)
+
+    def _step_batches(
+        self,
+        batches: list[Batch],
+        groups: Sequence[Group],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+    ) -> None:
+        scaling = self._scaling(batches, groups, grads)
+        for batch in batches:
             members = batch.members
             if batch.whole:
                 mine = params, grads, states
             else:
                 mine = [params[i] for i in members], [grads[i] for i in members], [states[i] for i in members]
             options = [groups[index] for index in batch.groups]
-            common = {**scaling[batch.device], **_group_lists(options, batch)}
+            common = {**scaling[batch.device], **group_lists(options, batch)}
             self.run(batch, options, *mine, {**common, "maximize": options[0]["maximize"]})
-        if not torch.compiler.is_compiling():  # autograd must know, to refuse a graph that needs the old weights
-            torch.autograd.graph.increment_version(params)
+
+    def _step_learner(
+        self,
+        learner: int,
+        num_learners: int,
+        batches: list[Batch],
+        groups: Sequence[Group],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+    ) -> None:
+        """Step one learner's rows of all stacks."""
+        mine = []
+        for batch in batches:
+            assert batch.trust is not None
+            mine.append(
+                replace(
+                    batch,
+                    sizes=[size // num_learners for size in batch.sizes],
+                    # The step is counted once, by the last learner.
+                    steps=batch.steps if learner == num_learners - 1 else [step.clone() for step in batch.steps],
+                    trust=batch.trust[learner::num_learners].clone(),
+                )
+            )
+        self._learner = learner
+        try:
+            self._step_batches(mine, groups, params, grads, states)
+        finally:
+            self._learner = None
+        for batch, part in zip(batches, mine, strict=True):
+            assert batch.trust is not None
+            assert part.trust is not None
+            batch.trust[learner::num_learners].copy_(part.trust)
 
     def _plan_of(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int]) -> _Plan:
         shared = [(self._shared(group), isinstance(group["lr"], Tensor)) for group in groups]
         plan = self._plan
+        state = self.state
         if (
             plan is None
             or plan.sizes != sizes
             or plan.shared != shared
-            or plan.state is not self.state
-            or plan.num_states != len(self.state)
             or not all(map(is_, plan.params, params))
+            or plan.num_entries != sum(len(state.get(param, _NO_STATE)) for param in params)
+            or any(params[batch.members[0]].dtype != batch.dtype for batch in plan.batches)
         ):
-            plan = _Plan(params, sizes, shared, self.state)
+            plan = _Plan(params, sizes, shared)
             plan.batches = self._batches(groups, params, sizes, shared)
-            plan.num_states = len(self.state)
+            plan.num_entries = sum(len(state.get(param, _NO_STATE)) for param in params)
             self._plan = plan
         return plan
 
@@ -251,19 +283,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], shared: list[Any]
     ) -> list[Batch]:
         keyed: dict[Any, list[tuple[int, int, Tensor]]] = {}
+        ages: dict[int, int] = {}  # steps in the order in which they are met, the same in every run
         position = 0
         for index, size in enumerate(sizes):
-            fresh: dict[torch.device, Tensor] = {}
+            fresh: dict[tuple[torch.device, float], Tensor] = {}
             for param in params[position : position + size]:
                 self._begin(groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
+                ages.setdefault(id(state.get("step")), len(ages))
                 key = (param.dtype, param.device, "master" in state, shared[index])
                 keyed.setdefault(key, []).append((position, index, state.get("step")))
                 position += 1
         batches = []
         for (dtype, device, masters, _), entries in keyed.items():
             batch = Batch([], [], [], [], device, dtype, masters)
-            for member, index, step in sorted(entries, key=lambda entry: (entry[1], id(entry[2]), entry[0])):
+            for member, index, step in sorted(entries, key=lambda entry: (entry[1], ages[id(entry[2])], entry[0])):
                 if not batch.groups or batch.groups[-1] != index or (step is not None and batch.steps[-1] is not step):
                     batch.groups.append(index)
                     batch.sizes.append(0)
@@ -275,8 +309,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             segments = self.rows([params[i] for i in batch.members])
             batch.sizes = [size * len(segments) // len(batch.members) for size in batch.sizes]
             batch.scratch, batch.trust = ops.new_scratch(segments), ops.new_trust(segments)
-            if groups[batch.groups[0]]["max_grad_norm"] is not None:
-                batch.norm = torch.zeros(1 + ops.num_blocks(segments), dtype=torch.float64, device=device)
+            batch.norm = torch.zeros(1 + ops.num_blocks(segments), dtype=torch.float64, device=device)
             batches.append(batch)
         return batches
 
@@ -284,48 +317,55 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The tensors that the kernels see: of stacks of learners, each learner's."""
         if self._flat is None or self._flat.stack is None:
             return tensors
+        if self._learner is not None:
+            return [stack[self._learner] for stack in tensors]
         return [row for stack in tensors for row in stack.unbind(0)]
 
-    def _begin(self, group: Group, param: Tensor, fresh: dict[torch.device, Tensor]) -> None:
+    @staticmethod
+    def _has_master(group: Group, param: Tensor) -> bool:
+        return bool(group["master_weights"]) and param.dtype in (torch.bfloat16, torch.float16)
+
+    def _begin(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
         """Make the state of a parameter that has none; those that begin together share a step."""
         names = self.state_names(group)
         if not names and not group["master_weights"]:
             return
         state = self.state[param]
-        if group["master_weights"] and param.dtype in (torch.bfloat16, torch.float16) and "master" not in state:
+        if self._has_master(group, param) and "master" not in state:
             state["master"] = param.detach().to(torch.float32, copy=True)
         if not names:
             return
         missing = [name for name in names if state.get(name) is None]
         for name in missing:
             wide = name in self.float_states or "master" in state
-            state[name] = torch.zeros_like(param, dtype=torch.float32 if wide and param.dtype.itemsize == 2 else None)
-        if missing:
-            if param.device not in fresh:
-                fresh[param.device] = torch.zeros(1, dtype=torch.float32, device=param.device)
-            state["step"] = fresh[param.device]
-        elif "step" not in state:  # of torch.optim.SGD, which does not count
-            state["step"] = torch.ones(1, dtype=torch.float32, device=param.device)
+            state[name] = torch.zeros_like(param, dtype=_wide_dtype(param) if wide else None)
+        if missing or "step" not in state:
+            begun = (param.device, 0.0 if missing else 1.0)  # 1: of torch.optim.SGD, which does not count
+            if begun not in fresh:
+                fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
+            state["step"] = fresh[begun]
 
     # ---- gradients: their scale and their norm ----
 
-    def _scaling(self, plan: _Plan, grads: list[Tensor]) -> dict[torch.device, dict[str, Any]]:
+    def _scaling(
+        self, batches: list[Batch], groups: Sequence[Group], grads: list[Tensor]
+    ) -> dict[torch.device, dict[str, Any]]:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        max_norm = self.param_groups[0]["max_grad_norm"]
-        norm = None if max_norm is None else self._norm_squared(plan, grads)
+        max_norm = groups[0]["max_grad_norm"]
+        norm = None if max_norm is None else self._norm_squared(batches, grads)
         return {
             batch.device: {
-                "grad_scale": _on(grad_scale, batch.device),
-                "found_inf": _on(found_inf, batch.device),
-                "norm_squared": _on(norm, batch.device),
+                "grad_scale": on_device(grad_scale, batch.device),
+                "found_inf": on_device(found_inf, batch.device),
+                "norm_squared": on_device(norm, batch.device),
                 "max_norm": 0.0 if max_norm is None else max_norm,
             }
-            for batch in plan.batches
+            for batch in batches
         }
 
-    def _norm_squared(self, plan: _Plan, grads: list[Tensor]) -> Tensor:
+    def _norm_squared(self, batches: list[Batch], grads: list[Tensor]) -> Tensor:
         total = None
-        for batch in plan.batches:
+        for batch in batches:
             assert batch.norm is not None
             batch.kernels.total_norm_(self.rows([grads[i] for i in batch.members]), batch.norm)
             part = batch.norm[:1]
@@ -334,73 +374,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         return total
 
 
-def _group_lists(options: Sequence[Group], batch: Batch) -> dict[str, Any]:
-    lr = [group["lr"] for group in options]
-    device_lr: list[Tensor] = []
-    if isinstance(lr[0], Tensor):
-        if all(tensor.device == batch.device for tensor in lr):
-            device_lr, lr = [tensor.to(torch.float32) for tensor in lr], [0.0] * len(lr)
-        else:
-            lr = [float(tensor) for tensor in lr]
-    return {
-        "lr": lr,
-        "device_lr": device_lr,
-        "weight_decay": [group["weight_decay"] for group in options],
-        "group_sizes": batch.sizes,
-    }
+def _check_state(index: Any, param: Tensor, state: State) -> None:
+    for name, value in state.items():
+        if name == "step":
+            if torch.as_tensor(value).numel() != 1:
+                raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be one number")
+        elif isinstance(value, Tensor) and value.shape != param.shape:
+            raise ValueError(
+                f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
+                f"the parameter has {tuple(param.shape)}"
+            )
 
 
-def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return tensor if tensor is None or tensor.device == device else tensor.to(device, non_blocking=True)
-
-
-# ---- checks of options ----
-
-
-def check_number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
-    """Raise ValueError unless ``low <= value < below``."""
-    if not low <= value < below:
-        range_ = f"of at least {low:g}" if below == math.inf else f"in [{low:g}, {below:g})"
-        raise ValueError(f"{name} is {value}: it must be a number {range_}")
-
-
-def check_lr(lr: float | Tensor) -> None:
-    """A learning rate may be a tensor, which is not read here: that would wait for the device."""
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr is a tensor of {lr.numel()} elements: it must have one")
-        if lr.device.type != "cpu":
-            return
-    check_number("lr", float(lr))
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ValueError unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
-
-
-def check_common(group: Group) -> None:
-    """The options that all fused optimizers have."""
-    check_lr(group["lr"])
-    check_number("weight_decay", group["weight_decay"])
-    if group["max_grad_norm"] is not None and not (0 < group["max_grad_norm"] < math.inf):
-        raise ValueError(f"max_grad_norm is {group['max_grad_norm']}: it must be a number above 0, or None")
-
-
-def check_momentum(group: Group) -> None:
-    """The options of momentum SGD."""
-    check_number("momentum", group["momentum"])
-    if not math.isfinite(group["dampening"]):
-        raise ValueError(f"dampening is {group['dampening']}: it must be a number")
-    if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-        raise ValueError(
-            f"nesterov is True with momentum {group['momentum']} and dampening {group['dampening']}: "
-            "it needs momentum > 0 and dampening 0"
-        )
-
-
-def check_accepted(differentiable: bool) -> None:
-    """``foreach``, ``fused`` and ``capturable`` are taken as torch takes them and change nothing: this is one path."""
-    if differentiable:
-        raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
+def _wide_dtype(param: Tensor) -> torch.dtype:
+    """Of a state that keeps more bits than a 16-bit parameter."""
+    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ddpcore.optim.base import Batch, Group, State, check_accepted, check_choice, check_common, check_number
+from ddpcore.optim.batch import Batch, Group, State
+from ddpcore.optim.checks import check_accepted, check_choice, check_common, check_number, is_number
 from ddpcore.optim.trust import AdaptiveOptimizer
 
 VARIANTS = ("paper", "nvlamb", "undebiased")
@@ -113,16 +114,16 @@ class FusedLAMB(AdaptiveOptimizer):
     def check_group(self, group: Group) -> None:
         """See :class:`FusedOptimizer`."""
         check_common(group)
-        if len(group["betas"]) != 2:
+        if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
             raise ValueError(f"betas is {group['betas']}: it must be two numbers")
         for index, beta in enumerate(group["betas"]):
             check_number(f"betas[{index}]", beta, below=1.0)
         check_number("eps", group["eps"])
         check_choice("variant", group["variant"], VARIANTS)
         check_choice("decay_mode", group["decay_mode"], DECAY_MODES)
+        check_choice("always_adapt", group["always_adapt"], (True, False, None))
         for name in ("trust_clip", "weight_norm_clip"):
-            low, high = _bounds(group[name])
-            if not 0 <= low <= high or high == 0:
+            if not _is_clip(group[name]):
                 raise ValueError(f"{name} is {group[name]}: it must be a number above 0, or (lower, upper)")
 
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -170,6 +171,14 @@ class FusedLAMB(AdaptiveOptimizer):
         if group["always_adapt"] is not None:
             return bool(group["always_adapt"])
         return group["variant"] != "paper" or all(other["weight_decay"] == 0 for other in self.param_groups)
+
+
+def _is_clip(clip: Any) -> bool:
+    if clip is None or is_number(clip):
+        return clip is None or clip > 0
+    if not isinstance(clip, Sequence) or len(clip) != 2 or not all(is_number(bound) for bound in clip):
+        return False
+    return 0 <= clip[0] <= clip[1] and clip[0] < math.inf and clip[1] > 0
 
 
 def _bounds(clip: Clip) -> tuple[float, float]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpcore.optim.base import (
-    Batch,
-    Group,
-    State,
-    check_accepted,
-    check_choice,
-    check_common,
-    check_momentum,
-    check_number,
-)
+from ddpcore.optim.batch import Batch, Group, State
+from ddpcore.optim.checks import check_accepted, check_choice, check_common, check_momentum, check_number
 from ddpcore.optim.trust import AdaptiveOptimizer, TrustRatio
 
 VARIANTS = ("you2017", "scaled_grad", "scaled_lr")
@@ -121,6 +114,7 @@ class FusedLARS(AdaptiveOptimizer):
         check_number("trust_coefficient", group["trust_coefficient"])
         check_number("eps", group["eps"])
         check_choice("variant", group["variant"], VARIANTS)
+        check_choice("always_adapt", group["always_adapt"], (True, False))
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """See :class:`FusedOptimizer`."""
@@ -160,19 +154,21 @@ class FusedLARS(AdaptiveOptimizer):
 
     @torch.no_grad()
     def convert(self, variant: str) -> None:
-        """Go on as another variant: the momentum is rescaled with the learning rate and ratios of the last step.
+        """Go on as another variant: the momentum is rescaled, so that the step it causes stays as long as it was.
 
         The buffers hold ``lr*R*d`` (you2017), ``R*d`` (scaled_grad) or ``d`` (scaled_lr), so they differ by these
-        factors: exactly while both are constant, else as of the last step.
+        factors. R is that of the last step, lr the one that is set now: exact while both are constant.
 
         Raises:
-            ValueError: the variant is unknown, or momentum was kept but no step was taken that has ratios.
+            ValueError: the variant is unknown, or momentum was kept but there is no step with a ratio, or a factor is
+                zero or no number. Nothing is changed then.
         """
         check_choice("variant", variant, VARIANTS)
         ratios = self.trust_ratios()
+        factors: list[tuple[Tensor, float]] = []
         for (name, param), group in self.named_parameters():
             buffer = self.state.get(param, {}).get("momentum_buffer")
-            if buffer is None:
+            if buffer is None or variant == group["variant"]:
                 continue
             if name not in ratios:
                 raise ValueError(f"parameter {name} has momentum but no ratio yet: convert after a step")
@@ -180,10 +176,16 @@ class FusedLARS(AdaptiveOptimizer):
             one = isinstance(rows, TrustRatio)
             for part, row in zip([buffer] if one else buffer.unbind(0), [rows] if one else rows, strict=True):
                 assert isinstance(row, TrustRatio)
-                part.mul_(_held(variant, lr, row.ratio) / _held(group["variant"], lr, row.ratio))
+                old, new = _held(group["variant"], lr, row.ratio), _held(variant, lr, row.ratio)
+                if not (0 < old < math.inf and 0 < new < math.inf):
+                    raise ValueError(
+                        f"parameter {name} had ratio {row.ratio} and has lr {lr}: its momentum cannot be converted"
+                    )
+                factors.append((part, new / old))
+        for part, factor in factors:
+            part.mul_(factor)
         for group in self.param_groups:
             group["variant"] = variant
-        self._plan = None
 
 
 def _held(variant: str, lr: float, ratio: float) -> float:

@@ -8,7 +8,8 @@ from torch import Tensor
 from ddpcore import ops
 from ddpcore.flat import FlatParameters, Segment
 from ddpcore.ops import Mixture
-from ddpcore.optim.base import KERNEL_DTYPES, FusedOptimizer, Group
+from ddpcore.optim.base import FusedOptimizer
+from ddpcore.optim.batch import KERNEL_DTYPES, Group
 
 
 class MixingOptimizer(FusedOptimizer):
@@ -79,8 +80,9 @@ class MixingOptimizer(FusedOptimizer):
             return False
         if group["momentum"] == 0:
             return True
-        steps = [self.state[p].get("step") if p in self.state else None for p in params]
-        return all(step is steps[0] for step in steps)
+        states = [self.state.get(p, {}) for p in params]
+        points = [(id(state.get("step")), state.get("momentum_buffer") is None) for state in states]
+        return all(point == points[0] for point in points)
 
     def _step_columns(self, group: Group, flat: FlatParameters, mixture: Mixture | None) -> None:
         flat.gather_grads()

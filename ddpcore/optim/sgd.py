@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ddpcore.optim.base import Batch, Group, State, check_accepted, check_common, check_momentum
+from ddpcore.optim.batch import Batch, Group, State
+from ddpcore.optim.checks import check_accepted, check_common, check_momentum
 from ddpcore.optim.mixing import MixingOptimizer
 
 
