@@ -18,7 +18,7 @@ from torch import Tensor
 from ddpcore import ops
 from ddpcore.flat import FlatParameters
 from ddpcore.optim.batch import Batch, Group, State, group_lists, on_device
-from ddpcore.optim.checks import check_one_norm
+from ddpcore.optim.checks import check_one_norm, check_state
 
 _NO_STATE: State = {}
 
@@ -116,7 +116,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         saved = dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
         for index, param in saved.items():
-            _check_state(index, param, state_dict["state"].get(index, {}))
+            check_state(index, param, state_dict["state"].get(index, {}))
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         for group in groups:
             self.check_group(group)
@@ -287,7 +287,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         position = 0
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
-            for param in params[position : position + size]:
+            members = params[position : position + size]
+            self._part(groups[index], members)
+            for param in members:
                 self._begin(groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
                 ages.setdefault(id(state.get("step")), len(ages))
@@ -320,6 +322,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._learner is not None:
             return [stack[self._learner] for stack in tensors]
         return [row for stack in tensors for row in stack.unbind(0)]
+
+    def _part(self, group: Group, members: list[Tensor]) -> None:
+        """Steps that parameters share with some that now take no step: from here on they count apart."""
+        taking = set(map(id, members))
+        state = self.state
+        left = {id(state[p].get("step")) for p in group["params"] if id(p) not in taking and p in state}
+        own: dict[int, Tensor] = {}
+        for param in members:
+            step = state[param].get("step") if param in state else None
+            if step is not None and id(step) in left:
+                state[param]["step"] = own.setdefault(id(step), step.clone())
 
     @staticmethod
     def _has_master(group: Group, param: Tensor) -> bool:
@@ -372,18 +385,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             total = part if total is None else total + part.to(total.device)
         assert total is not None
         return total
-
-
-def _check_state(index: Any, param: Tensor, state: State) -> None:
-    for name, value in state.items():
-        if name == "step":
-            if torch.as_tensor(value).numel() != 1:
-                raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be one number")
-        elif isinstance(value, Tensor) and value.shape != param.shape:
-            raise ValueError(
-                f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
-                f"the parameter has {tuple(param.shape)}"
-            )
 
 
 def _wide_dtype(param: Tensor) -> torch.dtype:

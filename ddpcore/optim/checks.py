@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Group = dict[str, Any]
@@ -80,3 +81,16 @@ def check_accepted(differentiable: bool) -> None:
     """``foreach``, ``fused`` and ``capturable`` are taken as torch takes them and change nothing: this is one path."""
     if differentiable:
         raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
+
+
+def check_state(index: Any, param: Tensor, state: dict[str, Any]) -> None:
+    """Of a state_dict: whether it is one of this parameter."""
+    for name, value in state.items():
+        if name == "step":
+            if torch.as_tensor(value).numel() != 1:
+                raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be one number")
+        elif isinstance(value, Tensor) and value.shape != param.shape:
+            raise ValueError(
+                f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
+                f"the parameter has {tuple(param.shape)}"
+            )
