@@ -3,23 +3,23 @@
 In float64, where both compute their equation to 1e-15, so that a difference in the rule cannot hide behind rounding.
 ``s`` stands for any learning rate, momentum, betas and decay. Ours, and what it equals:
 
-====================================================== =====================================================
-FusedSGD(s)                                            torch.optim.SGD(s), bit for bit without momentum's sums
-FusedLAMB(s, always_adapt=False, eps=e)                torch.optim.Adam(s, eps=e), no decay
-FusedLAMB(s, trust_clip=(1, 1), decay_mode="coupled")  torch.optim.Adam(s, weight_decay=d)
-FusedLAMB(s, trust_clip=(1, 1), decay_mode="decoupled") torch.optim.AdamW(s, weight_decay=d)
-FusedLARS(s, variant="scaled_grad")                    timm.optim.Lars(s, always_adapt=True)
-  the same with always_adapt=False, without decay      timm.optim.Lars(s), no decay
-FusedLAMB(s, variant="paper", always_adapt=False)      timm.optim.Lamb(s, max_grad_norm=None)
-FusedLAMB(s, variant="paper", always_adapt=True)       timm.optim.Lamb(s, max_grad_norm=None, always_adapt=True)
-  and trust_clip=1.0                                   and trust_clip=True
-FusedLARS(s, variant="scaled_grad", trust_coefficient=t) torch_optimizer.LARS(s, trust_coefficient=t), with decay
-  always_adapt=False                                   without decay
-FusedLAMB(s, variant="undebiased", weight_norm_clip=c) torch_optimizer.Lamb(s, clamp_value=c)
-FusedLAMB(s, variant="paper", always_adapt=False, eps=0) torch_optimizer.Lamb(s, adam=True, debias=True, eps=0), no decay
-FusedLARS(param_groups(model, d), s, variant="scaled_grad", eps=0)  pytorch_optimizer.LARS(s, weight_decay=d)
-FusedLAMB(s, variant="undebiased", weight_norm_clip=10, eps=0)  pytorch_optimizer.Lamb(s, weight_decouple=False, eps=0)
-====================================================== =====================================================
+- ``FusedSGD(s)`` = ``torch.optim.SGD(s)``
+- ``FusedLAMB(s, always_adapt=False, eps=1e-8)`` = ``torch.optim.Adam(s)`` without decay
+- ``FusedLAMB(s, trust_clip=(1, 1), decay_mode="coupled", eps=1e-8)`` = ``torch.optim.Adam(s)``
+- ``FusedLAMB(s, trust_clip=(1, 1), decay_mode="decoupled", eps=1e-8)`` = ``torch.optim.AdamW(s)``
+- ``FusedLARS(s, variant="scaled_grad", trust_coefficient=t)`` =
+  ``timm.optim.Lars(s, trust_coeff=t, always_adapt=True)`` = ``torch_optimizer.LARS(s, trust_coefficient=t)`` where there is decay
+- ``FusedLARS(s, variant="scaled_grad", trust_coefficient=t, always_adapt=False)`` = ``timm.optim.Lars(s)``
+  = ``torch_optimizer.LARS(s)`` without decay
+- ``FusedLARS(param_groups(model, d), s, variant="scaled_grad", eps=0)`` = ``pytorch_optimizer.LARS(s, weight_decay=d)``
+- ``FusedLAMB(s, variant="paper", always_adapt=a)`` = ``timm.optim.Lamb(s, always_adapt=a, max_grad_norm=None)``;
+  ``trust_clip=1.0`` = ``trust_clip=True``; ``variant="undebiased"`` = ``bias_correction=False``
+- ``FusedLAMB(s, variant="undebiased", weight_norm_clip=c)`` = ``torch_optimizer.Lamb(s, clamp_value=c)``
+- ``FusedLAMB(s, variant="undebiased", always_adapt=False)`` = ``torch_optimizer.Lamb(s, adam=True)`` without decay
+- ``FusedLAMB(s, variant="paper", always_adapt=False, eps=0)`` =
+  ``torch_optimizer.Lamb(s, adam=True, debias=True, eps=0)`` without decay
+- ``FusedLAMB(s, variant="undebiased", weight_norm_clip=10, eps=0)``
+  = ``pytorch_optimizer.Lamb(s, weight_decouple=False, adam_debias=True, eps=0)``
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def farthest(ours: Make, theirs: Make, dtype: torch.dtype = torch.float64) -> fl
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5 if step == STEPS // 2 else 1.0
             optimizer.step()
-    moved = (list(nets[0].parameters())[0] - list(net(dtype).parameters())[0]).abs().max()
+    moved = (nets[0][0].weight - net(dtype)[0].weight).abs().max()
     assert moved > 1e-5, "a comparison of steps that do nothing shows nothing"
     pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
     return max((one - two).abs().max().item() for one, two in pairs)
@@ -194,10 +194,12 @@ def test_dampening_of_pytorch_optimizer_acts_at_the_first_step():
 def test_lamb_of_pytorch_optimizer(decay, foreach):
     theirs = library("pytorch_optimizer").Lamb
     options = {**ADAM, "weight_decay": decay}
+    same = {"weight_decouple": False, "adam_debias": True, "foreach": foreach}
+    for eps, assert_ in ((0.0, assert_equal_rules), (0.1, assert_unequal_rules)):
+        ours = made(FusedLAMB, variant="undebiased", weight_norm_clip=10.0, eps=eps, **options)
+        assert_(ours, made(theirs, eps=eps, **same, **options))
     ours = made(FusedLAMB, variant="undebiased", weight_norm_clip=10.0, eps=0.0, **options)
-    assert_equal_rules(ours, made(theirs, weight_decouple=False, eps=0.0, foreach=foreach, **options))
-    ours = made(FusedLAMB, variant="undebiased", weight_norm_clip=10.0, eps=0.1, **options)
-    assert_unequal_rules(ours, made(theirs, weight_decouple=False, eps=0.1, foreach=foreach, **options))
+    assert_unequal_rules(ours, made(theirs, eps=0.0, **{**same, "adam_debias": False}, **options))
 
 
 def test_other_libraries_take_our_groups():
