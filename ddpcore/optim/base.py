@@ -284,6 +284,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> list[Batch]:
         keyed: dict[Any, list[tuple[int, int, Tensor]]] = {}
         ages: dict[int, int] = {}  # steps in the order in which they are met, the same in every run
+        homes: dict[int, Any] = {}  # who counts a step: only one batch and group may
+        apart: dict[Any, Tensor] = {}
         position = 0
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
@@ -292,8 +294,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in members:
                 self._begin(groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
-                ages.setdefault(id(state.get("step")), len(ages))
                 key = (param.dtype, param.device, "master" in state, shared[index])
+                step = state.get("step")
+                if step is not None and homes.setdefault(id(step), (key, index)) != (key, index):
+                    state["step"] = apart.setdefault((id(step), key, index), step.clone())
+                ages.setdefault(id(state.get("step")), len(ages))
                 keyed.setdefault(key, []).append((position, index, state.get("step")))
                 position += 1
         batches = []

@@ -8,7 +8,8 @@ In float64, where both compute their equation to 1e-15, so that a difference in 
 - ``FusedLAMB(s, trust_clip=(1, 1), decay_mode="coupled", eps=1e-8)`` = ``torch.optim.Adam(s)``
 - ``FusedLAMB(s, trust_clip=(1, 1), decay_mode="decoupled", eps=1e-8)`` = ``torch.optim.AdamW(s)``
 - ``FusedLARS(s, variant="scaled_grad", trust_coefficient=t)`` =
-  ``timm.optim.Lars(s, trust_coeff=t, always_adapt=True)`` = ``torch_optimizer.LARS(s, trust_coefficient=t)`` where there is decay
+  ``timm.optim.Lars(s, trust_coeff=t, always_adapt=True)`` =
+  ``torch_optimizer.LARS(s, trust_coefficient=t)`` where there is decay
 - ``FusedLARS(s, variant="scaled_grad", trust_coefficient=t, always_adapt=False)`` = ``timm.optim.Lars(s)``
   = ``torch_optimizer.LARS(s)`` without decay
 - ``FusedLARS(param_groups(model, d), s, variant="scaled_grad", eps=0)`` = ``pytorch_optimizer.LARS(s, weight_decay=d)``

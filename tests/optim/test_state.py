@@ -84,7 +84,8 @@ def test_a_file_in_the_middle_changes_no_bit(make, kind, gap, tmp_path):
     assert same_tree(again.state_dict()["state"], optimizers[1].state_dict()["state"])
     steps(resumed, again, range(3, 6), gap)
     assert_same(straight, resumed)
-    assert same_tree(again.state_dict(), optimizers[0].state_dict())
+    assert same_tree(again.state_dict()["state"], optimizers[0].state_dict()["state"])
+    assert again.param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
 
 
 @every

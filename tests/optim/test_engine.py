@@ -1,0 +1,150 @@
+"""Flat buffers, virtual learners and compiled steps give the bits of plain lists in eager mode."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore.flat import FlatParameters
+from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD, TrustRatio
+
+MAKES: dict[str, Any] = {
+    "sgd": lambda p, **more: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01, **more),
+    "lars": lambda p, **more: FusedLARS(p, lr=0.1, weight_decay=0.01, trust_coefficient=0.5, **more),
+    "lamb": lambda p, **more: FusedLAMB(p, lr=0.01, weight_decay=0.01, **more),
+}
+every = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+L = 4
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
+
+
+def give(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def assert_same(left: nn.Module, right: nn.Module) -> None:
+    assert all(torch.equal(one, two) for one, two in zip(left.parameters(), right.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@every
+def test_a_list_and_a_flat_buffer(make, clip):
+    models = [net(), net()]
+    flat = FlatParameters(models[1].named_parameters())
+    optimizers = [make(model.parameters(), max_grad_norm=clip) for model in models]
+    optimizers[1].bind(flat)
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            give(model, step)
+            optimizer.step()
+    assert_same(*models)
+    if make is not MAKES["sgd"]:
+        assert optimizers[0].trust_ratios() == optimizers[1].trust_ratios()
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@every
+def test_four_virtual_learners_are_four_learners(make, clip):
+    """Each has its own weights, norms, ratios and, with max_grad_norm, its own length of all its gradients.
+
+    They are driven apart by gossip-free steps: the stack is stepped as ``distribute`` leaves it, without an average.
+    """
+    template = net()
+    alone = [copy.deepcopy(template) for _ in range(L)]
+    flat = FlatParameters(template.named_parameters(), stack=L)
+    stacked = make(template.parameters(), max_grad_norm=clip)
+    stacked.bind(flat)
+    optimizers = [make(model.parameters(), max_grad_norm=clip) for model in alone]
+    for step in range(4):
+        for index, model in enumerate(alone):
+            give(model, 10 * step + index)
+        for stack, *rows in zip(template.parameters(), *(model.parameters() for model in alone), strict=True):
+            stack.grad = torch.stack([row.grad for row in rows])
+        for optimizer in (stacked, *optimizers):
+            optimizer.step()
+    for stack, *rows in zip(template.parameters(), *(model.parameters() for model in alone), strict=True):
+        assert torch.equal(stack, torch.stack(list(rows)))
+        assert all(optimizer.state[row]["step"] == 4 for optimizer, row in zip(optimizers, rows, strict=True))
+        assert stacked.state[stack]["step"] == 4
+    if make is not MAKES["sgd"]:
+        reported = stacked.trust_ratios()
+        for name, rows in reported.items():
+            assert isinstance(rows, list)
+            assert rows == [optimizer.trust_ratios()[name] for optimizer in optimizers]
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@every
+def test_synchronous_learners_are_one_learner_with_the_average_gradient(make, clip):
+    """``distribute`` with SSGD and a clip: all learners hold one learner's weights, whose gradient is the mean."""
+    model, single = net(), net()
+    optimizer, alone = make(model.parameters(), max_grad_norm=clip), make(single.parameters(), max_grad_norm=clip)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=L)
+    for step in range(4):
+        inputs = torch.randn(L, 8, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        sum(row.square().mean() for row in handle.model(inputs)).backward()
+        for stack, param in zip(model.parameters(), single.parameters(), strict=True):
+            assert all(torch.equal(stack.grad[0], row) for row in stack.grad)
+            param.grad = stack.grad[0].clone()
+        optimizer.step()
+        alone.step()
+    for stack, param in zip(model.parameters(), single.parameters(), strict=True):
+        assert all(torch.equal(row, param) for row in stack)
+    if make is not MAKES["sgd"]:
+        rows = optimizer.trust_ratios()[0]
+        assert len(rows) == L
+        assert all(isinstance(row, TrustRatio) and row == rows[0] for row in rows)
+
+
+def breaks_of(make: Any, whole: bool) -> tuple[int, list[Tensor], list[Tensor]]:
+    """Graph breaks of a compiled step, and the weights after four steps, compiled and not."""
+    torch._dynamo.reset()
+    models = [net(), net()]
+    ends = []
+    for model, compiled in zip(models, (True, False), strict=True):
+        optimizer = make(model.parameters())
+
+        def train(inputs: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        def step(optimizer: Any = optimizer) -> None:
+            optimizer.step()
+
+        torch._dynamo.utils.counters.clear()
+        function = train if whole else step
+        function = torch.compile(function, backend="eager") if compiled else function
+        for number in range(4):
+            model.zero_grad()
+            inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+            if whole:
+                function(inputs)
+            else:
+                model(inputs).square().mean().backward()
+                function()
+        if compiled:
+            breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        ends.append([param.detach() for param in model.parameters()])
+    return breaks, *ends
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "forward, backward and step"])
+@every
+def test_a_compiled_step_has_the_bits_of_an_eager_one(make, whole):
+    """And no more graph breaks than torch's own optimizer in its place."""
+    breaks, compiled, eager = breaks_of(make, whole)
+    assert all(map(torch.equal, compiled, eager))
+    theirs = torch.optim.AdamW if make is MAKES["lamb"] else lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+    assert breaks <= breaks_of(theirs, whole)[0]
