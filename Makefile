@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -na
 BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest ruff mypy clang-format
+TOOLS := pytest hypothesis ruff mypy clang-format
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: bench test check lint types cpp build clean

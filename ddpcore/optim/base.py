@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -54,7 +54,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = params if isinstance(params, Tensor) else list(params)  # a tensor is torch's to refuse
         if not isinstance(params, Tensor) and not params:
             raise ValueError("params is empty: pass the model's parameters")
-        self._shared = itemgetter(*self.shared_options)
         super().__init__(params, defaults)
 
     # ---- what a rule says ----
@@ -99,8 +98,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan = None
-        if not hasattr(self, "_shared"):  # a copy, with parameters of its own
-            self._shared = itemgetter(*self.shared_options)
+        if not hasattr(self, "_flat"):  # a copy, with parameters of its own
             self._flat = None
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -262,7 +260,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.trust[learner::num_learners].copy_(part.trust)
 
     def _plan_of(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int]) -> _Plan:
-        shared = [(self._shared(group), isinstance(group["lr"], Tensor)) for group in groups]
+        shared = [([group[name] for name in self.shared_options], isinstance(group["lr"], Tensor)) for group in groups]
         plan = self._plan
         state = self.state
         if (
@@ -283,6 +281,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], shared: list[Any]
     ) -> list[Batch]:
         keyed: dict[Any, list[tuple[int, int, Tensor]]] = {}
+        rules = [shared.index(rule) for rule in shared]  # which groups have one rule
         ages: dict[int, int] = {}  # steps in the order in which they are met, the same in every run
         homes: dict[int, Any] = {}  # who counts a step: only one batch and group may
         apart: dict[Any, Tensor] = {}
@@ -294,7 +293,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in members:
                 self._begin(groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
-                key = (param.dtype, param.device, "master" in state, shared[index])
+                key = (param.dtype, param.device, "master" in state, rules[index])
                 step = state.get("step")
                 if step is not None and homes.setdefault(id(step), (key, index)) != (key, index):
                     state["step"] = apart.setdefault((id(step), key, index), step.clone())

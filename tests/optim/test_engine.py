@@ -58,7 +58,7 @@ def test_a_list_and_a_flat_buffer(make, clip):
 def test_four_virtual_learners_are_four_learners(make, clip):
     """Each has its own weights, norms, ratios and, with max_grad_norm, its own length of all its gradients.
 
-    They are driven apart by gossip-free steps: the stack is stepped as ``distribute`` leaves it, without an average.
+    The stack is stepped as ``distribute`` leaves it to the optimizer, with other gradients for each learner.
     """
     template = net()
     alone = [copy.deepcopy(template) for _ in range(L)]
@@ -143,8 +143,9 @@ def breaks_of(make: Any, whole: bool) -> tuple[int, list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "forward, backward and step"])
 @every
 def test_a_compiled_step_has_the_bits_of_an_eager_one(make, whole):
-    """And no more graph breaks than torch's own optimizer in its place."""
+    """In one graph where torch's own optimizer breaks it twice to make its state."""
     breaks, compiled, eager = breaks_of(make, whole)
     assert all(map(torch.equal, compiled, eager))
     theirs = torch.optim.AdamW if make is MAKES["lamb"] else lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
     assert breaks <= breaks_of(theirs, whole)[0]
+    assert whole or breaks == 0
