@@ -241,9 +241,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             common = _common(options, batch, scaling)
             if batch.whole:
                 self.run(batch, options, params, grads, states, common)
-            else:
-                parts = ([tensors[i] for i in batch.members] for tensors in (params, grads, states))
-                self.run(batch, options, *parts, common)
+                continue
+            members = batch.members
+            mine = [params[i] for i in members], [grads[i] for i in members], [states[i] for i in members]
+            self.run(batch, options, *mine, common)
         if not torch.compiler.is_compiling():  # autograd must know, to refuse a graph that needs the old weights
             torch.autograd.graph.increment_version(params)
 
