@@ -75,7 +75,7 @@ def extensions():
         extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
     )
     cuda = builds_cuda()
-    files = sources("bindings/library.cpp", "bindings/cpu.cpp", "cpu/*.cpp")
+    files = sources("bindings/cpu.cpp", "cpu/*.cpp")
     if cuda:
         files += sources("bindings/cuda.cpp", "cuda/*.cu")
     extension = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension

@@ -198,7 +198,7 @@ struct NormArgs {
     int64_t num_blocks;
     DType dtype;
     double* partials;  // scratch [num_blocks]: sum of squares of each block
-    double* sums;      // [num_segments]
+    double* sums;      // [num_segments]; [1] of total_norm_
 };
 
 // The segment that owns a block: the last one whose first_block is not above it. Empty segments own no block.

@@ -18,7 +18,7 @@ from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.flat import FlatParameters, MiB
 from ddpcore.learner import Learner
-from ddpcore.optim.base import MixingOptimizer
+from ddpcore.optim import FusedOptimizer
 from ddpcore.stacked import StackedModel, single_model
 from ddpcore.strategies.base import Baseline, Strategy
 
@@ -72,7 +72,7 @@ def distribute(
     strategy.setup(learner)
     strategy.in_use = True
     _IN_USE.add(optimizer)
-    if isinstance(optimizer, MixingOptimizer):
+    if isinstance(optimizer, FusedOptimizer):
         optimizer.bind(flat)
     comm.broadcast_(flat.param_LP)
     if learners is not None:

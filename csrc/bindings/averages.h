@@ -87,37 +87,26 @@ struct StackedMixCall {
 };
 
 struct NormCall {
+    DenseCopies copies;
     std::vector<NormSegment> segments;
-    Tensor partials;
-    Tensor sums;
+    int64_t numel = 0;
     NormArgs args{};
 
-    explicit NormCall(const Tensors& tensors)
-        : partials(first_of(tensors)), sums(first_of(tensors)) {  // replaced below, once the sizes are known
+    explicit NormCall(const Tensors& tensors) {
+        STD_TORCH_CHECK(!tensors.empty(), "ddpcore: a norm needs at least one tensor");
         int64_t num_blocks = 0;
         for (const Tensor& tensor : tensors) {
             STD_TORCH_CHECK(
                 tensor.scalar_type() == tensors[0].scalar_type() && same_device(tensor, tensors[0]),
                 "ddpcore: all tensors of one call must have one dtype and one device");
-            STD_TORCH_CHECK(is_dense(tensor), "ddpcore: tensors must be dense");
-            segments.push_back({tensor.const_data_ptr(), tensor.numel(), num_blocks});
+            segments.push_back({copies.dense(tensor, false).const_data_ptr(), tensor.numel(), num_blocks});
             num_blocks += num_blocks_of(tensor.numel());
+            numel += tensor.numel();
         }
-        partials = new_sums(tensors[0], {num_blocks});
-        sums = new_sums(tensors[0], {static_cast<int64_t>(tensors.size())});
-        args = {
-            segments.data(),
-            static_cast<int64_t>(segments.size()),
-            num_blocks,
-            dtype_of(tensors[0], "tensors"),
-            partials.mutable_data_ptr<double>(),
-            sums.mutable_data_ptr<double>()};
-    }
-
-  private:
-    static const Tensor& first_of(const Tensors& tensors) {
-        STD_TORCH_CHECK(!tensors.empty(), "ddpcore: segment_norms needs at least one tensor");
-        return tensors[0];
+        args.segments = segments.data();
+        args.num_segments = static_cast<int64_t>(segments.size());
+        args.num_blocks = num_blocks;
+        args.dtype = dtype_of(tensors[0], "tensors");
     }
 };
 

@@ -95,15 +95,18 @@ struct Cpu {
         count_step({args.group});
     }
 
-    static void run(const Tensor&, const NormCall& call) {
-        int64_t numel = 0;
-        for (const NormSegment& segment : call.segments) numel += segment.numel;
-        spread(cpu::segment_norms, call.args, 0, call.args.num_blocks, numel);
+    static void segment_norms(const Tensor&, const NormCall& call) {
+        spread(cpu::segment_norms, call.args, 0, call.args.num_blocks, call.numel);
         for (int64_t i = 0; i < call.args.num_segments; ++i) {
             const NormSegment& segment = call.segments[static_cast<size_t>(i)];
             cpu::sum_partials(
                 call.args.partials + segment.first_block, call.args.sums + i, num_blocks_of(segment.numel), 1);
         }
+    }
+
+    static void total_norm_(const Tensor&, const NormCall& call) {
+        spread(cpu::total_norm_, call.args, 0, call.args.num_blocks, call.numel);
+        cpu::sum_partials(call.args.partials, call.args.sums, call.args.num_blocks, 1);
     }
 };
 
@@ -118,4 +121,5 @@ STABLE_TORCH_LIBRARY_IMPL(ddpcore, CPU, library) {
     library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_<ddpcore::Cpu>));
     library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cpu>));
     library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cpu>));
+    library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cpu>));
 }

@@ -1,5 +1,5 @@
 // The operators, written once: Backend::run() takes each call to the kernels of its device. cpu.cpp and cuda.cpp each
-// have one. The order of the arguments is that of the schemas in library.cpp.
+// have one. The order of the arguments is that of the schemas in ddpcore/ops.
 #pragma once
 
 #include "averages.h"
@@ -96,9 +96,25 @@ Tensor mix_sgd_step_(
 
 template <typename Backend>
 Tensor segment_norms(const Tensors& tensors) {
-    const NormCall call(tensors);
-    Backend::run(tensors[0], call);
-    return call.sums;
+    NormCall call(tensors);
+    const Tensor partials = new_sums(tensors[0], {call.args.num_blocks});
+    const Tensor sums = new_sums(tensors[0], {call.args.num_segments});
+    call.args.partials = partials.mutable_data_ptr<double>();
+    call.args.sums = sums.mutable_data_ptr<double>();
+    Backend::segment_norms(tensors[0], call);
+    return sums;
+}
+
+template <typename Backend>
+void total_norm_(const Tensors& tensors, const Tensor& out) {
+    NormCall call(tensors);
+    STD_TORCH_CHECK(
+        out.scalar_type() == ScalarType::Double && out.is_contiguous() && same_device(tensors[0], out) &&
+            out.numel() > call.args.num_blocks,
+        "ddpcore: out must be float64 on the device of the tensors, at least ", call.args.num_blocks + 1, " elements");
+    call.args.sums = out.mutable_data_ptr<double>();
+    call.args.partials = call.args.sums + 1;
+    Backend::total_norm_(tensors[0], call);
 }
 
 }  // namespace ddpcore

@@ -11,6 +11,7 @@ void mix_(const MixArgs& args, int64_t begin_block, int64_t end_block);
 void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_block);
 void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, int64_t end_block);
 void segment_norms(const NormArgs& args, int64_t begin_block, int64_t end_block);
+void total_norm_(const NormArgs& args, int64_t begin_block, int64_t end_block);
 
 // Two passes over a batch of whole segments, in this order; between them the trust ratios of the batch.
 void lars_norms(const LarsArgs& args, int64_t begin_block, int64_t end_block);

@@ -3,9 +3,27 @@
 ``reference`` holds a pure-torch twin of each, the standard against which tests and benchmarks hold them.
 """
 
+from .lamb import lamb_step_
+from .lars import lars_step_
+from .library import WHY_NOT_COMPILED
 from .mix import Mixture, mix_, mix_stacked_
 from .mix_sgd import mix_sgd_step_
-from .norms import segment_norms
+from .norms import segment_norms, total_norm_
+from .scratch import new_scratch, new_trust, num_blocks
 from .sgd import sgd_step_
 
-__all__ = ["Mixture", "mix_", "mix_sgd_step_", "mix_stacked_", "segment_norms", "sgd_step_"]
+__all__ = [
+    "WHY_NOT_COMPILED",
+    "Mixture",
+    "lamb_step_",
+    "lars_step_",
+    "mix_",
+    "mix_sgd_step_",
+    "mix_stacked_",
+    "new_scratch",
+    "new_trust",
+    "num_blocks",
+    "segment_norms",
+    "sgd_step_",
+    "total_norm_",
+]

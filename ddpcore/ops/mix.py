@@ -8,7 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import library as library
+from ddpcore.ops import reference
+from ddpcore.ops.library import define
+
+
+def _fake_mix(weights: Tensor, peers: list[Tensor], self_weight: float, peer_weights: list[float]) -> Tensor:
+    return weights.new_empty((len(peers),), dtype=torch.float64)
+
+
+def _fake_mix_stacked(weights: Tensor, matrix: Tensor) -> Tensor:
+    return weights.new_empty((weights.shape[0],), dtype=torch.float64)
+
+
+_mix = define(
+    "mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights) -> Tensor",
+    reference.mix_,
+    _fake_mix,
+)
+_mix_stacked = define(
+    "mix_stacked_(Tensor(a!) weights, Tensor matrix) -> Tensor", reference.mix_stacked_, _fake_mix_stacked
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,7 @@ def mix_(weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weig
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not fit.
     """
-    return torch.ops.ddpcore.mix_(weights, peers, self_weight, peer_weights)
+    return _mix(weights, peers, self_weight, peer_weights)
 
 
 def mix_stacked_(weights: Tensor, matrix: Tensor) -> Tensor:
@@ -54,14 +73,4 @@ def mix_stacked_(weights: Tensor, matrix: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit.
     """
-    return torch.ops.ddpcore.mix_stacked_(weights, matrix)
-
-
-@torch.library.register_fake("ddpcore::mix_")
-def _(weights: Tensor, peers: list[Tensor], self_weight: float, peer_weights: list[float]) -> Tensor:
-    return weights.new_empty((len(peers),), dtype=torch.float64)
-
-
-@torch.library.register_fake("ddpcore::mix_stacked_")
-def _(weights: Tensor, matrix: Tensor) -> Tensor:
-    return weights.new_empty((weights.shape[0],), dtype=torch.float64)
+    return _mix_stacked(weights, matrix)

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import library as library
+from ddpcore.ops import reference
+from ddpcore.ops.library import define
+
+
+def _fake(weights: Tensor, peers: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return weights.new_empty((len(peers),), dtype=torch.float64)
+
+
+_mix_sgd_step = define(
+    "mix_sgd_step_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, Tensor grad, "
+    "Tensor(b!)? momentum_buffer, Tensor(c!)? step, *, float lr, float momentum, float dampening, "
+    "float weight_decay, bool nesterov, bool decoupled, bool maximize) -> Tensor",
+    reference.mix_sgd_step_,
+    _fake,
+)
 
 
 def mix_sgd_step_(
@@ -17,14 +32,15 @@ def mix_sgd_step_(
     peer_weights: Sequence[float],
     grad: Tensor,
     momentum_buffer: Tensor | None,
+    step: Tensor | None = None,
     *,
     lr: float,
     momentum: float = 0.0,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
+    decoupled: bool = False,
     maximize: bool = False,
-    first_step: bool = False,
 ) -> Tensor:
     """``mix_`` and then ``sgd_step_``, bit for bit, with ``weights`` read and written once.
 
@@ -38,13 +54,14 @@ def mix_sgd_step_(
         peer_weights: one a peer.
         grad: like ``weights``. Not changed.
         momentum_buffer: like ``weights``, changed in place; None where ``momentum`` is 0.
+        step: None, or one float32: steps taken so far, raised by one. At 0 the buffer holds nothing yet.
         lr: and all that follow: as in :func:`ddpcore.ops.sgd_step_`.
         momentum: see there.
         dampening: see there.
         weight_decay: see there.
         nesterov: see there.
+        decoupled: see there.
         maximize: see there.
-        first_step: see there.
 
     Returns:
         float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
@@ -52,38 +69,19 @@ def mix_sgd_step_(
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not fit.
     """
-    return torch.ops.ddpcore.mix_sgd_step_(
+    return _mix_sgd_step(
         weights,
         peers,
         self_weight,
         peer_weights,
         grad,
         momentum_buffer,
+        step,
         lr=lr,
         momentum=momentum,
         dampening=dampening,
         weight_decay=weight_decay,
         nesterov=nesterov,
+        decoupled=decoupled,
         maximize=maximize,
-        first_step=first_step,
     )
-
-
-@torch.library.register_fake("ddpcore::mix_sgd_step_")
-def _(
-    weights: Tensor,
-    peers: list[Tensor],
-    self_weight: float,
-    peer_weights: list[float],
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    first_step: bool,
-) -> Tensor:
-    return weights.new_empty((len(peers),), dtype=torch.float64)

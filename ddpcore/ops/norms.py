@@ -1,4 +1,4 @@
-"""``segment_norms``: the sum of squares of each tensor of a list."""
+"""``segment_norms`` and ``total_norm_``: sums of squares of the tensors of a list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import library as library
+from ddpcore.ops import reference
+from ddpcore.ops.library import define
+from ddpcore.ops.sgd import no_result
+
+
+def _fake_segment_norms(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((len(tensors),), dtype=torch.float64)
+
+
+_segment_norms = define("segment_norms(Tensor[] tensors) -> Tensor", reference.segment_norms, _fake_segment_norms)
+_total_norm = define("total_norm_(Tensor[] tensors, Tensor(a!) out) -> ()", reference.total_norm_, no_result)
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -25,9 +35,17 @@ def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         RuntimeError: no tensors, or tensors that do not fit.
     """
-    return torch.ops.ddpcore.segment_norms(tensors)
+    return _segment_norms(tensors)
 
 
-@torch.library.register_fake("ddpcore::segment_norms")
-def _(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].new_empty((len(tensors),), dtype=torch.float64)
+def total_norm_(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """The squared 2-norm of all tensors together, summed in the order of ``segment_norms``, without an allocation.
+
+    Args:
+        tensors: as in :func:`segment_norms`.
+        out: float64 on their device, at least ``1 + num_blocks(tensors)`` elements; ``out[0]`` is the result.
+
+    Raises:
+        RuntimeError: no tensors, or tensors that do not fit.
+    """
+    _total_norm(tensors, out)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ddpcore.comm.base import Exchange
 from ddpcore.learner import Learner
-from ddpcore.optim.base import MixingOptimizer
+from ddpcore.optim import MixingOptimizer
 from ddpcore.strategies.base import Strategy
 from ddpcore.topology import RandomPair, Topology
 

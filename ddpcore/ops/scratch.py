@@ -1,0 +1,26 @@
+"""The buffers that a step needs beside its tensors, made once and kept by whoever steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096  # kBlock of csrc/args.h
+
+
+def num_blocks(tensors: Sequence[Tensor]) -> int:
+    """Blocks in which the kernels walk the tensors; sums are formed block by block."""
+    return sum(-(-tensor.numel() // BLOCK) for tensor in tensors)
+
+
+def new_scratch(params: Sequence[Tensor]) -> Tensor:
+    """Scratch for a step on these params: two partial sums a block, and counters that are zero between steps."""
+    size = 2 * num_blocks(params) + len(params) + 2
+    return torch.zeros(size, dtype=torch.float64, device=params[0].device)
+
+
+def new_trust(params: Sequence[Tensor]) -> Tensor:
+    """``[len(params), 3]``: where LARS and LAMB write ratio, weight norm and gradient or update norm."""
+    return torch.zeros((len(params), 3), dtype=torch.float64, device=params[0].device)
