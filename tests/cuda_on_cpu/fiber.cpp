@@ -7,12 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
-#else
-static void __sanitizer_start_switch_fiber(void**, const void*, size_t) {}
-static void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
-#endif
 
 #if !defined(__x86_64__) && !defined(__aarch64__)
 #error "no switch of stacks is written for this processor: add one below"

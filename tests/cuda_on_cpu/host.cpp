@@ -8,12 +8,7 @@
 #include "cuda_on_cpu.h"
 #include "scheduler.h"
 
-#ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
-#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
-#endif
 
 // Leaks are no concern of these tests, and the search for them needs ptrace, which containers forbid.
 extern "C" const char* __asan_default_options() {
@@ -61,10 +56,10 @@ cudaError_t report(cudaError_t error) {
 class DeviceMemoryOpen {
   public:
     DeviceMemoryOpen() {
-        for (const auto& [base, bytes] : allocations) ASAN_UNPOISON_MEMORY_REGION(base, bytes);
+        for (const auto& [base, bytes] : allocations) __asan_unpoison_memory_region(base, bytes);
     }
     ~DeviceMemoryOpen() {
-        for (const auto& [base, bytes] : allocations) ASAN_POISON_MEMORY_REGION(base, bytes);
+        for (const auto& [base, bytes] : allocations) __asan_poison_memory_region(base, bytes);
     }
 };
 
@@ -77,10 +72,10 @@ class AllocationOpen {
         } else if (--entry_; static_cast<const char*>(pointer) > entry_->first + entry_->second) {
             entry_ = allocations.end();
         }
-        if (entry_ != allocations.end()) ASAN_UNPOISON_MEMORY_REGION(entry_->first, entry_->second);
+        if (entry_ != allocations.end()) __asan_unpoison_memory_region(entry_->first, entry_->second);
     }
     ~AllocationOpen() {
-        if (entry_ != allocations.end()) ASAN_POISON_MEMORY_REGION(entry_->first, entry_->second);
+        if (entry_ != allocations.end()) __asan_poison_memory_region(entry_->first, entry_->second);
     }
     AllocationOpen(const AllocationOpen&) = delete;
 
@@ -244,7 +239,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     if (posix_memalign(pointer, 256, bytes) != 0) return report(cudaErrorMemoryAllocation);
     std::memset(*pointer, garbage_of(next_seed), bytes);
     allocations[static_cast<char*>(*pointer)] = bytes;
-    ASAN_POISON_MEMORY_REGION(*pointer, bytes);
+    __asan_poison_memory_region(*pointer, bytes);
     return cudaSuccess;
 }
 
@@ -252,7 +247,7 @@ cudaError_t cudaFree(void* pointer) {
     if (pointer == nullptr) return cudaSuccess;
     const auto entry = allocations.find(static_cast<char*>(pointer));
     if (entry == allocations.end()) return report(cudaErrorInvalidValue);
-    ASAN_UNPOISON_MEMORY_REGION(entry->first, entry->second);
+    __asan_unpoison_memory_region(entry->first, entry->second);
     allocations.erase(entry);
     std::free(pointer);
     return cudaSuccess;

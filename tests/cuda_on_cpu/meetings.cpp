@@ -5,16 +5,14 @@
 
 #include "scheduler.h"
 
-#ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/common_interface_defs.h>
-#endif
 
 namespace cuda_on_cpu {
 
 namespace {
 
 bool same_place(const Where& a, const Where& b) {
-    return a.line == b.line && std::strcmp(a.file, b.file) == 0;
+    return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
 }
 
 std::string text_of(const Where& where) {
@@ -22,7 +20,9 @@ std::string text_of(const Where& where) {
 }
 
 std::string text_of(const uint3& index) {
-    return "(" + std::to_string(index.x) + "," + std::to_string(index.y) + "," + std::to_string(index.z) + ")";
+    char text[40];
+    std::snprintf(text, sizeof text, "(%u,%u,%u)", index.x, index.y, index.z);
+    return text;
 }
 
 std::string hex(unsigned value) {
@@ -32,12 +32,9 @@ std::string hex(unsigned value) {
 }
 
 std::string kernel_name(const void* kernel) {
-    char text[1024] = "a kernel";
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_symbolize_pc(const_cast<void*>(kernel), "%f", text, sizeof text);
-#else
-    std::snprintf(text, sizeof text, "the kernel at %p", kernel);
-#endif
+    char text[1024] = "";
+    char* const inside = static_cast<char*>(const_cast<void*>(kernel)) + 1;  // it looks before a return address
+    __sanitizer_symbolize_pc(inside, "%f", text, sizeof text);
     return text;
 }
 
@@ -66,7 +63,6 @@ uint64_t Scheduler::meet_in_warp(const LaneCall& call) {
 void Scheduler::finish_warp(Block& block, int warp, unsigned mask) {
     Thread* const lanes = &block.threads[static_cast<size_t>(warp * kWarp)];
     const LaneCall& call = current_->call;
-    std::vector<Thread*> group;
     uint64_t votes = 0;
     for (int lane = 0; lane < kWarp; ++lane) {
         if ((mask >> lane & 1u) == 0) continue;
@@ -77,15 +73,15 @@ void Scheduler::finish_warp(Block& block, int warp, unsigned mask) {
                                 name(thread) + " " + state(thread));
         }
         votes |= thread.call.value << lane;
-        group.push_back(&thread);
+        group_.push_back(&thread);
     }
-    for (Thread* thread : group) {
+    for (Thread* thread : group_) {
         const bool votes_count = call.meeting == Meeting::kVote;
         thread->result = votes_count ? votes : call.meeting == Meeting::kSyncWarp ? 0 : shuffled_value(*thread, lanes);
     }
     block.lanes_waiting[static_cast<size_t>(warp)] &= ~mask;
     idle_switches_ = 0;
-    line_up(block, group);
+    line_up(block);
 }
 
 uint64_t Scheduler::shuffled_value(const Thread& thread, const Thread* warp) {
@@ -118,7 +114,6 @@ int Scheduler::barrier(bool predicate, Where where) {
 }
 
 void Scheduler::finish_barrier(Block& block) {
-    std::vector<Thread*> group;
     uint64_t sum = 0;
     for (int rank = 0; rank < block.num_threads; ++rank) {
         Thread& thread = block.threads[static_cast<size_t>(rank)];
@@ -127,12 +122,12 @@ void Scheduler::finish_barrier(Block& block) {
                                 name(thread) + " " + state(thread));
         }
         sum += thread.call.value;
-        group.push_back(&thread);
+        group_.push_back(&thread);
     }
-    for (Thread* thread : group) thread->result = sum;
+    for (Thread* thread : group_) thread->result = sum;
     block.num_at_barrier = 0;
     idle_switches_ = 0;
-    line_up(block, group);
+    line_up(block);
 }
 
 void Scheduler::grid_barrier(Where where) {
@@ -149,16 +144,15 @@ void Scheduler::finish_grid_barrier() {
     num_at_grid_ = 0;
     idle_switches_ = 0;
     for (Block* block : resident_) {
-        std::vector<Thread*> group;
         for (int rank = 0; rank < block->num_threads; ++rank) {
             Thread& thread = block->threads[static_cast<size_t>(rank)];
             if (!same_place(thread.call.where, current_->call.where)) {
                 fail(*current_, "the threads of a grid do not meet at one barrier:\n  " + state(*current_) + "\n  " +
                                     name(thread) + " " + state(thread));
             }
-            group.push_back(&thread);
+            group_.push_back(&thread);
         }
-        line_up(*block, group);
+        line_up(*block);
     }
 }
 

@@ -4,12 +4,7 @@
 #include <cstring>
 #include <numeric>
 
-#ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
-#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
-#endif
 
 namespace cuda_on_cpu {
 
@@ -64,8 +59,8 @@ void Scheduler::run(const Launch& launch, uint64_t seed) {
     num_at_grid_ = 0;
     active = this;
     static_shared_ = static_shared_of(launch.kernel);
-    ASAN_UNPOISON_MEMORY_REGION(dynamic_shared_memory(), kMaxSharedBytes);
-    ASAN_POISON_MEMORY_REGION(dynamic_shared_memory() + launch.shared_bytes, kMaxSharedBytes - launch.shared_bytes);
+    __asan_unpoison_memory_region(dynamic_shared_memory(), kMaxSharedBytes);
+    __asan_poison_memory_region(dynamic_shared_memory() + launch.shared_bytes, kMaxSharedBytes - launch.shared_bytes);
     const size_t num_blocks = static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z;
     waiting_blocks_.resize(num_blocks);
     std::iota(waiting_blocks_.begin(), waiting_blocks_.end(), 0);
@@ -95,16 +90,15 @@ bool Scheduler::start_block(Block& block) {
     if (block.threads.size() < static_cast<size_t>(block.num_threads)) {
         block.threads.resize(static_cast<size_t>(block.num_threads));
     }
-    std::vector<Thread*> group;
     for (int rank = 0; rank < block.num_threads; ++rank) {
         Thread& thread = block.threads[static_cast<size_t>(rank)];
         thread.block = &block;
         thread.rank = rank;
         thread.index = index_in(launch_->block, static_cast<size_t>(rank));
         if (!thread.fiber) thread.fiber = std::make_unique<Fiber>(fiber_main);
-        group.push_back(&thread);
+        group_.push_back(&thread);
     }
-    line_up(block, group);
+    line_up(block);
     block.static_shared.assign(static_shared_.size(), garbage_);
     block.dynamic_shared.assign(launch_->shared_bytes, garbage_);
     if (entered_ == &block) entered_ = nullptr;
@@ -181,23 +175,16 @@ Block* Scheduler::block_with_work() {
 }
 
 Thread* Scheduler::take(Block& block) {
-    if (pick_ == Pick::kAny) std::swap(block.ready.back(), block.ready[random_.below(block.ready.size())]);
-    Thread* thread = nullptr;
-    if (pick_ == Pick::kOldest) {
-        thread = block.ready.front();
-        block.ready.pop_front();
-    } else {
-        thread = block.ready.back();
-        block.ready.pop_back();
-    }
-    return thread;
+    if (pick_ == Pick::kOldest) return block.ready.take_first();
+    if (pick_ == Pick::kAny) std::swap(block.ready[random_.below(block.ready.size())], block.ready[0]);
+    return pick_ == Pick::kAny ? block.ready.take_first() : block.ready.take_last();
 }
 
-void Scheduler::line_up(Block& block, std::vector<Thread*>& group) {
-    const auto begin = group.begin(), end = group.end();
+void Scheduler::line_up(Block& block) {
+    const auto begin = group_.begin(), end = group_.end();
     if (order_ == Order::kShuffled) {
         shuffle(begin, end, random_);
-    } else if (order_ == Order::kWarpsShuffled && group.size() > kWarp) {
+    } else if (order_ == Order::kWarpsShuffled && group_.size() > kWarp) {
         std::vector<size_t> place(block.lanes_waiting.size());
         std::iota(place.begin(), place.end(), 0);
         shuffle(place.begin(), place.end(), random_);
@@ -206,8 +193,11 @@ void Scheduler::line_up(Block& block, std::vector<Thread*>& group) {
     } else if (order_ == Order::kDescending) {
         std::reverse(begin, end);
     }
-    for (Thread* thread : group) thread->state = Thread::State::kReady;
-    block.ready.insert(block.ready.end(), begin, end);
+    for (Thread* thread : group_) {
+        thread->state = Thread::State::kReady;
+        block.ready.put_last(thread);
+    }
+    group_.clear();
 }
 
 // Lets others run first, now and then. Behind those that are ready, whatever the pick: a loop that waits for another
@@ -217,9 +207,9 @@ void Scheduler::may_switch() {
     if (++idle_switches_ > 50'000'000) fail(*current_, "waits in a loop for what never comes");
     Block& block = *current_->block;
     if (pick_ == Pick::kNewest) {
-        block.ready.push_front(current_);
+        block.ready.put_first(current_);
     } else {
-        block.ready.push_back(current_);
+        block.ready.put_last(current_);
     }
     if (random_() % 8 == 0) {
         resume(*take(*block_with_work()));

@@ -1,7 +1,6 @@
 // Runs a grid: each CUDA thread is a fiber, and which one runs next, wherever there is a choice, follows from a seed.
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <span>
@@ -22,6 +21,24 @@ struct Launch {
 };
 
 struct Block;
+struct Thread;
+
+// Threads that could run, taken from either end; never more than one block has.
+class ReadyThreads {
+  public:
+    bool empty() const { return first_ == last_; }
+    size_t size() const { return last_ - first_; }
+    Thread*& operator[](size_t i) { return ring_[(first_ + i) % kSize]; }
+    Thread* take_first() { return ring_[first_++ % kSize]; }
+    Thread* take_last() { return ring_[--last_ % kSize]; }
+    void put_first(Thread* thread) { ring_[--first_ % kSize] = thread; }
+    void put_last(Thread* thread) { ring_[last_++ % kSize] = thread; }
+
+  private:
+    static constexpr size_t kSize = 1024;
+    Thread* ring_[kSize];
+    size_t first_ = 0, last_ = 0;  // both may wrap around: only differences and remainders count
+};
 
 struct Thread {
     enum class State { kReady, kAtWarp, kAtBarrier, kAtGrid, kDone };
@@ -43,7 +60,7 @@ struct Block {
     int num_done = 0;
     int num_at_barrier = 0;
     std::vector<unsigned> lanes_waiting;  // of each warp: a bit for each lane in kAtWarp
-    std::deque<Thread*> ready;
+    ReadyThreads ready;
     std::vector<unsigned char> static_shared, dynamic_shared;  // while another block runs
 };
 
@@ -84,7 +101,7 @@ class Scheduler {
     void enter(Block& block);
     bool start_block(Block& block);
     void resume(Thread& thread);
-    void line_up(Block& block, std::vector<Thread*>& group);
+    void line_up(Block& block);
 
     void finish_warp(Block& block, int warp, unsigned mask);
     uint64_t shuffled_value(const Thread& thread, const Thread* warp);
@@ -111,6 +128,7 @@ class Scheduler {
     Fiber main_;
     Fiber* running_ = nullptr;
     Thread* current_ = nullptr;
+    std::vector<Thread*> group_;  // that may go on, for line_up
     Block* entered_ = nullptr;  // whose shared memory is in place
     std::span<unsigned char> static_shared_;
 };

@@ -125,6 +125,13 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
 cudaError_t max_active_blocks(int* num_blocks, const void* kernel, int threads, size_t shared_bytes);
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
+// Every thread gets a copy of up to 32 KiB of arguments; AddressSanitizer would copy them byte by byte.
+template <typename... Parameters, size_t... i>
+__attribute__((no_sanitize_address)) void call(
+    void (*kernel)(Parameters...), const std::tuple<Parameters...>& values, std::index_sequence<i...>) {
+    kernel(std::get<i>(values)...);
+}
+
 }  // namespace cuda_on_cpu
 
 template <typename... Parameters, typename... Arguments>
@@ -133,8 +140,9 @@ cudaError_t cudaLaunchKernelEx(
     static_assert((sizeof(Parameters) + ... + 0) <= cuda_on_cpu::kMaxArgumentBytes, "too much for kernel arguments");
     static_assert((std::is_trivially_copyable_v<Parameters> && ...), "kernel arguments are copied byte by byte");
     auto values = std::make_shared<std::tuple<Parameters...>>(std::forward<Arguments>(arguments)...);
-    return cuda_on_cpu::launch(
-        *config, reinterpret_cast<const void*>(kernel), [kernel, values] { std::apply(kernel, *values); });
+    return cuda_on_cpu::launch(*config, reinterpret_cast<const void*>(kernel), [kernel, values] {
+        cuda_on_cpu::call(kernel, *values, std::index_sequence_for<Parameters...>());
+    });
 }
 
 template <typename Kernel>
