@@ -12,12 +12,14 @@ namespace {
 
 // tests/cuda_on_cpu compiles this file too: fewer elements and learners there, still several blocks with a rest.
 #ifdef DDPCORE_FEW_ELEMENTS
-constexpr int64_t kManyElements = 5 * kBlock + 17, kElementsOfManyLearners = 45, kNumTinyTensors = 1400;
-constexpr int64_t kMostStacked = 900000;  // elements
-constexpr size_t kRuleStep = 3;
+constexpr int64_t kManyElements = 5 * kBlock + 17, kNumTinyTensors = 1400;
+constexpr int64_t kMostStacked = 900000;  // elements of all learners
+constexpr int64_t kManyLearners = 257, kElementsOfManyLearners = 45;
+constexpr size_t kRuleStep = 5;  // of the rules, only each fifth
 #else
-constexpr int64_t kManyElements = 1000003, kElementsOfManyLearners = 4101, kNumTinyTensors = 3000;
-constexpr int64_t kMostStacked = 20000000;  // elements
+constexpr int64_t kManyElements = 1000003, kNumTinyTensors = 3000;
+constexpr int64_t kMostStacked = 20000000;
+constexpr int64_t kManyLearners = cuda::kMaxLearners - 1, kElementsOfManyLearners = 4101;
 constexpr size_t kRuleStep = 1;
 #endif
 const std::vector<int64_t> kDeviceSizes = {0, 1, 3, 4095, 4096, 4097, kManyElements};
@@ -270,7 +272,7 @@ TYPED_TEST(CudaTest, MixStacked) {
     }
     std::vector<double> sums;
     ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(cuda::kMaxLearners, 72, 0, sums));
-    ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(cuda::kMaxLearners - 1, kElementsOfManyLearners, 0, sums));
+    ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(kManyLearners, kElementsOfManyLearners, 0, sums));
 }
 
 // ---- segment_norms ----
@@ -296,7 +298,7 @@ void expect_twin_norms(const std::vector<int64_t>& sizes, int64_t offset, std::v
 }
 
 TYPED_TEST(CudaTest, SegmentNorms) {
-    std::vector<std::vector<int64_t>> lists = {{}, {0, 0}, kManySizes, many_tiny_sizes()};
+    std::vector<std::vector<int64_t>> lists = {{}, {0, 0}, kManySizes};
     for (const int64_t numel : kDeviceSizes) lists.push_back({numel});
     for (const auto& sizes : lists) {
         SCOPED_TRACE(::testing::Message() << sizes.size() << " segments");
@@ -305,6 +307,8 @@ TYPED_TEST(CudaTest, SegmentNorms) {
         ASSERT_NO_FATAL_FAILURE(expect_twin_norms<TypeParam>(sizes, 3, misaligned));
         ASSERT_EQ(aligned, misaligned);
     }
+    std::vector<double> sums;
+    ASSERT_NO_FATAL_FAILURE(expect_twin_norms<TypeParam>(many_tiny_sizes(), 0, sums));
 }
 
 }  // namespace
