@@ -14,8 +14,8 @@ namespace ddpcore::cuda {
 // hence a small and a large capacity for each table.
 inline constexpr size_t kMaxArgumentBytes = 32764;
 
-// One CUDA block for each kBlock elements up to here (268 million elements); beyond it each takes several in turn. Tests
-// compile with a smaller one, so that every loop over blocks is seen to loop.
+// One CUDA block for each kBlock elements up to here (268 million elements); beyond it each takes several in turn.
+// Tests compile with a smaller one, so that every loop over blocks is seen to loop.
 #ifndef DDPCORE_MAX_GRID
 #define DDPCORE_MAX_GRID 65536
 #endif
@@ -55,8 +55,8 @@ cudaError_t launch(
     return launch_grid(kernel, std::min(num_blocks, kMaxGrid), threads, shared_bytes, stream, false, arguments...);
 }
 
-// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be on
-// the device at once, so there are no more than it holds.
+// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be
+// on the device at once, so there are no more than it holds.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_cooperative(
     void (*kernel)(Parameters...), int64_t num_blocks, int threads, size_t shared_bytes, cudaStream_t stream,

@@ -13,7 +13,7 @@ namespace {
 // tests/cuda_on_cpu compiles this file too: fewer elements and learners there, still several blocks with a rest.
 #ifdef DDPCORE_FEW_ELEMENTS
 constexpr int64_t kManyElements = 5 * kBlock + 17, kNumTinyTensors = 1400;
-constexpr int64_t kMostStacked = 900000;  // elements of all learners
+constexpr int64_t kMostStacked = 130000;  // elements of all learners
 constexpr int64_t kManyLearners = 257, kElementsOfManyLearners = 45;
 constexpr size_t kRuleStep = 5;  // of the rules, only each fifth
 #else
@@ -231,7 +231,8 @@ TYPED_TEST(CudaTest, CanBeCapturedIntoAGraph) {
     cudaStream_t stream;
     ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     ASSERT_NO_FATAL_FAILURE(expect_twin_mix_sgd<TypeParam>(kManyElements / 10 + kBlock, 2, 0, all_rules()[2], stream));
-    ASSERT_NO_FATAL_FAILURE(expect_twin_mix_sgd<TypeParam>(kManyElements / 10 + kBlock, 20, 1, all_rules()[10], stream));
+    ASSERT_NO_FATAL_FAILURE(
+        expect_twin_mix_sgd<TypeParam>(kManyElements / 10 + kBlock, 20, 1, all_rules()[10], stream));
     ASSERT_CUDA(cudaStreamDestroy(stream));
 }
 

@@ -38,7 +38,8 @@ MUTATIONS = [
     Mutation("no barrier after the mean", "mix.cu",
              "    __syncthreads();\n    for (int start", "    for (int start", "MixStacked"),
     Mutation("no barrier after a tile", "mix.cu",
-             "            __syncthreads();\n        }\n        for (int j", "        }\n        for (int j", "MixStacked"),
+             "            __syncthreads();\n        }\n        for (int j", "        }\n        for (int j",
+             "MixStacked"),
     Mutation("no barrier after a block", "mix.cu", "        __syncthreads();\n    }\n}\n", "    }\n}\n", "MixStacked"),
     Mutation("half of a block at the barrier", "sum.cuh",
              "        __syncthreads();\n", "        if (threadIdx.x < threads / 2) __syncthreads();\n", "Mix"),
@@ -104,9 +105,7 @@ def compile_tests(build: Path) -> Path:
 def first_red(program: Path, test: str) -> tuple[int, str] | None:
     """The first seed under which the test fails and the line that says why; None where it passes under all."""
     for seed in SEEDS:
-        done = run(
-            [str(program), f"--gtest_filter=CudaTest/*.{test}", "--gtest_fail_fast"], CUDA_ON_CPU_SEED=str(seed)
-        )
+        done = run([str(program), f"--gtest_filter=CudaTest/*.{test}", "--gtest_fail_fast"], CUDA_ON_CPU_SEED=str(seed))
         if done.returncode != 0:
             lines = done.stdout.splitlines()
             for mark in ("cuda_on_cpu:", "runtime error:", "AddressSanitizer:", "Failure"):

@@ -129,7 +129,7 @@ class Scheduler {
     Fiber* running_ = nullptr;
     Thread* current_ = nullptr;
     std::vector<Thread*> group_;  // that may go on, for line_up
-    Block* entered_ = nullptr;  // whose shared memory is in place
+    Block* entered_ = nullptr;    // whose shared memory is in place
     std::span<unsigned char> static_shared_;
 };
 
