@@ -74,8 +74,9 @@ __global__ void __launch_bounds__(threads)
 inline cudaError_t sum_partials(
     const double* partials, double* sums, int64_t num_rows, int64_t num_columns, cudaStream_t stream) {
     if (num_columns == 0) return cudaSuccess;
-    return launch(
-        sum_partials_kernel<kSumThreads>, num_columns, kSumThreads, 0, stream, partials, sums, num_rows, num_columns);
+    return launch_grid(
+        sum_partials_kernel<kSumThreads>, num_columns, kSumThreads, 0, stream, false, partials, sums, num_rows,
+        num_columns);
 }
 
 }  // namespace ddpcore::cuda
