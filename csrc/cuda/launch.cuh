@@ -2,6 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
 #include <utility>
 
 #include "kernels.h"
@@ -55,8 +58,20 @@ cudaError_t launch(
     return launch_grid(kernel, std::min(num_blocks, kMaxGrid), threads, shared_bytes, stream, false, arguments...);
 }
 
-// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be
-// on the device at once, so there are no more than it holds.
+// How many CUDA blocks a multiprocessor of the device holds at once. Asked for once, then remembered.
+inline cudaError_t resident_blocks(int* count, int device, const void* kernel, int threads, size_t shared_bytes) {
+    static std::mutex mutex;
+    static std::map<std::tuple<int, const void*, int, size_t>, int> known;
+    const std::lock_guard lock(mutex);
+    int& entry = known[{device, kernel, threads, shared_bytes}];
+    cudaError_t error = cudaSuccess;
+    if (entry == 0) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&entry, kernel, threads, shared_bytes);
+    *count = entry;
+    return error;
+}
+
+// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be on
+// the device at once, so there are no more than it holds.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_cooperative(
     void (*kernel)(Parameters...), int64_t num_blocks, int threads, size_t shared_bytes, cudaStream_t stream,
@@ -65,7 +80,8 @@ cudaError_t launch_cooperative(
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess) {
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, threads, shared_bytes);
+        const void* address = reinterpret_cast<const void*>(kernel);
+        error = resident_blocks(&blocks_each, device, address, threads, shared_bytes);
     }
     if (error != cudaSuccess) return error;
     const int64_t grid = std::min({num_blocks, kMaxGrid, static_cast<int64_t>(multiprocessors) * blocks_each});
@@ -79,6 +95,19 @@ cudaError_t with_storage(DType dtype, Fn&& fn) {
         case DType::kFloat32: return fn(static_cast<float*>(nullptr));
         case DType::kBFloat16: return fn(static_cast<__nv_bfloat16*>(nullptr));
         case DType::kFloat16: return fn(static_cast<__half*>(nullptr));
+    }
+    return cudaErrorInvalidValue;
+}
+
+// The same for tensors that may have masters: fn.template operator()<T, Master>(). fp32 never has.
+template <typename Fn>
+cudaError_t with_weights(DType dtype, bool masters, Fn&& fn) {
+    switch (dtype) {
+        case DType::kFloat32: return fn.template operator()<float, false>();
+        case DType::kBFloat16:
+            return masters ? fn.template operator()<__nv_bfloat16, true>() : fn.template operator()<__nv_bfloat16, false>();
+        case DType::kFloat16:
+            return masters ? fn.template operator()<__half, true>() : fn.template operator()<__half, false>();
     }
     return cudaErrorInvalidValue;
 }
