@@ -16,11 +16,13 @@ inline constexpr int64_t kManyElements = 5 * kBlock + 17, kNumTinyTensors = 1400
 inline constexpr int64_t kMostStacked = 130000;  // elements of all learners
 inline constexpr int64_t kManyLearners = 257, kElementsOfManyLearners = 45;
 inline constexpr size_t kSettingStep = 5;  // of the settings, only each fifth
+inline constexpr size_t kMostSteps = 1;    // with many tensors
 #else
 inline constexpr int64_t kManyElements = 1000003, kNumTinyTensors = 3000;
 inline constexpr int64_t kMostStacked = 20000000;
 inline constexpr int64_t kManyLearners = cuda::kMaxLearners - 1, kElementsOfManyLearners = 4101;
 inline constexpr size_t kSettingStep = 1;
+inline constexpr size_t kMostSteps = 3;
 #endif
 inline const std::vector<int64_t> kDeviceSizes = {0, 1, 3, 4095, 4096, 4097, kManyElements};
 
