@@ -54,8 +54,9 @@ cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream) {
             });
             if (error != cudaSuccess) return error;
         }
-        return launch(
-            sum_segments_kernel<capacity>, table.num_segments, kThreads, 0, stream, table, args.partials, args.sums);
+        return launch_grid(
+            sum_segments_kernel<capacity>, table.num_segments, kThreads, 0, stream, false, table, args.partials,
+            args.sums);
     });
 }
 
