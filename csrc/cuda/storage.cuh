@@ -84,6 +84,16 @@ __device__ __forceinline__ int place_of(int i) {
     return (i / width * kThreads + static_cast<int>(threadIdx.x)) * width + i % width;
 }
 
+// How many elements of this thread's share lie in a block of `numel` elements: they are its first ones. Elements are asked
+// by this one number, because a flag for each of them would cost registers.
+template <int width>
+__device__ __forceinline__ int count_in(int numel) {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kShare; i += width) count += max(0, min(width, numel - place_of<width>(i)));
+    return count;
+}
+
 // Whether the kernel touches the elements again. Those that it does not are the first to leave the L2 cache.
 enum class Again { kYes, kNo };
 
@@ -98,11 +108,9 @@ __device__ __forceinline__ void read(Share<T, width>& share, const T* block, int
             share.vectors[i].bits = again == Again::kYes ? source[i * kThreads] : __ldcs(source + i * kThreads);
         }
     } else {
+        const int count = count_in<width>(numel);
 #pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-            const int place = place_of<width>(i);
-            share[i] = place < numel ? block[place] : store<T>(0.0f);
-        }
+        for (int i = 0; i < kShare; ++i) share[i] = i < count ? block[place_of<width>(i)] : store<T>(0.0f);
     }
 }
 
@@ -120,10 +128,10 @@ __device__ __forceinline__ void write(const Share<T, width>& share, T* block, in
             }
         }
     } else {
+        const int count = count_in<width>(numel);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
-            const int place = place_of<width>(i);
-            if (place < numel) block[place] = share[i];
+            if (i < count) block[place_of<width>(i)] = share[i];
         }
     }
 }
