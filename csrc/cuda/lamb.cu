@@ -57,18 +57,18 @@ struct Lamb {
         Weights<T, Master, kWidth> weights;
         Share<T, kWidth> grads;
         Share<float> exp_avgs, exp_avg_sqs;
-        read<whole>(weights, at.param, at.master, at.numel);
         read<whole, Again::kNo>(grads, at.grad, at.numel);
         read<whole>(exp_avgs, at.exp_avg, at.numel);
         read<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
-        const int count = count_in<kWidth>(at.numel);
-        NormPartials sums{};
+        read<whole>(weights, at.param, at.master, at.numel);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             lamb_moments(weights[i], load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);
         }
         write<whole>(exp_avgs, at.exp_avg, at.numel);
         write<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        const int count = count_in<kWidth>(at.numel);
+        NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];
@@ -85,9 +85,9 @@ struct Lamb {
         const Place& at, const LambRule&, const LambScales& scales, float step_size) {
         Weights<T, Master, kWidth> weights;
         Share<float> exp_avgs, exp_avg_sqs;
-        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
         read<whole, Again::kNo>(exp_avgs, at.exp_avg, at.numel);
         read<whole, Again::kNo>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];

@@ -37,8 +37,8 @@ struct Lars {
     static __device__ __forceinline__ NormPartials first(const Place& at, const Scales&) {
         Weights<T, Master> weights;
         Share<T, Place::kWidth> grads;
-        read<whole>(weights, at.param, at.master, at.numel);
         read<whole>(grads, at.grad, at.numel);
+        read<whole>(weights, at.param, at.master, at.numel);
         NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
@@ -49,13 +49,14 @@ struct Lars {
     }
 
     template <bool whole>
-    static __device__ __forceinline__ void second(const Place& at, const Rule& rule, const Scales& shared, double ratio) {
+    static __device__ __forceinline__ void second(
+        const Place& at, const Rule& rule, const Scales& shared, double ratio) {
         Weights<T, Master> weights;
         Share<T, Place::kWidth> grads;
         Share<typename Place::Momentum, Place::kWidth> momenta;
-        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
         read<whole, Again::kNo>(grads, at.grad, at.numel);
         if (shared.flags & kMomentum) read<whole, Again::kNo>(momenta, at.momentum, at.numel);
+        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
         const SgdScales scales = lars_scales(shared.sgd, rule.lars.variant, ratio);
         sgd_share(weights, grads, momenta, scales, shared.flags);
         write<whole, Again::kNo>(weights, at.param, at.master, at.numel);

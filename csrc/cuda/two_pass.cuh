@@ -7,8 +7,9 @@
 // before that barrier. So a step takes as many barriers as there are batches, and all CUDA blocks have work between
 // any two of them.
 //
-// Partial sums belong to blocks of kBlock elements. The CUDA block that finishes a tensor's last block adds them, in the
-// order of the blocks however they were finished, and writes the tensor's Trust: the same bits on every run and GPU.
+// Partial sums belong to blocks of kBlock elements. The CUDA block that finishes a tensor's last block adds them, in
+// the order of the blocks however they were finished, and writes the tensor's Trust: the same bits on every run and
+// GPU.
 //
 // On a device that cannot launch cooperatively there are two launches, one a pass, over one batch of all tensors: the
 // same bits, with the second pass reading from memory.
@@ -43,8 +44,8 @@ class TwoPasses {
     using Table = StepTable<Segment, capacity>;
 
     // `scales` lies in shared memory, one a group.
-    __device__ __forceinline__ TwoPasses(
-        const Table& table, const Batches<capacity>& batches, const Rule& rule, const Scales* scales)
+    __device__ __forceinline__
+    TwoPasses(const Table& table, const Batches<capacity>& batches, const Rule& rule, const Scales* scales)
         : table_(table), list_(table.list), batches_(batches), rule_(rule), scales_(scales) {}
 
     __device__ __forceinline__ void run() {
@@ -73,8 +74,7 @@ class TwoPasses {
     }
 
     __device__ __forceinline__ int first_block_of(int segment) const {
-        return static_cast<int>(
-            segment < list_.num_segments ? list_.segments[segment].first_block : list_.end_block);
+        return static_cast<int>(segment < list_.num_segments ? list_.segments[segment].first_block : list_.end_block);
     }
 
     __device__ __forceinline__ int segment_of(const Batch& batch, int block) const {
@@ -242,7 +242,8 @@ cudaError_t launch_two_passes(
 
 // All launches of a step; `step` is SgdArgs or LambArgs, `args` what holds the partial sums and the trust ratios.
 template <typename Optimizer, typename StepArgs, typename Args>
-cudaError_t two_passes(const StepArgs& step, const Args& args, const typename Optimizer::Rule& rule, cudaStream_t stream) {
+cudaError_t two_passes(
+    const StepArgs& step, const Args& args, const typename Optimizer::Rule& rule, cudaStream_t stream) {
     using Segment = typename Optimizer::Segment;
     return for_each_step_chunk(step, [&]<int capacity>(const StepTable<Segment, capacity>& table) {
         Batches<capacity> batches;
