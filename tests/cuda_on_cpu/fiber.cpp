@@ -98,8 +98,8 @@ constexpr size_t kUsedWords = 20;
 
 Fiber::Fiber(void (*entry)()) : entry_(entry), stack_bytes_(kStackBytes) {
     const auto guard = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // below the stack: an overflow faults
-    mapping_ = mmap(
-        nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    mapping_ =
+        mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping_ == MAP_FAILED || mprotect(mapping_, guard, PROT_NONE) != 0) {
         std::perror("cuda_on_cpu: no memory for the stack of one more thread");
         std::abort();

@@ -40,8 +40,8 @@ constexpr size_t kSharedBytes = 48 * 1024;  // of a block, unless the kernel's a
 constexpr unsigned kMaxThreads = 1024;
 
 cudaError_t last_error = cudaSuccess;
-uint64_t next_seed = std::getenv("CUDA_ON_CPU_SEED") ? std::strtoull(std::getenv("CUDA_ON_CPU_SEED"), nullptr, 10) << 32
-                                                     : 0;
+uint64_t next_seed =
+    std::getenv("CUDA_ON_CPU_SEED") ? std::strtoull(std::getenv("CUDA_ON_CPU_SEED"), nullptr, 10) << 32 : 0;
 std::map<const void*, size_t> shared_limits;
 
 // Base and size of what cudaMalloc gave. While host code runs it is poisoned, so that a host that reads device memory
@@ -66,7 +66,8 @@ class DeviceMemoryOpen {
 // Opens the allocation that a pointer points into, if there is one.
 class AllocationOpen {
   public:
-    explicit AllocationOpen(const void* pointer) : entry_(allocations.upper_bound(static_cast<char*>(const_cast<void*>(pointer)))) {
+    explicit AllocationOpen(const void* pointer)
+        : entry_(allocations.upper_bound(static_cast<char*>(const_cast<void*>(pointer)))) {
         if (entry_ == allocations.begin() || pointer == nullptr) {
             entry_ = allocations.end();
         } else if (--entry_; static_cast<const char*>(pointer) > entry_->first + entry_->second) {
@@ -135,7 +136,8 @@ std::span<unsigned char> static_shared_of(const void* kernel) {
             if (header->p_type == PT_TLS) bytes = header->p_memsz;
         }
         if (!holds_kernel) return 0;
-        if (module->dlpi_tls_data != nullptr) searched.found = {static_cast<unsigned char*>(module->dlpi_tls_data), bytes};
+        if (module->dlpi_tls_data != nullptr)
+            searched.found = {static_cast<unsigned char*>(module->dlpi_tls_data), bytes};
         return 1;
     };
     dl_iterate_phdr(visit, &search);
@@ -151,6 +153,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
     }
     if (config.dynamicSmemBytes > shared_limit_of(kernel)) return report(cudaErrorInvalidValue);
     const Launch launch{grid, block, config.dynamicSmemBytes, is_cooperative(config), kernel, std::move(body)};
+    if (launch.cooperative && !device().cooperative) return report(cudaErrorInvalidValue);
     if (launch.cooperative) {
         int each = 0;
         max_active_blocks(&each, kernel, static_cast<int>(num_threads), config.dynamicSmemBytes);
@@ -221,7 +224,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMaxSharedBytes; break;
         case cudaDevAttrMultiProcessorCount: *value = device().num_multiprocessors; break;
         case cudaDevAttrL2CacheSize: *value = device().l2_bytes; break;
-        case cudaDevAttrCooperativeLaunch: *value = 1; break;
+        case cudaDevAttrCooperativeLaunch: *value = device().cooperative ? 1 : 0; break;
     }
     return cudaSuccess;
 }

@@ -69,8 +69,9 @@ void Scheduler::finish_warp(Block& block, int warp, unsigned mask) {
         Thread& thread = lanes[lane];
         if (thread.call.mask != mask || thread.call.meeting != call.meeting ||
             !same_place(thread.call.where, call.where)) {
-            fail(*current_, "the lanes of a warp do not meet at one place:\n  " + state(*current_) + "\n  " +
-                                name(thread) + " " + state(thread));
+            fail(
+                *current_, "the lanes of a warp do not meet at one place:\n  " + state(*current_) + "\n  " +
+                               name(thread) + " " + state(thread));
         }
         votes |= thread.call.value << lane;
         group_.push_back(&thread);
@@ -96,8 +97,9 @@ uint64_t Scheduler::shuffled_value(const Thread& thread, const Thread* warp) {
         default: source = first + (call.lane & (call.width - 1));
     }
     if (source < 0 || source >= kWarp || (call.mask >> source & 1u) == 0) {
-        fail(thread, text_of(call.where) + ": reads lane " + std::to_string(source) + ", which mask " +
-                         hex(call.mask) + " does not name");
+        fail(
+            thread, text_of(call.where) + ": reads lane " + std::to_string(source) + ", which mask " + hex(call.mask) +
+                        " does not name");
     }
     return warp[source].call.value;
 }
@@ -118,8 +120,9 @@ void Scheduler::finish_barrier(Block& block) {
     for (int rank = 0; rank < block.num_threads; ++rank) {
         Thread& thread = block.threads[static_cast<size_t>(rank)];
         if (!same_place(thread.call.where, current_->call.where)) {
-            fail(*current_, "the threads of a block do not meet at one barrier:\n  " + state(*current_) + "\n  " +
-                                name(thread) + " " + state(thread));
+            fail(
+                *current_, "the threads of a block do not meet at one barrier:\n  " + state(*current_) + "\n  " +
+                               name(thread) + " " + state(thread));
         }
         sum += thread.call.value;
         group_.push_back(&thread);
@@ -147,8 +150,9 @@ void Scheduler::finish_grid_barrier() {
         for (int rank = 0; rank < block->num_threads; ++rank) {
             Thread& thread = block->threads[static_cast<size_t>(rank)];
             if (!same_place(thread.call.where, current_->call.where)) {
-                fail(*current_, "the threads of a grid do not meet at one barrier:\n  " + state(*current_) + "\n  " +
-                                    name(thread) + " " + state(thread));
+                fail(
+                    *current_, "the threads of a grid do not meet at one barrier:\n  " + state(*current_) + "\n  " +
+                                   name(thread) + " " + state(thread));
             }
             group_.push_back(&thread);
         }
@@ -176,8 +180,8 @@ std::string Scheduler::state(const Thread& thread) const {
 
 void Scheduler::fail(const std::string& what) const {
     std::fprintf(
-        stderr, "cuda_on_cpu: %s (CUDA_ON_CPU_SEED %llu of this launch)\n  in %s\n", what.c_str(),
-        static_cast<unsigned long long>(seed_), kernel_name(launch_->kernel).c_str());
+        stderr, "cuda_on_cpu: %s\n  in %s, CUDA_ON_CPU_SEED=%u, launch %u\n", what.c_str(),
+        kernel_name(launch_->kernel).c_str(), static_cast<unsigned>(seed_ >> 32), static_cast<unsigned>(seed_));
     std::abort();
 }
 

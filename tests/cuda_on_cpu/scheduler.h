@@ -77,6 +77,7 @@ class Random {
 
 class Scheduler {
   public:
+    // The seed of the test in the upper half, the number of the launch in the lower.
     void run(const Launch& launch, uint64_t seed);
 
     // Called by the running thread.
@@ -129,7 +130,7 @@ class Scheduler {
     Fiber* running_ = nullptr;
     Thread* current_ = nullptr;
     std::vector<Thread*> group_;  // that may go on, for line_up
-    Block* entered_ = nullptr;  // whose shared memory is in place
+    Block* entered_ = nullptr;    // whose shared memory is in place
     std::span<unsigned char> static_shared_;
 };
 

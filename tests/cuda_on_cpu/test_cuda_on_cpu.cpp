@@ -167,11 +167,13 @@ __global__ void normalize_kernel(float* values, float* total, int numel) {
 
 TEST(CudaOnCpu, TheGridWaitsForAllItsBlocks) {
     const Array<float> values(1000), total(1);
-    ASSERT_EQ(launch_cooperative(normalize_kernel, 100, 32, 0, nullptr, values.data(), total.data(), 1000), cudaSuccess);
+    ASSERT_EQ(
+        launch_cooperative(normalize_kernel, 100, 32, 0, nullptr, values.data(), total.data(), 1000), cudaSuccess);
     ASSERT_EQ(launch_cooperative(normalize_kernel, 1, 32, 0, nullptr, values.data(), total.data(), 1000), cudaSuccess);
     for (const float value : values.download()) EXPECT_EQ(value, -1.0f);
-    EXPECT_EQ(launch_grid(normalize_kernel, 7, 32, 0, nullptr, true, values.data(), total.data(), 1000),
-              cudaErrorCooperativeLaunchTooLarge);
+    EXPECT_EQ(
+        launch_grid(normalize_kernel, 7, 32, 0, nullptr, true, values.data(), total.data(), 1000),
+        cudaErrorCooperativeLaunchTooLarge);
 }
 
 // ---- orders ----
@@ -254,6 +256,10 @@ __global__ void grid_kernel() {
 __global__ void half_grid_kernel() {
     if (blockIdx.x != 1) cooperative_groups::this_grid().sync();
 }
+__global__ void endless_kernel(int* out) {
+    while (atomicAdd(out, 0) == 0) {
+    }
+}
 __global__ void store_kernel(int* out, int place) {
     out[place] = 1;
 }
@@ -270,11 +276,13 @@ class CudaOnCpuDeathTest : public ::testing::Test {
 };
 
 TEST_F(CudaOnCpuDeathTest, WaitingInVain) {
-    EXPECT_DEATH(run(half_barrier_kernel, 2, 64), "deadlock: .*\n.*block \\(.,0,0\\) thread \\(0,0,0\\) .*waits at .*cpp:");
+    EXPECT_DEATH(
+        run(half_barrier_kernel, 2, 64), "deadlock: .*\n.*block \\(.,0,0\\) thread \\(0,0,0\\) .*waits at .*cpp:");
     EXPECT_DEATH(run(two_barriers_kernel, 1, 64), "threads of a block do not meet at one barrier(.|\n)*two_barriers");
     EXPECT_DEATH(run(divergent_shuffle_kernel, 1, 32, out_.data()), "deadlock(.|\n)*lanes 0xffffffff");
     EXPECT_DEATH(run(foreign_lane_kernel, 1, 32, out_.data()), "reads lane 20, which mask 0x0000ffff does not name");
     EXPECT_DEATH(run(wrong_mask_kernel, 1, 32), "thread \\(0,0,0\\): .*the mask does not name the caller");
+    EXPECT_DEATH(run(endless_kernel, 2, 32, out_.data()), "waits in a loop for what never comes");
     EXPECT_DEATH(run(grid_kernel, 1, 32), "the launch is not cooperative");
     EXPECT_DEATH(launch_cooperative(half_grid_kernel, 3, 32, 0, nullptr), "deadlock(.|\n)*for the grid");
 }
@@ -282,7 +290,8 @@ TEST_F(CudaOnCpuDeathTest, WaitingInVain) {
 TEST_F(CudaOnCpuDeathTest, WrongAddresses) {
     EXPECT_DEATH(run(store_kernel, 1, 1, out_.data(), 64), "AddressSanitizer: heap-buffer-overflow");
     EXPECT_DEATH(run(store_kernel, 1, 1, out_.data(), -1), "AddressSanitizer: heap-buffer-overflow");
-    EXPECT_DEATH(run(vector_kernel, 1, 1, out_.data() + 1, reinterpret_cast<uint4*>(out_.data())), "misaligned address");
+    EXPECT_DEATH(
+        run(vector_kernel, 1, 1, out_.data() + 1, reinterpret_cast<uint4*>(out_.data())), "misaligned address");
     EXPECT_DEATH(run(beyond_shared_kernel, 1, 1), "AddressSanitizer: use-after-poison");
     EXPECT_DEATH(*out_.data() = 1, "AddressSanitizer: use-after-poison");  // host code on device memory
 }
