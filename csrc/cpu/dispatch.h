@@ -22,6 +22,8 @@
 
 namespace ddpcore::cpu {
 
+inline constexpr int64_t kRun = 16;  // blocks of a part that is walked in ascending order
+
 inline constexpr int kLanes =
     16;  // running sums of a block: element i goes to lane i % kLanes, on every instruction set
 
@@ -123,17 +125,20 @@ DDPCORE_INLINE void for_each_part(
     }
 }
 
-// The same, block by block from the last one to the first: a second pass finds in cache what the first touched last.
+// The same parts from the last one to the first: a second pass finds in cache what the first has touched last. The
+// parts are long, because memory is fetched ahead in ascending order.
 template <typename Segment, typename Visit>
-DDPCORE_INLINE void for_each_block_backwards(
-    const Segment* segments, int64_t num_segments, int64_t begin_block, int64_t end_block, Visit&& visit) {
+DDPCORE_INLINE void for_each_part_backwards(
+    const Segment* segments, int64_t num_segments, int64_t begin_block, int64_t end_block, int64_t run, Visit&& visit) {
     if (begin_block >= end_block) return;
     int64_t index = segment_of_block(segments, num_segments, end_block - 1);
-    for (int64_t block = end_block - 1; block >= begin_block; --block) {
-        while (segments[index].numel == 0 || block < segments[index].first_block) --index;
+    for (int64_t end = end_block; end > begin_block;) {
+        while (segments[index].numel == 0 || end <= segments[index].first_block) --index;
         const Segment& segment = segments[index];
+        const int64_t block = std::max({begin_block, segment.first_block, end - run});
         const int64_t first = (block - segment.first_block) * kBlock;
-        visit(segment, first, std::min(first + kBlock, segment.numel));
+        visit(segment, first, std::min((end - segment.first_block) * kBlock, segment.numel));
+        end = block;
     }
 }
 

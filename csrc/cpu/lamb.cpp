@@ -71,8 +71,8 @@ void lamb_trust(const LambArgs& args, int64_t begin_segment, int64_t end_segment
 DDPCORE_CLONES void lamb_step_(const LambArgs& args, int64_t begin_block, int64_t end_block) {
     const float grad = grad_factor(args.scaling);
     with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
-        for_each_block_backwards(
-            args.segments, args.num_segments, begin_block, end_block,
+        for_each_part_backwards(
+            args.segments, args.num_segments, begin_block, end_block, kRun,
             [&](const LambSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
                 const StepGroup& group = args.groups[segment.group];
                 const LambScales scales = lamb_scales(args.rule, group, grad);

@@ -40,8 +40,8 @@ DDPCORE_CLONES void lars_step_(const LarsArgs& args, int64_t begin_block, int64_
     const SgdArgs& sgd = args.sgd;
     const float grad = grad_factor(sgd.scaling);
     with_weights(sgd.dtype, sgd.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
-        for_each_block_backwards(
-            sgd.segments, sgd.num_segments, begin_block, end_block,
+        for_each_part_backwards(
+            sgd.segments, sgd.num_segments, begin_block, end_block, kRun,
             [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
                 const StepGroup& group = sgd.groups[segment.group];
                 const SgdScales scales = lars_scales(
