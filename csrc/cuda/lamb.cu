@@ -58,9 +58,9 @@ struct Lamb {
         Share<T, kWidth> grads;
         Share<float> exp_avgs, exp_avg_sqs;
         read<whole, Again::kNo>(grads, at.grad, at.numel);
+        read<whole>(weights, at.param, at.master, at.numel);
         read<whole>(exp_avgs, at.exp_avg, at.numel);
         read<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
-        read<whole>(weights, at.param, at.master, at.numel);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             lamb_moments(weights[i], load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);

@@ -158,7 +158,7 @@ struct Weights {
     __device__ __forceinline__ void set(int i, float weight) { values[i] = store<Value>(weight); }
 };
 
-// With masters this waits for what it reads, so it stands behind all other reads.
+// Masters are settled here, so that the stored weights need no registers afterwards.
 template <bool whole, Again again = Again::kYes, typename T, bool Master, int width>
 __device__ __forceinline__ void read(
     Weights<T, Master, width>& weights, const T* param, const float* master, int numel) {
