@@ -22,5 +22,6 @@ cudaError_t mix_(const MixArgs& args, cudaStream_t stream);
 cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream);
 cudaError_t mix_sgd_step_(const MixSgdArgs& args, cudaStream_t stream);
 cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream);
+cudaError_t total_norm_(const NormArgs& args, cudaStream_t stream);
 
 }  // namespace ddpcore::cuda

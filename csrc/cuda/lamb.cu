@@ -36,10 +36,6 @@ struct Lamb {
     using Place = LambPlace<T, Master>;
     using Rule = LambRule;
     using Scales = LambScales;
-    struct Factors {
-        LambScales scales;
-        float step_size;
-    };
     static constexpr int kWidth = kVector<float>;
     static constexpr int64_t kBytesReadAgain = sizeof(T) + (Master ? sizeof(float) : 0) + 2 * sizeof(float);
 
@@ -52,9 +48,8 @@ struct Lamb {
         return lamb_trust(rule, group, squares);
     }
 
-    static __device__ __forceinline__ Factors
-    factors(const LambRule&, const StepGroup& group, const LambScales& scales, const Trust& trust) {
-        return {scales, lamb_step_size(group, trust)};
+    static __device__ __forceinline__ float step_size(const StepGroup& group, const Trust& trust) {
+        return lamb_step_size(group, trust);
     }
 
     template <bool whole>
@@ -62,37 +57,42 @@ struct Lamb {
         Weights<T, Master, kWidth> weights;
         Share<T, kWidth> grads;
         Share<float> exp_avgs, exp_avg_sqs;
-        read<whole>(weights, at.param, at.master, at.numel);
         read<whole, Again::kNo>(grads, at.grad, at.numel);
         read<whole>(exp_avgs, at.exp_avg, at.numel);
         read<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        read<whole>(weights, at.param, at.master, at.numel);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            lamb_moments(weights[i], load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);
+        }
+        write<whole>(exp_avgs, at.exp_avg, at.numel);
+        write<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        const int count = count_in<kWidth>(at.numel);
         NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];
-            lamb_moments(weight, load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);
             const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
-            if (!whole && place_of<kWidth>(i) >= at.numel) continue;  // the update there may be 0 / 0
+            if (!whole && i >= count) continue;  // the update there may be 0 / 0
             sums.weight += squared(weight);
             sums.update += squared(update);
         }
-        write<whole>(exp_avgs, at.exp_avg, at.numel);
-        write<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
         return sums;
     }
 
     template <bool whole>
-    static __device__ __forceinline__ void second(const Place& at, const Factors& factors) {
+    static __device__ __forceinline__ void second(
+        const Place& at, const LambRule&, const LambScales& scales, float step_size) {
         Weights<T, Master, kWidth> weights;
         Share<float> exp_avgs, exp_avg_sqs;
-        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
         read<whole, Again::kNo>(exp_avgs, at.exp_avg, at.numel);
         read<whole, Again::kNo>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];
-            const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], factors.scales);
-            weights.set(i, lamb_element(weight, update, factors.step_size, factors.scales.keep));
+            const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
+            weights.set(i, lamb_element(weight, update, step_size, scales.keep));
         }
         write<whole, Again::kNo>(weights, at.param, at.master, at.numel);
     }

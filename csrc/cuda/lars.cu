@@ -31,17 +31,14 @@ struct Lars {
         return lars_trust(rule.lars, rule.sgd, group, scales.sgd.grad, squares);
     }
 
-    static __device__ __forceinline__ Scales
-    factors(const Rule& rule, const StepGroup&, const Scales& scales, const Trust& trust) {
-        return {lars_scales(scales.sgd, rule.lars.variant, trust.ratio), scales.flags};
-    }
+    static __device__ __forceinline__ double step_size(const StepGroup&, const Trust& trust) { return trust.ratio; }
 
     template <bool whole>
     static __device__ __forceinline__ NormPartials first(const Place& at, const Scales&) {
         Weights<T, Master> weights;
         Share<T, Place::kWidth> grads;
-        read<whole>(weights, at.param, at.master, at.numel);
         read<whole>(grads, at.grad, at.numel);
+        read<whole>(weights, at.param, at.master, at.numel);
         NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
@@ -52,16 +49,18 @@ struct Lars {
     }
 
     template <bool whole>
-    static __device__ __forceinline__ void second(const Place& at, const Scales& scales) {
+    static __device__ __forceinline__ void second(
+        const Place& at, const Rule& rule, const Scales& shared, double ratio) {
         Weights<T, Master> weights;
         Share<T, Place::kWidth> grads;
         Share<typename Place::Momentum, Place::kWidth> momenta;
-        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
         read<whole, Again::kNo>(grads, at.grad, at.numel);
-        if (scales.flags & kMomentum) read<whole, Again::kNo>(momenta, at.momentum, at.numel);
-        sgd_share(weights, grads, momenta, scales.sgd, scales.flags);
+        if (shared.flags & kMomentum) read<whole, Again::kNo>(momenta, at.momentum, at.numel);
+        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
+        const SgdScales scales = lars_scales(shared.sgd, rule.lars.variant, ratio);
+        sgd_share(weights, grads, momenta, scales, shared.flags);
         write<whole, Again::kNo>(weights, at.param, at.master, at.numel);
-        if (scales.flags & kMomentum) write<whole, Again::kNo>(momenta, at.momentum, at.numel);
+        if (shared.flags & kMomentum) write<whole, Again::kNo>(momenta, at.momentum, at.numel);
     }
 };
 

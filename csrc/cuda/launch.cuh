@@ -70,8 +70,8 @@ inline cudaError_t resident_blocks(int* count, int device, const void* kernel, i
     return error;
 }
 
-// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be on
-// the device at once, so there are no more than it holds.
+// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be
+// on the device at once, so there are no more than it holds.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_cooperative(
     void (*kernel)(Parameters...), int64_t num_blocks, int threads, size_t shared_bytes, cudaStream_t stream,
@@ -105,7 +105,8 @@ cudaError_t with_weights(DType dtype, bool masters, Fn&& fn) {
     switch (dtype) {
         case DType::kFloat32: return fn.template operator()<float, false>();
         case DType::kBFloat16:
-            return masters ? fn.template operator()<__nv_bfloat16, true>() : fn.template operator()<__nv_bfloat16, false>();
+            return masters ? fn.template operator()<__nv_bfloat16, true>()
+                           : fn.template operator()<__nv_bfloat16, false>();
         case DType::kFloat16:
             return masters ? fn.template operator()<__half, true>() : fn.template operator()<__half, false>();
     }

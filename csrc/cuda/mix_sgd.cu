@@ -24,17 +24,17 @@ __device__ __forceinline__ void mix_sgd_block(
     T* momentum = (flags & kMomentum) ? static_cast<T*>(sgd.momentum) + place.first : nullptr;
     Weights<T, false> weights;
     Share<T> grads, momenta;
-    read<whole>(weights.params, static_cast<const T*>(weight), place.numel);
+    read<whole>(weights.values, static_cast<const T*>(weight), place.numel);
     read<whole>(grads, static_cast<const T*>(sgd.grad) + place.first, place.numel);
     if (flags & kMomentum) read<whole>(momenta, static_cast<const T*>(momentum), place.numel);
-    mix_share<whole>(weights.params, table, place, block_sum);
+    mix_share<whole>(weights.values, table, place, block_sum);
     sgd_share(weights, grads, momenta, sgd_scales(sgd.rule, sgd.group, sgd.grad_factor), flags);
-    write<whole>(weights.params, weight, place.numel);
+    write<whole>(weights.values, weight, place.numel);
     if (flags & kMomentum) write<whole>(momenta, momentum, place.numel);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     mix_sgd_kernel(const __grid_constant__ MixTable<kFewPeers> table, const __grid_constant__ SgdTensors sgd) {
     BlockSum<kThreads> block_sum;
     for (int64_t block = blockIdx.x; block < table.num_blocks; block += gridDim.x) {

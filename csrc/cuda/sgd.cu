@@ -23,9 +23,9 @@ __device__ __forceinline__ void sgd_block(
     Weights<T, Master> weights;
     Share<T, Place::kWidth> grads;
     Share<typename Place::Momentum, Place::kWidth> momenta;
-    read<whole>(weights, at.param, at.master, at.numel);
     read<whole>(grads, at.grad, at.numel);
     if (flags & kMomentum) read<whole>(momenta, at.momentum, at.numel);
+    read<whole>(weights, at.param, at.master, at.numel);
     if (threadIdx.x == 0) common = {sgd_scales(rule, group, grad_factor(scaling)), skips_step(scaling)};
     __syncthreads();
     const auto [scales, skip] = common;

@@ -31,8 +31,8 @@ struct SgdPlace {
 
 template <typename T, bool Master, int width, typename M>
 __device__ __forceinline__ void sgd_share(
-    Weights<T, Master, width>& weights, const Share<T, width>& grads, Share<M, width>& momenta,
-    const SgdScales& scales, int flags) {
+    Weights<T, Master, width>& weights, const Share<T, width>& grads, Share<M, width>& momenta, const SgdScales& scales,
+    int flags) {
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
         float momentum = (flags & kMomentum) ? load(momenta[i]) : 0.0f;

@@ -7,8 +7,8 @@
 // to the same thread, at the same place of its share, either way, and a sum over the block has the same bits. That path
 // issues four to eight times the instructions; its accesses still fall into the same cache lines.
 //
-// Where 16-bit tensors have fp32 companions (masters, moments), vectors are 4 elements wide in all of them, 8 bytes in the
-// 16-bit ones: so a thread holds the same elements of each.
+// Where 16-bit tensors have fp32 companions (masters, moments), vectors are 4 elements wide in all of them, 8 bytes in
+// the 16-bit ones: so a thread holds the same elements of each.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -84,6 +84,16 @@ __device__ __forceinline__ int place_of(int i) {
     return (i / width * kThreads + static_cast<int>(threadIdx.x)) * width + i % width;
 }
 
+// How many elements of this thread's share lie in a block of `numel` elements: they are its first ones. Elements are
+// asked by this one number, because a flag for each of them would cost registers.
+template <int width>
+__device__ __forceinline__ int count_in(int numel) {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kShare; i += width) count += max(0, min(width, numel - place_of<width>(i)));
+    return count;
+}
+
 // Whether the kernel touches the elements again. Those that it does not are the first to leave the L2 cache.
 enum class Again { kYes, kNo };
 
@@ -98,11 +108,9 @@ __device__ __forceinline__ void read(Share<T, width>& share, const T* block, int
             share.vectors[i].bits = again == Again::kYes ? source[i * kThreads] : __ldcs(source + i * kThreads);
         }
     } else {
+        const int count = count_in<width>(numel);
 #pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-            const int place = place_of<width>(i);
-            share[i] = place < numel ? block[place] : store<T>(0.0f);
-        }
+        for (int i = 0; i < kShare; ++i) share[i] = i < count ? block[place_of<width>(i)] : store<T>(0.0f);
     }
 }
 
@@ -120,10 +128,10 @@ __device__ __forceinline__ void write(const Share<T, width>& share, T* block, in
             }
         }
     } else {
+        const int count = count_in<width>(numel);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
-            const int place = place_of<width>(i);
-            if (place < numel) block[place] = share[i];
+            if (i < count) block[place_of<width>(i)] = share[i];
         }
     }
 }
@@ -140,37 +148,42 @@ __device__ __forceinline__ float weight_of(T param, float master) {
     return own == stored ? master : load(param);
 }
 
-struct NoMasters {};
-
-// One thread's weights: with masters (which Master says) or without.
+// One thread's weights: the stored ones, or the fp32 weights behind them, where there are masters (which Master says).
 template <typename T, bool Master, int width = Master ? kVector<float> : kVector<T>>
 struct Weights {
-    Share<T, width> params;
-    std::conditional_t<Master, Share<float, width>, NoMasters> masters;
+    using Value = std::conditional_t<Master, float, T>;
+    Share<Value, width> values;
 
-    __device__ __forceinline__ float operator[](int i) const {
-        if constexpr (Master) {
-            return weight_of(params[i], masters[i]);
-        } else {
-            return load(params[i]);
-        }
-    }
-    __device__ __forceinline__ void set(int i, float weight) {
-        params[i] = store<T>(weight);
-        if constexpr (Master) masters[i] = weight;
-    }
+    __device__ __forceinline__ float operator[](int i) const { return load(values[i]); }
+    __device__ __forceinline__ void set(int i, float weight) { values[i] = store<Value>(weight); }
 };
 
+// With masters this waits for what it reads, so it stands behind all other reads.
 template <bool whole, Again again = Again::kYes, typename T, bool Master, int width>
-__device__ __forceinline__ void read(Weights<T, Master, width>& weights, const T* params, const float* masters, int numel) {
-    read<whole, again>(weights.params, params, numel);
-    if constexpr (Master) read<whole, again>(weights.masters, masters, numel);
+__device__ __forceinline__ void read(
+    Weights<T, Master, width>& weights, const T* param, const float* master, int numel) {
+    if constexpr (Master) {
+        Share<T, width> params;
+        read<whole, again>(params, param, numel);
+        read<whole, again>(weights.values, master, numel);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) weights.values[i] = weight_of(params[i], weights.values[i]);
+    } else {
+        read<whole, again>(weights.values, param, numel);
+    }
 }
 
 template <bool whole, Again again = Again::kYes, typename T, bool Master, int width>
-__device__ __forceinline__ void write(const Weights<T, Master, width>& weights, T* params, float* masters, int numel) {
-    write<whole, again>(weights.params, params, numel);
-    if constexpr (Master) write<whole, again>(weights.masters, masters, numel);
+__device__ __forceinline__ void write(const Weights<T, Master, width>& weights, T* param, float* master, int numel) {
+    if constexpr (Master) {
+        Share<T, width> params;
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) params[i] = store<T>(weights.values[i]);
+        write<whole, again>(params, param, numel);
+        write<whole, again>(weights.values, master, numel);
+    } else {
+        write<whole, again>(weights.values, param, numel);
+    }
 }
 
 // Whether 128-bit accesses may start here. A block starts a multiple of 16 bytes after its tensor, so it is enough to

@@ -24,8 +24,8 @@ __device__ __forceinline__ NormPartials warp_sum(const NormPartials& value) {
     return {warp_sum(value.weight), warp_sum(value.update)};
 }
 
-// Sums over all threads of a CUDA block, one after the other, of double or NormPartials. Two sets of slots alternate, so
-// that one barrier a sum is enough: who writes a set again has passed the barrier behind which warp 0 has read it.
+// Sums over all threads of a CUDA block, one after the other, of double or NormPartials. Two sets of slots alternate,
+// so that one barrier a sum is enough: who writes a set again has passed the barrier behind which warp 0 has read it.
 template <int threads, typename Value = double>
 class BlockSum {
   public:
@@ -68,8 +68,8 @@ inline constexpr int kSumThreads = 1024;
 
 // sums[column] = sum over rows of partials[row, column]: one CUDA block a column.
 template <int threads>
-__global__ void __launch_bounds__(threads) sum_partials_kernel(
-    const double* partials, double* sums, int64_t num_rows, int64_t num_columns, float* counter) {
+__global__ void __launch_bounds__(threads)
+    sum_partials_kernel(const double* partials, double* sums, int64_t num_rows, int64_t num_columns, float* counter) {
     if (blockIdx.x < num_columns) {
         const double total = sum_rows<threads>(partials + blockIdx.x, num_rows, num_columns);
         if (threadIdx.x == 0) sums[blockIdx.x] = total;

@@ -7,8 +7,9 @@
 // before that barrier. So a step takes as many barriers as there are batches, and all CUDA blocks have work between
 // any two of them.
 //
-// Partial sums belong to blocks of kBlock elements. The CUDA block that finishes a tensor's last block adds them, in the
-// order of the blocks however they were finished, and writes the tensor's Trust: the same bits on every run and GPU.
+// Partial sums belong to blocks of kBlock elements. The CUDA block that finishes a tensor's last block adds them, in
+// the order of the blocks however they were finished, and writes the tensor's Trust: the same bits on every run and
+// GPU.
 //
 // On a device that cannot launch cooperatively there are two launches, one a pass, over one batch of all tensors: the
 // same bits, with the second pass reading from memory.
@@ -43,8 +44,8 @@ class TwoPasses {
     using Table = StepTable<Segment, capacity>;
 
     // `scales` lies in shared memory, one a group.
-    __device__ __forceinline__ TwoPasses(
-        const Table& table, const Batches<capacity>& batches, const Rule& rule, const Scales* scales)
+    __device__ __forceinline__
+    TwoPasses(const Table& table, const Batches<capacity>& batches, const Rule& rule, const Scales* scales)
         : table_(table), list_(table.list), batches_(batches), rule_(rule), scales_(scales) {}
 
     __device__ __forceinline__ void run() {
@@ -54,28 +55,29 @@ class TwoPasses {
             // The CUDA blocks are dealt the blocks of both passes as one sequence, so that none has two more than
             // another. The second pass comes first, while its batch is in L2, and starts where the first has ended.
             const Batch second = batch(phase - 1), first = batch(phase);
-            const int64_t next = second_pass(second, blockIdx.x);
-            first_pass(first, next - (second.end_block - second.begin_block));
+            const int dealt = second_pass(second, second.end_block - 1 - static_cast<int>(blockIdx.x));
+            first_pass(first, first.begin_block + dealt);
         }
     }
 
   private:
+    // Blocks are counted in 32 bits, which saves registers and is enough for 8 tera-elements.
     struct Batch {
         int begin, end;  // segments
-        int64_t begin_block, end_block;
+        int begin_block, end_block;
     };
 
     __device__ __forceinline__ Batch batch(int index) const {
-        if (index < 0 || index >= batches_.num_batches) return {0, 0, 0, 0};
+        if (index < 0 || index >= batches_.num_batches) return {};
         const int begin = index == 0 ? 0 : batches_.ends[index - 1], end = batches_.ends[index];
         return {begin, end, first_block_of(begin), first_block_of(end)};
     }
 
-    __device__ __forceinline__ int64_t first_block_of(int segment) const {
-        return segment < list_.num_segments ? list_.segments[segment].first_block : list_.end_block;
+    __device__ __forceinline__ int first_block_of(int segment) const {
+        return static_cast<int>(segment < list_.num_segments ? list_.segments[segment].first_block : list_.end_block);
     }
 
-    __device__ __forceinline__ int segment_of(const Batch& batch, int64_t block) const {
+    __device__ __forceinline__ int segment_of(const Batch& batch, int block) const {
         return batch.begin +
                static_cast<int>(segment_of_block(list_.segments + batch.begin, batch.end - batch.begin, block));
     }
@@ -91,47 +93,41 @@ class TwoPasses {
         }
     }
 
-    // From the last block of the batch to the first: item i is block end_block - 1 - i. Returns the first item of this
-    // CUDA block that lies behind the batch.
-    __device__ __forceinline__ int64_t second_pass(const Batch& batch, int64_t item) const {
-        const int64_t num_items = batch.end_block - batch.begin_block;
-        while (item < num_items) {
-            const int index = segment_of(batch, batch.end_block - 1 - item);
+    // From the last block of the batch to the first. Returns by how many blocks this CUDA block's next one would lie
+    // before the batch.
+    __device__ __forceinline__ int second_pass(const Batch& batch, int block) const {
+        while (block >= batch.begin_block) {
+            const int index = segment_of(batch, block);
             const Segment& segment = list_.segments[index];
-            const auto factors = Optimizer::factors(
-                rule_, table_.group_of(segment), scales_of(segment), batches_.trust[list_.first_segment + index]);
-            const int64_t end = batch.end_block - segment.first_block;
-            for (; item < end; item += gridDim.x) {
-                const int64_t block = batch.end_block - 1 - item;
-                const typename Optimizer::Place at(segment, (block - segment.first_block) * kBlock);
+            const auto step_size =
+                Optimizer::step_size(table_.group_of(segment), batches_.trust[list_.first_segment + index]);
+            const int first_block = static_cast<int>(segment.first_block);
+            for (; block >= first_block; block -= static_cast<int>(gridDim.x)) {
+                const typename Optimizer::Place at(segment, (block - first_block) * kBlock);
                 if (at.whole) {
-                    Optimizer::template second<true>(at, factors);
+                    Optimizer::template second<true>(at, rule_, scales_of(segment), step_size);
                 } else {
-                    Optimizer::template second<false>(at, factors);
+                    Optimizer::template second<false>(at, rule_, scales_of(segment), step_size);
                 }
             }
         }
-        return item;
+        return batch.begin_block - 1 - block;
     }
 
-    // Item i is block begin_block + i.
-    __device__ __forceinline__ void first_pass(const Batch& batch, int64_t item) {
-        const int64_t num_items = batch.end_block - batch.begin_block;
-        while (item < num_items) {
-            const int index = segment_of(batch, batch.begin_block + item);
+    __device__ __forceinline__ void first_pass(const Batch& batch, int block) {
+        while (block < batch.end_block) {
+            const int index = segment_of(batch, block);
             const Segment& segment = list_.segments[index];
-            const Scales scales = scales_of(segment);
-            const int64_t num_blocks = (segment.numel + kBlock - 1) / kBlock;
-            const int64_t end = segment.first_block + num_blocks - batch.begin_block;
+            const int first_block = static_cast<int>(segment.first_block);
+            const int num_blocks = static_cast<int>((segment.numel + kBlock - 1) / kBlock);
             int done = 0;
             NormPartials total{};
-            for (; item < end; item += gridDim.x, ++done) {
-                const int64_t block = batch.begin_block + item;
-                const typename Optimizer::Place at(segment, (block - segment.first_block) * kBlock);
+            for (; block < first_block + num_blocks; block += static_cast<int>(gridDim.x), ++done) {
+                const typename Optimizer::Place at(segment, (block - first_block) * kBlock);
                 total = block_sum_(
-                    at.whole ? Optimizer::template first<true>(at, scales)
-                             : Optimizer::template first<false>(at, scales));
-                if (threadIdx.x == 0 && num_blocks > 1) batches_.partials[block] = total;
+                    at.whole ? Optimizer::template first<true>(at, scales_of(segment))
+                             : Optimizer::template first<false>(at, scales_of(segment)));
+                if (threadIdx.x == 0) batches_.partials[block] = total;
             }
             if (num_blocks == 1) {
                 if (threadIdx.x == 0) write_trust(index, total);
@@ -142,7 +138,7 @@ class TwoPasses {
     }
 
     // One ticket for all blocks of the segment that this CUDA block has done in a row.
-    __device__ __forceinline__ bool is_last(int index, int done, int64_t num_blocks) const {
+    __device__ __forceinline__ bool is_last(int index, int done, int num_blocks) const {
         auto* ticket = reinterpret_cast<unsigned long long*>(batches_.tickets + list_.first_segment + index);
         __threadfence();  // partial sums before the ticket
         const auto before = atomicAdd(ticket, static_cast<unsigned long long>(done));
@@ -153,14 +149,14 @@ class TwoPasses {
     }
 
     // Thread t adds rows t, t + kThreads, ...; four of them are under way at a time.
-    __device__ __forceinline__ void finish(int index, int64_t num_blocks) {
+    __device__ __forceinline__ void finish(int index, int num_blocks) {
         constexpr int kUnroll = 4;
         const NormPartials* rows = batches_.partials + list_.segments[index].first_block;
         NormPartials sums[kUnroll] = {};
-        for (int64_t row = threadIdx.x; row < num_blocks; row += kUnroll * kThreads) {
+        for (int row = static_cast<int>(threadIdx.x); row < num_blocks; row += kUnroll * kThreads) {
 #pragma unroll
             for (int i = 0; i < kUnroll; ++i) {
-                const int64_t mine = row + i * kThreads;
+                const int mine = row + i * kThreads;
                 if (mine >= num_blocks) continue;
                 sums[i].weight += __ldcg(&rows[mine].weight);  // from L2, where other multiprocessors have put it
                 sums[i].update += __ldcg(&rows[mine].update);
@@ -246,7 +242,8 @@ cudaError_t launch_two_passes(
 
 // All launches of a step; `step` is SgdArgs or LambArgs, `args` what holds the partial sums and the trust ratios.
 template <typename Optimizer, typename StepArgs, typename Args>
-cudaError_t two_passes(const StepArgs& step, const Args& args, const typename Optimizer::Rule& rule, cudaStream_t stream) {
+cudaError_t two_passes(
+    const StepArgs& step, const Args& args, const typename Optimizer::Rule& rule, cudaStream_t stream) {
     using Segment = typename Optimizer::Segment;
     return for_each_step_chunk(step, [&]<int capacity>(const StepTable<Segment, capacity>& table) {
         Batches<capacity> batches;

@@ -11,6 +11,7 @@ struct Device {
     int num_multiprocessors = 3;
     int blocks_per_multiprocessor = 2;
     int l2_bytes = 1 << 20;
+    bool cooperative = true;  // whether it can launch so
 };
 Device& device();
 

@@ -153,6 +153,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
     }
     if (config.dynamicSmemBytes > shared_limit_of(kernel)) return report(cudaErrorInvalidValue);
     const Launch launch{grid, block, config.dynamicSmemBytes, is_cooperative(config), kernel, std::move(body)};
+    if (launch.cooperative && !device().cooperative) return report(cudaErrorInvalidValue);
     if (launch.cooperative) {
         int each = 0;
         max_active_blocks(&each, kernel, static_cast<int>(num_threads), config.dynamicSmemBytes);
@@ -223,7 +224,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMaxSharedBytes; break;
         case cudaDevAttrMultiProcessorCount: *value = device().num_multiprocessors; break;
         case cudaDevAttrL2CacheSize: *value = device().l2_bytes; break;
-        case cudaDevAttrCooperativeLaunch: *value = 1; break;
+        case cudaDevAttrCooperativeLaunch: *value = device().cooperative ? 1 : 0; break;
     }
     return cudaSuccess;
 }

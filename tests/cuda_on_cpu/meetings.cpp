@@ -180,8 +180,8 @@ std::string Scheduler::state(const Thread& thread) const {
 
 void Scheduler::fail(const std::string& what) const {
     std::fprintf(
-        stderr, "cuda_on_cpu: %s (CUDA_ON_CPU_SEED %llu of this launch)\n  in %s\n", what.c_str(),
-        static_cast<unsigned long long>(seed_), kernel_name(launch_->kernel).c_str());
+        stderr, "cuda_on_cpu: %s\n  in %s, CUDA_ON_CPU_SEED=%u, launch %u\n", what.c_str(),
+        kernel_name(launch_->kernel).c_str(), static_cast<unsigned>(seed_ >> 32), static_cast<unsigned>(seed_));
     std::abort();
 }
 

@@ -87,6 +87,8 @@ def copy_tree(target: Path) -> Path:
     for name in ("csrc", "tests/cpp", "tests/cuda_on_cpu"):
         shutil.copytree(ROOT / name, target / name)
     shutil.copy(ROOT / "CMakeLists.txt", target)
+    flags = target / "tests/cuda_on_cpu/CMakeLists.txt"
+    flags.write_text(flags.read_text().replace(" -Werror", ""))  # what is left of a broken line may be unused
     build = target / "build"
     configured = run(["cmake", "-S", str(target), "-B", str(build), "-DDDPCORE_CUDA=OFF"])
     if configured.returncode != 0:

@@ -1,7 +1,6 @@
 #include "scheduler.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
 #include <sanitizer/asan_interface.h>
@@ -204,7 +203,7 @@ void Scheduler::line_up(Block& block) {
 // thread lets that one run.
 void Scheduler::may_switch() {
     if (random_() % 4 != 0) return;
-    if (++idle_switches_ > 50'000'000) fail(*current_, "waits in a loop for what never comes");
+    if (++idle_switches_ > 5'000'000) fail(*current_, "waits in a loop for what never comes");
     Block& block = *current_->block;
     if (pick_ == Pick::kNewest) {
         block.ready.put_first(current_);

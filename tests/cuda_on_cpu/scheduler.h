@@ -77,6 +77,7 @@ class Random {
 
 class Scheduler {
   public:
+    // The seed of the test in the upper half, the number of the launch in the lower.
     void run(const Launch& launch, uint64_t seed);
 
     // Called by the running thread.

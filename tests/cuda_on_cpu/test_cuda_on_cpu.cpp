@@ -256,6 +256,10 @@ __global__ void grid_kernel() {
 __global__ void half_grid_kernel() {
     if (blockIdx.x != 1) cooperative_groups::this_grid().sync();
 }
+__global__ void endless_kernel(int* out) {
+    while (atomicAdd(out, 0) == 0) {
+    }
+}
 __global__ void store_kernel(int* out, int place) {
     out[place] = 1;
 }
@@ -278,6 +282,7 @@ TEST_F(CudaOnCpuDeathTest, WaitingInVain) {
     EXPECT_DEATH(run(divergent_shuffle_kernel, 1, 32, out_.data()), "deadlock(.|\n)*lanes 0xffffffff");
     EXPECT_DEATH(run(foreign_lane_kernel, 1, 32, out_.data()), "reads lane 20, which mask 0x0000ffff does not name");
     EXPECT_DEATH(run(wrong_mask_kernel, 1, 32), "thread \\(0,0,0\\): .*the mask does not name the caller");
+    EXPECT_DEATH(run(endless_kernel, 2, 32, out_.data()), "waits in a loop for what never comes");
     EXPECT_DEATH(run(grid_kernel, 1, 32), "the launch is not cooperative");
     EXPECT_DEATH(launch_cooperative(half_grid_kernel, 3, 32, 0, nullptr), "deadlock(.|\n)*for the grid");
 }
