@@ -88,9 +88,12 @@ TEST(MathTest, LearningRateAndWhatDecayLeaves) {
     ASSERT_EQ(lr_of(group), stored);
     ASSERT_NO_FATAL_FAILURE(
         expect_float_near(kept_share(group), 1.0L - static_cast<long double>(stored) * kWeightDecay, 2));
-    // So small that one rounding of the product to float would already be a tenth of what decay takes.
-    group = {1e-4f, 1e-2f, nullptr, nullptr, false};
-    ASSERT_NO_FATAL_FAILURE(expect_float_near(kept_share(group), 1.0L - static_cast<long double>(1e-4f) * 1e-2f, 2));
+    // A product that is rounded to fp32 before it is subtracted would show in some of these.
+    for (int i = 1; i < 1000; ++i) {
+        group = {0.9f / static_cast<float>(i), 0.37f * static_cast<float>(i % 13), nullptr, nullptr, false};
+        const auto product = static_cast<long double>(group.lr) * group.weight_decay;
+        ASSERT_NO_FATAL_FAILURE(expect_float_near(kept_share(group), 1.0L - product, 2)) << i;
+    }
 }
 
 TEST(MathTest, FlagsOfAGroup) {
