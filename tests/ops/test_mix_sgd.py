@@ -63,7 +63,9 @@ def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
         assert_same_bits(got, want, f"{what} against mix_ and sgd_step_")
 
     on_cpu = [peer.cpu() for peer in peers]
-    expected = reference.mix_sgd_step_(same[0], on_cpu, own, others, same[1], twin_of(same[2], rule), count.clone(), **rule)
+    expected = reference.mix_sgd_step_(
+        same[0], on_cpu, own, others, same[1], twin_of(same[2], rule), count.clone(), **rule
+    )
     torch.testing.assert_close(distances.cpu(), expected, **SUM)
     assert_same_bits(weights, same[0], "weights against the twin")
     assert_same_bits(buffer, same[2], "momentum against the twin")

@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Callable[[steps.Step], None], str]] = {
     "sizes too large": (options(group_sizes=[3]), SUM),
     "a size below 0": (options(group_sizes=[-1]), SUM),
     "no groups": (
-        lambda step: (step.options.update(dict.fromkeys(step.options.keys() & PER_GROUP, [])), step.steps.clear()),
+        lambda step: (step.options.update({key: [] for key in PER_GROUP & step.options.keys()}), step.steps.clear()),
         SUM,
     ),
     "two lrs": (options(lr=[0.1, 0.1]), LENGTHS),
