@@ -197,8 +197,8 @@ def export_complaints(root: Path) -> list[str]:
 
 
 def mirror_complaints(root: Path) -> list[str]:
-    """Every folder of tests is named after the room it tests; tests/cpp is the one of csrc."""
-    rooms = {path.name for path in (root / "ddpcore").iterdir() if path.is_dir()} | {"cpp"}
+    """Every folder of tests is named after the room it tests; tests/cpp and tests/cuda_on_cpu are those of csrc."""
+    rooms = {path.name for path in (root / "ddpcore").iterdir() if path.is_dir()} | {"cpp", "cuda_on_cpu"}
     folders = {path.parent for path in (root / "tests").rglob("test_*")} - {root / "tests"}
     return [
         f"{folder.relative_to(root)}:1: there is no ddpcore/{folder.name}"

@@ -49,8 +49,27 @@ DDPCORE_INLINE void add_squares(double* __restrict lanes, int64_t numel, Value&&
     for (int lane = 0; i < numel; ++i, ++lane) lanes[lane] += squared(value(i));
 }
 
+// A square of a float is exact in double, so one fused operation has the bits of multiplying and then adding.
+template <bool kFused>
+DDPCORE_INLINE double add_square(double sum, float value) {
+    const double wide = value;
+    if constexpr (kFused) return __builtin_fma(wide, wide, sum);
+    return sum + wide * wide;
+}
+
+// Calls fn.template operator()<kFused>(): with fused operations where the clone that runs has them as instructions.
+template <typename Fn>
+DDPCORE_INLINE void with_fused(Fn&& fn) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return fn.template operator()<true>();
+    return fn.template operator()<false>();
+#else
+    return fn.template operator()<true>();
+#endif
+}
+
 // The squares of two values an element, each summed as by add_squares. value(i, first, second) forms them.
-template <typename Value>
+template <bool kFused, typename Value>
 DDPCORE_INLINE NormPartials sum_two_squares(int64_t numel, Value&& value) {
     double firsts[kLanes] = {}, seconds[kLanes] = {};
     int64_t i = 0;
@@ -58,14 +77,14 @@ DDPCORE_INLINE NormPartials sum_two_squares(int64_t numel, Value&& value) {
         float first[kLanes], second[kLanes];
         DDPCORE_IVDEP
         for (int lane = 0; lane < kLanes; ++lane) value(i + lane, first[lane], second[lane]);
-        for (int lane = 0; lane < kLanes; ++lane) firsts[lane] += squared(first[lane]);
-        for (int lane = 0; lane < kLanes; ++lane) seconds[lane] += squared(second[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) firsts[lane] = add_square<kFused>(firsts[lane], first[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) seconds[lane] = add_square<kFused>(seconds[lane], second[lane]);
     }
     for (int lane = 0; i < numel; ++i, ++lane) {
         float first, second;
         value(i, first, second);
-        firsts[lane] += squared(first);
-        seconds[lane] += squared(second);
+        firsts[lane] = add_square<kFused>(firsts[lane], first);
+        seconds[lane] = add_square<kFused>(seconds[lane], second);
     }
     return {sum_lanes(firsts), sum_lanes(seconds)};
 }

@@ -15,6 +15,8 @@ from torch import Tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.strided:
+        raise RuntimeError("ddpcore: tensors must be dense, not sparse")
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -114,7 +116,6 @@ def sgd_step_(
     masters: Sequence[Tensor],
     steps: Sequence[Tensor],
     scratch: Tensor | None,
-    *,
     group_sizes: Sequence[int],
     lr: Sequence[float],
     weight_decay: Sequence[float],
@@ -167,7 +168,6 @@ def lars_step_(
     steps: Sequence[Tensor],
     scratch: Tensor,
     trust: Tensor,
-    *,
     group_sizes: Sequence[int],
     lr: Sequence[float],
     weight_decay: Sequence[float],
@@ -230,7 +230,6 @@ def lamb_step_(
     steps: Sequence[Tensor],
     scratch: Tensor,
     trust: Tensor,
-    *,
     group_sizes: Sequence[int],
     lr: Sequence[float],
     weight_decay: Sequence[float],
