@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first. A module imports from strictly lower floors or from its own room (a folder, or one file).
 FLOORS: dict[str, float] = {
-    "_C": 2, "ops": 2,
+    "_C": 1, "plans": 2, "ops": 2,
     "flat": 3, "topology": 3, "stacked": 3, "schedules": 3, "metrics": 3, "models": 3, "data": 3,
     "buckets": 3.5,
     "optim": 4, "comm": 4,
@@ -32,7 +32,11 @@ FLOORS: dict[str, float] = {
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # "path" or "path:function" -> why it may be longer.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "ddpcore/ops/sgd.py:sgd_step_": "one argument a line: its name, what it means, and how it is passed on",
+    "ddpcore/ops/lars.py:lars_step_": "as sgd_step_",
+    "ddpcore/ops/lamb.py:lamb_step_": "as sgd_step_",
+}
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
 SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 
