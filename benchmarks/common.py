@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ddpcore.bench.environment import machine
+from ddpcore.bench.timing import copying, interleaved
 from ddpcore.metrics import quantiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = [10**6 // 4, 10**7 // 4, 10**8 // 4]  # elements: 1, 10 and 100 MB of fp32
-SHORTEST_SAMPLE = 2e-3  # seconds: short calls are repeated until a sample lasts as long
 
 
 @dataclass(frozen=True)
@@ -52,45 +50,13 @@ def itemsize(options: argparse.Namespace) -> int:
     return DTYPES[options.dtype].itemsize
 
 
-def seconds_of(function: Callable[[], Any], num_calls: int, device: str) -> float:
-    """Mean time of a call, over one sample; on CUDA between two events of the stream."""
-    if device == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(num_calls):
-            function()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / num_calls
-    start = time.perf_counter()
-    for _ in range(num_calls):
-        function()
-    return (time.perf_counter() - start) / num_calls
-
-
-def interleaved(functions: list[Callable[[], Any]], repeats: int, device: str) -> list[list[float]]:
-    """``repeats`` samples of each function, taken in turn after a warm-up."""
-    num_calls = []
-    for function in functions:
-        seconds_of(function, 2, device)
-        once = seconds_of(function, 1, device)
-        num_calls.append(max(1, round(SHORTEST_SAMPLE / max(once, 1e-9))))
-    samples: list[list[float]] = [[] for _ in functions]
-    for _ in range(repeats):
-        for index, function in enumerate(functions):
-            samples[index].append(seconds_of(function, num_calls[index], device))
-    return samples
-
-
 def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, Any]:
     """One row: times of both, bandwidth of ours, of a copy of as many bytes, and the median of the pairwise ratios."""
-    source = torch.zeros(max(1, case.num_bytes // 2), dtype=torch.uint8, device=options.device)
-    target = torch.empty_like(source)
-    functions = [case.ours, case.baseline, lambda: target.copy_(source)]
-    ours, baseline, copy = interleaved(functions, options.repeats, options.device)
+    copy_once, copied = copying(case.num_bytes, options.device)
+    ours, baseline, copy = interleaved([case.ours, case.baseline, copy_once], options.device, options.repeats)
     ratios = [left / right for left, right in zip(ours, baseline, strict=True)]
     bandwidth = case.num_bytes / statistics.median(ours) / 1e9
-    copy_bandwidth = 2 * source.numel() / statistics.median(copy) / 1e9
+    copy_bandwidth = copied / statistics.median(copy) / 1e9
     return {
         "case": case.name,
         "numel": numel,
@@ -105,38 +71,6 @@ def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, An
         "fraction_of_copy": bandwidth / copy_bandwidth,
         "repeats": options.repeats,
     }
-
-
-def environment(device: str) -> dict[str, Any]:
-    """What a row was measured on."""
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
-        "device_type": device,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def processor() -> str:
-    """The name of the CPU, as the system gives it."""
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text().splitlines() if table.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def commit() -> str | None:
-    """The commit of this checkout, with a + where tracked files are changed; None outside of one."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -200,7 +134,7 @@ def main(description: str | None, cases: list[MakeCase]) -> None:
     """Measure every case at every size, print the table and append the rows to ``--json``."""
     options = parse(description)
     torch.manual_seed(0)
-    where, rows = environment(options.device), []
+    where, rows = {**machine(options.device), "threads": torch.get_num_threads()}, []
     for make_case in cases:
         for numel in options.numel:
             rows.append({**measure(make_case(numel, options), numel, options), **where})
