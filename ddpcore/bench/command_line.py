@@ -13,6 +13,8 @@ from typing import Any, NoReturn, TypeVar
 
 from ddpcore.metrics import to_json
 
+BOOLEAN = argparse.BooleanOptionalAction
+"""The action of a flag that has a ``--no-`` form."""
 Config = TypeVar("Config")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 import time
@@ -41,6 +42,19 @@ def environment(plan: Plan) -> dict[str, Any]:
         "backend_reason": plan.choice.reason,
         "notes": list(plan.notes),
     }
+
+
+def free_memory(device: str) -> float:
+    """Bytes that can be allocated; infinity where the system does not say."""
+    if device == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    except OSError:
+        pass
+    return math.inf
 
 
 def _processor() -> str:
