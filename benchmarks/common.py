@@ -11,6 +11,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ddpcore.bench.timing import copying, interleaved
 from ddpcore.metrics import quantiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NUM_TENSORS = 64  # of the lists that benchmarks of whole lists make
 SIZES = [10**6 // 4, 10**7 // 4, 10**8 // 4]  # elements: 1, 10 and 100 MB of fp32
 
 
@@ -43,6 +45,13 @@ MakeCase = Callable[[int, argparse.Namespace], Case]
 def randn(numel: int, options: argparse.Namespace, *leading: int) -> torch.Tensor:
     """Normal numbers of the chosen dtype on the chosen device."""
     return torch.randn(*leading, numel, device=options.device).to(DTYPES[options.dtype])
+
+
+def pieces(numel: int, options: argparse.Namespace) -> list[torch.Tensor]:
+    """Views of one buffer of at least ``numel`` elements, every second one 63 times its neighbour."""
+    pair = max(2, -(-numel * 2 // NUM_TENSORS))
+    sizes = [max(1, pair // 64), pair - max(1, pair // 64)] * (NUM_TENSORS // 2)
+    return list(randn(sum(sizes), options).split(sizes))
 
 
 def itemsize(options: argparse.Namespace) -> int:
@@ -77,7 +86,7 @@ def parse(description: str | None) -> argparse.Namespace:
     """The options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32"], dest="dtypes")
     parser.add_argument("--numel", type=int, nargs="+", default=SIZES, help="elements; default: 1, 10, 100 MB of fp32")
     parser.add_argument("--peers", type=int, default=1, help="neighbours of a mix (where there is one)")
     parser.add_argument("--repeats", type=int, default=21, help="pairs of samples a row")
@@ -136,7 +145,8 @@ def main(description: str | None, cases: list[MakeCase]) -> None:
     torch.manual_seed(0)
     where, rows = {**machine(options.device), "threads": torch.get_num_threads()}, []
     for make_case in cases:
-        for numel in options.numel:
+        for dtype, numel in product(options.dtypes, options.numel):
+            options.dtype = dtype
             rows.append({**measure(make_case(numel, options), numel, options), **where})
     title = f"{where['device']}, {where['threads']} threads, torch {where['torch']}, commit {where['commit']}"
     Console(width=160).print(table_of(rows, title))
