@@ -1,4 +1,4 @@
-"""``benchmarks/run_gpu.sh``: its arguments, and that a failed or late step stops no other. Steps do no real work here."""
+"""``benchmarks/run_gpu.sh``: its arguments, and that a failed or late step stops no other. Steps do no work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _spec.loader.exec_module(summarize)
 def interpreter(tmp_path: Path) -> Path:
     """In Python's place: fails in bench_mix.py, takes its time in bench_lars.py, else does nothing."""
     file = tmp_path / "python"
-    file.write_text('#!/bin/sh\ncase "$*" in *bench_mix.py*) exit 3 ;; *bench_lars.py*) exec sleep 30 ;; esac\n')
+    file.write_text('#!/bin/sh\ncase "$*" in *bench_mix.py*) exit 3 ;; *bench_lars.py*) exec sleep 60 ;; esac\n')
     file.chmod(0o755)
     return file
 
@@ -71,12 +71,12 @@ def test_failures_and_time_limits_stop_nothing_else(interpreter: Path, tmp_path:
     assert (out / "logs" / "bench_lars.log").exists()
 
 
-def test_a_dry_run_takes_all_stages(interpreter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "status"), [("build", "ok"), ("sanitizer", "skipped")])
+def test_one_stage(stage: str, status: str, interpreter: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run([str(out), "--dry-run"], interpreter, RUN_SECONDS="25")
-    steps = [json.loads(line)["step"] for line in (out / "steps.jsonl").read_text().splitlines()]
-    assert steps[:2] == ["build", "pytest"]
-    assert {"sanitizer", "optim-float32", "bench_sgd"} <= set(steps)
+    assert run([str(out), "--dry-run", "--only", stage], interpreter).returncode == 0
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [(step["step"], step["status"]) for step in steps] == [(stage, status)]
 
 
 # --- the summary -------------------------------------------------------------------------------------------------
