@@ -281,7 +281,9 @@ struct LambProblem : StepProblem<Kind> {
             Base::grad_scaling(),
             partials.data(),
             trust.data(),
-            nullptr};
+            nullptr,
+            nullptr,
+            0};
     }
 
     bool same_bits(const LambProblem& other) const {
@@ -349,18 +351,23 @@ void take_step(LarsProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust
     problem.count_step();
 }
 
+// Without a seed the second pass forms the updates anew, with one it finds them where the first pass has kept them.
 template <typename Kind>
 void take_step(LambProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust = nullptr) {
-    const LambArgs args = problem.args();
+    LambArgs args = problem.args();
     if (skips_step(args.scaling)) return;
-    LambArgs second = args;
-    if (trust != nullptr) second.trust = const_cast<Trust*>(trust);
     in_batches(
         problem.segments, problem.num_blocks, seed,
         [&](int64_t begin, int64_t end, int64_t begin_block, int64_t end_block) {
+            Buffer<float> updates(seed == 0 ? 0 : (end_block - begin_block) * kBlock);
+            args.updates = seed == 0 ? nullptr : updates.data();
+            args.updates_block = begin_block;
             over_blocks(cpu::lamb_moments_, args, begin_block, end_block, seed);
             cpu::lamb_trust(args, begin, end);
+            LambArgs second = args;
+            if (trust != nullptr) second.trust = const_cast<Trust*>(trust);
             over_blocks(cpu::lamb_step_, second, begin_block, end_block, seed == 0 ? 0 : seed + 1);
+            EXPECT_TRUE(updates.guards_untouched());
         });
     problem.count_step();
 }
