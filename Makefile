@@ -1,4 +1,4 @@
-# make bench | test | check | build | clean. The first call on a machine sets up everything it needs in .venv.
+# make bench | test | check | mutations | build | clean. The first call on a machine sets up everything it needs in .venv.
 #
 #   make bench ARGS="--model mlp"              any flags of python -m ddpcore.bench
 #   make bench PYTHON=/path/to/python          use an environment that already has torch; downloads nothing
@@ -16,12 +16,12 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # One in-place build at a time; the stamp carries the name of the Python that it was made for.
 BUILT := build/built-for$(subst /,_,$(PY))
-CXX_FILES := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TOOLS := pytest hypothesis ruff mypy clang-format
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: bench test check lint types cpp build clean
+.PHONY: bench test check lint types cpp mutations build clean
 bench: build
 	@$(PY) -m ddpcore.bench $(ARGS)
 
@@ -44,7 +44,12 @@ cpp: $(READY)
 	cmake -S . -B build/cmake -DCMAKE_BUILD_TYPE=Release \
 	  -DDDPCORE_TORCH_INCLUDE=$$($(PY) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent / "include")')
 	cmake --build build/cmake -j $$(nproc)
-	ctest --test-dir build/cmake --output-on-failure
+	ctest --test-dir build/cmake --output-on-failure -j $$(nproc)
+
+# Breaks the CUDA kernels on purpose, a line at a time; each break must turn a test red. Takes some minutes.
+mutations:
+	@tools/system_packages
+	python3 tests/cuda_on_cpu/mutations.py $(ARGS)
 
 build: $(BUILT)
 

@@ -1,30 +1,39 @@
-"""``segment_norms`` over tensors of mixed sizes against ``torch._foreach_norm``."""
+"""``segment_norms`` and ``total_norm_`` over tensors of mixed sizes against ``torch._foreach_norm``."""
 
 from __future__ import annotations
 
 import argparse
 
 import torch
-from common import Case, itemsize, main, randn
+from common import Case, itemsize, main, pieces
 
 from ddpcore import ops
 
-NUM_TENSORS = 64
-
 
 def norms(numel: int, options: argparse.Namespace) -> Case:
-    """Views of one buffer, every second one 63 times its neighbour. Reads once: 4 bytes an element in fp32."""
-    pair = max(1, numel * 2 // NUM_TENSORS)
-    sizes = [max(1, pair // 64), max(1, pair - pair // 64)] * (NUM_TENSORS // 2)
-    tensors = list(randn(sum(sizes), options).split(sizes))
+    """One sum a tensor. Reads once: 4 bytes an element in fp32."""
+    tensors = pieces(numel, options)
     return Case(
-        f"segment_norms, {NUM_TENSORS} tensors",
+        f"segment_norms, {len(tensors)} tensors",
         lambda: ops.segment_norms(tensors),
         lambda: torch.stack(torch._foreach_norm(tensors)).square(),
         "torch foreach",
-        itemsize(options) * sum(sizes),
+        itemsize(options) * sum(tensor.numel() for tensor in tensors),
+    )
+
+
+def total_norm(numel: int, options: argparse.Namespace) -> Case:
+    """One sum of all, as for clipping. Reads once."""
+    tensors = pieces(numel, options)
+    out = torch.zeros(1 + ops.num_blocks(tensors), dtype=torch.float64, device=options.device)
+    return Case(
+        f"total_norm_, {len(tensors)} tensors",
+        lambda: ops.total_norm_(tensors, out),
+        lambda: torch.stack(torch._foreach_norm(tensors)).square().sum(),
+        "torch foreach",
+        itemsize(options) * sum(tensor.numel() for tensor in tensors),
     )
 
 
 if __name__ == "__main__":
-    main(__doc__, [norms])
+    main(__doc__, [norms, total_norm])

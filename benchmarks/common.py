@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ddpcore.bench.environment import machine
+from ddpcore.bench.timing import copying, interleaved
 from ddpcore.metrics import quantiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NUM_TENSORS = 64  # of the lists that benchmarks of whole lists make
 SIZES = [10**6 // 4, 10**7 // 4, 10**8 // 4]  # elements: 1, 10 and 100 MB of fp32
-SHORTEST_SAMPLE = 2e-3  # seconds: short calls are repeated until a sample lasts as long
 
 
 @dataclass(frozen=True)
@@ -47,50 +47,25 @@ def randn(numel: int, options: argparse.Namespace, *leading: int) -> torch.Tenso
     return torch.randn(*leading, numel, device=options.device).to(DTYPES[options.dtype])
 
 
+def pieces(numel: int, options: argparse.Namespace) -> list[torch.Tensor]:
+    """Views of one buffer of at least ``numel`` elements, every second one 63 times its neighbour."""
+    pair = max(2, -(-numel * 2 // NUM_TENSORS))
+    sizes = [max(1, pair // 64), pair - max(1, pair // 64)] * (NUM_TENSORS // 2)
+    return list(randn(sum(sizes), options).split(sizes))
+
+
 def itemsize(options: argparse.Namespace) -> int:
     """Bytes an element."""
     return DTYPES[options.dtype].itemsize
 
 
-def seconds_of(function: Callable[[], Any], num_calls: int, device: str) -> float:
-    """Mean time of a call, over one sample; on CUDA between two events of the stream."""
-    if device == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(num_calls):
-            function()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / num_calls
-    start = time.perf_counter()
-    for _ in range(num_calls):
-        function()
-    return (time.perf_counter() - start) / num_calls
-
-
-def interleaved(functions: list[Callable[[], Any]], repeats: int, device: str) -> list[list[float]]:
-    """``repeats`` samples of each function, taken in turn after a warm-up."""
-    num_calls = []
-    for function in functions:
-        seconds_of(function, 2, device)
-        once = seconds_of(function, 1, device)
-        num_calls.append(max(1, round(SHORTEST_SAMPLE / max(once, 1e-9))))
-    samples: list[list[float]] = [[] for _ in functions]
-    for _ in range(repeats):
-        for index, function in enumerate(functions):
-            samples[index].append(seconds_of(function, num_calls[index], device))
-    return samples
-
-
 def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, Any]:
     """One row: times of both, bandwidth of ours, of a copy of as many bytes, and the median of the pairwise ratios."""
-    source = torch.zeros(max(1, case.num_bytes // 2), dtype=torch.uint8, device=options.device)
-    target = torch.empty_like(source)
-    functions = [case.ours, case.baseline, lambda: target.copy_(source)]
-    ours, baseline, copy = interleaved(functions, options.repeats, options.device)
+    copy_once, copied = copying(case.num_bytes, options.device)
+    ours, baseline, copy = interleaved([case.ours, case.baseline, copy_once], options.device, options.repeats)
     ratios = [left / right for left, right in zip(ours, baseline, strict=True)]
     bandwidth = case.num_bytes / statistics.median(ours) / 1e9
-    copy_bandwidth = 2 * source.numel() / statistics.median(copy) / 1e9
+    copy_bandwidth = copied / statistics.median(copy) / 1e9
     return {
         "case": case.name,
         "numel": numel,
@@ -107,43 +82,11 @@ def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, An
     }
 
 
-def environment(device: str) -> dict[str, Any]:
-    """What a row was measured on."""
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
-        "device_type": device,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def processor() -> str:
-    """The name of the CPU, as the system gives it."""
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text().splitlines() if table.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def commit() -> str | None:
-    """The commit of this checkout, with a + where tracked files are changed; None outside of one."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
 def parse(description: str | None) -> argparse.Namespace:
     """The options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32"], dest="dtypes")
     parser.add_argument("--numel", type=int, nargs="+", default=SIZES, help="elements; default: 1, 10, 100 MB of fp32")
     parser.add_argument("--peers", type=int, default=1, help="neighbours of a mix (where there is one)")
     parser.add_argument("--repeats", type=int, default=21, help="pairs of samples a row")
@@ -200,9 +143,10 @@ def main(description: str | None, cases: list[MakeCase]) -> None:
     """Measure every case at every size, print the table and append the rows to ``--json``."""
     options = parse(description)
     torch.manual_seed(0)
-    where, rows = environment(options.device), []
+    where, rows = {**machine(options.device), "threads": torch.get_num_threads()}, []
     for make_case in cases:
-        for numel in options.numel:
+        for dtype, numel in product(options.dtypes, options.numel):
+            options.dtype = dtype
             rows.append({**measure(make_case(numel, options), numel, options), **where})
     title = f"{where['device']}, {where['threads']} threads, torch {where['torch']}, commit {where['commit']}"
     Console(width=160).print(table_of(rows, title))

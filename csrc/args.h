@@ -149,6 +149,8 @@ struct LambArgs {
     NormPartials* partials;  // scratch [num_blocks]
     Trust* trust;            // [num_segments], written
     uint64_t* tickets;       // as in SgdArgs
+    float* updates;          // CPU: room for the updates of a batch of segments, kBlock a block; null: formed anew
+    int64_t updates_block;   // first block of that batch
 };
 
 // weights <- self_weight * weights + sum_k peer_weights[k] * peers[k], added in the order of k.

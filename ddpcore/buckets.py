@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ddpcore._C import BucketTracker
 from ddpcore.flat import FlatParameters
+from ddpcore.plans import BucketTracker
 
 
 class GradientBuckets:

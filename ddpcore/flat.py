@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddpcore._C import plan_buckets
+from ddpcore.plans import plan_buckets
 
 ALIGNMENT = 16  # elements: every parameter, row and bucket starts on a vector boundary
 MiB = 2**20
@@ -73,13 +73,13 @@ class FlatParameters:
         values = [parameter.detach() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
         self._allocate(values[0].dtype, values[0].device)
-        for index, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
-            self.param_views[index].copy_(value)  # to every row
-            self._attach(index, gradient)
         itemsize = self.param_LP.element_size()
         self.buckets: tuple[tuple[int, int], ...] = tuple(
             plan_buckets(self.numel, bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT)
         )
+        for index, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
+            self.param_views[index].copy_(value)  # to every row
+            self._attach(index, gradient)
 
     @property
     def numel(self) -> int:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Lowest first. A module imports from strictly lower floors or from its own room (a folder, or one file).
 FLOORS: dict[str, float] = {
-    "_C": 2, "ops": 2,
+    "_C": 1, "plans": 2, "ops": 2,
     "flat": 3, "topology": 3, "stacked": 3, "schedules": 3, "metrics": 3, "models": 3, "data": 3,
     "buckets": 3.5,
     "optim": 4, "comm": 4,
@@ -32,8 +32,14 @@ FLOORS: dict[str, float] = {
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # "path" or "path:function" -> why it may be longer.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "ddpcore/ops/sgd.py:sgd_step_": "one argument a line: its name, what it means, and how it is passed on",
+    "ddpcore/ops/lars.py:lars_step_": "as sgd_step_",
+    "ddpcore/ops/lamb.py:lamb_step_": "as sgd_step_",
+}
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
+# Where other people's libraries are imported, by name and only if they are installed.
+IMPORTS_BY_NAME = Path("ddpcore/bench/implementations.py")
 SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 
 
@@ -106,6 +112,8 @@ def hidden_import_complaints(root: Path) -> list[str]:
                         complaints.append(f"{where}:{inner.lineno}: an import inside a function")
             name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
             name = node.name if isinstance(node, ast.alias) else name
+            if name == "import_module" and where == IMPORTS_BY_NAME:
+                continue
             if name in ("TYPE_CHECKING", "__import__", "import_module"):
                 complaints.append(f"{where}:{node.lineno}: {name} hides an import")
     return sorted(set(complaints))
@@ -193,8 +201,8 @@ def export_complaints(root: Path) -> list[str]:
 
 
 def mirror_complaints(root: Path) -> list[str]:
-    """Every folder of tests is named after the room it tests; tests/cpp is the one of csrc."""
-    rooms = {path.name for path in (root / "ddpcore").iterdir() if path.is_dir()} | {"cpp"}
+    """Every folder of tests is named after the room it tests; tests/cpp and tests/cuda_on_cpu are those of csrc."""
+    rooms = {path.name for path in (root / "ddpcore").iterdir() if path.is_dir()} | {"cpp", "cuda_on_cpu"}
     folders = {path.parent for path in (root / "tests").rglob("test_*")} - {root / "tests"}
     return [
         f"{folder.relative_to(root)}:1: there is no ddpcore/{folder.name}"
@@ -299,6 +307,7 @@ def test_good_python_passes(tmp_path):
         "ddpcore/__init__.py": '"""A."""\nfrom ddpcore.parallel import x\nfrom .topology import y\n__all__ = ["x"]',
         "ddpcore/optim/sgd.py": '"""A."""\nimport torch\nfrom . import base\nfrom ddpcore import ops, flat',
         "ddpcore/launch.py": '"""A."""\nimport os\nos.environ.get("RANK")\ndef _f(): pass',
+        str(IMPORTS_BY_NAME): '"""A."""\nimport importlib\nimportlib.import_module("timm")',
         "ddpcore/bench/x.py": '"""A."""\nimport ddpcore\nfrom ddpcore.bench import y\nfrom ddpcore.report import z',
     })  # fmt: skip
     for rule in (floor_complaints, hidden_import_complaints, environment_complaints, export_complaints):

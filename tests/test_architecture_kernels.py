@@ -14,8 +14,36 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def kernels_of(root: Path) -> list[str]:
-    return re.findall(r'library\.def\(\s*"(\w+)\(', (root / "csrc/bindings/library.cpp").read_text())
+SCHEMA = re.compile(r'define\(\s*((?:f?"[^"]*"\s*)+),\s*reference\.(\w+)')
+
+
+def schemas_of(path: Path) -> dict[str, tuple[list[str], str]]:
+    """The operators that a file defines: the names of their arguments, and the name of their twin.
+
+    Parts of a schema that several operators share are constants of some file in the same folder.
+    """
+    shared: dict[str, str] = {}
+    for other in sorted(path.parent.glob("*.py")):
+        shared |= dict(re.findall(r'^([A-Z_]+_SCHEMA) = "(.*)"$', other.read_text(), re.MULTILINE))
+    found = {}
+    for literals, twin in SCHEMA.findall(path.read_text()):
+        schema = "".join(re.findall(r'"([^"]*)"', literals)).format_map(shared)
+        name, _, rest = schema.partition("(")
+        arguments = rest.rpartition(" -> ")[0].removesuffix(")").split(", ")
+        found[name] = ([argument.split()[-1] for argument in arguments if argument != "*"], twin)
+    return found
+
+
+def kernels_of(root: Path) -> list[tuple[Path, str]]:
+    """Every operator, with the file that defines it."""
+    return [(path, name) for path in sorted((root / "ddpcore/ops").glob("*.py")) for name in schemas_of(path)]
+
+
+def bound_arguments(root: Path, name: str) -> list[str] | None:
+    """The names of the arguments of the C++ operator, in order."""
+    text = (root / "csrc/bindings/operators.h").read_text()
+    signature = re.search(rf"^(?:void|Tensor) {name}\(([^)]*)\) \{{", text, re.MULTILINE)
+    return None if signature is None else re.findall(r"(\w+)(?:,|$)", re.sub(r"<[^>]*>", "", signature.group(1)))
 
 
 def kernel_complaints(root: Path) -> list[str]:
@@ -27,23 +55,25 @@ def kernel_complaints(root: Path) -> list[str]:
         if not path.exists() or not re.search(pattern, path.read_text(), re.MULTILINE):
             complaints.append(f"{where}:1: {what}")
 
-    for name in kernels_of(root):
+    for path, name in kernels_of(root):
+        arguments, twin = schemas_of(path)[name]
         definition = re.compile(rf"\b(?:void|cudaError_t) {name}\(const")
         stems = [path.stem for path in sorted((root / "csrc/cpu").glob("*.cpp")) if definition.search(path.read_text())]
-        if len(stems) != 1:
-            complaints.append(f"csrc/cpu:1: {name} is defined in {stems or 'no file'}, not in exactly one")
-            continue
-        stem = stems[0]
-        demand(f"csrc/cuda/{stem}.cu", rf"^cudaError_t {name}\(const", f"does not define {name}")
-        for backend in ("cpu", "cuda"):
-            registered = rf'library\.impl\("{name}", TORCH_BOX\(&ddpcore::{name}\)\)'
-            demand(f"csrc/bindings/{backend}.cpp", registered, f"does not register {name}")
-        demand(f"ddpcore/ops/{stem}.py", rf"^def {name}\(", f"has no function {name}")
-        demand(f"ddpcore/ops/{stem}.py", rf'register_fake\("ddpcore::{name}"\)', f"registers no fake of {name}")
+        if stems != [path.stem]:
+            complaints.append(f"csrc/cpu:1: {name} is defined in {stems or 'no file'}, not in exactly {path.stem}")
+        if twin != name:
+            complaints.append(f"ddpcore/ops/{path.stem}.py:1: the twin of {name} is {twin}")
+        if bound_arguments(root, name) != arguments:
+            complaints.append(f"csrc/bindings/operators.h:1: {name} has not the arguments of its schema, in its order")
+        demand(f"csrc/cuda/{path.stem}.cu", rf"^cudaError_t {name}\(const", f"does not define {name}")
+        for backend in ("Cpu", "Cuda"):
+            registered = rf'library\.impl\("{name}", TORCH_BOX\(&ddpcore::{name}<ddpcore::{backend}>\)\)'
+            demand(f"csrc/bindings/{backend.lower()}.cpp", registered, f"does not register {name}")
+        demand(f"ddpcore/ops/{path.stem}.py", rf"^def {name}\(", f"has no function {name}")
         demand("ddpcore/ops/__init__.py", rf'__all__ = [^=]*"{name}"', f"does not export {name}")
         demand("ddpcore/ops/reference.py", rf"^def {name}\(", f"has no twin of {name}")
-        demand(f"tests/ops/test_{stem}.py", rf"\b{name}\b", f"does not test {name}")
-        demand(f"benchmarks/bench_{stem}.py", rf"\b{name}\b", f"does not measure {name}")
+        demand(f"tests/ops/test_{path.stem}.py", rf"\b{name}\b", f"does not test {name}")
+        demand(f"benchmarks/bench_{path.stem}.py", rf"\b{name}\b", f"does not measure {name}")
     return complaints
 
 
@@ -69,7 +99,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def test_a_kernel_has_one_name():
-    assert len(kernels_of(ROOT)) >= 5
+    assert len(kernels_of(ROOT)) >= 8
     assert_none(kernel_complaints(ROOT))
 
 
@@ -78,14 +108,22 @@ def test_kernels_know_no_torch():
 
 
 KERNEL = {
-    "csrc/bindings/library.cpp": 'library.def(\n    "scale_(Tensor(a!) x) -> ()");',
-    "csrc/bindings/cpu.cpp": 'library.impl("scale_", TORCH_BOX(&ddpcore::scale_));',
-    "csrc/bindings/cuda.cpp": 'library.impl("scale_", TORCH_BOX(&ddpcore::scale_));',
-    "csrc/cpu/scale.cpp": "CLONES void scale_(const Args& args) {}",
-    "csrc/cuda/scale.cu": "cudaError_t scale_(const Args& args) {}",
-    "ddpcore/ops/scale.py": '@register_fake("ddpcore::scale_")\ndef _(x): pass\ndef scale_(x): pass',
+    "ddpcore/ops/scale.py": """
+_scale = define("scale_(Tensor(a!) x, *, " f"{BY_SCHEMA}) -> ()", reference.scale_, no_result)
+def scale_(x): pass
+""",
+    "ddpcore/ops/shared.py": 'BY_SCHEMA = "Tensor? by, float[] most"',
     "ddpcore/ops/__init__.py": '__all__ = ["scale_"]',
     "ddpcore/ops/reference.py": "def scale_(x): pass",
+    "csrc/bindings/operators.h": """
+template <typename Backend>
+void scale_(
+    const Tensor& x, const std::optional<Tensor>& by, const std::vector<double>& most) {
+}""",
+    "csrc/bindings/cpu.cpp": 'library.impl("scale_", TORCH_BOX(&ddpcore::scale_<ddpcore::Cpu>));',
+    "csrc/bindings/cuda.cpp": 'library.impl("scale_", TORCH_BOX(&ddpcore::scale_<ddpcore::Cuda>));',
+    "csrc/cpu/scale.cpp": "CLONES void scale_(const Args& args) {}",
+    "csrc/cuda/scale.cu": "cudaError_t scale_(const Args& args) {}",
     "tests/ops/test_scale.py": "ops.scale_(x)",
     "benchmarks/bench_scale.py": "ops.scale_(x)",
 }
@@ -93,20 +131,41 @@ KERNEL = {
 
 def test_a_whole_kernel_passes(tmp_path):
     write(tmp_path, KERNEL)
+    assert [name for _, name in kernels_of(tmp_path)] == ["scale_"]
     assert_none(kernel_complaints(tmp_path))
 
 
-@pytest.mark.parametrize("name", [name for name in KERNEL if name != "csrc/bindings/library.cpp"])
+@pytest.mark.parametrize("name", [name for name in KERNEL if name != "ddpcore/ops/shared.py"])
 def test_a_kernel_with_another_name_is_seen(name, tmp_path):
     write(tmp_path, {**KERNEL, name: KERNEL[name].replace("scale_", "scaled_")})
     complaints = kernel_complaints(tmp_path)
-    assert complaints and all("scale_" in complaint for complaint in complaints)
-    assert complaints[0].startswith(name if "cpu/scale" not in name else "csrc/cpu")
+    assert complaints and all("scale" in complaint for complaint in complaints)
+    if name != "ddpcore/ops/scale.py":  # with which all the others then do not agree
+        assert len(complaints) == 1
+        assert complaints[0].startswith(name if "cpu/scale" not in name else "csrc/cpu")
 
 
 def test_a_kernel_in_two_files_is_seen(tmp_path):
     write(tmp_path, {**KERNEL, "csrc/cpu/other.cpp": KERNEL["csrc/cpu/scale.cpp"]})
-    assert kernel_complaints(tmp_path) == ["csrc/cpu:1: scale_ is defined in ['other', 'scale'], not in exactly one"]
+    assert kernel_complaints(tmp_path) == ["csrc/cpu:1: scale_ is defined in ['other', 'scale'], not in exactly scale"]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("ddpcore/ops/shared.py", "Tensor? by, float[] most", "float[] most, Tensor? by", "not the arguments of its"),
+        ("ddpcore/ops/shared.py", ", float[] most", "", "not the arguments of its schema"),
+        ("csrc/bindings/operators.h", "double>& most", "double>& least", "not the arguments of its schema"),
+        ("ddpcore/ops/scale.py", "reference.scale_", "reference.mix_", "the twin of scale_ is mix_"),
+        ("csrc/bindings/cpu.cpp", "::Cpu", "::Cuda", "cpu.cpp:1: does not register scale_"),
+        ("csrc/bindings/cuda.cpp", "<ddpcore::Cuda>", "", "cuda.cpp:1: does not register scale_"),
+    ],
+)
+def test_a_kernel_that_is_bound_to_something_else_is_seen(name, old, new, message, tmp_path):
+    assert old in KERNEL[name]
+    write(tmp_path, {**KERNEL, name: KERNEL[name].replace(old, new)})
+    complaints = kernel_complaints(tmp_path)
+    assert len(complaints) == 1 and message in complaints[0], complaints
 
 
 @pytest.mark.parametrize("include", ["<torch/all.h>", "<ATen/ATen.h>", '"c10/util/Half.h"', '"../bindings/a.h"'])

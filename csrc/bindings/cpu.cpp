@@ -18,6 +18,12 @@ void spread(Kernel* kernel, const Args& args, int64_t begin_block, int64_t end_b
         begin_block, end_block, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
+inline constexpr int64_t kLarsBatch = 1 << 17;   // elements, of 8 bytes: weights and gradients
+inline constexpr int64_t kLambBatch = 1 << 17;   // elements, of 8 bytes: weights and updates
+inline constexpr int64_t kMaxBatchBlocks = 256;  // of a batch of several tensors
+inline constexpr int64_t kMaxUpdateBlocks = 1
+                                            << 10;  // 16 MiB: beyond, writing updates costs more than forming them anew
+
 // Two passes over batches of whole tensors, so small that the second pass finds in cache what the first has read there.
 // Both passes deal the blocks out to the threads alike, so each thread finds it in its own cache.
 template <typename Segment, typename First, typename Between, typename Second>
@@ -27,10 +33,13 @@ void in_batches(
     const auto num_segments = static_cast<int64_t>(segments.size());
     for (int64_t begin = 0; begin < num_segments;) {
         int64_t end = begin + 1, numel = segments[static_cast<size_t>(begin)].numel;
-        while (end < num_segments && numel + segments[static_cast<size_t>(end)].numel <= batch_numel) {
-            numel += segments[static_cast<size_t>(end++)].numel;
-        }
         const int64_t begin_block = segments[static_cast<size_t>(begin)].first_block;
+        for (; end < num_segments; ++end) {
+            const Segment& next = segments[static_cast<size_t>(end)];
+            const int64_t blocks = next.first_block + num_blocks_of(next.numel) - begin_block;
+            if (numel + next.numel > batch_numel || blocks > kMaxBatchBlocks) break;
+            numel += next.numel;
+        }
         const int64_t end_block = end < num_segments ? segments[static_cast<size_t>(end)].first_block : num_blocks;
         first(begin_block, end_block, numel);
         between(begin, end);
@@ -38,9 +47,6 @@ void in_batches(
         begin = end;
     }
 }
-
-inline constexpr int64_t kLarsBatch = 1 << 18;  // elements, of 8 bytes: weights and gradients
-inline constexpr int64_t kLambBatch = 1 << 17;  // elements, of 12 bytes: weights and two moments
 
 void count_step(const std::vector<StepGroup>& groups) {
     for (const StepGroup& group : groups) {
@@ -66,11 +72,20 @@ struct Cpu {
     }
 
     static void run(const Tensor&, const LambCall& call) {
-        const LambArgs& args = call.args;
-        if (skips_step(args.scaling)) return;
+        if (skips_step(call.args.scaling)) return;
+        LambArgs args = call.args;
+        thread_local std::vector<float> updates;  // kept: fresh memory would cost more than what it is for
         in_batches(
             call.segments, args.num_blocks, kLambBatch,
-            [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lamb_moments_, args, begin, end, numel); },
+            [&](int64_t begin, int64_t end, int64_t numel) {
+                const bool keep = end - begin <= kMaxUpdateBlocks;
+                if (keep && updates.size() < static_cast<size_t>((end - begin) * kBlock)) {
+                    updates.resize(static_cast<size_t>((end - begin) * kBlock));
+                }
+                args.updates = keep ? updates.data() : nullptr;
+                args.updates_block = begin;
+                spread(cpu::lamb_moments_, args, begin, end, numel);
+            },
             [&](int64_t begin, int64_t end) { cpu::lamb_trust(args, begin, end); },
             [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lamb_step_, args, begin, end, numel); });
         count_step(call.tensors.groups);

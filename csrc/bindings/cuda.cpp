@@ -3,7 +3,8 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "../cuda/kernels.h"
-#include "arguments.h"
+
+#include "operators.h"
 
 namespace ddpcore {
 namespace {
@@ -16,61 +17,62 @@ void launch_on(const Tensor& tensor, const char* name, Launch&& launch) {
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
     const cudaError_t error = launch(static_cast<cudaStream_t>(stream));
-    STD_TORCH_CHECK(
-        error != cudaErrorInvalidValue, "ddpcore: ", name,
-        " takes at most 1024 peers or learners a call on CUDA: use a sparser topology");
     STD_TORCH_CHECK(error == cudaSuccess, "ddpcore: ", name, " failed to launch: ", cudaGetErrorString(error));
 }
 
-void sgd_step_(
-    const std::vector<Tensor>& params, const std::vector<Tensor>& grads, const std::vector<Tensor>& momentum_buffers,
-    double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step) {
-    const SgdCall call(
-        params, grads, momentum_buffers,
-        sgd_rule(lr, momentum, dampening, weight_decay, nesterov, maximize, first_step));
-    if (params.empty()) return;
-    launch_on(params[0], "sgd_step_", [&](cudaStream_t stream) { return cuda::sgd_step_(call.args, stream); });
+void check_count(int64_t count, int64_t most, const char* name, const char* what) {
+    STD_TORCH_CHECK(
+        count <= most, "ddpcore: ", name, " takes at most ", most, " ", what,
+        " a call on CUDA: use a sparser topology");
 }
 
-Tensor mix_(
-    const Tensor& weights, const std::vector<Tensor>& peers, double self_weight,
-    const std::vector<double>& peer_weights) {
-    const MixCall call(weights, peers, self_weight, peer_weights);
-    launch_on(weights, "mix_", [&](cudaStream_t stream) { return cuda::mix_(call.args, stream); });
-    return call.sums;
-}
+struct Cuda {
+    static void run(const Tensor& like, const SgdCall& call) {
+        launch_on(like, "sgd_step_", [&](cudaStream_t stream) { return cuda::sgd_step_(call.args, stream); });
+    }
 
-Tensor mix_stacked_(const Tensor& weights, const Tensor& matrix) {
-    const StackedMixCall call(weights, matrix);
-    launch_on(weights, "mix_stacked_", [&](cudaStream_t stream) { return cuda::mix_stacked_(call.args, stream); });
-    return call.sums;
-}
+    static void run(const Tensor& like, const SgdCall&, const LarsArgs& args) {
+        launch_on(like, "lars_step_", [&](cudaStream_t stream) { return cuda::lars_step_(args, stream); });
+    }
 
-Tensor mix_sgd_step_(
-    const Tensor& weights, const std::vector<Tensor>& peers, double self_weight,
-    const std::vector<double>& peer_weights, const Tensor& grad, const std::optional<Tensor>& momentum_buffer,
-    double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step) {
-    const MixCall call(weights, peers, self_weight, peer_weights);
-    const MixSgdArgs args = mix_sgd_args(
-        call.args, weights, grad, momentum_buffer,
-        sgd_rule(lr, momentum, dampening, weight_decay, nesterov, maximize, first_step));
-    launch_on(weights, "mix_sgd_step_", [&](cudaStream_t stream) { return cuda::mix_sgd_step_(args, stream); });
-    return call.sums;
-}
+    static void run(const Tensor& like, const LambCall& call) {
+        launch_on(like, "lamb_step_", [&](cudaStream_t stream) { return cuda::lamb_step_(call.args, stream); });
+    }
 
-Tensor segment_norms(const std::vector<Tensor>& tensors) {
-    const NormCall call(tensors);
-    launch_on(tensors[0], "segment_norms", [&](cudaStream_t stream) { return cuda::segment_norms(call.args, stream); });
-    return call.sums;
-}
+    static void run(const Tensor& like, const MixCall& call) {
+        check_count(call.args.num_peers, cuda::kMaxPeers, "mix_", "peers");
+        launch_on(like, "mix_", [&](cudaStream_t stream) { return cuda::mix_(call.args, stream); });
+    }
+
+    static void run(const Tensor& like, const StackedMixCall& call) {
+        check_count(call.args.num_learners, cuda::kMaxLearners, "mix_stacked_", "learners");
+        launch_on(like, "mix_stacked_", [&](cudaStream_t stream) { return cuda::mix_stacked_(call.args, stream); });
+    }
+
+    static void run(const Tensor& like, const MixCall&, const MixSgdArgs& args) {
+        check_count(args.mix.num_peers, cuda::kMaxPeers, "mix_sgd_step_", "peers");
+        launch_on(like, "mix_sgd_step_", [&](cudaStream_t stream) { return cuda::mix_sgd_step_(args, stream); });
+    }
+
+    static void segment_norms(const Tensor& like, const NormCall& call) {
+        launch_on(like, "segment_norms", [&](cudaStream_t stream) { return cuda::segment_norms(call.args, stream); });
+    }
+
+    static void total_norm_(const Tensor& like, const NormCall& call) {
+        launch_on(like, "total_norm_", [&](cudaStream_t stream) { return cuda::total_norm_(call.args, stream); });
+    }
+};
 
 }  // namespace
 }  // namespace ddpcore
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CUDA, library) {
-    library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_));
-    library.impl("mix_", TORCH_BOX(&ddpcore::mix_));
-    library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_));
-    library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_));
-    library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms));
+    library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cuda>));
+    library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cuda>));
+    library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cuda>));
+    library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cuda>));
+    library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_<ddpcore::Cuda>));
+    library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cuda>));
+    library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cuda>));
+    library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cuda>));
 }

@@ -220,7 +220,9 @@ struct LambCall {
             scaling.scaling(params[0]),
             place.partials,
             trust_rows(params[0], trust, params.size()),
-            place.tickets};
+            place.tickets,
+            nullptr,
+            0};
     }
 };
 

@@ -120,6 +120,11 @@ class DenseCopies {
 
   private:
     Tensor keep(const Tensor& original, Tensor copy, bool written) {
+        const auto sizes = original.sizes(), strides = original.strides();
+        for (size_t d = 0; written && d < sizes.size(); ++d) {  // what copy_back() would fail on, too late
+            STD_TORCH_CHECK(
+                sizes[d] < 2 || strides[d] != 0, "ddpcore: a tensor that is written must not overlap itself in memory");
+        }
         (written ? written_ : read_).emplace_back(original, copy);
         return copy;
     }

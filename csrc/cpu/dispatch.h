@@ -22,6 +22,8 @@
 
 namespace ddpcore::cpu {
 
+inline constexpr int64_t kRun = 16;  // blocks of a part that is walked in ascending order
+
 inline constexpr int kLanes =
     16;  // running sums of a block: element i goes to lane i % kLanes, on every instruction set
 
@@ -49,8 +51,27 @@ DDPCORE_INLINE void add_squares(double* __restrict lanes, int64_t numel, Value&&
     for (int lane = 0; i < numel; ++i, ++lane) lanes[lane] += squared(value(i));
 }
 
+// A square of a float is exact in double, so one fused operation has the bits of multiplying and then adding.
+template <bool kFused>
+DDPCORE_INLINE double add_square(double sum, float value) {
+    const double wide = value;
+    if constexpr (kFused) return __builtin_fma(wide, wide, sum);
+    return sum + wide * wide;
+}
+
+// Calls fn.template operator()<kFused>(): with fused operations where the clone that runs has them as instructions.
+template <typename Fn>
+DDPCORE_INLINE void with_fused(Fn&& fn) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return fn.template operator()<true>();
+    return fn.template operator()<false>();
+#else
+    return fn.template operator()<true>();
+#endif
+}
+
 // The squares of two values an element, each summed as by add_squares. value(i, first, second) forms them.
-template <typename Value>
+template <bool kFused, typename Value>
 DDPCORE_INLINE NormPartials sum_two_squares(int64_t numel, Value&& value) {
     double firsts[kLanes] = {}, seconds[kLanes] = {};
     int64_t i = 0;
@@ -58,14 +79,14 @@ DDPCORE_INLINE NormPartials sum_two_squares(int64_t numel, Value&& value) {
         float first[kLanes], second[kLanes];
         DDPCORE_IVDEP
         for (int lane = 0; lane < kLanes; ++lane) value(i + lane, first[lane], second[lane]);
-        for (int lane = 0; lane < kLanes; ++lane) firsts[lane] += squared(first[lane]);
-        for (int lane = 0; lane < kLanes; ++lane) seconds[lane] += squared(second[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) firsts[lane] = add_square<kFused>(firsts[lane], first[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) seconds[lane] = add_square<kFused>(seconds[lane], second[lane]);
     }
     for (int lane = 0; i < numel; ++i, ++lane) {
         float first, second;
         value(i, first, second);
-        firsts[lane] += squared(first);
-        seconds[lane] += squared(second);
+        firsts[lane] = add_square<kFused>(firsts[lane], first);
+        seconds[lane] = add_square<kFused>(seconds[lane], second);
     }
     return {sum_lanes(firsts), sum_lanes(seconds)};
 }
@@ -104,17 +125,20 @@ DDPCORE_INLINE void for_each_part(
     }
 }
 
-// The same, block by block from the last one to the first: a second pass finds in cache what the first touched last.
+// The same parts from the last one to the first: a second pass finds in cache what the first has touched last. The
+// parts are long, because memory is fetched ahead in ascending order.
 template <typename Segment, typename Visit>
-DDPCORE_INLINE void for_each_block_backwards(
-    const Segment* segments, int64_t num_segments, int64_t begin_block, int64_t end_block, Visit&& visit) {
+DDPCORE_INLINE void for_each_part_backwards(
+    const Segment* segments, int64_t num_segments, int64_t begin_block, int64_t end_block, int64_t run, Visit&& visit) {
     if (begin_block >= end_block) return;
     int64_t index = segment_of_block(segments, num_segments, end_block - 1);
-    for (int64_t block = end_block - 1; block >= begin_block; --block) {
-        while (segments[index].numel == 0 || block < segments[index].first_block) --index;
+    for (int64_t end = end_block; end > begin_block;) {
+        while (segments[index].numel == 0 || end <= segments[index].first_block) --index;
         const Segment& segment = segments[index];
+        const int64_t block = std::max({begin_block, segment.first_block, end - run});
         const int64_t first = (block - segment.first_block) * kBlock;
-        visit(segment, first, std::min(first + kBlock, segment.numel));
+        visit(segment, first, std::min((end - segment.first_block) * kBlock, segment.numel));
+        end = block;
     }
 }
 

@@ -23,26 +23,40 @@ struct Place {
           exp_avg_sq(segment.exp_avg_sq + first) {}
 };
 
+template <bool kFused, bool kKeep, typename T, bool Master>
+DDPCORE_INLINE void moments_of_blocks(const LambArgs& args, int64_t begin_block, int64_t end_block) {
+    const float grad = grad_factor(args.scaling);
+    for_each_part(
+        args.segments, args.num_segments, begin_block, end_block, 1,
+        [&](const LambSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+            const LambScales scales = lamb_scales(args.rule, args.groups[segment.group], grad);
+            const Place<T, Master> at(segment, first);
+            const int64_t block = segment.first_block + first / kBlock;
+            float* updates = kKeep ? args.updates + (block - args.updates_block) * kBlock : nullptr;
+            args.partials[block] = sum_two_squares<kFused>(
+                last - first, [=](int64_t i, float& weight, float& update) __attribute__((always_inline)) {
+                    weight = at.weights[i];
+                    float exp_avg = at.exp_avg[i], exp_avg_sq = at.exp_avg_sq[i];
+                    lamb_moments(weight, load(at.grad[i]), exp_avg, exp_avg_sq, scales);
+                    at.exp_avg[i] = exp_avg;
+                    at.exp_avg_sq[i] = exp_avg_sq;
+                    update = lamb_update(weight, exp_avg, exp_avg_sq, scales);
+                    if constexpr (kKeep) updates[i] = update;
+                });
+        });
+}
+
 }  // namespace
 
 DDPCORE_CLONES void lamb_moments_(const LambArgs& args, int64_t begin_block, int64_t end_block) {
-    const float grad = grad_factor(args.scaling);
-    with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
-        for_each_part(
-            args.segments, args.num_segments, begin_block, end_block, 1,
-            [&](const LambSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
-                const LambScales scales = lamb_scales(args.rule, args.groups[segment.group], grad);
-                const Place<T, Master> at(segment, first);
-                args.partials[segment.first_block + first / kBlock] = sum_two_squares(
-                    last - first, [=](int64_t i, float& weight, float& update) __attribute__((always_inline)) {
-                        weight = at.weights[i];
-                        float exp_avg = at.exp_avg[i], exp_avg_sq = at.exp_avg_sq[i];
-                        lamb_moments(weight, load(at.grad[i]), exp_avg, exp_avg_sq, scales);
-                        at.exp_avg[i] = exp_avg;
-                        at.exp_avg_sq[i] = exp_avg_sq;
-                        update = lamb_update(weight, exp_avg, exp_avg_sq, scales);
-                    });
-            });
+    with_fused([&]<bool kFused>() __attribute__((always_inline)) {
+        with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
+            if (args.updates != nullptr) {
+                moments_of_blocks<kFused, true, T, Master>(args, begin_block, end_block);
+            } else {
+                moments_of_blocks<kFused, false, T, Master>(args, begin_block, end_block);
+            }
+        });
     });
 }
 
@@ -57,13 +71,22 @@ void lamb_trust(const LambArgs& args, int64_t begin_segment, int64_t end_segment
 DDPCORE_CLONES void lamb_step_(const LambArgs& args, int64_t begin_block, int64_t end_block) {
     const float grad = grad_factor(args.scaling);
     with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
-        for_each_block_backwards(
-            args.segments, args.num_segments, begin_block, end_block,
+        for_each_part_backwards(
+            args.segments, args.num_segments, begin_block, end_block, kRun,
             [&](const LambSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
                 const StepGroup& group = args.groups[segment.group];
                 const LambScales scales = lamb_scales(args.rule, group, grad);
                 const float step_size = lamb_step_size(group, args.trust[&segment - args.segments]);
                 const Place<T, Master> at(segment, first);
+                const int64_t block = segment.first_block + first / kBlock;
+                if (args.updates != nullptr) {
+                    const float* updates = args.updates + (block - args.updates_block) * kBlock;
+                    DDPCORE_IVDEP
+                    for (int64_t i = 0; i < last - first; ++i) {
+                        at.weights.set(i, lamb_element(at.weights[i], updates[i], step_size, scales.keep));
+                    }
+                    return;
+                }
                 DDPCORE_IVDEP
                 for (int64_t i = 0; i < last - first; ++i) {
                     const float weight = at.weights[i];

@@ -8,19 +8,21 @@ namespace ddpcore::cpu {
 
 DDPCORE_CLONES void lars_norms(const LarsArgs& args, int64_t begin_block, int64_t end_block) {
     const SgdArgs& sgd = args.sgd;
-    with_weights(sgd.dtype, sgd.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
-        for_each_part(
-            sgd.segments, sgd.num_segments, begin_block, end_block, 1,
-            [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
-                const Weights<T, Master> weights{
-                    static_cast<T*>(segment.param) + first, Master ? segment.master + first : nullptr};
-                const T* grad = static_cast<const T*>(segment.grad) + first;
-                args.partials[segment.first_block + first / kBlock] = sum_two_squares(
-                    last - first, [=](int64_t i, float& weight, float& gradient) __attribute__((always_inline)) {
-                        weight = weights[i];
-                        gradient = load(grad[i]);
-                    });
-            });
+    with_fused([&]<bool kFused>() __attribute__((always_inline)) {
+        with_weights(sgd.dtype, sgd.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
+            for_each_part(
+                sgd.segments, sgd.num_segments, begin_block, end_block, 1,
+                [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+                    const Weights<T, Master> weights{
+                        static_cast<T*>(segment.param) + first, Master ? segment.master + first : nullptr};
+                    const T* grad = static_cast<const T*>(segment.grad) + first;
+                    args.partials[segment.first_block + first / kBlock] = sum_two_squares<kFused>(
+                        last - first, [=](int64_t i, float& weight, float& gradient) __attribute__((always_inline)) {
+                            weight = weights[i];
+                            gradient = load(grad[i]);
+                        });
+                });
+        });
     });
 }
 
@@ -38,8 +40,8 @@ DDPCORE_CLONES void lars_step_(const LarsArgs& args, int64_t begin_block, int64_
     const SgdArgs& sgd = args.sgd;
     const float grad = grad_factor(sgd.scaling);
     with_weights(sgd.dtype, sgd.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
-        for_each_block_backwards(
-            sgd.segments, sgd.num_segments, begin_block, end_block,
+        for_each_part_backwards(
+            sgd.segments, sgd.num_segments, begin_block, end_block, kRun,
             [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
                 const StepGroup& group = sgd.groups[segment.group];
                 const SgdScales scales = lars_scales(

@@ -16,9 +16,14 @@ inline constexpr int64_t kMaxPeers = 1024;     // of one mix; above: cudaErrorIn
 inline constexpr int64_t kMaxLearners = 1024;  // of one stacked mix; above: cudaErrorInvalidValue
 
 cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream);
+// One cooperative launch each, for up to some hundred tensors: it starts when the device has room for its whole grid.
+cudaError_t lars_step_(const LarsArgs& args, cudaStream_t stream);
+cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream);
+
 cudaError_t mix_(const MixArgs& args, cudaStream_t stream);
 cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream);
 cudaError_t mix_sgd_step_(const MixSgdArgs& args, cudaStream_t stream);
 cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream);
+cudaError_t total_norm_(const NormArgs& args, cudaStream_t stream);
 
 }  // namespace ddpcore::cuda

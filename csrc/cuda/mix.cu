@@ -166,7 +166,7 @@ __device__ __forceinline__ void mix_tile(
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) mix_stacked_kernel(const __grid_constant__ StackedTable<T> table) {
-    extern __shared__ uint4 shared[];
+    uint4* shared = dynamic_shared();
     double* row_sums = reinterpret_cast<double*>(shared);
     auto* tile = reinterpret_cast<Vector<T>*>(shared + table.sums_bytes() / sizeof(uint4));
     auto* mean = reinterpret_cast<float*>(tile + table.num_vectors());

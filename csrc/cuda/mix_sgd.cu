@@ -11,7 +11,8 @@ struct SgdTensors {
     const void* grad;
     void* momentum;
     SgdRule rule;
-    int flags;
+    StepGroup group;
+    float grad_factor;
 };
 
 // The mix is rounded to the storage type before the step, so that the two steps in one equal the two steps apart.
@@ -19,19 +20,21 @@ template <bool whole, typename T>
 __device__ __forceinline__ void mix_sgd_block(
     const MixTable<kFewPeers>& table, const SgdTensors& sgd, const Place& place, BlockSum<kThreads>& block_sum) {
     T* weight = static_cast<T*>(table.weights) + place.first;
-    T* momentum = (sgd.flags & kMomentum) ? static_cast<T*>(sgd.momentum) + place.first : nullptr;
-    Share<T> weights, grads, momenta;
-    read<whole>(weights, static_cast<const T*>(weight), place.numel);
+    const int flags = sgd_flags(sgd.rule, sgd.group);
+    T* momentum = (flags & kMomentum) ? static_cast<T*>(sgd.momentum) + place.first : nullptr;
+    Weights<T, false> weights;
+    Share<T> grads, momenta;
+    read<whole>(weights.values, static_cast<const T*>(weight), place.numel);
     read<whole>(grads, static_cast<const T*>(sgd.grad) + place.first, place.numel);
-    if (reads_momentum(sgd.flags)) read<whole>(momenta, static_cast<const T*>(momentum), place.numel);
-    mix_share<whole>(weights, table, place, block_sum);
-    sgd_share(weights, grads, momenta, sgd.rule, sgd.flags);
-    write<whole>(weights, weight, place.numel);
-    if (sgd.flags & kMomentum) write<whole>(momenta, momentum, place.numel);
+    if (flags & kMomentum) read<whole>(momenta, static_cast<const T*>(momentum), place.numel);
+    mix_share<whole>(weights.values, table, place, block_sum);
+    sgd_share(weights, grads, momenta, sgd_scales(sgd.rule, sgd.group, sgd.grad_factor), flags);
+    write<whole>(weights.values, weight, place.numel);
+    if (flags & kMomentum) write<whole>(momenta, momentum, place.numel);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     mix_sgd_kernel(const __grid_constant__ MixTable<kFewPeers> table, const __grid_constant__ SgdTensors sgd) {
     BlockSum<kThreads> block_sum;
     for (int64_t block = blockIdx.x; block < table.num_blocks; block += gridDim.x) {
@@ -46,10 +49,15 @@ __global__ void __launch_bounds__(kThreads)
 
 // Beyond kFewPeers the step's own traffic is small beside the peers': two passes instead of twice as many kernels.
 cudaError_t mix_then_step(const MixSgdArgs& args, cudaStream_t stream) {
-    const cudaError_t error = mix_(args.mix, stream);
+    cudaError_t error = mix_(args.mix, stream);
     if (error != cudaSuccess) return error;
-    const SgdSegment segment{args.mix.weights, args.grad, args.momentum, args.mix.numel, 0};
-    return sgd_step_({&segment, 1, num_blocks_of(args.mix.numel), args.mix.dtype, args.rule}, stream);
+    const SgdSegment segment{args.mix.weights, args.grad, args.momentum, nullptr, args.mix.numel, 0, 0};
+    const GradScaling scaling{nullptr, nullptr, nullptr, 0.0f, args.maximize};
+    const int64_t num_blocks = num_blocks_of(args.mix.numel);
+    error = sgd_step_(
+        {&segment, 1, num_blocks, &args.group, 1, args.mix.dtype, false, args.rule, scaling, nullptr}, stream);
+    if (error != cudaSuccess) return error;
+    return sum_partials(nullptr, nullptr, 0, 0, stream, args.group.step);  // sums nothing, counts the step
 }
 
 }  // namespace
@@ -59,14 +67,14 @@ cudaError_t mix_sgd_step_(const MixSgdArgs& args, cudaStream_t stream) {
     const int64_t num_blocks = num_blocks_of(args.mix.numel);
     if (num_blocks > 0) {
         const auto table = mix_table<kFewPeers>(args.mix, is_aligned(args.grad) && is_aligned(args.momentum));
-        const SgdTensors sgd{args.grad, args.momentum, args.rule, sgd_flags(args.rule)};
+        const SgdTensors sgd{args.grad, args.momentum, args.rule, args.group, args.maximize ? -1.0f : 1.0f};
         const cudaError_t error = with_storage(args.mix.dtype, [&](auto* tag) {
             using T = std::remove_pointer_t<decltype(tag)>;
             return launch(mix_sgd_kernel<T>, num_blocks, kThreads, 0, stream, table, sgd);
         });
         if (error != cudaSuccess) return error;
     }
-    return sum_partials(args.mix.partials, args.mix.sums, num_blocks, args.mix.num_peers, stream);
+    return sum_partials(args.mix.partials, args.mix.sums, num_blocks, args.mix.num_peers, stream, args.group.step);
 }
 
 }  // namespace ddpcore::cuda

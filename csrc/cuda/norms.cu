@@ -44,7 +44,11 @@ __global__ void __launch_bounds__(kThreads) sum_segments_kernel(
 
 }  // namespace
 
-cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream) {
+namespace {
+
+// Fills args.partials. Calls sum(table) for each chunk, behind it on the stream.
+template <typename Sum>
+cudaError_t launch_norms(const NormArgs& args, cudaStream_t stream, Sum&& sum) {
     return for_each_chunk(args, [&]<int capacity>(const SegmentTable<NormSegment, capacity>& table) {
         const int64_t num_blocks = table.end_block - table.begin_block;
         if (num_blocks > 0) {
@@ -54,9 +58,24 @@ cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream) {
             });
             if (error != cudaSuccess) return error;
         }
-        return launch(
-            sum_segments_kernel<capacity>, table.num_segments, kThreads, 0, stream, table, args.partials, args.sums);
+        return sum(table);
     });
+}
+
+}  // namespace
+
+cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream) {
+    return launch_norms(args, stream, [&]<int capacity>(const SegmentTable<NormSegment, capacity>& table) {
+        return launch_grid(
+            sum_segments_kernel<capacity>, table.num_segments, kThreads, 0, stream, false, table, args.partials,
+            args.sums);
+    });
+}
+
+// Two launches for up to kManySegments tensors.
+cudaError_t total_norm_(const NormArgs& args, cudaStream_t stream) {
+    const cudaError_t error = launch_norms(args, stream, [](const auto&) { return cudaSuccess; });
+    return error == cudaSuccess ? sum_partials(args.partials, args.sums, args.num_blocks, 1, stream) : error;
 }
 
 }  // namespace ddpcore::cuda

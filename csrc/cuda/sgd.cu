@@ -1,5 +1,5 @@
 // sgd_step_: momentum SGD over a list of tensors. Traffic: 20 bytes a parameter in fp32 with momentum (read weight,
-// gradient, momentum; write weight, momentum), 10 in bf16 and fp16; without momentum 12 and 6.
+// gradient, momentum; write weight, momentum), 10 in bf16 and fp16; without momentum 12 and 6. With masters 22 and 14.
 #include "sgd.cuh"
 
 #include "segments.cuh"
@@ -8,47 +8,64 @@ namespace ddpcore::cuda {
 
 namespace {
 
-template <bool whole, typename T>
+// What all threads of a CUDA block share. One of them forms it, while the elements of all are on their way from memory:
+// it takes double arithmetic, which some GPUs do at 1/64 rate.
+struct Common {
+    SgdScales scales;
+    bool skip;
+};
+
+template <bool whole, typename T, bool Master>
 __device__ __forceinline__ void sgd_block(
-    T* param, const T* grad, T* momentum, int numel, const SgdRule& rule, int flags) {
-    Share<T> weights, grads, momenta;
-    read<whole>(weights, param, numel);
-    read<whole>(grads, grad, numel);
-    if (reads_momentum(flags)) read<whole>(momenta, momentum, numel);
-    sgd_share(weights, grads, momenta, rule, flags);
-    write<whole>(weights, param, numel);
-    if (flags & kMomentum) write<whole>(momenta, momentum, numel);
+    const SgdPlace<T, Master>& at, int flags, const SgdRule& rule, const StepGroup& group, const GradScaling& scaling,
+    Common& common) {
+    using Place = SgdPlace<T, Master>;
+    Weights<T, Master> weights;
+    Share<T, Place::kWidth> grads;
+    Share<typename Place::Momentum, Place::kWidth> momenta;
+    read<whole>(grads, at.grad, at.numel);
+    if (flags & kMomentum) read<whole>(momenta, at.momentum, at.numel);
+    read<whole>(weights, at.param, at.master, at.numel);
+    if (threadIdx.x == 0) common = {sgd_scales(rule, group, grad_factor(scaling)), skips_step(scaling)};
+    __syncthreads();
+    const auto [scales, skip] = common;
+    if (skip) return;
+    sgd_share(weights, grads, momenta, scales, flags);
+    write<whole>(weights, at.param, at.master, at.numel);
+    if (flags & kMomentum) write<whole>(momenta, at.momentum, at.numel);
 }
 
-template <typename T, int capacity>
-__global__ void __launch_bounds__(kThreads) sgd_kernel(
-    const __grid_constant__ SegmentTable<SgdSegment, capacity> table, const __grid_constant__ SgdRule rule, int flags) {
-    for (int64_t block = table.begin_block + blockIdx.x; block < table.end_block; block += gridDim.x) {
+template <typename T, bool Master, int capacity>
+__global__ void __launch_bounds__(kThreads)
+    sgd_kernel(const __grid_constant__ StepTable<SgdSegment, capacity> table, const __grid_constant__ SgdRule rule) {
+    __shared__ Common common[2];  // in turn, so that one barrier a block is enough
+    const auto& list = table.list;
+    int turn = 0;
+    for (int64_t block = list.begin_block + blockIdx.x; block < list.end_block; block += gridDim.x, turn ^= 1) {
         // Each thread searches for itself: at most 10 steps through constant memory, the same for all, no barrier.
-        const SgdSegment& segment = table.segments[segment_of_block(table.segments, table.num_segments, block)];
-        const int64_t first = (block - segment.first_block) * kBlock;
-        const int numel = static_cast<int>(min(kBlock, segment.numel - first));
-        T* param = static_cast<T*>(segment.param) + first;
-        const T* grad = static_cast<const T*>(segment.grad) + first;
-        T* momentum = (flags & kMomentum) ? static_cast<T*>(segment.momentum) + first : nullptr;
-        if (numel == kBlock && is_aligned(param) && is_aligned(grad) && is_aligned(momentum)) {
-            sgd_block<true>(param, grad, momentum, numel, rule, flags);
+        const SgdSegment& segment = list.segments[segment_of_block(list.segments, list.num_segments, block)];
+        const StepGroup& group = table.group_of(segment);
+        const SgdPlace<T, Master> at(segment, (block - segment.first_block) * kBlock);
+        const int flags = sgd_flags(rule, group);
+        if (at.whole) {
+            sgd_block<true>(at, flags, rule, group, table.scaling, common[turn]);
         } else {
-            sgd_block<false>(param, grad, momentum, numel, rule, flags);
+            sgd_block<false>(at, flags, rule, group, table.scaling, common[turn]);
         }
     }
+    if (!skips_step(table.scaling)) count_steps(table);
 }
 
 }  // namespace
 
 cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream) {
-    return with_storage(args.dtype, [&](auto* tag) {
-        using T = std::remove_pointer_t<decltype(tag)>;
-        return for_each_chunk(args, [&]<int capacity>(const SegmentTable<SgdSegment, capacity>& table) {
-            const int64_t num_blocks = table.end_block - table.begin_block;
-            if (num_blocks == 0) return cudaSuccess;
+    return with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() {
+        return for_each_step_chunk(args, [&]<int capacity>(const StepTable<SgdSegment, capacity>& table) {
+            const int64_t num_blocks = table.list.end_block - table.list.begin_block;
+            if (num_blocks == 0 && table.finished == nullptr) return cudaSuccess;
             return launch(
-                sgd_kernel<T, capacity>, num_blocks, kThreads, 0, stream, table, args.rule, sgd_flags(args.rule));
+                sgd_kernel<T, Master, capacity>, std::max<int64_t>(num_blocks, 1), kThreads, 0, stream, table,
+                args.rule);
         });
     });
 }

@@ -1,18 +1,43 @@
-// One thread's share of an SGD step, used by sgd_step_ (weights from memory) and mix_sgd_step_ (weights just mixed).
+// One thread's share of an SGD step, used by sgd_step_ and lars_step_ (weights from memory) and mix_sgd_step_ (weights
+// just mixed).
 #pragma once
 
 #include "storage.cuh"
 
 namespace ddpcore::cuda {
 
-template <typename T>
+// Where a block's elements of one tensor lie.
+template <typename T, bool Master>
+struct SgdPlace {
+    using Momentum = std::conditional_t<Master, float, T>;  // how it is stored
+    static constexpr int kWidth = Master ? kVector<float> : kVector<T>;
+
+    T* param;
+    float* master;
+    const T* grad;
+    Momentum* momentum;
+    int numel;
+    bool whole;  // complete, and all pointers aligned
+
+    __device__ __forceinline__ SgdPlace(const SgdSegment& segment, int64_t first)
+        : param(static_cast<T*>(segment.param) + first),
+          master(Master ? segment.master + first : nullptr),
+          grad(static_cast<const T*>(segment.grad) + first),
+          momentum(segment.momentum == nullptr ? nullptr : static_cast<Momentum*>(segment.momentum) + first),
+          numel(static_cast<int>(min(kBlock, segment.numel - first))),
+          whole(
+              numel == kBlock && is_aligned(param) && is_aligned(master) && is_aligned(grad) && is_aligned(momentum)) {}
+};
+
+template <typename T, bool Master, int width, typename M>
 __device__ __forceinline__ void sgd_share(
-    Share<T>& weights, const Share<T>& grads, Share<T>& momenta, const SgdRule& rule, int flags) {
+    Weights<T, Master, width>& weights, const Share<T, width>& grads, Share<M, width>& momenta, const SgdScales& scales,
+    int flags) {
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-        float momentum = reads_momentum(flags) ? load(momenta[i]) : 0.0f;
-        weights[i] = store<T>(sgd_element(load(weights[i]), load(grads[i]), momentum, rule, flags));
-        if (flags & kMomentum) momenta[i] = store<T>(momentum);
+        float momentum = (flags & kMomentum) ? load(momenta[i]) : 0.0f;
+        weights.set(i, sgd_element(weights[i], load(grads[i]), momentum, scales, flags));
+        if (flags & kMomentum) momenta[i] = store<M>(momentum);
     }
 }
 

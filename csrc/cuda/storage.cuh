@@ -6,10 +6,16 @@
 // is incomplete or not aligned to 16 bytes moves the same elements of the same share one by one. So an element belongs
 // to the same thread, at the same place of its share, either way, and a sum over the block has the same bits. That path
 // issues four to eight times the instructions; its accesses still fall into the same cache lines.
+//
+// Where 16-bit tensors have fp32 companions (masters, moments), vectors are 4 elements wide in all of them, 8 bytes in
+// the 16-bit ones: so a thread holds the same elements of each.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <cstring>
+#include <type_traits>
 
 #include "../math.h"
 
@@ -52,57 +58,131 @@ __device__ __forceinline__ __half store<__half>(float value) {
     return __float2half_rn(value);
 }
 
-template <typename T>
+template <typename T, int width = kVector<T>>
 union Vector {
+    using Bits = std::conditional_t<width * sizeof(T) == sizeof(uint4), uint4, uint2>;
+    static_assert(sizeof(Bits) == width * sizeof(T));
+
     __device__ __forceinline__ Vector() {}
-    uint4 bits;
-    T elements[kVector<T>];
+    Bits bits;
+    T elements[width];
 };
 
 // One thread's elements of a block, as they are stored: 16-bit types take half the registers until they are used.
-template <typename T>
+template <typename T, int width = kVector<T>>
 struct Share {
-    static constexpr int kVectors = kShare / kVector<T>;
-    Vector<T> vectors[kVectors];
+    static constexpr int kVectors = kShare / width;
+    Vector<T, width> vectors[kVectors];
 
-    __device__ __forceinline__ T& operator[](int i) { return vectors[i / kVector<T>].elements[i % kVector<T>]; }
-    __device__ __forceinline__ T operator[](int i) const { return vectors[i / kVector<T>].elements[i % kVector<T>]; }
+    __device__ __forceinline__ T& operator[](int i) { return vectors[i / width].elements[i % width]; }
+    __device__ __forceinline__ T operator[](int i) const { return vectors[i / width].elements[i % width]; }
 };
 
 // Where element i of this thread's share lies in the block.
-template <typename T>
+template <int width>
 __device__ __forceinline__ int place_of(int i) {
-    return (i / kVector<T> * kThreads + static_cast<int>(threadIdx.x)) * kVector<T> + i % kVector<T>;
+    return (i / width * kThreads + static_cast<int>(threadIdx.x)) * width + i % width;
 }
 
-// `whole`: the block is complete and 16-byte aligned. Places past the end read as zero, which adds nothing to a sum.
-template <bool whole, typename T>
-__device__ __forceinline__ void read(Share<T>& share, const T* block, int numel) {
-    if constexpr (whole) {
-        const uint4* source = reinterpret_cast<const uint4*>(block) + threadIdx.x;
+// How many elements of this thread's share lie in a block of `numel` elements: they are its first ones. Elements are
+// asked by this one number, because a flag for each of them would cost registers.
+template <int width>
+__device__ __forceinline__ int count_in(int numel) {
+    int count = 0;
 #pragma unroll
-        for (int i = 0; i < Share<T>::kVectors; ++i) share.vectors[i].bits = source[i * kThreads];
+    for (int i = 0; i < kShare; i += width) count += max(0, min(width, numel - place_of<width>(i)));
+    return count;
+}
+
+// Whether the kernel touches the elements again. Those that it does not are the first to leave the L2 cache.
+enum class Again { kYes, kNo };
+
+// `whole`: the block is complete and 16-byte aligned. Places past the end read as zero, which adds nothing to a sum.
+template <bool whole, Again again = Again::kYes, typename T, int width>
+__device__ __forceinline__ void read(Share<T, width>& share, const T* block, int numel) {
+    if constexpr (whole) {
+        using Bits = typename Vector<T, width>::Bits;
+        const Bits* source = reinterpret_cast<const Bits*>(block) + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < Share<T, width>::kVectors; ++i) {
+            share.vectors[i].bits = again == Again::kYes ? source[i * kThreads] : __ldcs(source + i * kThreads);
+        }
     } else {
+        const int count = count_in<width>(numel);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) share[i] = i < count ? block[place_of<width>(i)] : store<T>(0.0f);
+    }
+}
+
+template <bool whole, Again again = Again::kYes, typename T, int width>
+__device__ __forceinline__ void write(const Share<T, width>& share, T* block, int numel) {
+    if constexpr (whole) {
+        using Bits = typename Vector<T, width>::Bits;
+        Bits* target = reinterpret_cast<Bits*>(block) + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < Share<T, width>::kVectors; ++i) {
+            if constexpr (again == Again::kYes) {
+                target[i * kThreads] = share.vectors[i].bits;
+            } else {
+                __stcs(target + i * kThreads, share.vectors[i].bits);
+            }
+        }
+    } else {
+        const int count = count_in<width>(numel);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
-            const int place = place_of<T>(i);
-            share[i] = place < numel ? block[place] : store<T>(0.0f);
+            if (i < count) block[place_of<width>(i)] = share[i];
         }
     }
 }
 
-template <bool whole, typename T>
-__device__ __forceinline__ void write(const Share<T>& share, T* block, int numel) {
-    if constexpr (whole) {
-        uint4* target = reinterpret_cast<uint4*>(block) + threadIdx.x;
+// The fp32 weight behind a stored one. A master that no longer rounds to the stored weight is stale: somebody else has
+// written the weight, and what was written counts. The conversion and the comparison hide behind the memory traffic.
+template <typename T>
+__device__ __forceinline__ float weight_of(T param, float master) {
+    const T rounded = store<T>(master);
+    uint16_t own, stored;
+    static_assert(sizeof(T) == sizeof own);
+    memcpy(&own, &rounded, sizeof own);
+    memcpy(&stored, &param, sizeof stored);
+    return own == stored ? master : load(param);
+}
+
+// One thread's weights: the stored ones, or the fp32 weights behind them, where there are masters (which Master says).
+template <typename T, bool Master, int width = Master ? kVector<float> : kVector<T>>
+struct Weights {
+    using Value = std::conditional_t<Master, float, T>;
+    Share<Value, width> values;
+
+    __device__ __forceinline__ float operator[](int i) const { return load(values[i]); }
+    __device__ __forceinline__ void set(int i, float weight) { values[i] = store<Value>(weight); }
+};
+
+// Masters are settled here, so that the stored weights need no registers afterwards.
+template <bool whole, Again again = Again::kYes, typename T, bool Master, int width>
+__device__ __forceinline__ void read(
+    Weights<T, Master, width>& weights, const T* param, const float* master, int numel) {
+    if constexpr (Master) {
+        Share<T, width> params;
+        read<whole, again>(params, param, numel);
+        read<whole, again>(weights.values, master, numel);
 #pragma unroll
-        for (int i = 0; i < Share<T>::kVectors; ++i) target[i * kThreads] = share.vectors[i].bits;
+        for (int i = 0; i < kShare; ++i) weights.values[i] = weight_of(params[i], weights.values[i]);
     } else {
+        read<whole, again>(weights.values, param, numel);
+    }
+}
+
+template <bool whole, Again again = Again::kYes, typename T, bool Master, int width>
+__device__ __forceinline__ void write(const Weights<T, Master, width>& weights, T* param, float* master, int numel) {
+    if constexpr (Master) {
+        Share<T, width> params;
 #pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-            const int place = place_of<T>(i);
-            if (place < numel) block[place] = share[i];
-        }
+        for (int i = 0; i < kShare; ++i) params[i] = store<T>(weights.values[i]);
+        write<whole, again>(params, param, numel);
+        write<whole, again>(weights.values, master, numel);
+    } else {
+        write<whole, again>(weights.values, param, numel);
     }
 }
 

@@ -20,21 +20,25 @@ __device__ __forceinline__ double warp_sum(double value, int width = kWarp) {
     return value;
 }
 
-// Sums over all threads of a CUDA block, one after the other. Two sets of slots alternate, so that one barrier a sum is
-// enough: who writes a set again has passed the barrier behind which warp 0 has read it.
-template <int threads>
+__device__ __forceinline__ NormPartials warp_sum(const NormPartials& value) {
+    return {warp_sum(value.weight), warp_sum(value.update)};
+}
+
+// Sums over all threads of a CUDA block, one after the other, of double or NormPartials. Two sets of slots alternate,
+// so that one barrier a sum is enough: who writes a set again has passed the barrier behind which warp 0 has read it.
+template <int threads, typename Value = double>
 class BlockSum {
   public:
     // Right in thread 0. All threads must call it.
-    __device__ __forceinline__ double operator()(double value) {
+    __device__ __forceinline__ Value operator()(Value value) {
         constexpr int kWarps = threads / kWarp;
-        __shared__ double slots[2][kWarps];
+        __shared__ Value slots[2][kWarps];
         const int lane = threadIdx.x % kWarp;
         value = warp_sum(value);
         if (lane == 0) slots[parity_][threadIdx.x / kWarp] = value;
         __syncthreads();
-        double total = 0.0;
-        if (threadIdx.x < kWarp) total = warp_sum(lane < kWarps ? slots[parity_][lane] : 0.0);
+        Value total{};
+        if (threadIdx.x < kWarp) total = warp_sum(lane < kWarps ? slots[parity_][lane] : Value{});
         parity_ ^= 1;
         return total;
     }
@@ -65,17 +69,23 @@ inline constexpr int kSumThreads = 1024;
 // sums[column] = sum over rows of partials[row, column]: one CUDA block a column.
 template <int threads>
 __global__ void __launch_bounds__(threads)
-    sum_partials_kernel(const double* partials, double* sums, int64_t num_rows, int64_t num_columns) {
-    const double total = sum_rows<threads>(partials + blockIdx.x, num_rows, num_columns);
-    if (threadIdx.x == 0) sums[blockIdx.x] = total;
+    sum_partials_kernel(const double* partials, double* sums, int64_t num_rows, int64_t num_columns, float* counter) {
+    if (blockIdx.x < num_columns) {
+        const double total = sum_rows<threads>(partials + blockIdx.x, num_rows, num_columns);
+        if (threadIdx.x == 0) sums[blockIdx.x] = total;
+    }
+    if (counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *counter += 1.0f;
 }
 
-// Reads 8 bytes for each 4096 elements and column. Writes zeros where there are no rows.
+// Reads 8 bytes for each 4096 elements and column. Writes zeros where there are no rows. Where there is a counter, this
+// launch, the last one of its call, adds one to it.
 inline cudaError_t sum_partials(
-    const double* partials, double* sums, int64_t num_rows, int64_t num_columns, cudaStream_t stream) {
-    if (num_columns == 0) return cudaSuccess;
-    return launch(
-        sum_partials_kernel<kSumThreads>, num_columns, kSumThreads, 0, stream, partials, sums, num_rows, num_columns);
+    const double* partials, double* sums, int64_t num_rows, int64_t num_columns, cudaStream_t stream,
+    float* counter = nullptr) {
+    if (num_columns == 0 && counter == nullptr) return cudaSuccess;
+    return launch_grid(
+        sum_partials_kernel<kSumThreads>, std::max<int64_t>(num_columns, 1), kSumThreads, 0, stream, false, partials,
+        sums, num_rows, num_columns, counter);
 }
 
 }  // namespace ddpcore::cuda

@@ -1,19 +1,42 @@
-"""``python -m ddpcore.bench``: one command, alone or under torchrun."""
+"""``python -m ddpcore.bench``: strategies side by side, alone or under torchrun; ``... bench optim``: optimizers."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ddpcore import launch
+from ddpcore.bench import optim
 from ddpcore.bench.config import parse, resolve
 from ddpcore.bench.run import build_dataset, run_rank
 
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"optim": optim.main}
+"""Further benches by the first word of the command line. Each raises ValueError where it cannot be run as it stands."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; returns 0, or 1 where a rank failed, or 2 where the command cannot be run as it stands."""
+    """Run a bench; returns 0, or 1 where a rank failed, or 2 where the command cannot be run as it stands."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and not words[0].startswith("-"):
+        return _run_command(words[0], words[1:])
+    return _run_strategies(words)
+
+
+def _run_command(name: str, argv: Sequence[str]) -> int:
+    try:
+        if name not in COMMANDS:
+            raise ValueError(f"unknown command {name!r}: choose from {', '.join(COMMANDS)}, or pass flags alone")
+        return COMMANDS[name](argv)
+    except ValueError as error:
+        print(f"ddpcore.bench{' ' + name if name in COMMANDS else ''}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run_strategies(argv: Sequence[str]) -> int:
     speaker = "ddpcore.bench"
     try:
         joined = launch.torchrun_world()

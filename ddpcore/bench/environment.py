@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 import time
@@ -15,27 +16,45 @@ from ddpcore import launch
 from ddpcore.bench.config import Plan
 
 
-def environment(plan: Plan) -> dict[str, Any]:
-    """Device, cores, versions, commit, and how the learners are connected and why."""
-    in_one_process = plan.choice.backend == "virtual"
-    processes = 1 if in_one_process else plan.world_size
-    cuda = plan.device == "cuda"
+def machine(device: str) -> dict[str, Any]:
+    """The part that every record has: device, versions, commit, date."""
     return {
-        "device": torch.cuda.get_device_name() if cuda else _processor(),
-        "device_type": plan.device,
+        "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "device_type": device,
         "cores": launch.num_cores(),
-        "threads_per_rank": launch.threads_per_rank(processes),
-        "oversubscribed": processes > launch.num_cores() if not cuda else False,
-        "backend": plan.choice.backend,
-        "backend_reason": plan.choice.reason,
         "ddpcore": ddpcore.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def environment(plan: Plan) -> dict[str, Any]:
+    """That of a run with learners: how they are connected and why, too."""
+    processes = 1 if plan.choice.backend == "virtual" else plan.world_size
+    return {
+        **machine(plan.device),
+        "threads_per_rank": launch.threads_per_rank(processes),
+        "oversubscribed": processes > launch.num_cores() if plan.device == "cpu" else False,
+        "backend": plan.choice.backend,
+        "backend_reason": plan.choice.reason,
         "notes": list(plan.notes),
     }
+
+
+def free_memory(device: str) -> float:
+    """Bytes that can be allocated; infinity where the system does not say."""
+    if device == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    except OSError:
+        pass
+    return math.inf
 
 
 def _processor() -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ddpcore import data, models
 from ddpcore.bench import contender as contenders
+from ddpcore.bench.command_line import write_json
 from ddpcore.bench.config import Plan
 from ddpcore.bench.contender import COMPUTE, Contender
 from ddpcore.bench.environment import environment
@@ -75,7 +73,7 @@ def run_rank(world: World, plan: Plan) -> None:
         result = {"environment": environment(plan), "rows": _rows(plan, results)}
         print_report(to_json(result), plan.config)
         if plan.config.json is not None:
-            _write(plan.config.json, result)
+            write_json(plan.config.json, result)
 
 
 def _blocks(num_steps: int) -> list[tuple[int, bool]]:
@@ -188,13 +186,3 @@ def _gpu(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "gpu_memory_bytes": max(reading["memory_bytes"] for reading in readings),
         "samples_per_joule": plan.config.batch_size * timed_steps / joules if joules > 0 else None,
     }
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    """All of it or nothing: a reader never meets half a file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(to_json(result), indent=2, allow_nan=False) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

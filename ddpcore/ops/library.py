@@ -27,7 +27,7 @@ def define(schema: str, twin: Callable[..., Any], fake: Callable[..., Any]) -> A
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, twin, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.no_grad()(twin), "CompositeExplicitAutograd")  # kernels record no gradient either
     torch.library.register_fake(f"ddpcore::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.ddpcore, name).default
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    if tensor.layout != torch.strided:
+        raise RuntimeError("ddpcore: tensors must be dense, not sparse")
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -114,7 +116,6 @@ def sgd_step_(
     masters: Sequence[Tensor],
     steps: Sequence[Tensor],
     scratch: Tensor | None,
-    *,
     group_sizes: Sequence[int],
     lr: Sequence[float],
     weight_decay: Sequence[float],
@@ -154,6 +155,11 @@ def sgd_step_(
     groups.count()
 
 
+def _lars_places(variant: str, lr: float, ratio: float) -> tuple[float, float]:
+    """What multiplies what enters the momentum, and what leaves it."""
+    return {"you2017": (lr * ratio, 1.0), "scaled_grad": (ratio, lr), "scaled_lr": (1.0, lr * ratio)}[variant]
+
+
 def lars_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -162,7 +168,6 @@ def lars_step_(
     steps: Sequence[Tensor],
     scratch: Tensor,
     trust: Tensor,
-    *,
     group_sizes: Sequence[int],
     lr: Sequence[float],
     weight_decay: Sequence[float],
@@ -191,17 +196,13 @@ def lars_step_(
         rate, decay = _rounded(groups.lr[group], param), _rounded(weight_decay[group], param)
         weight_norm = math.sqrt(_weight(param, master).double().square().sum())
         grad_norm = math.sqrt(grads[index].double().square().sum()) * abs(_rounded(factor, param))
+        joined = 0.0 if decoupled else decay
         ratio = 1.0
         if adapt[group] and weight_norm != 0 and grad_norm != 0:
-            joined = 0.0 if decoupled else decay
             numerator = _rounded(trust_coefficient, param) * weight_norm
             ratio = numerator / (grad_norm + joined * weight_norm + _rounded(eps, param))
         trust[index] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64)
-        inner, outer = {
-            "you2017": (rate * ratio, 1.0),
-            "scaled_grad": (ratio, rate),
-            "scaled_lr": (1.0, rate * ratio),
-        }[variant]
+        inner, outer = _lars_places(variant, rate, ratio)
         _momentum_step(
             param,
             grads[index],
@@ -210,7 +211,7 @@ def lars_step_(
             factor=factor,
             inner=inner,
             outer=outer,
-            decay=0.0 if decoupled else decay,
+            decay=joined,
             keep=1.0 - rate * decay if decoupled else 1.0,
             momentum=momentum,
             dampening=dampening,
@@ -229,7 +230,6 @@ def lamb_step_(
     steps: Sequence[Tensor],
     scratch: Tensor,
     trust: Tensor,
-    *,
     group_sizes: Sequence[int],
     lr: Sequence[float],
     weight_decay: Sequence[float],

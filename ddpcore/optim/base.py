@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, ClassVar
 
 import torch
+import torch.optim.optimizer as optimizer_module
 from torch import Tensor
+from torch.autograd import profiler
 
 from ddpcore import ops
 from ddpcore.flat import FlatParameters
-from ddpcore.optim.batch import Batch, Group, State, group_lists, on_device
+from ddpcore.optim.batch import Batch, Group, Plan, State, common_arguments, wide_dtype
 from ddpcore.optim.checks import check_one_norm, check_state
 
 _NO_STATE: State = {}
-
-
-@dataclass
-class _Plan:
-    params: list[Tensor]
-    sizes: list[int]  # parameters with gradients in each group
-    shared: list[Any]
-    num_entries: int = -1  # of the states of these parameters: fewer where somebody has cleared one
-    batches: list[Batch] = field(default_factory=list)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -49,7 +41,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # fp32 whatever the parameter is
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._flat: FlatParameters | None = None
         params = params if isinstance(params, Tensor) else list(params)  # a tensor is torch's to refuse
         if not isinstance(params, Tensor) and not params:
@@ -128,7 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, value in given.items():
                 if name != "step" and isinstance(value, Tensor) and (all_wide or name in self.float_states):
                     # torch has cast it to the dtype of the parameter
-                    state[name] = value.to(device=param.device, dtype=_wide_dtype(param), copy=True)
+                    state[name] = value.to(device=param.device, dtype=wide_dtype(param), copy=True)
             if param.dtype not in (torch.bfloat16, torch.float16):
                 state.pop("master", None)  # of a model that was of 16 bits: it is its own master now
             if "step" in given:
@@ -150,15 +142,36 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Say that the parameters are views of flat buffers; with a stack of learners, each row is stepped apart."""
         self._flat, self._plan = flat, None
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what ``closure`` returns, if one is given."""
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or optimizer_module._global_optimizer_pre_hooks
+            or optimizer_module._global_optimizer_post_hooks
+            or profiler._is_profiler_enabled
+        ):
+            return self._hooked_step(closure)
+        return self._step(closure)
+
+    # torch wraps every step in a call of all hooks and a profiler region; where there are none, this costs a small
+    # model more than its arithmetic. `hooked` says that this step looks after them itself.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_groups()
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as torch.no_grad() does, in a tenth of its time
+        try:
+            self.step_groups()
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
         return loss
+
+    _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def named_parameters(self) -> Iterator[tuple[tuple[str | int, Tensor], Group]]:
         """Every parameter with its group, and its name where the optimizer got named ones, else its index."""
@@ -185,19 +198,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 grad = param.grad
                 if grad is not None:
-                    if grad.is_sparse:
-                        raise RuntimeError(
-                            f"{type(self).__name__} takes dense gradients only: use nn.Embedding(sparse=False), "
-                            "or another optimizer for this parameter"
-                        )
                     params.append(param)
                     grads.append(grad)
             sizes.append(len(params) - before)
         if not params:
             return
-        plan = self._plan_of(groups, params, sizes)
+        plan = self._plan_of(groups, params, sizes, grads)
         state = self.state
-        states = [state.get(param, _NO_STATE) for param in params]
+        states = [state.get(param, _NO_STATE) for param in params] if state else [_NO_STATE] * len(params)
         stack = None if self._flat is None else self._flat.stack
         if stack is None or groups[0]["max_grad_norm"] is None:
             self._step_batches(plan.batches, groups, params, grads, states)
@@ -217,14 +225,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         scaling = self._scaling(batches, groups, grads)
         for batch in batches:
-            members = batch.members
-            if batch.whole:
-                mine = params, grads, states
-            else:
-                mine = [params[i] for i in members], [grads[i] for i in members], [states[i] for i in members]
             options = [groups[index] for index in batch.groups]
-            common = {**scaling[batch.device], **group_lists(options, batch)}
-            self.run(batch, options, *mine, {**common, "maximize": options[0]["maximize"]})
+            common = common_arguments(options, batch, scaling)
+            if batch.whole:
+                self.run(batch, options, params, grads, states, common)
+                continue
+            members = batch.members
+            mine = [params[i] for i in members], [grads[i] for i in members], [states[i] for i in members]
+            self.run(batch, options, *mine, common)
 
     def _step_learner(
         self,
@@ -237,18 +245,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         states: list[State],
     ) -> None:
         """Step one learner's rows of all stacks."""
-        mine = []
-        for batch in batches:
-            assert batch.trust is not None
-            mine.append(
-                replace(
-                    batch,
-                    sizes=[size // num_learners for size in batch.sizes],
-                    # The step is counted once, by the last learner.
-                    steps=batch.steps if learner == num_learners - 1 else [step.clone() for step in batch.steps],
-                    trust=batch.trust[learner::num_learners].clone(),
-                )
-            )
+        mine = [batch.of_learner(learner, num_learners) for batch in batches]
         self._learner = learner
         try:
             self._step_batches(mine, groups, params, grads, states)
@@ -259,7 +256,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             assert part.trust is not None
             batch.trust[learner::num_learners].copy_(part.trust)
 
-    def _plan_of(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int]) -> _Plan:
+    def _plan_of(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], grads: list[Tensor]) -> Plan:
         shared = [([group[name] for name in self.shared_options], isinstance(group["lr"], Tensor)) for group in groups]
         plan = self._plan
         state = self.state
@@ -268,10 +265,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             or plan.sizes != sizes
             or plan.shared != shared
             or not all(map(is_, plan.params, params))
-            or plan.num_entries != sum(len(state.get(param, _NO_STATE)) for param in params)
+            or plan.num_entries != (sum([len(state.get(param, _NO_STATE)) for param in params]) if state else 0)
             or any(params[batch.members[0]].dtype != batch.dtype for batch in plan.batches)
         ):
-            plan = _Plan(params, sizes, shared)
+            if any(grad.layout != torch.strided for grad in grads):
+                raise RuntimeError(
+                    f"{type(self).__name__} takes dense gradients only: use nn.Embedding(sparse=False), "
+                    "or another optimizer for this parameter"
+                )
+            plan = Plan(params, sizes, shared)
             plan.batches = self._batches(groups, params, sizes, shared)
             plan.num_entries = sum(len(state.get(param, _NO_STATE)) for param in params)
             self._plan = plan
@@ -355,7 +357,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         missing = [name for name in names if state.get(name) is None]
         for name in missing:
             wide = name in self.float_states or "master" in state
-            state[name] = torch.zeros_like(param, dtype=_wide_dtype(param) if wide else None)
+            state[name] = torch.zeros_like(param, dtype=wide_dtype(param) if wide else None)
         if missing or "step" not in state:
             begun = (param.device, 0.0 if missing else 1.0)  # 1: of torch.optim.SGD, which does not count
             if begun not in fresh:
@@ -366,19 +368,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _scaling(
         self, batches: list[Batch], groups: Sequence[Group], grads: list[Tensor]
-    ) -> dict[torch.device, dict[str, Any]]:
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
+        """grad_scale, found_inf, squared norm and largest norm, as the operators take them."""
         max_norm = groups[0]["max_grad_norm"]
-        norm = None if max_norm is None else self._norm_squared(batches, grads)
-        return {
-            batch.device: {
-                "grad_scale": on_device(grad_scale, batch.device),
-                "found_inf": on_device(found_inf, batch.device),
-                "norm_squared": on_device(norm, batch.device),
-                "max_norm": 0.0 if max_norm is None else max_norm,
-            }
-            for batch in batches
-        }
+        return (
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+            None if max_norm is None else self._norm_squared(batches, grads),
+            0.0 if max_norm is None else max_norm,
+        )
 
     def _norm_squared(self, batches: list[Batch], grads: list[Tensor]) -> Tensor:
         total = None
@@ -389,8 +387,3 @@ class FusedOptimizer(torch.optim.Optimizer):
             total = part if total is None else total + part.to(total.device)
         assert total is not None
         return total
-
-
-def _wide_dtype(param: Tensor) -> torch.dtype:
-    """Of a state that keeps more bits than a 16-bit parameter."""
-    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,13 +39,41 @@ class Batch:
         """Where the operators are: compiled, or their twins for dtypes that no kernel takes."""
         return ops if self.dtype in KERNEL_DTYPES else reference
 
+    def of_learner(self, learner: int, num_learners: int) -> Batch:
+        """The part of one row of all stacks. The last learner counts the step."""
+        assert self.trust is not None
+        return replace(
+            self,
+            sizes=[size // num_learners for size in self.sizes],
+            steps=self.steps if learner == num_learners - 1 else [step.clone() for step in self.steps],
+            trust=self.trust[learner::num_learners].clone(),
+        )
 
-def group_lists(options: Sequence[Group], batch: Batch) -> dict[str, Any]:
-    """The arguments that have an entry a group."""
+
+@dataclass
+class Plan:
+    """What is kept from step to step, and by what it is known to hold still."""
+
+    params: list[Tensor]
+    sizes: list[int]  # parameters with gradients in each group
+    shared: list[Any]
+    num_entries: int = -1  # of the states of these parameters: fewer where somebody has cleared one
+    batches: list[Batch] = field(default_factory=list)
+
+
+def wide_dtype(param: Tensor) -> torch.dtype:
+    """Of a state that keeps more bits than a 16-bit parameter."""
+    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+
+
+def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any, Any, Any, float]) -> dict[str, Any]:
+    """The arguments that the steps of all optimizers take."""
+    device = batch.device
+    grad_scale, found_inf, norm_squared, max_norm = scaling
     lr = [group["lr"] for group in options]
     device_lr: list[Tensor] = []
     if isinstance(lr[0], Tensor):
-        if all(tensor.device == batch.device for tensor in lr):
+        if all(tensor.device == device for tensor in lr):
             exact = torch.float64 if batch.dtype == torch.float64 else torch.float32
             device_lr, lr = [tensor.to(exact) for tensor in lr], [0.0] * len(lr)
         else:
@@ -55,6 +83,11 @@ def group_lists(options: Sequence[Group], batch: Batch) -> dict[str, Any]:
         "device_lr": device_lr,
         "weight_decay": [group["weight_decay"] for group in options],
         "group_sizes": batch.sizes,
+        "maximize": options[0]["maximize"],
+        "grad_scale": on_device(grad_scale, device),
+        "found_inf": on_device(found_inf, device),
+        "norm_squared": on_device(norm_squared, device),
+        "max_norm": max_norm,
     }
 
 

@@ -1,9 +1,7 @@
-"""Blocks of steps, rows from what was seen, and the file that is written whole or not at all."""
+"""Blocks of steps, and rows from what was seen."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,13 +76,3 @@ def test_rows_without_ddp_have_no_ratio() -> None:
     rows = run._rows(plan_of(backend="virtual"), [result("ssgd", 0.5, 10)])
     assert rows[0]["ratio_to_ddp"] is None
     assert rows[0]["exposed_comm_ms"] is None
-
-
-def test_the_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    run._write(path, {"a": float("nan"), "b": [1, 2.5]})
-    assert json.loads(path.read_text()) == {"a": None, "b": [1, 2.5]}
-    with pytest.raises(TypeError):
-        run._write(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": None, "b": [1, 2.5]}, "the old file survives a failed write"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]

@@ -8,41 +8,6 @@ namespace ddpcore::test {
 // Tensors of many sizes, some empty, also at both ends.
 inline const std::vector<int64_t> kManySizes = {0, 1, 0, 0, 4096, 5, 8192, 0, 4097, 17, 12289, 3, 0};
 
-// Tensors of the given sizes with random contents; the momentum is absent where the rule has none.
-template <typename T>
-struct SgdProblem {
-    SgdProblem(const std::vector<int64_t>& sizes, int64_t offset, const SgdRule& rule_) : rule(rule_) {
-        uint32_t seed = 1;
-        for (const int64_t numel : sizes) {
-            for (auto* list : {&params, &grads, &momenta}) {
-                list->push_back(std::make_unique<Buffer<T>>(numel, offset));
-                list->back()->randomize(seed++);
-            }
-            segments.push_back(
-                {params.back()->data(), grads.back()->data(), rule.momentum != 0.0f ? momenta.back()->data() : nullptr,
-                 numel, 0});
-        }
-        num_blocks = number_blocks(segments);
-    }
-
-    SgdArgs args() const {
-        return {segments.data(), static_cast<int64_t>(segments.size()), num_blocks, dtype_of<T>(), rule};
-    }
-
-    bool same_bits(const SgdProblem& other) const {
-        bool same = true;
-        for (size_t s = 0; s < params.size(); ++s) {
-            same = same && params[s]->same_bits(*other.params[s]) && momenta[s]->same_bits(*other.momenta[s]);
-        }
-        return same;
-    }
-
-    SgdRule rule;
-    std::vector<std::unique_ptr<Buffer<T>>> params, grads, momenta;
-    std::vector<SgdSegment> segments;
-    int64_t num_blocks = 0;
-};
-
 template <typename T>
 struct MixProblem {
     MixProblem(int64_t numel, int64_t num_peers, int64_t offset) : weights(numel, offset) {
@@ -79,22 +44,35 @@ struct MixProblem {
     std::vector<double> partials;
 };
 
+// The hyperparameters of a mix_sgd_step_ and the tensors that it has beside the mix.
 template <typename T>
 struct MixSgdProblem {
-    MixSgdProblem(int64_t numel, int64_t num_peers, int64_t offset, const SgdRule& rule_)
-        : mix(numel, num_peers, offset), grad(numel, offset), momentum(numel, offset), rule(rule_) {
+    MixSgdProblem(
+        int64_t numel, int64_t num_peers, int64_t offset, const SgdRule& rule_, float weight_decay, bool maximize_)
+        : mix(numel, num_peers, offset),
+          grad(numel, offset),
+          momentum(numel, offset),
+          rule(rule_),
+          group{0.135f, weight_decay, nullptr, &steps, false},
+          maximize(maximize_) {
         grad.randomize(11);
         momentum.randomize(12);
     }
+    MixSgdProblem(const MixSgdProblem&) = delete;
 
-    MixSgdArgs args() { return {mix.args(), grad.data(), rule.momentum != 0.0f ? momentum.data() : nullptr, rule}; }
+    MixSgdArgs args() {
+        return {mix.args(), grad.data(), rule.momentum != 0.0f ? momentum.data() : nullptr, rule, group, maximize};
+    }
 
     // The same in two passes.
     void mix_then_step() {
         cpu::mix_(mix.args(), 0, mix.num_blocks());
         const MixSgdArgs both = args();
-        const SgdSegment segment{both.mix.weights, both.grad, both.momentum, both.mix.numel, 0};
-        cpu::sgd_step_({&segment, 1, mix.num_blocks(), both.mix.dtype, rule}, 0, mix.num_blocks());
+        const SgdSegment segment{both.mix.weights, both.grad, both.momentum, nullptr, both.mix.numel, 0, 0};
+        const GradScaling scaling{nullptr, nullptr, nullptr, 0.0f, maximize};
+        const int64_t num_blocks = mix.num_blocks();
+        const SgdArgs step{&segment, 1, num_blocks, &group, 1, both.mix.dtype, false, rule, scaling, nullptr};
+        cpu::sgd_step_(step, 0, num_blocks);
     }
 
     void expect_same_bits(const MixSgdProblem& other) const {
@@ -107,6 +85,9 @@ struct MixSgdProblem {
     MixProblem<T> mix;
     Buffer<T> grad, momentum;
     SgdRule rule;
+    float steps = 0.0f;
+    StepGroup group;
+    bool maximize;
 };
 
 // A stack of learners and the matrix that mixes them.

@@ -59,6 +59,13 @@ TYPED_TEST(NormsTest, AnySplitIntoRangesHasTheSameBits) {
     }
 }
 
+TYPED_TEST(NormsTest, TheTotalHasThePartialSumsOfItsTensors) {
+    NormProblem<TypeParam> each(kManySizes, 0), all(kManySizes, 1);
+    cpu::segment_norms(each.args(), 0, each.num_blocks());
+    for (const auto& [begin, end] : random_ranges(all.num_blocks(), 5)) cpu::total_norm_(all.args(), begin, end);
+    ASSERT_EQ(all.partials, each.partials);
+}
+
 TYPED_TEST(NormsTest, SlicesOfAFlatBufferHaveTheBitsOfTheirOwnTensors) {
     constexpr int64_t kFirst = 5003, kSecond = 9001;
     NormProblem<TypeParam> flat({kFirst + kSecond}, 0), list({kFirst, kSecond}, 0);

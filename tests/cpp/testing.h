@@ -37,6 +37,11 @@ constexpr DType dtype_of() {
     return std::is_same_v<T, BFloat16> ? DType::kBFloat16 : DType::kFloat16;
 }
 
+template <typename T>
+bool same_bits(const T* left, const T* right, int64_t numel) {
+    return numel == 0 || std::memcmp(left, right, static_cast<size_t>(numel) * sizeof(T)) == 0;
+}
+
 // A tensor `offset` elements after a 64-byte boundary; the bytes around it must stay what they are.
 template <typename T>
 class Buffer {
@@ -64,8 +69,7 @@ class Buffer {
     }
 
     bool same_bits(const Buffer& other) const {
-        return numel_ == other.numel_ &&
-               std::memcmp(data(), other.data(), static_cast<size_t>(numel_) * sizeof(T)) == 0;
+        return numel_ == other.numel_ && ddpcore::test::same_bits(data(), other.data(), numel_);
     }
 
     bool guards_untouched() const {
@@ -121,23 +125,6 @@ inline std::vector<std::pair<int64_t, int64_t>> random_ranges(int64_t num_blocks
     for (size_t i = 1; i < cuts.size(); ++i) ranges.emplace_back(cuts[i - 1], cuts[i]);
     std::shuffle(ranges.begin(), ranges.end(), engine);
     return ranges;
-}
-
-// The 16 settings of weight decay, momentum, first step and Nesterov, each also with `maximize`.
-inline std::vector<SgdRule> all_rules() {
-    std::vector<SgdRule> rules;
-    for (int bits = 0; bits < 32; ++bits) {
-        const float momentum = (bits & 2) != 0 ? 0.9f : 0.0f;
-        rules.push_back(
-            {.lr = 0.125f + 0.01f,
-             .momentum = momentum,
-             .one_minus_dampening = (bits & 8) != 0 ? 1.0f : 0.7f,  // torch forbids dampening with Nesterov
-             .weight_decay = (bits & 1) != 0 ? 0.03f : 0.0f,
-             .grad_sign = (bits & 16) != 0 ? -1.0f : 1.0f,
-             .nesterov = (bits & 8) != 0,
-             .first_step = (bits & 4) != 0});
-    }
-    return rules;
 }
 
 // Fills in Segment::first_block and returns the number of blocks.

@@ -218,9 +218,9 @@ def bad_mixes() -> dict[str, tuple[Tensor, list[Tensor], list[float], str]]:
         "int": (weights.int(), [], [], "weights must be float32, bfloat16 or float16"),
         "holes": (weights[::2], [], [], "weights must be contiguous"),
         "transposed": (torch.zeros(4, 3).t(), [], [], "weights must be contiguous"),
-        "peer numel": (weights, [torch.zeros(15)], [0.5], "a peer must have the shape and strides of weights"),
-        "peer shape": (weights, [square], [0.5], "a peer must have the shape and strides of weights"),
-        "peer strides": (square, [torch.zeros(4, 4).t()], [0.5], "a peer must have the shape and strides of weights"),
+        "peer numel": (weights, [torch.zeros(15)], [0.5], "a peer must have the shape of weights"),
+        "peer shape": (weights, [square], [0.5], "a peer must have the shape of weights"),
+        "peer strides": (square, [torch.zeros(4, 4).t()], [0.5], "a peer must have the strides of weights, both dense"),
         "peer dtype": (weights, [weights.half()], [0.5], "a peer must have the device and dtype of weights"),
         "peer is weights": (weights, [torch.zeros(16), weights.view(16)], [0.5, 0.5], "a peer must not be the weights"),
     }

@@ -17,13 +17,22 @@ from ddpcore.ops import reference
 # One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
 SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SWITCHES = ("momentum", "dampening", "weight_decay", "nesterov", "maximize", "decoupled")
 RULES = [
-    dict(zip(("momentum", "dampening", "weight_decay", "nesterov", "maximize", "first_step"), values, strict=True))
+    {**dict(zip(SWITCHES, values, strict=True)), "first_step": first_step}
     for values in itertools.product((0.0, 0.9), (0.0, 0.9), (0.0, 0.01), *[(False, True)] * 3)
+    for first_step in (False, True)
+    if values[2] or not values[5]  # without decay there is nothing to decouple
 ]
 RULE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-TERMS = 10  # operations and rounded constants of the longest rule
+DEFAULTS = {"dampening": 0.0, "nesterov": False, "decoupled": False, "maximize": False}
+RULE_OF_OP = {**RULE, **DEFAULTS}
+TERMS = 11  # operations and rounded constants of the longest rule
 SUM = {"rtol": 1e-12, "atol": 1e-300}  # float64 sums of the same fp32 differences in another order
+
+
+def twin_of(buffer: Tensor, rule: dict[str, Any]) -> Tensor | None:
+    return buffer if rule["momentum"] else None
 
 
 def name_of(rule: dict[str, Any]) -> str:
@@ -34,6 +43,7 @@ def name_of(rule: dict[str, Any]) -> str:
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
 def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
     rule = {"lr": 0.05, **rule}
+    count = torch.tensor([0.0 if rule.pop("first_step") else 5.0])
     weights, grad, buffer, *peers = (randn(5000, dtype) for _ in range(5))
     momentum = buffer if rule["momentum"] else None
     own, others = 0.5, [0.3, 0.2]
@@ -41,25 +51,31 @@ def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
     exact = [tensor.double() for tensor in same]
     magnitude = [tensor.abs() for tensor in exact]
     two_steps = [tensor.clone() for tensor in (weights, grad, buffer)]
-    distances = ops.mix_sgd_step_(weights, peers, own, others, grad, momentum, **rule)
+    step = count.to(weights.device, copy=True)
+    distances = ops.mix_sgd_step_(weights, peers, own, others, grad, momentum, step, **rule)
+    assert step.item() == count.item() + 1
 
     expected = ops.mix_(two_steps[0], peers, own, others)
-    ops.sgd_step_([two_steps[0]], [two_steps[1]], [two_steps[2]], **rule)
+    lists = [[tensor] for tensor in two_steps]
+    ops.sgd_step_(*lists, [], [count.to(weights.device, copy=True)], ops.new_scratch([weights]), **rule)
     assert_same_bits(distances, expected, "distances against mix_")
     for got, want, what in zip((weights, grad, buffer), two_steps, ("weights", "grad", "momentum"), strict=True):
         assert_same_bits(got, want, f"{what} against mix_ and sgd_step_")
 
     on_cpu = [peer.cpu() for peer in peers]
-    expected = reference.mix_sgd_step_(same[0], on_cpu, own, others, same[1], same[2], **rule)
+    expected = reference.mix_sgd_step_(
+        same[0], on_cpu, own, others, same[1], twin_of(same[2], rule), count.clone(), **rule
+    )
     torch.testing.assert_close(distances.cpu(), expected, **SUM)
     assert_same_bits(weights, same[0], "weights against the twin")
     assert_same_bits(buffer, same[2], "momentum against the twin")
 
     wide = [peer.double() for peer in on_cpu]
-    reference.mix_sgd_step_(exact[0], wide, own, others, exact[1], exact[2], **rule)
+    reference.mix_sgd_step_(exact[0], wide, own, others, exact[1], twin_of(exact[2], rule), count.clone(), **rule)
     adding = {**rule, "lr": -rule["lr"], "maximize": False}  # every term adds
     absolute = [peer.abs() for peer in wide]
-    reference.mix_sgd_step_(magnitude[0], absolute, own, others, magnitude[1], magnitude[2], **adding)
+    buffer_terms = twin_of(magnitude[2], rule)
+    reference.mix_sgd_step_(magnitude[0], absolute, own, others, magnitude[1], buffer_terms, count.clone(), **adding)
     assert_near(weights, exact[0], magnitude[0], TERMS + 6, num_stores=2)  # the mix is rounded, then the step
     assert_near(buffer, exact[2], magnitude[2], TERMS + 6, num_stores=2)
 
@@ -74,7 +90,7 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
     weights, grad, buffer = (tensor.cpu().clone() for tensor in tensors)
     distances = ops.mix_sgd_step_(tensors[0], peers, 0.5, [0.3, 0.2], tensors[1], tensors[2], **RULE)
     on_cpu = [peer.cpu() for peer in peers]
-    same = reference.mix_sgd_step_(weights, on_cpu, 0.5, [0.3, 0.2], grad, buffer, **RULE)
+    same = reference.mix_sgd_step_(weights, on_cpu, 0.5, [0.3, 0.2], grad, buffer, None, **RULE_OF_OP)
     torch.testing.assert_close(distances.cpu(), same, **SUM)
     for base, got, want in zip(bases, tensors, (weights, grad, buffer), strict=True):
         base[offset : offset + numel].copy_(want)
@@ -97,7 +113,7 @@ def test_large(randn, assert_same_bits):
     weights, grad, buffer, peer = (randn(3_000_001) for _ in range(4))
     same = [tensor.cpu().clone() for tensor in (weights, grad, buffer)]
     distances = ops.mix_sgd_step_(weights, [peer], 0.75, [0.25], grad, buffer, **RULE)
-    expected = reference.mix_sgd_step_(same[0], [peer.cpu()], 0.75, [0.25], same[1], same[2], **RULE)
+    expected = reference.mix_sgd_step_(same[0], [peer.cpu()], 0.75, [0.25], same[1], same[2], None, **RULE_OF_OP)
     assert_same_bits(weights, same[0])
     assert_same_bits(buffer, same[2])
     torch.testing.assert_close(distances.cpu(), expected, **SUM)
@@ -121,7 +137,8 @@ def test_nan_and_infinity(dtype, device, assert_same_bits):
     grad[3], peer[17], peer[20], buffer[39] = math.nan, math.inf, torch.finfo(dtype).max, math.nan
     got = [tensor.to(device, copy=True) for tensor in (weights, grad, buffer)]
     distances = ops.mix_sgd_step_(got[0], [peer.to(device)], 1.0, [4.0], got[1], got[2], lr=1.0, momentum=0.9)
-    reference.mix_sgd_step_(weights, [peer], 1.0, [4.0], grad, buffer, lr=1.0, momentum=0.9)
+    rule = {**DEFAULTS, "lr": 1.0, "momentum": 0.9, "weight_decay": 0.0}
+    reference.mix_sgd_step_(weights, [peer], 1.0, [4.0], grad, buffer, None, **rule)
     assert_same_bits(got[0], weights)
     assert_same_bits(got[2], buffer)
     assert got[0].isnan().nonzero().flatten().tolist() == [3, 39]
@@ -129,14 +146,12 @@ def test_nan_and_infinity(dtype, device, assert_same_bits):
     assert distances.isinf().all()
 
 
-RULE_OF_OP = {**RULE, "dampening": 0.0, "nesterov": False, "maximize": False, "first_step": False}
-
-
-def test_opcheck(randn):
+def test_opcheck(randn, device):
     op = torch.ops.ddpcore.mix_sgd_step_.default
-    torch.library.opcheck(op, (randn(33), [randn(33)], 0.5, [0.5], randn(33), randn(33)), RULE_OF_OP)
+    tensors = (randn(33), [randn(33)], 0.5, [0.5], randn(33), randn(33), torch.ones(1, device=device))
+    torch.library.opcheck(op, tensors, RULE_OF_OP)
     plain = {**RULE_OF_OP, "momentum": 0.0}
-    torch.library.opcheck(op, (randn(33), [randn(33)], 0.5, [0.5], randn(33), None), plain)
+    torch.library.opcheck(op, (randn(33), [randn(33)], 0.5, [0.5], randn(33), None, None), plain)
 
 
 def test_fake_and_compiled(device, assert_same_bits):
@@ -163,12 +178,16 @@ def test_fake_and_compiled(device, assert_same_bits):
     ("changed", "message"),
     [
         ({"momentum_buffer": None}, "momentum needs a momentum_buffer"),
-        ({"momentum_buffer": torch.zeros(15)}, "momentum_buffer must have the shape and strides of weights"),
+        ({"momentum_buffer": torch.zeros(15)}, "momentum_buffer must have the shape of weights"),
         ({"momentum_buffer": torch.zeros(16).half()}, "momentum_buffer must have the device and dtype of weights"),
-        ({"grad": torch.zeros(4, 4)}, "grad must have the shape and strides of weights"),
-        ({"grad": torch.zeros(32)[::2]}, "grad must have the shape and strides of weights"),
+        ({"grad": torch.zeros(4, 4)}, "grad must have the shape of weights"),
+        ({"grad": torch.zeros(32)[::2]}, "grad must have the strides of weights, both dense"),
+        ({"momentum_buffer": torch.zeros(32)[::2]}, "momentum_buffer must have the strides of weights, both dense"),
+        ({"peers": [torch.zeros(32)[::2]]}, "a peer must have the strides of weights, both dense"),
+        ({"step": torch.zeros(2)}, "step must be one float32 on the device of"),
+        ({"step": torch.zeros(1).double()}, "step must be one float32 on the device of"),
         ({"grad": torch.zeros(16).double()}, "grad must have the device and dtype of weights"),
-        ({"peers": [torch.zeros(15)]}, "a peer must have the shape and strides of weights"),
+        ({"peers": [torch.zeros(15)]}, "a peer must have the shape of weights"),
         ({"peers": [torch.zeros(16).half()]}, "a peer must have the device and dtype of weights"),
         ({"peer_weights": [0.5, 0.5]}, "peers and peer_weights must have the same length"),
         ({"weights": torch.zeros(32)[::2]}, "weights must be contiguous"),

@@ -1,4 +1,4 @@
-"""``segment_norms`` against its twin and an exact sum; the same bits however the elements are handed over."""
+"""``segment_norms`` and ``total_norm_`` against their twins and exact sums; the same bits in whatever layout."""
 
 from __future__ import annotations
 
@@ -31,6 +31,64 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
     exact = math.fsum(value * value for value in tensor.tolist())
     assert math.isclose(norms.item(), exact, rel_tol=1e-12)
     assert_same_bits(tensor._base, before, "the tensor, which is not to change")
+
+
+def total_of(tensors: list[Tensor], spare: int = 0) -> Tensor:
+    """``total_norm_`` into scratch that held something else."""
+    size = 1 + ops.num_blocks(tensors) + spare
+    out = torch.full((size,), math.nan, dtype=torch.float64, device=tensors[0].device)
+    ops.total_norm_(tensors, out)
+    assert out[size - spare :].isnan().all(), "what lies behind the scratch"
+    return out[:1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_total_of_every_size(dtype, randn, device, assert_same_bits):
+    tensors = [randn(size, dtype, offset) for size in SIZES for offset in (0, 1, 3)]
+    before = [tensor.clone() for tensor in tensors]
+    total = total_of(tensors, spare=3)
+    twin = torch.full((1,), math.nan, dtype=torch.float64)
+    reference.total_norm_([tensor.cpu() for tensor in tensors], twin)
+    torch.testing.assert_close(total.cpu(), twin, **SUM)
+    exact = math.fsum(value * value for tensor in tensors for value in tensor.tolist())
+    assert math.isclose(total.item(), exact, rel_tol=1e-12)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert_same_bits(tensor, old, "a tensor, which is not to change")
+        assert_same_bits(total_of([tensor]), ops.segment_norms([tensor]), "the total of one tensor")
+    assert total_of([randn(0, dtype)]).item() == 0.0
+
+
+def test_total_with_any_number_of_threads(set_threads, assert_same_bits):
+    tensors = [torch.randn(size) for size in (0, 300_001, 1, 77_777, 4096)]
+    results = []
+    for num_threads in (1, 2):
+        set_threads(num_threads)
+        results.append(total_of(tensors))
+    assert_same_bits(results[1], results[0])
+    norms = torch.stack([tensor.double().norm() for tensor in tensors])
+    assert math.isclose(results[0].sqrt().item(), norms.norm().item(), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_total_with_nan_and_infinity(value, device):
+    for tensor, index in ((0, 0), (1, 4096), (1, 4097), (2, 16)):
+        tensors = [torch.ones(size, device=device) for size in (5, 4098, 17)]
+        tensors[tensor][index] = value
+        total = total_of(tensors)
+        assert total.isnan() if math.isnan(value) else total == math.inf
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_with_gaps_or_overlaps(dtype, device):
+    """Not dense: right, by way of a copy."""
+    square, one = torch.randn(6, 8).to(dtype).to(device), torch.full((1,), 2.0, dtype=dtype, device=device)
+    tensors = [square[:, ::2], square[1:5, 2:7], one.expand(3), one.expand(4, 2), square.t()]
+    dense = [tensor.contiguous() for tensor in tensors]
+    before = square.clone()
+    torch.testing.assert_close(ops.segment_norms(tensors), ops.segment_norms(dense), **SUM)
+    torch.testing.assert_close(total_of(tensors), total_of(dense), **SUM)
+    assert ops.segment_norms(tensors)[2:4].tolist() == [12.0, 32.0]
+    assert torch.equal(square, before)
 
 
 def test_large(randn):
@@ -81,6 +139,23 @@ def test_opcheck(randn):
     torch.library.opcheck(torch.ops.ddpcore.segment_norms.default, ([randn(33), randn(4).view(2, 2), randn(0)],))
 
 
+def test_opcheck_of_a_total(randn, device):
+    out = torch.zeros(9, dtype=torch.float64, device=device)
+    torch.library.opcheck(torch.ops.ddpcore.total_norm_.default, ([randn(33), randn(4).view(2, 2), randn(0)], out))
+
+
+def test_a_compiled_total(device, assert_same_bits):
+    def total(left: Tensor, right: Tensor) -> Tensor:
+        out = left.new_zeros(9, dtype=torch.float64)
+        ops.total_norm_([left * 2, right], out)
+        return out[0].sqrt()
+
+    with FakeTensorMode():
+        assert total(torch.empty(7, device=device), torch.empty(3, 5, device=device)).dtype == torch.float64
+    tensors = torch.randn(7).to(device), torch.randn(3, 5).to(device)
+    assert_same_bits(torch.compile(total, fullgraph=True, backend="aot_eager")(*tensors), total(*tensors))
+
+
 def test_fake_and_compiled(device, assert_same_bits):
     def norms_of(left: Tensor, right: Tensor) -> Tensor:
         return ops.segment_norms([left * 2, right, left]).sqrt()
@@ -100,15 +175,34 @@ def test_fake_and_compiled(device, assert_same_bits):
         ([torch.zeros(3).double()], "tensors must be float32, bfloat16 or float16"),
         ([torch.zeros(3).long()], "tensors must be float32, bfloat16 or float16"),
         ([torch.zeros(3), torch.zeros(3).half()], "one dtype and one device"),
-        ([torch.zeros(3), torch.zeros(4, 4)[:, ::2]], "tensors must be dense"),
-        ([torch.zeros(1).expand(3)], "tensors must be dense"),
     ],
 )
 def test_bad_arguments(tensors, message):
     with pytest.raises(RuntimeError, match=message):
         ops.segment_norms(tensors)
+    with pytest.raises(RuntimeError, match=message):
+        ops.total_norm_(tensors, torch.zeros(9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(2, dtype=torch.float64),  # one for the result, two for the blocks
+        torch.zeros(9),
+        torch.zeros(9, dtype=torch.int64),
+        torch.zeros(18, dtype=torch.float64)[::2],
+    ],
+    ids=["short", "float32", "int64", "strided"],
+)
+def test_bad_scratch_of_a_total(out):
+    message = "out must be float64 on the device of the tensors, at least 3 elements"
+    with pytest.raises(RuntimeError, match=message):
+        ops.total_norm_([torch.ones(4097)], out)
+    assert not out.any()
 
 
 def test_an_empty_list_is_an_error():
-    with pytest.raises(RuntimeError):  # torch's dispatcher refuses it: a list without tensors names no device
+    with pytest.raises(RuntimeError):  # of the twin: a list without tensors names no device
         ops.segment_norms([])
+    with pytest.raises(RuntimeError, match="a norm needs at least one tensor"):
+        ops.total_norm_([], torch.zeros(9, dtype=torch.float64))

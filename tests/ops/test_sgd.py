@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,25 +16,45 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddpcore import ops
 from ddpcore.ops import reference
 
+_spec = importlib.util.spec_from_file_location("steps", Path(__file__).parent.parent / "helpers" / "steps.py")
+steps = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(steps)
+
 # One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
 SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SWITCHES = ("momentum", "dampening", "weight_decay", "nesterov", "maximize", "decoupled", "first_step")
 RULES = [
-    dict(zip(("momentum", "dampening", "weight_decay", "nesterov", "maximize", "first_step"), values, strict=True))
-    for values in itertools.product((0.0, 0.9), (0.0, 0.9), (0.0, 0.01), *[(False, True)] * 3)
+    dict(zip(SWITCHES, values, strict=True))
+    for values in itertools.product((0.0, 0.9), (0.0, 0.9), (0.0, 0.01), *[(False, True)] * 4)
+    if values[2] or not values[5]  # without decay there is nothing to decouple
 ]
 # What torch.optim.SGD takes: nesterov needs momentum and no dampening, and the first step is its own affair.
 TORCH_RULES = [
-    {name: value for name, value in rule.items() if name != "first_step"}
+    {name: value for name, value in rule.items() if name not in ("decoupled", "first_step")}
     for rule in RULES
-    if not rule["first_step"] and not (rule["nesterov"] and (rule["momentum"] == 0 or rule["dampening"] != 0))
+    if not rule["first_step"]
+    and not rule["decoupled"]
+    and not (rule["nesterov"] and (rule["momentum"] == 0 or rule["dampening"] != 0))
 ]
+PER_GROUP = ("lr", "weight_decay")
 RULE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-TERMS = 10  # operations and rounded constants of the longest rule
+TERMS = 11  # operations and rounded constants of the longest rule
 
 
 def name_of(rule: dict[str, Any]) -> str:
     return "-".join(f"{name}{value:g}" for name, value in rule.items() if value) or "plain"
+
+
+def run(where: Any, tensors: list[list[Tensor]], *, first_step: bool | None = None, **rule: Any) -> Tensor | None:
+    """One step by ``ops`` or by ``reference``. ``first_step`` None: steps are not counted. Returns the count."""
+    options = {**steps.COMMON, **steps.OPTIONS["sgd"], "momentum": 0.0, "weight_decay": [0.0], **rule}
+    lists = {name: [options[name]] if isinstance(options[name], float) else options[name] for name in PER_GROUP}
+    counts = [] if first_step is None else [torch.tensor([0.0 if first_step else 5.0], device=tensors[0][0].device)]
+    scratch = ops.new_scratch(tensors[0]) if counts else None
+    sizes = [len(tensors[0])]
+    where.sgd_step_(*tensors, [], counts, scratch, **{**options, **lists, "group_sizes": sizes})
+    return counts[0] if counts else None
 
 
 def twin(tensors: list[list[Tensor]], dtype: torch.dtype | None = None) -> list[list[Tensor]]:
@@ -46,14 +68,15 @@ def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
     rule = {"lr": 0.05, **rule}
     tensors = [[randn(5000, dtype)] for _ in range(3)]
     expected, exact, magnitude = twin(tensors), twin(tensors, torch.float64), twin(tensors, torch.float64)
-    ops.sgd_step_(*tensors, **rule)
-    reference.sgd_step_(*expected, **rule)
+    count = run(ops, tensors, **rule)
+    run(reference, expected, **rule)
+    assert count == (1.0 if rule["first_step"] else 6.0)
     for got, want, what in zip(tensors, expected, ("param", "grad", "momentum"), strict=True):
         assert_same_bits(got[0], want[0], what)
 
-    reference.sgd_step_(*exact, **rule)
+    run(reference, exact, **rule)
     magnitude = [[tensor.abs() for tensor in group] for group in magnitude]
-    reference.sgd_step_(*magnitude, **{**rule, "lr": -rule["lr"], "maximize": False})  # every term adds
+    run(reference, magnitude, **{**rule, "lr": -rule["lr"], "maximize": False})  # every term adds
     assert_near(tensors[0][0], exact[0][0], magnitude[0][0], TERMS)
     assert_near(tensors[2][0], exact[2][0], magnitude[2][0], TERMS)
 
@@ -65,8 +88,8 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
     tensors = [[randn(numel, dtype, offset)] for _ in range(3)]
     bases = [group[0]._base.clone() for group in tensors]
     expected = twin(tensors)
-    ops.sgd_step_(*tensors, **RULE)
-    reference.sgd_step_(*expected, **RULE)
+    run(ops, tensors, **RULE)
+    run(reference, expected, **RULE)
     for base, got, want in zip(bases, tensors, expected, strict=True):
         base[offset : offset + numel].copy_(want[0])
         assert_same_bits(got[0]._base, base, "the buffer, what lies around the tensor included")
@@ -75,8 +98,8 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
 def test_large(randn, assert_same_bits):
     tensors = [[randn(3_000_001)] for _ in range(3)]
     expected = twin(tensors)
-    ops.sgd_step_(*tensors, **RULE, nesterov=True)
-    reference.sgd_step_(*expected, **RULE, nesterov=True)
+    run(ops, tensors, **RULE, nesterov=True)
+    run(reference, expected, **RULE, nesterov=True)
     assert_same_bits(tensors[0][0], expected[0][0])
     assert_same_bits(tensors[2][0], expected[2][0])
 
@@ -100,9 +123,9 @@ def test_list_is_flat(dtype, device, assert_same_bits):
     lists = [mixed_shapes(device, dtype) for _ in range(3)]
     flats = [[memory_of(tensors)] for tensors in lists]
     expected = twin(lists)
-    ops.sgd_step_(*lists, **RULE)
-    ops.sgd_step_(*flats, **RULE)
-    reference.sgd_step_(*expected, **RULE)
+    run(ops, lists, **RULE)
+    run(ops, flats, **RULE)
+    run(reference, expected, **RULE)
     for got, flat, want in zip(lists, flats, expected, strict=True):
         assert_same_bits(memory_of(got), flat[0], "list against flat")
         for left, right in zip(got, want, strict=True):
@@ -115,7 +138,7 @@ def test_any_number_of_threads(set_threads, assert_same_bits):
     for num_threads in (1, 2):
         set_threads(num_threads)
         tensors = twin(start)
-        ops.sgd_step_(*tensors, **RULE)
+        run(ops, tensors, **RULE)
         results.append([memory_of(group) for group in tensors])
     for one, two in zip(*results, strict=True):
         assert_same_bits(two, one)
@@ -127,13 +150,14 @@ def test_torch_sgd(rule, dtype, randn):
     ours, buffer = randn(1000, dtype), randn(1000, dtype).fill_(math.nan)  # the first step reads no buffer
     theirs = torch.nn.Parameter(ours.clone())
     optimizer = torch.optim.SGD([theirs], lr=0.1, **rule)
+    count, scratch = torch.zeros(1, device=ours.device), ops.new_scratch([ours])
     num_steps = 4
     scale = ours.abs().float()
-    for step in range(num_steps):
+    for _ in range(num_steps):
         gradient = randn(1000, dtype)
         theirs.grad = gradient.clone()
         optimizer.step()
-        ops.sgd_step_([ours], [gradient], [buffer], lr=0.1, **rule, first_step=step == 0)
+        ops.sgd_step_([ours], [gradient], [buffer], [], [count], scratch, lr=0.1, **rule)
         scale = scale + gradient.abs().float()
     # torch rounds every intermediate to the storage type: about five roundings a step, of terms bounded by `scale`.
     bound = 5 * num_steps * torch.finfo(dtype).eps * scale
@@ -147,23 +171,20 @@ def test_nan_and_infinity_stay_where_they_are(dtype, device, assert_same_bits):
     grad[5] = torch.finfo(dtype).max
     tensors = [[param], [grad], [buffer]]
     expected = twin(tensors)
-    ops.sgd_step_(*tensors, lr=4.0, momentum=0.9)
-    reference.sgd_step_(*expected, lr=4.0, momentum=0.9)
+    run(ops, tensors, lr=4.0, momentum=0.9)
+    run(reference, expected, lr=4.0, momentum=0.9)
     assert_same_bits(param, expected[0][0])
     assert_same_bits(buffer, expected[2][0])
     assert param.isnan().nonzero().flatten().tolist() == [3, 39]
     assert set(param.isinf().nonzero().flatten().tolist()) == {5, 17, 20}  # 4 * max is beyond every storage type
 
 
-ARGUMENTS = {"lr": 0.1, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "maximize": False}
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_opcheck(momentum, randn):
     params, grads = [randn(33), randn(5).view(1, 5)], [randn(33), randn(5).view(1, 5)]
     buffers = [torch.zeros_like(param) for param in params] if momentum else []
-    rule = {**ARGUMENTS, "momentum": momentum, "first_step": False}
-    torch.library.opcheck(torch.ops.ddpcore.sgd_step_.default, (params, grads, buffers), rule)
+    rule = {**steps.COMMON, **steps.OPTIONS["sgd"], "momentum": momentum, "group_sizes": [2]}
+    torch.library.opcheck(torch.ops.ddpcore.sgd_step_.default, (params, grads, buffers, [], [], None), rule)
 
 
 def test_fake_and_compiled(device, assert_same_bits):
@@ -187,24 +208,17 @@ def bad_arguments() -> dict[str, tuple[list[list[Tensor]], str]]:
     def one(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
 
-    square = one(4, 4)
     return {
         "fewer grads": ([[one(4), one(4)], [one(4)], [one(4), one(4)]], "params and grads .* same length"),
         "no buffers": ([[one(4)], [one(4)], []], "momentum_buffers must have the length of params"),
         "float64": ([[one(4, dtype=torch.float64)]] * 3, "params must be float32, bfloat16 or float16"),
         "two dtypes": ([[one(4), one(4).half()]] * 3, "one dtype and one device"),
         "grad dtype": ([[one(4)], [one(4).half()], [one(4)]], "a grad must have the device and dtype of its param"),
-        "grad shape": ([[one(4)], [one(5)], [one(4)]], "a grad must have the shape and strides of its param"),
-        "grad dims": ([[one(4)], [one(4, 1)], [one(4)]], "a grad must have the shape and strides of its param"),
-        "grad strides": ([[square], [square.t()], [square]], "a grad must have the shape and strides of its param"),
-        "param strides": (
-            [[square.t()], [square], [square.t()]],
-            "a grad must have the shape and strides of its param",
-        ),
-        "holes": ([[square[:, ::2]]] * 3, "both dense"),
-        "overlap": ([[one(1).expand(4)]] * 3, "both dense"),
+        "grad shape": ([[one(4)], [one(5)], [one(4)]], "a grad must have the shape of its param"),
+        "grad dims": ([[one(4)], [one(4, 1)], [one(4)]], "a grad must have the shape of its param"),
+        "overlap": ([[one(1).expand(4)]] * 3, "must not overlap itself in memory"),
         "buffer dtype": ([[one(4)], [one(4)], [one(4).bfloat16()]], "a momentum buffer must have the device and dtype"),
-        "buffer shape": ([[one(4)], [one(4)], [one(2, 2)]], "a momentum buffer must have the shape and strides"),
+        "buffer shape": ([[one(4)], [one(4)], [one(2, 2)]], "a momentum buffer must have the shape of its param"),
     }
 
 
@@ -213,3 +227,20 @@ def test_bad_arguments(case):
     tensors, message = bad_arguments()[case]
     with pytest.raises(RuntimeError, match=message):
         ops.sgd_step_(*tensors, **RULE)
+
+
+def test_other_strides_are_no_error(device, assert_same_bits):
+    """Gradients and buffers in another order than their param, params with gaps: right, and written back."""
+    start = [torch.randn(4, 4) for _ in range(3)]
+    expected = [tensor.clone() for tensor in start]
+    run(reference, [[tensor] for tensor in expected], **RULE)
+    for orders in (("t", "", ""), ("", "t", ""), ("", "", "t"), ("gaps", "gaps", "gaps"), ("t", "gaps", "")):
+        tensors = []
+        for tensor, order in zip(start, orders, strict=True):
+            wide = torch.full((4, 8), 7.0)
+            new = {"": tensor.clone(), "t": tensor.t().contiguous().t(), "gaps": wide[:, ::2].copy_(tensor)}[order]
+            tensors.append([wide.to(device)[:, ::2] if order == "gaps" else new.to(device)])
+        run(ops, tensors, **RULE)
+        assert_same_bits(tensors[0][0], expected[0], f"the param of {orders}")
+        assert_same_bits(tensors[1][0], start[1], f"the gradient of {orders}, which is not to change")
+        assert_same_bits(tensors[2][0], expected[2], f"the buffer of {orders}")

@@ -1,0 +1,174 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command of less than ten minutes and without a network: build for this GPU, tests,
+# memory checkers, benchmarks. OUTDIR gets a log a step, results.jsonl (device, driver, clocks, versions and commit in
+# every row) and summary.md, which lists what failed and what was cut.
+#
+#   benchmarks/run_gpu.sh OUTDIR [--only build|tests|sanitizer|bench] [--dry-run]
+#
+# --dry-run takes the same steps on the CPU at toy size, without the memory checkers. PYTHON names the interpreter
+# (python3), RUN_SECONDS the time for all (570), COMMIT the commit where the folder is no checkout.
+# Exit code: 0 all done, 1 a step failed or was cut, 2 the command cannot be run as it stands.
+set -uo pipefail
+
+fail() { echo "run_gpu.sh: $1" >&2; exit 2; }
+
+usage="usage: run_gpu.sh OUTDIR [--only build|tests|sanitizer|bench] [--dry-run]"
+out="" only="" dry=""
+while [ $# -gt 0 ]; do
+    case $1 in
+        --only)
+            only=${2:-}
+            case $only in
+                build | tests | sanitizer | bench) shift ;;
+                *) fail "--only is '$only': choose from build, tests, sanitizer, bench" ;;
+            esac
+            ;;
+        --dry-run) dry=1 ;;
+        --help) echo "$usage"; exit 0 ;;
+        -*) fail "unknown flag $1; $usage" ;;
+        *) [ -z "$out" ] || fail "two folders, $out and $1; $usage"; out=$1 ;;
+    esac
+    shift
+done
+[ -n "$out" ] || fail "$usage"
+mkdir -p "$out/logs" 2> /dev/null || fail "cannot make the folder $out: name another"
+out=$(cd "$out" && pwd)
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+"$python" -c 'import torch' 2> /dev/null || fail "$python has no torch: set PYTHON to an interpreter that has"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+device=cuda total=${RUN_SECONDS:-570}
+if [ -n "$dry" ]; then
+    device=cpu total=${RUN_SECONDS:-170}
+else
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        fail "torch sees no GPU: use --dry-run to try the steps without one"
+fi
+rm -f "$out"/steps.jsonl "$out"/kernels.jsonl "$out"/optim*.json "$out"/gpu.csv "$out"/logs/*
+failed=0
+
+# note STEP STATUS SECONDS LIMIT [WHY]: one line of the record. No argument holds a quote or a backslash.
+note() {
+    printf '{"step": "%s", "status": "%s", "seconds": %d, "limit": %d, "note": "%s"}\n' "$1" "$2" "$3" "$4" "${5:-}" \
+        >> "$out/steps.jsonl"
+    echo "$1: $2, $3 s${5:+ ($5)}"
+}
+
+# step NAME LIMIT RESERVE COMMAND...: run it for at most LIMIT seconds, and leave RESERVE of 570 for what comes after it.
+step() {
+    local name=$1 limit=$2 reserve=$(($3 * total / 570)) start=$SECONDS rc
+    shift 3
+    [ -z "$only" ] || reserve=0
+    local left=$((total - SECONDS - reserve))
+    [ "$limit" -le "$left" ] || limit=$left
+    if [ "$limit" -lt 3 ]; then
+        note "$name" cut 0 0 "no time was left"
+        failed=1
+        return 1
+    fi
+    timeout --kill-after=5 "$limit" "$@" > "$out/logs/$name.log" 2>&1
+    rc=$?
+    case $rc in
+        0) note "$name" ok $((SECONDS - start)) "$limit" ;;
+        124 | 137) note "$name" timeout $((SECONDS - start)) "$limit" "see logs/$name.log"; failed=1 ;;
+        *) note "$name" failed $((SECONDS - start)) "$limit" "exit code $rc, see logs/$name.log"; failed=1 ;;
+    esac
+    return $rc
+}
+
+skip() { note "$1" skipped 0 0 "$2"; }
+
+wants() { [ -z "$only" ] || [ "$only" = "$1" ]; }
+
+build() {
+    local cuda=0
+    if [ -z "$dry" ]; then
+        cuda=1
+        TORCH_CUDA_ARCH_LIST=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')
+        export TORCH_CUDA_ARCH_LIST
+    fi
+    step build 280 220 env DDPCORE_CUDA=$cuda MAX_JOBS="$(nproc)" "$python" setup.py -q build_ext --inplace
+}
+
+# The C++ tests are linked with the objects that the build has just made: no kernel is compiled twice.
+cpp_tests() {
+    local objects tests compiler
+    objects=$(find build -path '*/csrc/c*/*.o' 2> /dev/null | grep -E '/csrc/(cpu|cuda)/')
+    if [ -n "$dry" ]; then
+        tests=tests/cpp/test_norms.cpp compiler="g++ -pthread"
+        objects=$(grep /cpu/ <<< "$objects")
+    else
+        tests=$(ls tests/cpp/test_cuda_*.cpp) compiler=nvcc
+    fi
+    if ! echo '#include <gtest/gtest.h>' | g++ -x c++ -E - > /dev/null 2>&1; then
+        skip cpp-tests "GoogleTest is not installed"
+    elif [ -z "$objects" ]; then
+        skip cpp-tests "there are no objects in build/: run the build first"
+    else
+        # shellcheck disable=SC2086
+        step cpp-compile 90 180 $compiler -std=c++20 -O1 -I csrc $tests $objects -lgtest -lgtest_main \
+            -o build/cpp-tests && step cpp-tests 60 160 build/cpp-tests --gtest_brief=1
+    fi
+}
+
+tests() {
+    if [ -n "$dry" ]; then
+        step pytest 60 40 "$python" -m pytest -q -p no:cacheprovider -m "not cuda" tests/ops/test_norms.py
+    else
+        step pytest 180 200 "$python" -m pytest -q -p no:cacheprovider -m cuda --durations=10
+    fi
+    cpp_tests
+}
+
+sanitizer() {
+    local checker=compute-sanitizer filter
+    if [ -n "$dry" ]; then
+        skip sanitizer "there are no memory checkers in a dry run"
+        return
+    fi
+    command -v $checker > /dev/null || checker=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
+    if [ ! -x "$(command -v "$checker")" ]; then
+        skip sanitizer "compute-sanitizer is not installed"
+        return
+    fi
+    for tool in memcheck racecheck synccheck initcheck; do
+        filter="--kernel-regex kns=ddpcore"
+        [ $tool != initcheck ] || filter=""  # which must see what other kernels write
+        # shellcheck disable=SC2086
+        step "sanitizer-$tool" 60 150 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$checker" --tool $tool --error-exitcode 86 \
+            $filter "$python" benchmarks/small_cases.py --device cuda
+    done
+}
+
+bench() {
+    local sizes=() lists=() dtypes=(float32 bfloat16) name
+    if [ -n "$dry" ]; then
+        sizes=(--numel 5000 --repeats 3) lists=(--models lenet5 --repeats 3 --seconds 1) dtypes=(float32)
+    fi
+    step optim-float32 100 60 "$python" -m ddpcore.bench optim --device $device "${lists[@]}" \
+        --json "$out/optim-float32.json"
+    for name in benchmarks/bench_*.py; do
+        step "$(basename "$name" .py)" 40 5 "$python" "$name" --device $device --dtype "${dtypes[@]}" "${sizes[@]}" \
+            --json "$out/kernels.jsonl"
+    done
+    [ -n "$dry" ] || step optim-bfloat16 60 5 "$python" -m ddpcore.bench optim --device $device --dtype bfloat16 \
+        --json "$out/optim-bfloat16.json"
+}
+
+sampler=""
+if [ -z "$dry" ] && command -v nvidia-smi > /dev/null; then
+    query=name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw,utilization.gpu
+    nvidia-smi --query-gpu=$query --format=csv,nounits --loop=1 > "$out/gpu.csv" 2> /dev/null &
+    sampler=$!
+    trap '[ -z "$sampler" ] || kill "$sampler" 2> /dev/null' EXIT
+fi
+for stage in build tests sanitizer bench; do
+    wants $stage && $stage
+done
+[ -z "$sampler" ] || { kill "$sampler" 2> /dev/null; wait "$sampler" 2> /dev/null; sampler=""; }
+if ! timeout 60 "$python" benchmarks/summarize.py "$out" --device $device --commit "${COMMIT:-}"; then
+    echo "run_gpu.sh: no summary was made; the records are in $out" >&2
+    failed=1
+fi
+echo "$out/summary.md"
+exit $failed

@@ -1,0 +1,78 @@
+"""Every kernel on a few small tensors: what a memory checker is run on. Prints one line a kernel and dtype.
+
+Numbers are drawn on the CPU and copied, so that on a GPU nearly all kernels that run are ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import DTYPES
+
+from ddpcore import ops, optim
+
+SIZES = [(1,), (3, 5), (4096,), (4097,), (70, 71)]  # around the length of a block, aligned and not
+
+Options = dict[str, Any]
+OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], Options]] = [
+    (optim.FusedSGD, {"momentum": 0.9}),
+    (optim.FusedSGD, {"momentum": 0.9, "nesterov": True, "decoupled_weight_decay": True, "maximize": True}),
+    (optim.FusedLARS, {"variant": "you2017"}),
+    (optim.FusedLARS, {"variant": "scaled_lr"}),
+    (optim.FusedLAMB, {"variant": "paper"}),
+    (optim.FusedLAMB, {"variant": "undebiased", "decay_mode": "coupled", "trust_clip": 10.0}),
+]
+
+
+def randn(shape: tuple[int, ...], options: argparse.Namespace, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).to(options.device)
+
+
+def steps(options: argparse.Namespace, dtype: torch.dtype) -> None:
+    """Two steps of each optimizer, with two groups, clipping, and masters behind 16-bit weights."""
+    for kind, rule in OPTIMIZERS:
+        for masters in (False, True) if dtype.itemsize == 2 else (False,):
+            params = [torch.nn.Parameter(randn(shape, options, dtype)) for shape in SIZES]
+            for param in params:
+                param.grad = randn(tuple(param.shape), options, dtype)
+            groups = [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:]}]
+            optimizer = kind(groups, lr=0.1, weight_decay=0.01, max_grad_norm=1.0, master_weights=masters, **rule)
+            for _ in range(2):
+                optimizer.step()
+            print(f"{kind.__name__} {rule}, {dtype}{', masters' if masters else ''}")
+
+
+def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
+    """Averages with no, one and three peers, a stack of learners, and sums of squares."""
+    for numel in (1, 4097):
+        for num_peers in (0, 1, 3):
+            weights, grad, buffer = (randn((numel,), options, dtype) for _ in range(3))
+            peers = [randn((numel,), options, dtype) for _ in range(num_peers)]
+            share = 1 / (num_peers + 1)
+            ops.mix_(weights, peers, share, [share] * num_peers)
+            ops.mix_sgd_step_(weights, peers, share, [share] * num_peers, grad, buffer, lr=0.1, momentum=0.9)
+        ops.mix_stacked_(randn((3, numel), options, dtype), torch.full((3, 3), 1 / 3).to(options.device))
+    tensors = [randn(shape, options, dtype) for shape in SIZES]
+    ops.segment_norms(tensors)
+    ops.total_norm_(tensors, torch.zeros(1 + ops.num_blocks(tensors)).double().to(options.device))
+    print(f"mixes and norms, {dtype}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    for dtype in DTYPES.values():
+        steps(options, dtype)
+        mixes(options, dtype)
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

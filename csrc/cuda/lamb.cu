@@ -1,0 +1,109 @@
+// lamb_step_: layer-wise adaptive Adam over a list of tensors. Traffic in fp32: 28 bytes a parameter where the second
+// pass finds weights and moments in L2 (first pass: read weight, gradient, moments, write moments; second: write
+// weight), else 40. In bf16 and fp16 22 and 32, with masters 30 and 44.
+#include "two_pass.cuh"
+
+namespace ddpcore::cuda {
+
+namespace {
+
+// Where a block's elements of one tensor lie. The moments are fp32, so all vectors are as wide as theirs.
+template <typename T, bool Master>
+struct LambPlace {
+    T* param;
+    float* master;
+    const T* grad;
+    float* exp_avg;
+    float* exp_avg_sq;
+    int numel;
+    bool whole;  // complete, and all pointers aligned
+
+    __device__ __forceinline__ LambPlace(const LambSegment& segment, int64_t first)
+        : param(static_cast<T*>(segment.param) + first),
+          master(Master ? segment.master + first : nullptr),
+          grad(static_cast<const T*>(segment.grad) + first),
+          exp_avg(segment.exp_avg + first),
+          exp_avg_sq(segment.exp_avg_sq + first),
+          numel(static_cast<int>(min(kBlock, segment.numel - first))),
+          whole(
+              numel == kBlock && is_aligned(param) && is_aligned(master) && is_aligned(grad) && is_aligned(exp_avg) &&
+              is_aligned(exp_avg_sq)) {}
+};
+
+template <typename T, bool Master>
+struct Lamb {
+    using Segment = LambSegment;
+    using Place = LambPlace<T, Master>;
+    using Rule = LambRule;
+    using Scales = LambScales;
+    static constexpr int kWidth = kVector<float>;
+    static constexpr int64_t kBytesReadAgain = sizeof(T) + (Master ? sizeof(float) : 0) + 2 * sizeof(float);
+
+    static __device__ __forceinline__ LambScales scales(const LambRule& rule, const StepGroup& group, float grad) {
+        return lamb_scales(rule, group, grad);
+    }
+
+    static __device__ __forceinline__ Trust
+    trust(const LambRule& rule, const StepGroup& group, const LambScales&, const NormPartials& squares) {
+        return lamb_trust(rule, group, squares);
+    }
+
+    static __device__ __forceinline__ float step_size(const StepGroup& group, const Trust& trust) {
+        return lamb_step_size(group, trust);
+    }
+
+    template <bool whole>
+    static __device__ __forceinline__ NormPartials first(const Place& at, const LambScales& scales) {
+        Weights<T, Master, kWidth> weights;
+        Share<T, kWidth> grads;
+        Share<float> exp_avgs, exp_avg_sqs;
+        read<whole, Again::kNo>(grads, at.grad, at.numel);
+        read<whole>(weights, at.param, at.master, at.numel);
+        read<whole>(exp_avgs, at.exp_avg, at.numel);
+        read<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            lamb_moments(weights[i], load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);
+        }
+        write<whole>(exp_avgs, at.exp_avg, at.numel);
+        write<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        const int count = count_in<kWidth>(at.numel);
+        NormPartials sums{};
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            const float weight = weights[i];
+            const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
+            if (!whole && i >= count) continue;  // the update there may be 0 / 0
+            sums.weight += squared(weight);
+            sums.update += squared(update);
+        }
+        return sums;
+    }
+
+    template <bool whole>
+    static __device__ __forceinline__ void second(
+        const Place& at, const LambRule&, const LambScales& scales, float step_size) {
+        Weights<T, Master, kWidth> weights;
+        Share<float> exp_avgs, exp_avg_sqs;
+        read<whole, Again::kNo>(exp_avgs, at.exp_avg, at.numel);
+        read<whole, Again::kNo>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            const float weight = weights[i];
+            const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
+            weights.set(i, lamb_element(weight, update, step_size, scales.keep));
+        }
+        write<whole, Again::kNo>(weights, at.param, at.master, at.numel);
+    }
+};
+
+}  // namespace
+
+cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream) {
+    return with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() {
+        return two_passes<Lamb<T, Master>>(args, args, args.rule, stream);
+    });
+}
+
+}  // namespace ddpcore::cuda

@@ -1,0 +1,75 @@
+// lars_step_: layer-wise adaptive SGD over a list of tensors. Traffic in fp32 with momentum: 20 bytes a parameter where
+// the second pass finds weights and gradients in L2 (first pass: read weight, gradient; second: read momentum, write
+// weight, momentum), else 28; in bf16 and fp16 half of that, with masters 22 and 30.
+#include "sgd.cuh"
+#include "two_pass.cuh"
+
+namespace ddpcore::cuda {
+
+namespace {
+
+template <typename T, bool Master>
+struct Lars {
+    using Segment = SgdSegment;
+    using Place = SgdPlace<T, Master>;
+    struct Rule {
+        SgdRule sgd;
+        LarsRule lars;
+    };
+    struct Scales {
+        SgdScales sgd;
+        int flags;
+    };
+    static constexpr int64_t kBytesReadAgain = 2 * sizeof(T) + (Master ? sizeof(float) : 0);
+
+    static __device__ __forceinline__ Scales scales(const Rule& rule, const StepGroup& group, float grad) {
+        return {sgd_scales(rule.sgd, group, grad), sgd_flags(rule.sgd, group)};
+    }
+
+    static __device__ __forceinline__ Trust
+    trust(const Rule& rule, const StepGroup& group, const Scales& scales, const NormPartials& squares) {
+        return lars_trust(rule.lars, rule.sgd, group, scales.sgd.grad, squares);
+    }
+
+    static __device__ __forceinline__ double step_size(const StepGroup&, const Trust& trust) { return trust.ratio; }
+
+    template <bool whole>
+    static __device__ __forceinline__ NormPartials first(const Place& at, const Scales&) {
+        Weights<T, Master> weights;
+        Share<T, Place::kWidth> grads;
+        read<whole>(grads, at.grad, at.numel);
+        read<whole>(weights, at.param, at.master, at.numel);
+        NormPartials sums{};
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            sums.weight += squared(weights[i]);
+            sums.update += squared(load(grads[i]));
+        }
+        return sums;
+    }
+
+    template <bool whole>
+    static __device__ __forceinline__ void second(
+        const Place& at, const Rule& rule, const Scales& shared, double ratio) {
+        Weights<T, Master> weights;
+        Share<T, Place::kWidth> grads;
+        Share<typename Place::Momentum, Place::kWidth> momenta;
+        read<whole, Again::kNo>(grads, at.grad, at.numel);
+        if (shared.flags & kMomentum) read<whole, Again::kNo>(momenta, at.momentum, at.numel);
+        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
+        const SgdScales scales = lars_scales(shared.sgd, rule.lars.variant, ratio);
+        sgd_share(weights, grads, momenta, scales, shared.flags);
+        write<whole, Again::kNo>(weights, at.param, at.master, at.numel);
+        if (shared.flags & kMomentum) write<whole, Again::kNo>(momenta, at.momentum, at.numel);
+    }
+};
+
+}  // namespace
+
+cudaError_t lars_step_(const LarsArgs& args, cudaStream_t stream) {
+    return with_weights(args.sgd.dtype, args.sgd.masters, [&]<typename T, bool Master>() {
+        return two_passes<Lars<T, Master>>(args.sgd, args, {args.sgd.rule, args.rule}, stream);
+    });
+}
+
+}  // namespace ddpcore::cuda

@@ -1,0 +1,257 @@
+// The two passes of LARS and LAMB in one cooperative launch: norms of each tensor, then its step.
+//
+// The second pass needs the trust ratio of the whole tensor, so it cannot start before the first has ended everywhere.
+// Batches of whole tensors make what it reads again so small that it is still in L2, and they overlap: phase k runs the
+// second pass over batch k-1 and the first pass over batch k, and one grid-wide barrier ends it. One is enough: the two
+// work on different tensors, and what the second pass of batch k reads, trust ratios included, was written in phase k,
+// before that barrier. So a step takes as many barriers as there are batches, and all CUDA blocks have work between
+// any two of them.
+//
+// Partial sums belong to blocks of kBlock elements. The CUDA block that finishes a tensor's last block adds them, in
+// the order of the blocks however they were finished, and writes the tensor's Trust: the same bits on every run and
+// GPU.
+//
+// On a device that cannot launch cooperatively there are two launches, one a pass, over one batch of all tensors: the
+// same bits, with the second pass reading from memory.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "segments.cuh"
+#include "sum.cuh"
+
+namespace ddpcore::cuda {
+
+// What a launch takes beside its StepTable.
+template <int capacity>
+struct Batches {
+    NormPartials* partials;
+    Trust* trust;
+    uint64_t* tickets;  // blocks whose first pass is done, of each segment; zero between steps
+    int32_t num_batches;
+    int32_t begin_phase;
+    int32_t end_phase;
+    uint16_t ends[capacity];  // of each batch: the segment behind its last one
+};
+
+// Optimizer says what the passes do to a block; see Lars and Lamb. All of its functions are static.
+template <typename Optimizer, int capacity>
+class TwoPasses {
+  public:
+    using Segment = typename Optimizer::Segment;
+    using Rule = typename Optimizer::Rule;
+    using Scales = typename Optimizer::Scales;
+    using Table = StepTable<Segment, capacity>;
+
+    // `scales` lies in shared memory, one a group.
+    __device__ __forceinline__
+    TwoPasses(const Table& table, const Batches<capacity>& batches, const Rule& rule, const Scales* scales)
+        : table_(table), list_(table.list), batches_(batches), rule_(rule), scales_(scales) {}
+
+    __device__ __forceinline__ void run() {
+        if (batches_.begin_phase == 0) visit_empty_segments();
+        for (int phase = batches_.begin_phase; phase < batches_.end_phase; ++phase) {
+            if (phase > batches_.begin_phase) cooperative_groups::this_grid().sync();
+            // The CUDA blocks are dealt the blocks of both passes as one sequence, so that none has two more than
+            // another. The second pass comes first, while its batch is in L2, and starts where the first has ended.
+            const Batch second = batch(phase - 1), first = batch(phase);
+            const int dealt = second_pass(second, second.end_block - 1 - static_cast<int>(blockIdx.x));
+            first_pass(first, first.begin_block + dealt);
+        }
+    }
+
+  private:
+    // Blocks are counted in 32 bits, which saves registers and is enough for 8 tera-elements.
+    struct Batch {
+        int begin, end;  // segments
+        int begin_block, end_block;
+    };
+
+    __device__ __forceinline__ Batch batch(int index) const {
+        if (index < 0 || index >= batches_.num_batches) return {};
+        const int begin = index == 0 ? 0 : batches_.ends[index - 1], end = batches_.ends[index];
+        return {begin, end, first_block_of(begin), first_block_of(end)};
+    }
+
+    __device__ __forceinline__ int first_block_of(int segment) const {
+        return static_cast<int>(segment < list_.num_segments ? list_.segments[segment].first_block : list_.end_block);
+    }
+
+    __device__ __forceinline__ int segment_of(const Batch& batch, int block) const {
+        return batch.begin +
+               static_cast<int>(segment_of_block(list_.segments + batch.begin, batch.end - batch.begin, block));
+    }
+
+    __device__ __forceinline__ const Scales& scales_of(const Segment& segment) const {
+        return scales_[segment.group - table_.first_group];
+    }
+
+    // They own no block: nobody else writes their Trust.
+    __device__ __forceinline__ void visit_empty_segments() const {
+        for (int64_t i = blockIdx.x; i < list_.num_segments; i += gridDim.x) {
+            if (list_.segments[i].numel == 0 && threadIdx.x == 0) write_trust(static_cast<int>(i), {0.0, 0.0});
+        }
+    }
+
+    // From the last block of the batch to the first. Returns by how many blocks this CUDA block's next one would lie
+    // before the batch.
+    __device__ __forceinline__ int second_pass(const Batch& batch, int block) const {
+        while (block >= batch.begin_block) {
+            const int index = segment_of(batch, block);
+            const Segment& segment = list_.segments[index];
+            const auto step_size =
+                Optimizer::step_size(table_.group_of(segment), batches_.trust[list_.first_segment + index]);
+            const int first_block = static_cast<int>(segment.first_block);
+            for (; block >= first_block; block -= static_cast<int>(gridDim.x)) {
+                const typename Optimizer::Place at(segment, (block - first_block) * kBlock);
+                if (at.whole) {
+                    Optimizer::template second<true>(at, rule_, scales_of(segment), step_size);
+                } else {
+                    Optimizer::template second<false>(at, rule_, scales_of(segment), step_size);
+                }
+            }
+        }
+        return batch.begin_block - 1 - block;
+    }
+
+    __device__ __forceinline__ void first_pass(const Batch& batch, int block) {
+        while (block < batch.end_block) {
+            const int index = segment_of(batch, block);
+            const Segment& segment = list_.segments[index];
+            const int first_block = static_cast<int>(segment.first_block);
+            const int num_blocks = static_cast<int>((segment.numel + kBlock - 1) / kBlock);
+            int done = 0;
+            NormPartials total{};
+            for (; block < first_block + num_blocks; block += static_cast<int>(gridDim.x), ++done) {
+                const typename Optimizer::Place at(segment, (block - first_block) * kBlock);
+                total = block_sum_(
+                    at.whole ? Optimizer::template first<true>(at, scales_of(segment))
+                             : Optimizer::template first<false>(at, scales_of(segment)));
+                if (threadIdx.x == 0) batches_.partials[block] = total;
+            }
+            if (num_blocks == 1) {
+                if (threadIdx.x == 0) write_trust(index, total);
+            } else if (__syncthreads_or(threadIdx.x == 0 && is_last(index, done, num_blocks))) {
+                finish(index, num_blocks);
+            }
+        }
+    }
+
+    // One ticket for all blocks of the segment that this CUDA block has done in a row.
+    __device__ __forceinline__ bool is_last(int index, int done, int num_blocks) const {
+        auto* ticket = reinterpret_cast<unsigned long long*>(batches_.tickets + list_.first_segment + index);
+        __threadfence();  // partial sums before the ticket
+        const auto before = atomicAdd(ticket, static_cast<unsigned long long>(done));
+        if (before + static_cast<unsigned long long>(done) != static_cast<unsigned long long>(num_blocks)) return false;
+        __threadfence();  // the ticket before others' partial sums
+        *ticket = 0;
+        return true;
+    }
+
+    // Thread t adds rows t, t + kThreads, ...; four of them are under way at a time.
+    __device__ __forceinline__ void finish(int index, int num_blocks) {
+        constexpr int kUnroll = 4;
+        const NormPartials* rows = batches_.partials + list_.segments[index].first_block;
+        NormPartials sums[kUnroll] = {};
+        for (int row = static_cast<int>(threadIdx.x); row < num_blocks; row += kUnroll * kThreads) {
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {
+                const int mine = row + i * kThreads;
+                if (mine >= num_blocks) continue;
+                sums[i].weight += __ldcg(&rows[mine].weight);  // from L2, where other multiprocessors have put it
+                sums[i].update += __ldcg(&rows[mine].update);
+            }
+        }
+        const NormPartials total = block_sum_(
+            {(sums[0].weight + sums[2].weight) + (sums[1].weight + sums[3].weight),
+             (sums[0].update + sums[2].update) + (sums[1].update + sums[3].update)});
+        if (threadIdx.x == 0) write_trust(index, total);
+    }
+
+    __device__ __forceinline__ void write_trust(int index, const NormPartials& squares) const {
+        const Segment& segment = list_.segments[index];
+        batches_.trust[list_.first_segment + index] =
+            Optimizer::trust(rule_, table_.group_of(segment), scales_of(segment), squares);
+    }
+
+    const Table& table_;
+    const SegmentTable<Segment, capacity>& list_;
+    const Batches<capacity>& batches_;
+    const Rule& rule_;
+    const Scales* scales_;
+    BlockSum<kThreads, NormPartials> block_sum_;
+};
+
+// At most 128 registers, so that a multiprocessor holds two CUDA blocks: one loads while the other computes.
+template <typename Optimizer, int capacity>
+__global__ void __launch_bounds__(kThreads, 2) two_pass_kernel(
+    const __grid_constant__ StepTable<typename Optimizer::Segment, capacity> table,
+    const __grid_constant__ Batches<capacity> batches, const __grid_constant__ typename Optimizer::Rule rule) {
+    if (skips_step(table.scaling)) return;  // all threads of the grid do
+    // Powers and divisions in double, once a CUDA block and group.
+    __shared__ typename Optimizer::Scales scales[kMaxGroups];
+    if (static_cast<int>(threadIdx.x) < table.num_groups) {
+        scales[threadIdx.x] = Optimizer::scales(rule, table.groups[threadIdx.x], grad_factor(table.scaling));
+    }
+    __syncthreads();
+    TwoPasses<Optimizer, capacity>(table, batches, rule, scales).run();
+    if (batches.end_phase > batches.num_batches) count_steps(table);
+}
+
+// Whole consecutive segments, up to `budget` elements a batch; a larger segment is a batch of its own.
+template <typename Segment, int capacity>
+void fill_batches(Batches<capacity>& batches, const SegmentTable<Segment, capacity>& list, int64_t budget) {
+    batches.num_batches = 0;
+    int64_t numel = 0;
+    for (int64_t i = 0; i < list.num_segments; ++i) {
+        numel += list.segments[i].numel;
+        if (i > 0 && numel > budget) {
+            batches.ends[batches.num_batches++] = static_cast<uint16_t>(i);
+            numel = list.segments[i].numel;
+        }
+    }
+    if (list.num_segments > 0) batches.ends[batches.num_batches++] = static_cast<uint16_t>(list.num_segments);
+    batches.begin_phase = 0;
+    batches.end_phase = batches.num_batches + 1;
+}
+
+template <typename Optimizer, int capacity>
+cudaError_t launch_two_passes(
+    const StepTable<typename Optimizer::Segment, capacity>& table, Batches<capacity>& batches,
+    const typename Optimizer::Rule& rule, cudaStream_t stream) {
+    int device = 0, cooperative = 0, l2_bytes = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
+    if (error != cudaSuccess) return error;
+    const auto kernel = two_pass_kernel<Optimizer, capacity>;
+    const int64_t num_blocks = std::max<int64_t>(table.list.end_block - table.list.begin_block, 1);
+    if (cooperative != 0) {
+        // Half of L2: the other half takes what streams past, and the next batch.
+        fill_batches(batches, table.list, l2_bytes / 2 / Optimizer::kBytesReadAgain);
+        return launch_cooperative(kernel, num_blocks, kThreads, 0, stream, table, batches, rule);
+    }
+    fill_batches(batches, table.list, INT64_MAX);
+    const int32_t end_phase = batches.end_phase;
+    for (; batches.begin_phase < end_phase && error == cudaSuccess; ++batches.begin_phase) {
+        batches.end_phase = batches.begin_phase + 1;
+        error = launch(kernel, num_blocks, kThreads, 0, stream, table, batches, rule);
+    }
+    return error;
+}
+
+// All launches of a step; `step` is SgdArgs or LambArgs, `args` what holds the partial sums and the trust ratios.
+template <typename Optimizer, typename StepArgs, typename Args>
+cudaError_t two_passes(
+    const StepArgs& step, const Args& args, const typename Optimizer::Rule& rule, cudaStream_t stream) {
+    using Segment = typename Optimizer::Segment;
+    return for_each_step_chunk(step, [&]<int capacity>(const StepTable<Segment, capacity>& table) {
+        Batches<capacity> batches;
+        batches.partials = args.partials;
+        batches.trust = args.trust;
+        batches.tickets = step.tickets;
+        return launch_two_passes<Optimizer>(table, batches, rule, stream);
+    });
+}
+
+}  // namespace ddpcore::cuda

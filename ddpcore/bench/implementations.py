@@ -1,0 +1,135 @@
+"""The optimizers that are compared: ours, torch's, and those of other libraries, imported where they are installed.
+
+All take what differs between libraries by keyword: momentum 0.9 or betas (0.9, 0.999), weight decay 1e-4.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+_DECAY = {"lr": 1e-3, "weight_decay": 1e-4}
+_MOMENTUM = {**_DECAY, "momentum": 0.9}
+_EXTRA = "pip install 'ddpcore[bench]'"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An optimizer of some library, with the options that make it do the work of the one it is compared with.
+
+    Attributes:
+        name: as printed.
+        module: where it is imported from, when it is needed.
+        path: of the class in the module.
+        options: of the class.
+        install: how to get the library; empty for what is always there.
+        listed: whether the table has a line for it where it is not installed.
+        cuda_only: it has no CPU path.
+    """
+
+    name: str
+    module: str
+    path: str
+    options: dict[str, Any] = field(default_factory=dict)
+    install: str = ""
+    listed: bool = True
+    cuda_only: bool = False
+
+    @property
+    def library(self) -> str:
+        """The package that has to be installed."""
+        return self.module.partition(".")[0]
+
+    def is_installed(self) -> bool:
+        """Whether the library can be found. It is not imported."""
+        return importlib.util.find_spec(self.library) is not None
+
+    def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these parameters."""
+        kind = attrgetter(self.path)(importlib.import_module(self.module))
+        optimizer: torch.optim.Optimizer = kind(list(params), **self.options)
+        return optimizer
+
+    def why_unusable(self, device: str, dtype: torch.dtype) -> str | None:
+        """What goes wrong, in one line, when the library steps one small parameter here; None: nothing does.
+
+        A library may be installed and yet not fit this torch, or lack its compiled part.
+        """
+        try:
+            param = torch.nn.Parameter(torch.ones(4, 4, device=device, dtype=dtype))
+            param.grad = torch.ones_like(param)
+            self.build([param]).step()
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
+            return f"{self.name} is left out: {type(error).__name__}: {first_line}"
+        return None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two implementations; the ratio is the time of the left over the time of the right."""
+
+    optimizer: str
+    left: Implementation
+    right: Implementation
+
+    @property
+    def name(self) -> str:
+        """As printed."""
+        return f"{self.left.name} / {self.right.name}"
+
+    @property
+    def peer(self) -> Implementation | None:
+        """The implementation of another library, if there is one."""
+        return self.left if self.left.install else None
+
+
+_SGD = Implementation("torch.optim.SGD(fused=True)", "torch.optim", "SGD", {**_MOMENTUM, "fused": True})
+_ADAMW = Implementation("torch.optim.AdamW(fused=True)", "torch.optim", "AdamW", {**_DECAY, "fused": True})
+OURS = {
+    "sgd": Implementation("FusedSGD", "ddpcore.optim", "FusedSGD", _MOMENTUM),
+    "lars": Implementation("FusedLARS", "ddpcore.optim", "FusedLARS", _MOMENTUM),
+    "lamb": Implementation("FusedLAMB", "ddpcore.optim", "FusedLAMB", _DECAY),
+}
+
+
+def _peer(optimizer: str, module: str, path: str, options: dict[str, Any], **more: Any) -> Comparison:
+    name = f"{module.partition('.')[0]}.{path}"
+    return Comparison(optimizer, Implementation(name, module, path, options, **more), OURS[optimizer])
+
+
+_TIMM = {"install": "pip install timm", "listed": False}
+_APEX = {"install": "build it from github.com/NVIDIA/apex", "listed": False, "cuda_only": True}
+COMPARISONS = (
+    Comparison("sgd", OURS["sgd"], _SGD),
+    Comparison("lars", OURS["lars"], _SGD),
+    Comparison("lamb", OURS["lamb"], _ADAMW),
+    _peer("lamb", "torch_optimizer", "Lamb", _DECAY, install=_EXTRA),
+    _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY, install=_EXTRA),
+    _peer("lars", "torch_optimizer", "LARS", _MOMENTUM, install=_EXTRA),
+    _peer("lars", "timm.optim", "Lars", _MOMENTUM, **_TIMM),
+    _peer("lamb", "timm.optim", "Lamb", {**_DECAY, "max_grad_norm": None}, **_TIMM),
+    _peer("sgd", "apex.optimizers", "FusedSGD", _MOMENTUM, **_APEX),
+    _peer("lamb", "apex.optimizers", "FusedLAMB", _DECAY, **_APEX),
+)
+"""In the order of the table."""
+
+
+def bytes_per_param(optimizer: str, itemsize: int) -> tuple[int, int]:
+    """(least, most) bytes that our kernel of an optimizer moves for each element.
+
+    SGD reads weight, gradient and momentum and writes weight and momentum: five elements, and no step with momentum
+    moves less. LARS needs two norms before its first store, and LAMB one, so they walk a tensor twice. The least holds
+    where the second walk finds the tensor in cache: LARS is then SGD, and LAMB reads weight, gradient and two fp32
+    moments and writes moments and weight. The most holds where it finds nothing: LARS reads weight and gradient once
+    more, LAMB weight and moments.
+    """
+    if optimizer == "lamb":
+        return 3 * itemsize + 16, 4 * itemsize + 24
+    return 5 * itemsize, 5 * itemsize if optimizer == "sgd" else 7 * itemsize

@@ -1,0 +1,68 @@
+"""Interleaved timing: what is compared runs in turn, A B A B, so that a noisy machine disturbs all alike."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+SHORTEST_SAMPLE = 2e-3  # seconds: short calls are repeated until a sample lasts as long
+FEWEST_SAMPLES = 3  # of each, whatever the time that they take
+LARGEST_COPY = 2**29  # bytes read and written: beyond any cache, and more says no more
+
+Function = Callable[[], Any]
+
+
+def seconds_of(function: Function, num_calls: int, device: str) -> float:
+    """Mean time of a call, over one sample; on CUDA between two events of the stream."""
+    if device == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(num_calls):
+            function()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / num_calls
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        function()
+    return (time.perf_counter() - start) / num_calls
+
+
+def interleaved(
+    functions: Sequence[Function], device: str, repeats: int, seconds: float = math.inf
+) -> list[list[float]]:
+    """Samples of each function, taken in turn after a warm-up.
+
+    Args:
+        functions: what is compared.
+        device: ``cpu`` or ``cuda``.
+        repeats: samples of each, at most.
+        seconds: no further round begins after this time; ``min(repeats, FEWEST_SAMPLES)`` rounds are always taken.
+    """
+    num_calls = []
+    for function in functions:
+        seconds_of(function, 1, device)
+        once = seconds_of(function, 1, device)
+        num_calls.append(max(1, round(SHORTEST_SAMPLE / max(once, 1e-9))))
+    samples: list[list[float]] = [[] for _ in functions]
+    start = time.perf_counter()
+    for taken in range(repeats):
+        if taken >= FEWEST_SAMPLES and time.perf_counter() - start > seconds:
+            break
+        for index, function in enumerate(functions):
+            samples[index].append(seconds_of(function, num_calls[index], device))
+    return samples
+
+
+def copying(num_bytes: int, device: str) -> tuple[Function, int]:
+    """A copy that reads and writes about as many bytes, at most LARGEST_COPY, and how many it does.
+
+    The source is written first: pages that were only allocated may all be one page of zeros, which sits in cache.
+    """
+    source = torch.ones(max(1, min(num_bytes, LARGEST_COPY) // 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2 * source.numel()

@@ -1,0 +1,36 @@
+"""The parameter lists, against numbers that are known from elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpcore.bench import shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "num_tensors"),
+    [("lenet5", 69_656, 10), ("resnet18", 11_689_512, 62), ("bert-base", 109_482_240, 199)],
+)
+def test_sizes(name: str, parameters: int, num_tensors: int) -> None:
+    """torchvision's resnet18 and transformers' BertModel(bert-base-uncased) have as many."""
+    found = shapes.shapes(name)
+    assert (shapes.num_elements(found), len(found)) == (parameters, num_tensors)
+
+
+def test_lenet5_is_spelled_out() -> None:
+    assert shapes.shapes("lenet5") == [
+        (6, 3, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,), (84, 120), (84,), (100, 84), (100,)
+    ]  # fmt: skip
+
+
+def test_parts_of_the_larger_ones() -> None:
+    resnet, bert = shapes.shapes("resnet18"), shapes.shapes("bert-base")
+    assert sum(len(shape) == 4 for shape in resnet) == 20
+    assert [shape for shape in resnet if shape[2:] == (1, 1)] == [(128, 64, 1, 1), (256, 128, 1, 1), (512, 256, 1, 1)]
+    assert bert[:3] == [(30522, 768), (512, 768), (2, 768)]
+    assert bert.count((3072, 768)) == bert.count((768, 3072)) == 12
+    assert bert.count((768, 768)) == 12 * 4 + 1
+
+
+def test_every_list_has_a_title() -> None:
+    assert [shapes.title(name) for name in shapes.names()] == ["LeNet-5", "ResNet-18", "BERT-base"]

@@ -1,0 +1,45 @@
+// The hyperparameters that tests of SGD and LARS go through.
+#pragma once
+
+#include "steps.h"
+
+namespace ddpcore::test {
+
+struct SgdSetting {
+    SgdRule rule;
+    float weight_decay;
+    bool maximize;
+
+    // For SCOPED_TRACE.
+    std::string name() const {
+        return std::string(rule.momentum != 0.0f ? "momentum " : "") + (rule.nesterov ? "nesterov " : "") +
+               (rule.one_minus_dampening != 1.0f ? "dampening " : "") + (rule.decoupled ? "decoupled " : "") +
+               (weight_decay != 0.0f ? "decay " : "") + (maximize ? "maximize" : "");
+    }
+};
+
+// Every combination; without momentum there is neither Nesterov nor dampening.
+inline std::vector<SgdSetting> all_settings() {
+    std::vector<SgdSetting> settings;
+    for (int bits = 0; bits < 64; ++bits) {
+        const auto has = [&](int bit) { return (bits >> bit & 1) != 0; };
+        const bool momentum = has(0), nesterov = has(1), dampening = has(2);
+        if (!momentum && (nesterov || dampening)) continue;
+        const SgdRule rule{momentum ? 0.9f : 0.0f, dampening ? 0.7f : 1.0f, nesterov, has(3)};
+        settings.push_back({rule, has(4) ? 0.03f : 0.0f, has(5)});
+    }
+    return settings;
+}
+
+// Gradients 1024 times too large, and too long; the same, short enough; a scale that is no power of two.
+inline std::vector<ScalingSetting> all_scalings() {
+    return {
+        {},
+        {.grad_scale = 1024.0f, .found_inf = 0.0f},
+        {.grad_scale = 3.0f, .norm_squared = 1e4, .max_norm = 2.5f},
+        {.norm_squared = 4.0, .max_norm = 2.5f},
+        {.norm_squared = 1e4, .max_norm = 0.0f},
+        {.grad_scale = 0.7f, .norm_squared = 0.0, .max_norm = 1.0f}};
+}
+
+}  // namespace ddpcore::test

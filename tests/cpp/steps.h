@@ -1,0 +1,375 @@
+// The tensors and arguments of optimizer steps, with random contents, and the driver that calls the CPU kernels.
+#pragma once
+
+#include <optional>
+
+#include "problems.h"
+#include "rounding.h"
+
+namespace ddpcore::test {
+
+// How the params of a step are stored. Beside a master the momentum is fp32, else it is stored like the param.
+template <typename Param_, bool kMaster_>
+struct Kind {
+    using Param = Param_;
+    using Momentum = std::conditional_t<kMaster_, float, Param_>;
+    static constexpr bool kMaster = kMaster_;
+};
+using Kinds = ::testing::Types<
+    Kind<float, false>, Kind<BFloat16, false>, Kind<Float16, false>, Kind<BFloat16, true>, Kind<Float16, true>>;
+
+struct GroupSetting {
+    std::vector<int64_t> sizes;
+    float lr = 0.135f;
+    float weight_decay = 0.03f;
+    bool adapt = true;
+    bool lr_from_memory = false;
+    std::optional<float> steps = 0.0f;  // taken before; absent: the group does not count
+};
+
+struct ScalingSetting {
+    std::optional<float> grad_scale{}, found_inf{};
+    std::optional<double> norm_squared{};
+    float max_norm = 0.0f;
+    bool maximize = false;
+};
+
+// Where tensors stand: each in a buffer of its own, or one after the other in one flat buffer.
+struct Placement {
+    int64_t offset = 0;
+    bool flat = false;
+};
+
+template <typename T>
+class TensorList {
+  public:
+    TensorList(const std::vector<int64_t>& sizes, const Placement& placement) : sizes_(sizes) {
+        int64_t total = 0;
+        for (const int64_t numel : sizes) {
+            starts_.push_back(placement.flat ? total : 0);
+            total += numel;
+            if (!placement.flat) buffers_.push_back(std::make_unique<Buffer<T>>(numel, placement.offset));
+        }
+        if (placement.flat) buffers_.push_back(std::make_unique<Buffer<T>>(total, placement.offset));
+        flat_ = placement.flat;
+    }
+
+    size_t size() const { return sizes_.size(); }
+    int64_t numel(size_t s) const { return sizes_[s]; }
+    T* data(size_t s) const { return buffers_[flat_ ? 0 : s]->data() + starts_[s]; }
+    float at(size_t s, int64_t i) const { return cpu::load(data(s)[i]); }
+    void set(size_t s, int64_t i, float value) { data(s)[i] = cpu::store<T>(value); }
+
+    void randomize(uint32_t seed, float scale = 2.0f) {
+        for (size_t s = 0; s < size(); ++s) {
+            Buffer<T> values(numel(s));
+            values.randomize(seed++, scale);
+            std::copy_n(values.data(), numel(s), data(s));
+        }
+    }
+    void fill(size_t s, float value) { std::fill_n(data(s), numel(s), cpu::store<T>(value)); }
+    std::vector<std::vector<T>> copy() const {
+        std::vector<std::vector<T>> result;
+        for (size_t s = 0; s < size(); ++s) result.emplace_back(data(s), data(s) + numel(s));
+        return result;
+    }
+
+    bool same_bits(size_t s, const TensorList& other) const {
+        return numel(s) == other.numel(s) && test::same_bits(data(s), other.data(s), numel(s));
+    }
+    bool same_bits(const TensorList& other) const {
+        bool same = size() == other.size();
+        for (size_t s = 0; same && s < size(); ++s) same = same_bits(s, other);
+        return same;
+    }
+    bool same_bits(const std::vector<std::vector<T>>& other) const {
+        bool same = size() == other.size();
+        for (size_t s = 0; same && s < size(); ++s) same = test::same_bits(data(s), other[s].data(), numel(s));
+        return same;
+    }
+    bool guards_untouched() const {
+        return std::all_of(
+            buffers_.begin(), buffers_.end(), [](const auto& buffer) { return buffer->guards_untouched(); });
+    }
+
+  private:
+    std::vector<int64_t> sizes_, starts_;
+    std::vector<std::unique_ptr<Buffer<T>>> buffers_;
+    bool flat_;
+};
+
+inline std::vector<int64_t> all_sizes(const std::vector<GroupSetting>& settings) {
+    std::vector<int64_t> sizes;
+    for (const GroupSetting& setting : settings) sizes.insert(sizes.end(), setting.sizes.begin(), setting.sizes.end());
+    return sizes;
+}
+
+// What the steps of all optimizers have in common. Not to be copied: the groups point into it.
+template <typename Kind>
+struct StepProblem {
+    using T = typename Kind::Param;
+
+    StepProblem(const std::vector<GroupSetting>& settings_, const ScalingSetting& scaling_, const Placement& placement)
+        : settings(settings_),
+          scaling(scaling_),
+          sizes(all_sizes(settings_)),
+          params(sizes, placement),
+          grads(sizes, placement),
+          masters(Kind::kMaster ? sizes : std::vector<int64_t>(), placement) {
+        params.randomize(1000);
+        grads.randomize(2000);
+        masters.randomize(1000);  // the params are these, rounded
+        for (const GroupSetting& setting : settings) {
+            lrs.push_back(setting.lr);
+            steps.push_back(setting.steps.value_or(-1.0f));
+            group_of.insert(group_of.end(), setting.sizes.size(), lrs.size() - 1);
+        }
+        for (size_t g = 0; g < settings.size(); ++g) {
+            const GroupSetting& setting = settings[g];
+            groups.push_back(
+                {setting.lr_from_memory ? NAN : setting.lr, setting.weight_decay,
+                 setting.lr_from_memory ? &lrs[g] : nullptr, setting.steps ? &steps[g] : nullptr, setting.adapt});
+        }
+    }
+    StepProblem(const StepProblem&) = delete;
+
+    GradScaling grad_scaling() const {
+        return {
+            scaling.grad_scale ? &*scaling.grad_scale : nullptr, scaling.found_inf ? &*scaling.found_inf : nullptr,
+            scaling.norm_squared ? &*scaling.norm_squared : nullptr, scaling.max_norm, scaling.maximize};
+    }
+
+    // The weight that a step starts from: a master counts as long as it rounds to the param.
+    double weight(size_t s, int64_t i) const {
+        if constexpr (Kind::kMaster) {
+            const T as_param = cpu::store<T>(masters.at(s, i));
+            if (same_bits(&as_param, params.data(s) + i, 1)) return masters.at(s, i);
+        }
+        return params.at(s, i);
+    }
+
+    bool weights_same_bits(const StepProblem& other) const {
+        return params.same_bits(other.params) && masters.same_bits(other.masters);
+    }
+
+    // The weight after a step against the exact one. A param beside a master is the master, rounded.
+    void expect_weight(size_t s, int64_t i, const Real& exact) const {
+        if constexpr (Kind::kMaster) {
+            const T as_param = cpu::store<T>(masters.at(s, i));
+            if (!same_bits(&as_param, params.data(s) + i, 1)) {
+                FAIL() << "param " << i << " of segment " << s << " is not its master, rounded";
+            }
+        }
+        const float stored = Kind::kMaster ? masters.at(s, i) : params.at(s, i);
+        if (!agrees<std::conditional_t<Kind::kMaster, float, T>>(stored, exact)) {
+            FAIL() << "weight " << i << " of segment " << s << " is " << stored << ", not " << exact.value << " +- "
+                   << exact.error;
+        }
+    }
+
+    void count_step() {
+        for (const StepGroup& group : groups) {
+            if (group.step != nullptr) *group.step += 1.0f;
+        }
+    }
+
+    std::vector<GroupSetting> settings;
+    ScalingSetting scaling;
+    std::vector<int64_t> sizes;
+    TensorList<T> params, grads;
+    TensorList<float> masters;
+    std::vector<size_t> group_of;  // a segment
+    std::vector<float> lrs, steps;
+    std::vector<StepGroup> groups;
+};
+
+template <typename Kind>
+struct SgdProblem : StepProblem<Kind> {
+    using Base = StepProblem<Kind>;
+
+    SgdProblem(
+        const std::vector<GroupSetting>& settings, const SgdRule& rule_, const ScalingSetting& scaling = {},
+        const Placement& placement = {})
+        : Base(settings, scaling, placement), rule(rule_), momenta(Base::sizes, placement) {
+        momenta.randomize(3000);
+        for (size_t s = 0; s < Base::sizes.size(); ++s) {
+            segments.push_back(
+                {Base::params.data(s), Base::grads.data(s), rule.momentum != 0.0f ? momenta.data(s) : nullptr,
+                 Kind::kMaster ? Base::masters.data(s) : nullptr, Base::sizes[s], 0,
+                 static_cast<int64_t>(Base::group_of[s])});
+        }
+        num_blocks = number_blocks(segments);
+    }
+
+    SgdArgs args() const {
+        return {
+            segments.data(),
+            static_cast<int64_t>(segments.size()),
+            num_blocks,
+            Base::groups.data(),
+            static_cast<int64_t>(Base::groups.size()),
+            dtype_of<typename Kind::Param>(),
+            Kind::kMaster,
+            rule,
+            Base::grad_scaling(),
+            nullptr};
+    }
+
+    bool same_bits(const SgdProblem& other) const {
+        return Base::weights_same_bits(other) && momenta.same_bits(other.momenta) && Base::steps == other.steps;
+    }
+    bool guards_untouched() const {
+        return Base::params.guards_untouched() && Base::grads.guards_untouched() && Base::masters.guards_untouched() &&
+               momenta.guards_untouched();
+    }
+
+    SgdRule rule;
+    TensorList<typename Kind::Momentum> momenta;
+    std::vector<SgdSegment> segments;
+    int64_t num_blocks = 0;
+};
+
+template <typename Kind>
+struct LarsProblem : SgdProblem<Kind> {
+    LarsProblem(
+        const std::vector<GroupSetting>& settings, const SgdRule& sgd, const LarsRule& lars_,
+        const ScalingSetting& scaling = {}, const Placement& placement = {})
+        : SgdProblem<Kind>(settings, sgd, scaling, placement),
+          lars(lars_),
+          partials(static_cast<size_t>(this->num_blocks), {NAN, NAN}),
+          trust(this->segments.size(), {NAN, NAN, NAN}) {}
+
+    LarsArgs args() { return {SgdProblem<Kind>::args(), lars, partials.data(), trust.data()}; }
+
+    LarsRule lars;
+    std::vector<NormPartials> partials;
+    std::vector<Trust> trust;
+};
+
+template <typename Kind>
+struct LambProblem : StepProblem<Kind> {
+    using Base = StepProblem<Kind>;
+
+    LambProblem(
+        const std::vector<GroupSetting>& settings, const LambRule& rule_, const ScalingSetting& scaling = {},
+        const Placement& placement = {})
+        : Base(settings, scaling, placement),
+          rule(rule_),
+          exp_avgs(Base::sizes, placement),
+          exp_avg_sqs(Base::sizes, placement) {
+        for (size_t s = 0; s < Base::sizes.size(); ++s) {
+            segments.push_back(
+                {Base::params.data(s), Base::grads.data(s), exp_avgs.data(s), exp_avg_sqs.data(s),
+                 Kind::kMaster ? Base::masters.data(s) : nullptr, Base::sizes[s], 0,
+                 static_cast<int64_t>(Base::group_of[s])});
+        }
+        num_blocks = number_blocks(segments);
+        partials.assign(static_cast<size_t>(num_blocks), {NAN, NAN});
+        trust.assign(segments.size(), {NAN, NAN, NAN});
+    }
+
+    LambArgs args() {
+        return {
+            segments.data(),
+            static_cast<int64_t>(segments.size()),
+            num_blocks,
+            Base::groups.data(),
+            static_cast<int64_t>(Base::groups.size()),
+            dtype_of<typename Kind::Param>(),
+            Kind::kMaster,
+            rule,
+            Base::grad_scaling(),
+            partials.data(),
+            trust.data(),
+            nullptr,
+            nullptr,
+            0};
+    }
+
+    bool same_bits(const LambProblem& other) const {
+        return Base::weights_same_bits(other) && exp_avgs.same_bits(other.exp_avgs) &&
+               exp_avg_sqs.same_bits(other.exp_avg_sqs) && Base::steps == other.steps;
+    }
+    bool guards_untouched() const {
+        return Base::params.guards_untouched() && Base::grads.guards_untouched() && Base::masters.guards_untouched() &&
+               exp_avgs.guards_untouched() && exp_avg_sqs.guards_untouched();
+    }
+
+    LambRule rule;
+    TensorList<float> exp_avgs, exp_avg_sqs;
+    std::vector<LambSegment> segments;
+    std::vector<NormPartials> partials;
+    std::vector<Trust> trust;
+    int64_t num_blocks = 0;
+};
+
+// ---- the driver: what csrc/bindings/cpu.cpp does with the kernels ----
+
+// Blocks [begin, end) in one call, or, with a seed, in ranges cut and ordered by it.
+template <typename Args>
+void over_blocks(
+    void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t begin, int64_t end, uint32_t seed) {
+    if (seed == 0) return kernel(args, begin, end);
+    for (const auto& [first, last] : random_ranges(end - begin, seed)) kernel(args, begin + first, begin + last);
+}
+
+// Calls batch(begin, end, begin_block, end_block) for all segments at once, or, with a seed, in batches.
+template <typename Segment, typename Batch>
+void in_batches(const std::vector<Segment>& segments, int64_t num_blocks, uint32_t seed, Batch&& batch) {
+    const auto num_segments = static_cast<int64_t>(segments.size());
+    const auto block_of = [&](int64_t s) {
+        return s < num_segments ? segments[static_cast<size_t>(s)].first_block : num_blocks;
+    };
+    if (seed == 0) return batch(int64_t{0}, num_segments, int64_t{0}, num_blocks);
+    for (const auto& [begin, end] : random_ranges(num_segments, seed)) {
+        batch(begin, end, block_of(begin), block_of(end));
+    }
+}
+
+template <typename Kind>
+void take_step(SgdProblem<Kind>& problem, uint32_t seed = 0) {
+    const SgdArgs args = problem.args();
+    if (skips_step(args.scaling)) return;
+    over_blocks(cpu::sgd_step_, args, 0, args.num_blocks, seed);
+    problem.count_step();
+}
+
+// The second pass uses `trust` where given, so that a twin can be held against the same ratios.
+template <typename Kind>
+void take_step(LarsProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust = nullptr) {
+    LarsArgs args = problem.args();
+    if (skips_step(args.sgd.scaling)) return;
+    LarsArgs second = args;
+    if (trust != nullptr) second.trust = const_cast<Trust*>(trust);
+    in_batches(
+        problem.segments, problem.num_blocks, seed,
+        [&](int64_t begin, int64_t end, int64_t begin_block, int64_t end_block) {
+            over_blocks(cpu::lars_norms, args, begin_block, end_block, seed);
+            cpu::lars_trust(args, begin, end);
+            over_blocks(cpu::lars_step_, second, begin_block, end_block, seed == 0 ? 0 : seed + 1);
+        });
+    problem.count_step();
+}
+
+// Without a seed the second pass forms the updates anew, with one it finds them where the first pass has kept them.
+template <typename Kind>
+void take_step(LambProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust = nullptr) {
+    LambArgs args = problem.args();
+    if (skips_step(args.scaling)) return;
+    in_batches(
+        problem.segments, problem.num_blocks, seed,
+        [&](int64_t begin, int64_t end, int64_t begin_block, int64_t end_block) {
+            Buffer<float> updates(seed == 0 ? 0 : (end_block - begin_block) * kBlock);
+            args.updates = seed == 0 ? nullptr : updates.data();
+            args.updates_block = begin_block;
+            over_blocks(cpu::lamb_moments_, args, begin_block, end_block, seed);
+            cpu::lamb_trust(args, begin, end);
+            LambArgs second = args;
+            if (trust != nullptr) second.trust = const_cast<Trust*>(trust);
+            over_blocks(cpu::lamb_step_, second, begin_block, end_block, seed == 0 ? 0 : seed + 1);
+            EXPECT_TRUE(updates.guards_untouched());
+        });
+    problem.count_step();
+}
+
+}  // namespace ddpcore::test

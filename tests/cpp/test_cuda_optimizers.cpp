@@ -1,0 +1,361 @@
+// The CUDA kernels of the optimizers against their CPU twins, step by step. Skipped, with the reason, where there is no
+// CUDA device.
+//
+// Trust ratios come from sums in another order, so they are close and not the same. The CPU twin then takes its second
+// pass with the device's ratios: from there on all elements must have the same bits, in this step and in the next.
+#include "device.h"
+
+#ifdef DDPCORE_FEW_ELEMENTS
+#include "cuda_on_cpu.h"
+#endif
+
+namespace ddpcore::test {
+namespace {
+
+// A TensorList on the device; each tensor in a buffer of its own.
+template <typename T>
+struct DeviceList {
+    DeviceList(const TensorList<T>& host, int64_t offset) {
+        for (size_t s = 0; s < host.size(); ++s) {
+            buffers.push_back(std::make_unique<DeviceBuffer<T>>(host.data(s), host.numel(s), offset));
+        }
+    }
+    T* data(size_t s) const { return buffers[s]->data(); }
+    void expect_same_bits(const TensorList<T>& host, const char* name) const {
+        for (size_t s = 0; s < buffers.size(); ++s) {
+            ASSERT_TRUE(buffers[s]->same_bits(host.data(s))) << name << " of segment " << s;
+        }
+    }
+
+    std::vector<std::unique_ptr<DeviceBuffer<T>>> buffers;
+};
+
+template <typename T>
+DeviceBuffer<T> filled(size_t numel, const T& value) {
+    const std::vector<T> host(numel, value);
+    return DeviceBuffer<T>(host.data(), static_cast<int64_t>(numel));
+}
+
+// What StepProblem has, on the device.
+template <typename Kind>
+struct DeviceStep {
+    using T = typename Kind::Param;
+
+    DeviceStep(const StepProblem<Kind>& host, int64_t num_blocks, int64_t offset)
+        : params(host.params, offset),
+          grads(host.grads, offset),
+          masters(host.masters, offset),
+          lrs(host.lrs.data(), std::ssize(host.lrs)),
+          steps(host.steps.data(), std::ssize(host.steps)),
+          grad_scale(filled(1, host.scaling.grad_scale.value_or(NAN))),
+          found_inf(filled(1, host.scaling.found_inf.value_or(NAN))),
+          norm_squared(filled(1, host.scaling.norm_squared.value_or(NAN))),
+          partials(filled(static_cast<size_t>(num_blocks), NormPartials{NAN, NAN})),
+          trust(filled(host.sizes.size(), Trust{NAN, NAN, NAN})),
+          tickets(filled(host.sizes.size() + 2, uint64_t{0})),
+          groups(host.groups) {
+        for (size_t g = 0; g < groups.size(); ++g) {
+            if (groups[g].device_lr != nullptr) groups[g].device_lr = lrs.data() + g;
+            if (groups[g].step != nullptr) groups[g].step = steps.data() + g;
+        }
+    }
+
+    // What SgdArgs and LambArgs have in common; their segments are filled in by the caller.
+    template <typename Args>
+    void place(Args& args) const {
+        args.groups = groups.data();
+        if (args.scaling.grad_scale != nullptr) args.scaling.grad_scale = grad_scale.data();
+        if (args.scaling.found_inf != nullptr) args.scaling.found_inf = found_inf.data();
+        if (args.scaling.norm_squared != nullptr) args.scaling.norm_squared = norm_squared.data();
+        args.tickets = tickets.data();
+    }
+
+    void expect_same_bits(const StepProblem<Kind>& host) const {
+        ASSERT_NO_FATAL_FAILURE(params.expect_same_bits(host.params, "param"));
+        ASSERT_NO_FATAL_FAILURE(grads.expect_same_bits(host.grads, "grad"));
+        ASSERT_NO_FATAL_FAILURE(masters.expect_same_bits(host.masters, "master"));
+        ASSERT_EQ(steps.download(), host.steps);
+        for (const uint64_t ticket : tickets.download()) ASSERT_EQ(ticket, 0u);
+    }
+
+    DeviceList<T> params, grads;
+    DeviceList<float> masters;
+    DeviceBuffer<float> lrs, steps, grad_scale, found_inf;
+    DeviceBuffer<double> norm_squared;
+    DeviceBuffer<NormPartials> partials;
+    DeviceBuffer<Trust> trust;
+    DeviceBuffer<uint64_t> tickets;
+    std::vector<StepGroup> groups;
+};
+
+template <typename Kind>
+struct DeviceSgd : DeviceStep<Kind> {
+    DeviceSgd(const SgdProblem<Kind>& host, int64_t offset)
+        : DeviceStep<Kind>(host, host.num_blocks, offset), momenta(host.momenta, offset), segments(host.segments) {
+        for (size_t s = 0; s < segments.size(); ++s) {
+            segments[s].param = this->params.data(s);
+            segments[s].grad = this->grads.data(s);
+            segments[s].momentum = segments[s].momentum ? momenta.data(s) : nullptr;
+            segments[s].master = segments[s].master ? this->masters.data(s) : nullptr;
+        }
+    }
+
+    SgdArgs args(const SgdProblem<Kind>& host) const {
+        SgdArgs result = host.args();
+        result.segments = segments.data();
+        this->place(result);
+        return result;
+    }
+
+    void expect_same_bits(const SgdProblem<Kind>& host) const {
+        ASSERT_NO_FATAL_FAILURE(DeviceStep<Kind>::expect_same_bits(host));
+        ASSERT_NO_FATAL_FAILURE(momenta.expect_same_bits(host.momenta, "momentum"));
+    }
+
+    DeviceList<typename Kind::Momentum> momenta;
+    std::vector<SgdSegment> segments;
+};
+
+template <typename Kind>
+struct DeviceLamb : DeviceStep<Kind> {
+    DeviceLamb(const LambProblem<Kind>& host, int64_t offset)
+        : DeviceStep<Kind>(host, host.num_blocks, offset),
+          exp_avgs(host.exp_avgs, offset),
+          exp_avg_sqs(host.exp_avg_sqs, offset),
+          segments(host.segments) {
+        for (size_t s = 0; s < segments.size(); ++s) {
+            segments[s] = {
+                this->params.data(s),
+                this->grads.data(s),
+                exp_avgs.data(s),
+                exp_avg_sqs.data(s),
+                segments[s].master ? this->masters.data(s) : nullptr,
+                segments[s].numel,
+                segments[s].first_block,
+                segments[s].group};
+        }
+    }
+
+    LambArgs args(LambProblem<Kind>& host) const {
+        LambArgs result = host.args();
+        result.segments = segments.data();
+        result.partials = this->partials.data();
+        result.trust = this->trust.data();
+        this->place(result);
+        return result;
+    }
+
+    void expect_same_bits(const LambProblem<Kind>& host) const {
+        ASSERT_NO_FATAL_FAILURE(DeviceStep<Kind>::expect_same_bits(host));
+        ASSERT_NO_FATAL_FAILURE(exp_avgs.expect_same_bits(host.exp_avgs, "exp_avg"));
+        ASSERT_NO_FATAL_FAILURE(exp_avg_sqs.expect_same_bits(host.exp_avg_sqs, "exp_avg_sq"));
+    }
+
+    DeviceList<float> exp_avgs, exp_avg_sqs;
+    std::vector<LambSegment> segments;
+};
+
+// ---- one step on both sides ----
+
+template <typename Kind>
+void launch(const DeviceSgd<Kind>& device, SgdProblem<Kind>& host) {
+    ASSERT_CUDA(cuda::sgd_step_(device.args(host), nullptr));
+    take_step(host);
+}
+
+// Two sums of squares, each of which errs by 2^-53 for every addition on either side, and a handful of operations.
+void expect_near(const std::vector<Trust>& device, const std::vector<Trust>& host, const std::vector<int64_t>& sizes) {
+    for (size_t s = 0; s < sizes.size(); ++s) {
+        const double relative = static_cast<double>(2 * sizes[s] + 16) * 0x1p-53;
+        ASSERT_NEAR(device[s].ratio, host[s].ratio, host[s].ratio * relative) << "segment " << s;
+        ASSERT_NEAR(device[s].weight_norm, host[s].weight_norm, host[s].weight_norm * relative) << "segment " << s;
+        ASSERT_NEAR(device[s].update_norm, host[s].update_norm, host[s].update_norm * relative) << "segment " << s;
+    }
+}
+
+template <typename Kind>
+void launch(const DeviceSgd<Kind>& device, LarsProblem<Kind>& host) {
+    const LarsArgs args{device.args(host), host.lars, device.partials.data(), device.trust.data()};
+    ASSERT_CUDA(cuda::lars_step_(args, nullptr));
+    const std::vector<Trust> trust = device.trust.download();
+    take_step(host, 0, trust.data());
+    if (skips_step(host.grad_scaling())) return;
+    ASSERT_NO_FATAL_FAILURE(expect_near(trust, host.trust, host.sizes));
+}
+
+template <typename Kind>
+void launch(const DeviceLamb<Kind>& device, LambProblem<Kind>& host) {
+    ASSERT_CUDA(cuda::lamb_step_(device.args(host), nullptr));
+    const std::vector<Trust> trust = device.trust.download();
+    take_step(host, 0, trust.data());
+    if (skips_step(host.grad_scaling())) return;
+    ASSERT_NO_FATAL_FAILURE(expect_near(trust, host.trust, host.sizes));
+}
+
+template <typename Kind>
+DeviceSgd<Kind> on_device(const SgdProblem<Kind>& host, int64_t offset) {
+    return DeviceSgd<Kind>(host, offset);
+}
+
+template <typename Kind>
+DeviceLamb<Kind> on_device(const LambProblem<Kind>& host, int64_t offset) {
+    return DeviceLamb<Kind>(host, offset);
+}
+
+// Steps with found_inf as given, and a learning rate in memory that falls in between.
+template <typename Problem>
+void expect_twins(Problem& host, int64_t offset, const std::vector<float>& overflows = {0.0f, 0.0f}) {
+    const auto device = on_device(host, offset);
+    for (const float found_inf : overflows) {
+        if (host.scaling.found_inf) {
+            host.scaling.found_inf = found_inf;
+            device.found_inf.upload(&found_inf);
+        }
+        ASSERT_NO_FATAL_FAILURE(launch(device, host));
+        ASSERT_NO_FATAL_FAILURE(device.expect_same_bits(host));
+        for (float& lr : host.lrs) lr *= 0.5f;
+        device.lrs.upload(host.lrs.data());
+    }
+}
+
+// ---- what all three go through ----
+
+constexpr LarsVariant kVariants[] = {LarsVariant::kYou2017, LarsVariant::kScaledGrad, LarsVariant::kScaledLr};
+constexpr LambDecay kDecays[] = {LambDecay::kInUpdate, LambDecay::kCoupled, LambDecay::kDecoupled};
+
+// Calls expect(problem) with a problem of each optimizer; `turn` picks its hyperparameters.
+template <typename Kind, typename Expect>
+void for_each_optimizer(
+    const std::vector<GroupSetting>& groups, const ScalingSetting& scaling, size_t turn, Expect&& expect) {
+    const std::vector<SgdSetting> settings = all_settings();
+    const SgdSetting& setting = settings[turn % settings.size()];
+    SCOPED_TRACE(::testing::Message() << "turn " << turn << ": " << setting.name());
+    SgdProblem<Kind> sgd(groups, setting.rule, scaling);
+    ASSERT_NO_FATAL_FAILURE(expect(sgd)) << "SGD";
+    LarsProblem<Kind> lars(groups, setting.rule, {kVariants[turn % 3], 0.02f, 1e-8f}, scaling);
+    ASSERT_NO_FATAL_FAILURE(expect(lars)) << "LARS";
+    const float bound = turn % 4 < 2 ? INFINITY : 2.0f;
+    std::vector<GroupSetting> counted = groups;
+    for (GroupSetting& group : counted) group.steps = group.steps.value_or(0.0f);
+    LambProblem<Kind> lamb(
+        counted, {0.9, 0.999, 1e-6f, turn % 2 == 0, kDecays[turn % 3], 0.0f, bound, 0.0f, bound}, scaling);
+    ASSERT_NO_FATAL_FAILURE(expect(lamb)) << "LAMB";
+}
+
+template <typename Kind>
+class CudaOptimizers : public CudaTest<Kind> {
+  protected:
+    void SetUp() override {
+        CudaTest<Kind>::SetUp();
+#ifdef DDPCORE_FEW_ELEMENTS
+        cuda_on_cpu::device().l2_bytes = 1 << 17;  // batches of one or two blocks
+#endif
+    }
+};
+TYPED_TEST_SUITE(CudaOptimizers, Kinds);
+
+TYPED_TEST(CudaOptimizers, EverySettingSizeAndAlignment) {
+    for (size_t turn = 0; turn < all_settings().size(); turn += kSettingStep) {
+        const int64_t offset = kOffsets[turn % kOffsets.size()];
+        const float decay = turn % 7 < 4 ? 0.03f : 0.0f;
+        ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
+            {{.sizes = kDeviceSizes, .weight_decay = decay}}, {.maximize = turn % 2 != 0}, turn,
+            [&](auto& problem) { expect_twins(problem, offset); })));
+    }
+}
+
+TYPED_TEST(CudaOptimizers, EveryScalingAndSkippedSteps) {
+    size_t turn = 0;
+    for (ScalingSetting scaling : all_scalings()) {
+        scaling.found_inf = 0.0f;
+        ASSERT_NO_FATAL_FAILURE(
+            (for_each_optimizer<TypeParam>({{.sizes = {4097, 0, 17}}}, scaling, turn += 5, [](auto& problem) {
+                expect_twins(problem, 0, {1.0f, 0.0f, NAN, 0.0f, 1.0f});
+            })));
+    }
+}
+
+// Groups with ever fewer tensors, so that some of the first begin in one launch and end in another, and the last ones
+// are more than one launch takes: empty ones, some that are not adapted, learning rates in memory, and groups that do
+// not count.
+std::vector<GroupSetting> many_groups() {
+    constexpr size_t kNumGroups = 20;
+    const std::vector<int64_t> sizes = many_tiny_sizes();
+    const size_t num_tensors = sizes.size() / 2;
+    const auto begin_of = [&](size_t g) {
+        const size_t left = kNumGroups - g;
+        return sizes.begin() +
+               static_cast<int64_t>(num_tensors - num_tensors * left * left / (kNumGroups * kNumGroups));
+    };
+    std::vector<GroupSetting> groups(kNumGroups);
+    for (size_t g = 0; g < kNumGroups; ++g) {
+        const auto share = static_cast<float>(g) / kNumGroups;
+        groups[g] = {
+            .sizes = {begin_of(g), begin_of(g + 1)},
+            .lr = 0.1f + share,
+            .weight_decay = g % 4 == 0 ? 0.0f : share / 8,
+            .adapt = g % 3 != 0,
+            .lr_from_memory = g % 2 != 0,
+            .steps = static_cast<float>(g % 5)};
+        if (g % 6 == 5) groups[g].steps = std::nullopt;
+    }
+    groups.insert(groups.begin() + 7, GroupSetting{.sizes = {}});
+    groups.push_back({.sizes = {}});
+    return groups;
+}
+
+TYPED_TEST(CudaOptimizers, ManyTinyTensorsInManyGroups) {
+    ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
+        many_groups(), {}, 31, [](auto& problem) { expect_twins(problem, 0, std::vector<float>(kMostSteps)); })));
+}
+
+TYPED_TEST(CudaOptimizers, NoSegmentsAndOnlyEmptyOnes) {
+    for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{}, std::vector<int64_t>{0, 0}}) {
+        ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
+            {{.sizes = sizes}}, {}, 31, [](auto& problem) { expect_twins(problem, 0); })));
+    }
+}
+
+// The second pass of one batch runs beside the first pass of the next.
+TYPED_TEST(CudaOptimizers, MoreThanTheCacheHolds) {
+    int l2_bytes = 0;
+    ASSERT_CUDA(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, 0));
+    const int64_t large = l2_bytes / 16, small = l2_bytes / 64;
+    ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
+        {{.sizes = {small, large + 5, 1, small + 1, small, 0, large, large, 7}}}, {}, 31,
+        [](auto& problem) { expect_twins(problem, 0, {0.0f, 0.0f, 0.0f}); })));
+}
+
+// A weight that moved overrides its master on the device too.
+TYPED_TEST(CudaOptimizers, StaleMasters) {
+    ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>({{.sizes = {5000}}}, {}, 31, [](auto& problem) {
+        for (int64_t i = 0; i < 5000; i += 3) problem.params.set(0, i, 4.0f + static_cast<float>(i % 7));
+        expect_twins(problem, 1);
+    })));
+}
+
+// Zero weights, zero gradients and both.
+TYPED_TEST(CudaOptimizers, ZeroNorms) {
+    ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>({{.sizes = {5000, 5000, 17}}}, {}, 31, [](auto& problem) {
+        for (const size_t s : {size_t{0}, size_t{2}}) {
+            problem.params.fill(s, 0.0f);
+            if (TypeParam::kMaster) problem.masters.fill(s, 0.0f);
+        }
+        for (const size_t s : {size_t{1}, size_t{2}}) problem.grads.fill(s, 0.0f);
+        expect_twins(problem, 0);
+    })));
+}
+
+// Without a group that counts there is nothing to count with.
+TYPED_TEST(CudaOptimizers, SgdWithoutTickets) {
+    SgdProblem<TypeParam> host({{.sizes = kManySizes, .steps = std::nullopt}}, {0.9f, 0.7f, false, false});
+    const DeviceSgd<TypeParam> device(host, 0);
+    SgdArgs args = device.args(host);
+    args.tickets = nullptr;
+    ASSERT_CUDA(cuda::sgd_step_(args, nullptr));
+    take_step(host);
+    ASSERT_NO_FATAL_FAILURE(device.expect_same_bits(host));
+}
+
+}  // namespace
+}  // namespace ddpcore::test

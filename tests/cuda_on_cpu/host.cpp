@@ -1,0 +1,334 @@
+// The host functions of the stand-in: launches, memory, streams and graphs.
+#include <link.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+
+#include "cuda_on_cpu.h"
+#include "scheduler.h"
+
+#include <sanitizer/asan_interface.h>
+
+// Leaks are no concern of these tests, and the search for them needs ptrace, which containers forbid.
+extern "C" const char* __asan_default_options() {
+    return "detect_leaks=0";
+}
+
+struct CUgraph_st {
+    std::vector<std::function<void()>> work;
+};
+struct CUgraphExec_st {
+    std::vector<std::function<void()>> work;
+};
+struct CUstream_st {
+    std::unique_ptr<CUgraph_st> capture;
+};
+
+namespace ddpcore::cuda {
+
+extern thread_local uint4 shared[];
+thread_local uint4 shared[cuda_on_cpu::kMaxSharedBytes / sizeof(uint4)];
+
+}  // namespace ddpcore::cuda
+
+namespace cuda_on_cpu {
+
+namespace {
+
+constexpr size_t kSharedBytes = 48 * 1024;  // of a block, unless the kernel's attribute allows more
+constexpr unsigned kMaxThreads = 1024;
+
+cudaError_t last_error = cudaSuccess;
+uint64_t next_seed =
+    std::getenv("CUDA_ON_CPU_SEED") ? std::strtoull(std::getenv("CUDA_ON_CPU_SEED"), nullptr, 10) << 32 : 0;
+std::map<const void*, size_t> shared_limits;
+
+// Base and size of what cudaMalloc gave. While host code runs it is poisoned, so that a host that reads device memory
+// is an error, as on a machine with a GPU.
+std::map<char*, size_t> allocations;
+
+cudaError_t report(cudaError_t error) {
+    if (error != cudaSuccess) last_error = error;
+    return error;
+}
+
+class DeviceMemoryOpen {
+  public:
+    DeviceMemoryOpen() {
+        for (const auto& [base, bytes] : allocations) __asan_unpoison_memory_region(base, bytes);
+    }
+    ~DeviceMemoryOpen() {
+        for (const auto& [base, bytes] : allocations) __asan_poison_memory_region(base, bytes);
+    }
+};
+
+// Opens the allocation that a pointer points into, if there is one.
+class AllocationOpen {
+  public:
+    explicit AllocationOpen(const void* pointer)
+        : entry_(allocations.upper_bound(static_cast<char*>(const_cast<void*>(pointer)))) {
+        if (entry_ == allocations.begin() || pointer == nullptr) {
+            entry_ = allocations.end();
+        } else if (--entry_; static_cast<const char*>(pointer) > entry_->first + entry_->second) {
+            entry_ = allocations.end();
+        }
+        if (entry_ != allocations.end()) __asan_unpoison_memory_region(entry_->first, entry_->second);
+    }
+    ~AllocationOpen() {
+        if (entry_ != allocations.end()) __asan_poison_memory_region(entry_->first, entry_->second);
+    }
+    AllocationOpen(const AllocationOpen&) = delete;
+
+  private:
+    std::map<char*, size_t>::iterator entry_;
+};
+
+// Does the work at once, or keeps it for the graph that the stream records.
+void submit(cudaStream_t stream, std::function<void()> work) {
+    if (stream != nullptr && stream->capture) {
+        stream->capture->work.push_back(std::move(work));
+    } else {
+        work();
+    }
+}
+
+size_t shared_limit_of(const void* kernel) {
+    const auto entry = shared_limits.find(kernel);
+    return entry == shared_limits.end() ? kSharedBytes : entry->second;
+}
+
+bool is_cooperative(const cudaLaunchConfig_t& config) {
+    for (unsigned i = 0; i < config.numAttrs; ++i) {
+        if (config.attrs[i].id == cudaLaunchAttributeCooperative && config.attrs[i].val.cooperative != 0) return true;
+    }
+    return false;
+}
+
+}  // namespace
+
+Device& device() {
+    static Device instance;
+    return instance;
+}
+
+void set_seed(uint64_t seed) {
+    next_seed = seed << 32;
+}
+
+unsigned char* dynamic_shared_memory() {
+    return reinterpret_cast<unsigned char*>(ddpcore::cuda::shared);
+}
+
+std::span<unsigned char> static_shared_of(const void* kernel) {
+    struct Search {
+        uintptr_t kernel;
+        std::span<unsigned char> found;
+    } search{reinterpret_cast<uintptr_t>(kernel), {}};
+    const auto visit = [](dl_phdr_info* module, size_t, void* data) {
+        auto& searched = *static_cast<Search*>(data);
+        bool holds_kernel = false;
+        size_t bytes = 0;
+        for (const auto* header = module->dlpi_phdr; header != module->dlpi_phdr + module->dlpi_phnum; ++header) {
+            const uintptr_t begin = module->dlpi_addr + header->p_vaddr;
+            const bool inside = searched.kernel >= begin && searched.kernel < begin + header->p_memsz;
+            holds_kernel = holds_kernel || (header->p_type == PT_LOAD && inside);
+            if (header->p_type == PT_TLS) bytes = header->p_memsz;
+        }
+        if (!holds_kernel) return 0;
+        if (module->dlpi_tls_data != nullptr)
+            searched.found = {static_cast<unsigned char*>(module->dlpi_tls_data), bytes};
+        return 1;
+    };
+    dl_iterate_phdr(visit, &search);
+    return search.found;
+}
+
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body) {
+    const dim3 grid = config.gridDim, block = config.blockDim;
+    const size_t num_blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
+    const size_t num_threads = static_cast<size_t>(block.x) * block.y * block.z;
+    if (num_blocks == 0 || num_threads == 0 || num_threads > kMaxThreads || grid.y > 65535 || grid.z > 65535) {
+        return report(cudaErrorInvalidConfiguration);
+    }
+    if (config.dynamicSmemBytes > shared_limit_of(kernel)) return report(cudaErrorInvalidValue);
+    const Launch launch{grid, block, config.dynamicSmemBytes, is_cooperative(config), kernel, std::move(body)};
+    if (launch.cooperative && !device().cooperative) return report(cudaErrorInvalidValue);
+    if (launch.cooperative) {
+        int each = 0;
+        max_active_blocks(&each, kernel, static_cast<int>(num_threads), config.dynamicSmemBytes);
+        if (num_blocks > static_cast<size_t>(each) * static_cast<size_t>(device().num_multiprocessors)) {
+            return report(cudaErrorCooperativeLaunchTooLarge);
+        }
+    }
+    submit(config.stream, [launch] {
+        static Scheduler scheduler;
+        const DeviceMemoryOpen open;
+        scheduler.run(launch, next_seed++);
+    });
+    return cudaSuccess;
+}
+
+cudaError_t max_active_blocks(int* num_blocks, const void* kernel, int threads, size_t shared_bytes) {
+    const bool fits = threads <= static_cast<int>(kMaxThreads) && shared_bytes <= shared_limit_of(kernel);
+    *num_blocks = fits ? device().blocks_per_multiprocessor : 0;
+    return cudaSuccess;
+}
+
+cudaError_t set_attribute(const void* kernel, cudaFuncAttribute, int value) {
+    if (value < 0 || static_cast<size_t>(value) > kMaxSharedBytes) return report(cudaErrorInvalidValue);
+    shared_limits[kernel] = static_cast<size_t>(value);
+    return cudaSuccess;
+}
+
+}  // namespace cuda_on_cpu
+
+using namespace cuda_on_cpu;
+
+cudaError_t cudaGetLastError() {
+    return std::exchange(last_error, cudaSuccess);
+}
+
+cudaError_t cudaPeekAtLastError() {
+    return last_error;
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+        case cudaSuccess: return "no error";
+        case cudaErrorInvalidValue: return "invalid argument";
+        case cudaErrorMemoryAllocation: return "out of memory";
+        case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+        case cudaErrorCooperativeLaunchTooLarge: return "too many blocks in cooperative launch";
+    }
+    return "unrecognized error code";
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+    return report(device == 0 ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    switch (attribute) {
+        case cudaDevAttrMaxSharedMemoryPerBlock: *value = kSharedBytes; break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMaxSharedBytes; break;
+        case cudaDevAttrMultiProcessorCount: *value = device().num_multiprocessors; break;
+        case cudaDevAttrL2CacheSize: *value = device().l2_bytes; break;
+        case cudaDevAttrCooperativeLaunch: *value = device().cooperative ? 1 : 0; break;
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+    return cudaSuccess;
+}
+
+// ---- memory ----
+
+// Exactly as large as asked for, on 256 bytes as CUDA's, and full of garbage.
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    *pointer = nullptr;
+    if (bytes == 0) return cudaSuccess;
+    if (posix_memalign(pointer, 256, bytes) != 0) return report(cudaErrorMemoryAllocation);
+    std::memset(*pointer, garbage_of(next_seed), bytes);
+    allocations[static_cast<char*>(*pointer)] = bytes;
+    __asan_poison_memory_region(*pointer, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void* pointer) {
+    if (pointer == nullptr) return cudaSuccess;
+    const auto entry = allocations.find(static_cast<char*>(pointer));
+    if (entry == allocations.end()) return report(cudaErrorInvalidValue);
+    __asan_unpoison_memory_region(entry->first, entry->second);
+    allocations.erase(entry);
+    std::free(pointer);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+    if (bytes == 0) return cudaSuccess;
+    submit(stream, [=] {
+        const AllocationOpen open_target(target), open_source(source);
+        std::memmove(target, source, bytes);
+    });
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind kind) {
+    return cudaMemcpyAsync(target, source, bytes, kind, nullptr);
+}
+
+cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
+    submit(stream, [=] {
+        const AllocationOpen open(target);
+        std::memset(target, value, bytes);
+    });
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void* target, int value, size_t bytes) {
+    return cudaMemsetAsync(target, value, bytes, nullptr);
+}
+
+// ---- streams and graphs ----
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+    *stream = new CUstream_st;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+    return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    delete stream;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    if (stream == nullptr || stream->capture) return report(cudaErrorInvalidValue);
+    stream->capture = std::make_unique<CUgraph_st>();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+    if (stream == nullptr || !stream->capture) return report(cudaErrorInvalidValue);
+    *graph = stream->capture.release();
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+    *executable = new CUgraphExec_st{graph->work};
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t) {
+    for (const auto& work : executable->work) work();
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+    delete executable;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
+    return cudaSuccess;
+}

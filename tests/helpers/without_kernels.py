@@ -1,0 +1,103 @@
+"""What a process does that finds no compiled library: run as a script, or called by a process that has one.
+
+Usage: ``python without_kernels.py result.pt`` with the package on the path.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_spec = importlib.util.spec_from_file_location("steps", Path(__file__).parent / "steps.py")
+
+
+def results() -> dict[str, Any]:
+    """Every operator once, on the same numbers in every process: the tensors that it has written or returned."""
+    from ddpcore import ops
+
+    steps = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(steps)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for rule in steps.RULES:
+        for kind, (dtype, masters) in steps.KINDS.items():
+            weights = [torch.randn(size).to(dtype) for size in (5000, 0, 17)]
+            step = steps.new_step(rule, weights, masters=masters, group_sizes=[1, 2]).run()
+            for name, tensors in [*step.written().items(), ("trust", [step.trust])]:
+                found |= {f"{rule} {kind} {name} {index}": tensor for index, tensor in enumerate(tensors)}
+    weights, peer, grad, buffer = torch.randn(4, 5000).unbind(0)
+    stack, matrix = torch.randn(3, 500), torch.rand(3, 3)
+    found["mix_"] = ops.mix_(weights, [peer], 0.5, [0.5])
+    found["mix_stacked_"] = ops.mix_stacked_(stack, matrix)
+    count = torch.zeros(1)
+    rule = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
+    found["mix_sgd_step_"] = ops.mix_sgd_step_(weights, [peer], 0.5, [0.5], grad, buffer, count, **rule)
+    found["segment_norms"] = ops.segment_norms([weights, peer])
+    total = torch.zeros(9, dtype=torch.float64)
+    ops.total_norm_([weights, peer], total)
+    return found | {"weights": weights, "buffer": buffer, "stack": stack, "count": count, "total_norm_": total[0]}
+
+
+def train(name: str, dtype: torch.dtype) -> list[float]:
+    """The losses of a few steps of a fused optimizer."""
+    from ddpcore import optim
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to(dtype)
+    lr = {"FusedSGD": 0.1, "FusedLARS": 5.0, "FusedLAMB": 0.05}[name]
+    optimizer = getattr(optim, name)(model.parameters(), lr=lr, weight_decay=0.01, max_grad_norm=1.0)
+    inputs = torch.randn(64, 5, dtype=dtype)
+    targets = inputs.sum(dim=1, keepdim=True)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> dict[str, Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import ddpcore.ops
+        import ddpcore.optim
+        from ddpcore.ops import library  # noqa: F401  a second import
+    warned = [(warning.category.__name__, str(warning.message)) for warning in caught]
+    refusal = ""
+    model = nn.Linear(3, 2)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    try:
+        ddpcore.distribute(model, ddpcore.optim.FusedSGD(model.parameters()), ddpcore.SSGD(), learners=2)
+    except ImportError as error:
+        refusal = str(error)
+    moved = [parameter.data_ptr() for parameter in model.parameters()] != before
+    leaf = torch.ones(3, requires_grad=True)
+    ddpcore.ops.sgd_step_([leaf], [torch.ones(3)], lr=0.5)
+    losses = {
+        f"{name} {dtype}": train(name, dtype)
+        for name in ("FusedSGD", "FusedLARS", "FusedLAMB")
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    }
+    return {
+        "why": ddpcore.ops.WHY_NOT_COMPILED,
+        "package": ddpcore.__file__,
+        "warned": warned,
+        "refusal": refusal,
+        "moved": moved,
+        "leaf": leaf.detach(),
+        "losses": losses,
+        "results": results(),
+    }
+
+
+if __name__ == "__main__":
+    torch.save(main(), sys.argv[1])

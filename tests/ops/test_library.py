@@ -1,0 +1,107 @@
+"""Without the compiled library: one warning that says what to do, and everything runs on the twins."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddpcore
+from ddpcore import ops
+
+HELPERS = Path(__file__).parent.parent / "helpers"
+_spec = importlib.util.spec_from_file_location("without_kernels", HELPERS / "without_kernels.py")
+without_kernels = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(without_kernels)
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    """The package without what is compiled."""
+    source = Path(ddpcore.__file__).parent
+    shutil.copytree(source, folder / "ddpcore", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return folder
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process that finds the package in ``folder`` and nowhere else."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "default"}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process without the library has seen."""
+    folder = copy_of_the_package(tmp_path_factory.mktemp("alone"))
+    done = python(folder, str(HELPERS / "without_kernels.py"), "result.pt")
+    assert done.returncode == 0, done.stderr
+    seen = torch.load(folder / "result.pt")
+    assert seen["package"] == str(folder / "ddpcore" / "__init__.py")
+    return seen
+
+
+@pytest.fixture
+def compiled(set_threads: Any) -> dict[str, Any]:
+    """The same operators here, with the library."""
+    assert ops.WHY_NOT_COMPILED is None
+    set_threads(1)
+    return without_kernels.results()
+
+
+def test_importing_warns_once_in_one_line(alone):
+    assert len(alone["warned"]) == 1, alone["warned"]
+    category, message = alone["warned"][0]
+    assert category == "RuntimeWarning" and "\n" not in message
+    assert "is not built in" in message and "run 'pip install -e .' or 'make build'" in message
+    assert "plain torch operations" in message
+    assert message.startswith(alone["why"])
+
+
+def test_every_operator_has_the_same_results(alone, compiled, assert_same_bits):
+    """Bitwise but for sums of float64, whose order differs: by a few units in their last place."""
+    assert alone["results"].keys() == compiled.keys()
+    for name, tensor in compiled.items():
+        other = alone["results"][name]
+        if tensor.dtype == torch.float64:
+            torch.testing.assert_close(other, tensor, rtol=1e-12, atol=0.0, msg=name)
+        else:
+            assert_same_bits(other, tensor, name)
+
+
+def test_a_leaf_that_needs_a_gradient_is_stepped(alone):
+    assert alone["leaf"].tolist() == [0.5] * 3
+
+
+def test_every_optimizer_trains(alone):
+    for name, losses in alone["losses"].items():
+        assert losses[-1] < 0.9 * losses[0], f"{name}: {losses[0]} to {losses[-1]}"
+        kind, _, dtype_name = name.partition(" ")
+        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+        here = without_kernels.train(kind, dtype)
+        # Should a trust ratio round to another fp32 number, that is one rounding in each of 20 steps.
+        assert here == pytest.approx(losses, rel=20 * torch.finfo(dtype).eps), name
+
+
+def test_distribute_says_what_to_build(alone):
+    message = alone["refusal"]
+    assert "\n" not in message
+    assert message.startswith("ddpcore._C cannot be loaded (") and "run 'pip install -e .' or 'make build'" in message
+    assert not alone["moved"], "the parameters are where they were"
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
+    folder = copy_of_the_package(tmp_path)
+    (folder / "ddpcore" / "_ops.abi3.so").write_bytes(b"no library")
+    done = python(folder, "-c", "import ddpcore.ops; print(ddpcore.ops.WHY_NOT_COMPILED)")
+    assert done.returncode == 0, done.stderr
+    assert f"torch {torch.__version__} cannot load {folder / 'ddpcore' / '_ops.abi3.so'}: " in done.stdout
+    assert done.stdout.rstrip().endswith("; rebuild ddpcore") and done.stdout.count("\n") == 1
+    assert done.stderr.count("RuntimeWarning") == 1
