@@ -259,6 +259,13 @@ def test_a_tensor_of_two_rates_is_refused():
         FusedLAMB([nn.Parameter(torch.zeros(1))], lr=torch.ones(2))
 
 
+def test_a_rate_of_float64_keeps_its_bits_where_the_weights_do():
+    param = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    param.grad = torch.ones_like(param)
+    FusedSGD([param], lr=torch.tensor(0.1, dtype=torch.float64)).step()
+    assert torch.equal(param, torch.full_like(param, -0.1))
+
+
 @every
 def test_autograd_hears_of_a_step(make):
     """A graph that still needs the old weights must not be run backwards with the new ones."""
