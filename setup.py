@@ -35,6 +35,7 @@ CXX_FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
+    f"-ffile-prefix-map={Path.cwd()}/=",  # error messages name the file, not the machine that compiled it
     STABLE_ABI,
 ]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", STABLE_ABI]

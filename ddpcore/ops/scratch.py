@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,5 +23,5 @@ def new_scratch(params: Sequence[Tensor]) -> Tensor:
 
 
 def new_trust(params: Sequence[Tensor]) -> Tensor:
-    """``[len(params), 3]``: where LARS and LAMB write ratio, weight norm and gradient or update norm."""
-    return torch.zeros((len(params), 3), dtype=torch.float64, device=params[0].device)
+    """``[len(params), 3]``, NaN: where LARS and LAMB write ratio, weight norm and gradient or update norm."""
+    return torch.full((len(params), 3), math.nan, dtype=torch.float64, device=params[0].device)

@@ -7,6 +7,7 @@ they differ in learning rate, weight decay and adaptation alone. Batches are kep
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any, ClassVar
@@ -18,8 +19,9 @@ from torch.autograd import profiler
 
 from ddpcore import ops
 from ddpcore.flat import FlatParameters
-from ddpcore.optim.batch import Batch, Group, Plan, State, common_arguments, wide_dtype
+from ddpcore.optim.batch import Batch, Group, Plan, State, common_arguments
 from ddpcore.optim.checks import check_one_norm, check_state
+from ddpcore.optim.states import begin, part, restore_bits
 
 _NO_STATE: State = {}
 
@@ -36,17 +38,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     _learner: int | None = None  # of a stack, where they are stepped one by one
+    _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
 
     shared_options: ClassVar[tuple[str, ...]] = ()  # what all groups of one call must agree on
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # fp32 whatever the parameter is
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
-        self._plan: Plan | None = None
+        self._kept: dict[str, Plan] = {}
         self._flat: FlatParameters | None = None
         params = params if isinstance(params, Tensor) else list(params)  # a tensor is torch's to refuse
         if not isinstance(params, Tensor) and not params:
             raise ValueError("params is empty: pass the model's parameters")
         super().__init__(params, defaults)
+
+    @property
+    def _plan(self) -> Plan | None:
+        return self._kept.get("plan")
 
     # ---- what a rule says ----
 
@@ -82,19 +89,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.is_complex():
                     raise ValueError(f"a parameter is {param.dtype}: pass torch.view_as_real of it, or real parameters")
+                if hasattr(param, "device_mesh"):
+                    raise ValueError("a parameter is a DTensor: fused optimizers take whole tensors, on every rank")
         except ValueError:
             self.param_groups.pop()
             raise
-        self._plan = None
+        self._kept.clear()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
+        self._kept = {}
         if not hasattr(self, "_flat"):  # a copy, with parameters of its own
             self._flat = None
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+        if self._given is not None:
+            restore_bits(self, *self._given)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. States of ``torch.optim.SGD`` and ``Adam`` with the same buffers load too.
@@ -102,6 +113,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups or shapes do not fit, or an option is wrong; nothing is changed then.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict := state_dict.copy())
+            state_dict = state_dict if changed is None else changed
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         saved = dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
@@ -111,47 +125,42 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self.check_group(group)
         check_one_norm(groups)
-        super().load_state_dict(state_dict)
-        steps: dict[Any, Tensor] = {}  # parameters that are equally far share one tensor again
-        owner = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
-        for index, param in saved.items():
-            given, state = state_dict["state"].get(index, {}), self.state.get(param, {})
-            all_wide = "master" in given or self._has_master(groups[owner[id(param)]], param)
-            for name, value in given.items():
-                if name != "step" and isinstance(value, Tensor) and (all_wide or name in self.float_states):
-                    # torch has cast it to the dtype of the parameter
-                    state[name] = value.to(device=param.device, dtype=wide_dtype(param), copy=True)
-            if param.dtype not in (torch.bfloat16, torch.float16):
-                state.pop("master", None)  # of a model that was of 16 bits: it is its own master now
-            if "step" in given:
-                key = (owner[id(param)], param.device, float(given["step"]))
-                if key not in steps:
-                    steps[key] = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
-                state["step"] = steps[key]
+        hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
+        self._given = saved, state_dict["state"]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            self._optimizer_load_state_dict_pre_hooks, self._given = hooks, None
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch. Every parameter has a ``step`` of its own, as ``torch.optim.Adam`` expects to find it."""
         result = super().state_dict()
         states = {
-            index: {**state, "step": state["step"].clone()} if "step" in state else state
+            index: {**state, "step": state["step"].clone()} if isinstance(state.get("step"), Tensor) else state
             for index, state in result["state"].items()
         }
         return {**result, "state": states}
 
     def bind(self, flat: FlatParameters) -> None:
         """Say that the parameters are views of flat buffers; with a stack of learners, each row is stepped apart."""
-        self._flat, self._plan = flat, None
+        self._flat = flat
+        self._kept.clear()
+        for param, state in self.state.items() if flat.stack is not None else ():
+            for name, value in state.items():
+                if name != "step" and isinstance(value, Tensor) and value.shape == param.shape[1:]:
+                    state[name] = value.expand_as(param).clone()  # every learner goes on from the same state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what ``closure`` returns, if one is given."""
-        if (
+        if type(self).step is FusedOptimizer.step and (  # else torch has wrapped the step of the subclass
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or optimizer_module._global_optimizer_pre_hooks
             or optimizer_module._global_optimizer_post_hooks
             or profiler._is_profiler_enabled
+            or torch.compiler.is_compiling()
         ):
-            return self._hooked_step(closure)
+            return self._hooked_step() if closure is None else self._hooked_step(closure)
         return self._step(closure)
 
     # torch wraps every step in a call of all hooks and a profiler region; where there are none, this costs a small
@@ -203,9 +212,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             sizes.append(len(params) - before)
         if not params:
             return
-        plan = self._plan_of(groups, params, sizes, grads)
-        state = self.state
-        states = [state.get(param, _NO_STATE) for param in params] if state else [_NO_STATE] * len(params)
+        self._check_grads(params, grads)
+        plan = self._plan_of(groups, params, sizes)
+        get = self.state.get
+        states = [get(param, _NO_STATE) for param in params]
         stack = None if self._flat is None else self._flat.stack
         if stack is None or groups[0]["max_grad_norm"] is None:
             self._step_batches(plan.batches, groups, params, grads, states)
@@ -251,38 +261,45 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._step_batches(mine, groups, params, grads, states)
         finally:
             self._learner = None
-        for batch, part in zip(batches, mine, strict=True):
+        for batch, own in zip(batches, mine, strict=True):
             assert batch.trust is not None
-            assert part.trust is not None
-            batch.trust[learner::num_learners].copy_(part.trust)
+            assert own.trust is not None
+            batch.trust[learner::num_learners].copy_(own.trust)
 
-    def _plan_of(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], grads: list[Tensor]) -> Plan:
-        shared = [([group[name] for name in self.shared_options], isinstance(group["lr"], Tensor)) for group in groups]
+    def _check_grads(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Before anything is written: a step is whole or has not begun."""
+        if True in [grad.is_sparse for grad in grads]:
+            raise RuntimeError(
+                f"{type(self).__name__} takes dense gradients only: use nn.Embedding(sparse=False), "
+                "or another optimizer for this parameter"
+            )
+        if [grad.dtype for grad in grads] != [param.dtype for param in params]:
+            raise RuntimeError(f"{type(self).__name__}: a gradient must have the dtype of its parameter")
+
+    def _plan_of(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int]) -> Plan:
+        known = self._known(groups, params, sizes)
         plan = self._plan
-        state = self.state
-        if (
-            plan is None
-            or plan.sizes != sizes
-            or plan.shared != shared
-            or not all(map(is_, plan.params, params))
-            or plan.num_entries != (sum([len(state.get(param, _NO_STATE)) for param in params]) if state else 0)
-            or any(params[batch.members[0]].dtype != batch.dtype for batch in plan.batches)
-        ):
-            if any(grad.layout != torch.strided for grad in grads):
-                raise RuntimeError(
-                    f"{type(self).__name__} takes dense gradients only: use nn.Embedding(sparse=False), "
-                    "or another optimizer for this parameter"
-                )
-            plan = Plan(params, sizes, shared)
-            plan.batches = self._batches(groups, params, sizes, shared)
-            plan.num_entries = sum(len(state.get(param, _NO_STATE)) for param in params)
-            self._plan = plan
+        if plan is None or plan.known != known or not all(map(is_, plan.params, params)):
+            check_one_norm(self.param_groups)
+            batches = self._batches(groups, params, sizes, known[0])
+            plan = self._kept["plan"] = Plan(params, self._known(groups, params, sizes), batches)
         return plan
+
+    def _known(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int]) -> tuple[list[Any], ...]:
+        """What a plan takes for granted. Somebody may have moved a parameter, cleared a state or replaced its step."""
+        get, names = self.state.get, (*self.shared_options, "max_grad_norm")
+        states = [get(param, _NO_STATE) for param in params]
+        return (
+            [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups],
+            sizes,
+            [(len(state), id(state.get("step"))) for state in states],
+            [(param.dtype, param.device) for param in params],
+        )
 
     def _batches(
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], shared: list[Any]
     ) -> list[Batch]:
-        keyed: dict[Any, list[tuple[int, int, Tensor]]] = {}
+        keyed: dict[Any, list[tuple[int, int, Tensor | None]]] = {}
         rules = [shared.index(rule) for rule in shared]  # which groups have one rule
         ages: dict[int, int] = {}  # steps in the order in which they are met, the same in every run
         homes: dict[int, Any] = {}  # who counts a step: only one batch and group may
@@ -291,16 +308,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
             members = params[position : position + size]
-            self._part(groups[index], members)
+            part(self, groups[index], members)
             for param in members:
-                self._begin(groups[index], param, fresh)
+                begin(self, groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
                 key = (param.dtype, param.device, "master" in state, rules[index])
-                step = state.get("step")
+                step = state.get("step") if self.state_names(groups[index]) else None
                 if step is not None and homes.setdefault(id(step), (key, index)) != (key, index):
-                    state["step"] = apart.setdefault((id(step), key, index), step.clone())
-                ages.setdefault(id(state.get("step")), len(ages))
-                keyed.setdefault(key, []).append((position, index, state.get("step")))
+                    step = state["step"] = apart.setdefault((id(step), key, index), step.clone())
+                ages.setdefault(id(step), len(ages))
+                keyed.setdefault(key, []).append((position, index, step))
                 position += 1
         batches = []
         for (dtype, device, masters, _), entries in keyed.items():
@@ -328,41 +345,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._learner is not None:
             return [stack[self._learner] for stack in tensors]
         return [row for stack in tensors for row in stack.unbind(0)]
-
-    def _part(self, group: Group, members: list[Tensor]) -> None:
-        """Steps that parameters share with some that now take no step: from here on they count apart."""
-        taking = set(map(id, members))
-        state = self.state
-        left = {id(state[p].get("step")) for p in group["params"] if id(p) not in taking and p in state}
-        own: dict[int, Tensor] = {}
-        for param in members:
-            step = state[param].get("step") if param in state else None
-            if step is not None and id(step) in left:
-                state[param]["step"] = own.setdefault(id(step), step.clone())
-
-    @staticmethod
-    def _has_master(group: Group, param: Tensor) -> bool:
-        return bool(group["master_weights"]) and param.dtype in (torch.bfloat16, torch.float16)
-
-    def _begin(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
-        """Make the state of a parameter that has none; those that begin together share a step."""
-        names = self.state_names(group)
-        if not names and not group["master_weights"]:
-            return
-        state = self.state[param]
-        if self._has_master(group, param) and "master" not in state:
-            state["master"] = param.detach().to(torch.float32, copy=True)
-        if not names:
-            return
-        missing = [name for name in names if state.get(name) is None]
-        for name in missing:
-            wide = name in self.float_states or "master" in state
-            state[name] = torch.zeros_like(param, dtype=wide_dtype(param) if wide else None)
-        if missing or "step" not in state:
-            begun = (param.device, 0.0 if missing else 1.0)  # 1: of torch.optim.SGD, which does not count
-            if begun not in fresh:
-                fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
-            state["step"] = fresh[begun]
 
     # ---- gradients: their scale and their norm ----
 

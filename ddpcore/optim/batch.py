@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,10 +55,8 @@ class Plan:
     """What is kept from step to step, and by what it is known to hold still."""
 
     params: list[Tensor]
-    sizes: list[int]  # parameters with gradients in each group
-    shared: list[Any]
-    num_entries: int = -1  # of the states of these parameters: fewer where somebody has cleared one
-    batches: list[Batch] = field(default_factory=list)
+    known: tuple[list[Any], ...]  # what it takes for granted
+    batches: list[Batch]
 
 
 def wide_dtype(param: Tensor) -> torch.dtype:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
 Group = dict[str, Any]
+
+TENSOR_STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "master")
 
 
 def is_number(value: Any) -> bool:
@@ -20,7 +21,7 @@ def is_number(value: Any) -> bool:
 
 def check_number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
     """Raise ValueError unless ``low <= value < below``."""
-    if not (is_number(value) or isinstance(value, Tensor)) or not low <= value < below:
+    if not (is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)) or not low <= value < below:
         range_ = f"of at least {low:g}" if below == math.inf else f"in [{low:g}, {below:g})"
         raise ValueError(f"{name} is {value}: it must be a number {range_}")
 
@@ -70,6 +71,8 @@ def check_momentum(group: Group) -> None:
     check_number("momentum", group["momentum"])
     if not is_number(group["dampening"]) or not math.isfinite(group["dampening"]):
         raise ValueError(f"dampening is {group['dampening']}: it must be a number")
+    check_choice("nesterov", group["nesterov"], (True, False))
+    check_choice("decoupled_weight_decay", group["decoupled_weight_decay"], (True, False))
     if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
         raise ValueError(
             f"nesterov is {group['nesterov']} with momentum {group['momentum']} and dampening {group['dampening']}: "
@@ -87,8 +90,10 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any]) -> None:
     """Of a state_dict: whether it is one of this parameter."""
     for name, value in state.items():
         if name == "step":
-            if torch.as_tensor(value).numel() != 1:
+            if not (is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)):
                 raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be one number")
+        elif name in TENSOR_STATES and value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"state_dict: {name} of parameter {index} is {value!r}: it must be a tensor")
         elif isinstance(value, Tensor) and value.shape != param.shape:
             raise ValueError(
                 f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ddpcore.optim.checks import check_number
+
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups of named parameters for any optimizer: one that decays, and one of biases and norms that does not.
@@ -24,8 +26,7 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Raises:
         ValueError: weight_decay is negative or no number, or the model has no trainable parameter.
     """
-    if not 0 <= weight_decay < float("inf"):
-        raise ValueError(f"weight_decay is {weight_decay}: it must be a number of at least 0")
+    check_number("weight_decay", weight_decay)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")

@@ -152,7 +152,7 @@ class FusedLAMB(AdaptiveOptimizer):
             batch.steps,
             batch.scratch,
             batch.trust,
-            adapt=[int(self._adapts(group)) for group in groups],
+            adapt=self._adapted(groups),
             beta1=options["betas"][0],
             beta2=options["betas"][1],
             eps=options["eps"],
@@ -165,12 +165,17 @@ class FusedLAMB(AdaptiveOptimizer):
             **common,
         )
 
-    def _adapts(self, group: Group) -> bool:
-        if group["weight_decay"] != 0:
-            return True
-        if group["always_adapt"] is not None:
-            return bool(group["always_adapt"])
-        return group["variant"] != "paper" or all(other["weight_decay"] == 0 for other in self.param_groups)
+    def _adapted(self, groups: list[Group]) -> list[int]:
+        some_decay = any(group["weight_decay"] != 0 for group in self.param_groups)
+        return [int(_adapts(group, some_decay)) for group in groups]
+
+
+def _adapts(group: Group, some_decay: bool) -> bool:
+    if group["weight_decay"] != 0:
+        return True
+    if group["always_adapt"] is not None:
+        return bool(group["always_adapt"])
+    return group["variant"] != "paper" or not some_decay
 
 
 def _is_clip(clip: Any) -> bool:
@@ -184,4 +189,4 @@ def _is_clip(clip: Any) -> bool:
 def _bounds(clip: Clip) -> tuple[float, float]:
     if clip is None:
         return 0.0, math.inf
-    return (0.0, clip) if isinstance(clip, (int, float)) else (clip[0], clip[1])
+    return (float(clip[0]), float(clip[1])) if isinstance(clip, Sequence) else (0.0, float(clip))

@@ -186,6 +186,7 @@ class FusedLARS(AdaptiveOptimizer):
             part.mul_(factor)
         for group in self.param_groups:
             group["variant"] = variant
+        self.defaults["variant"] = variant
 
 
 def _held(variant: str, lr: float, ratio: float) -> float:

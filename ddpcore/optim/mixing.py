@@ -69,9 +69,10 @@ class MixingOptimizer(FusedOptimizer):
 
     def _is_column(self, group: Group) -> bool:
         """Whether one rule holds for all of the group, and the kernels of flat buffers know it."""
-        if getattr(self, "found_inf", None) is not None or group["max_grad_norm"] is not None:
-            return False
+        scaled = getattr(self, "found_inf", None) is not None or getattr(self, "grad_scale", None) is not None
         params = group["params"]
+        if scaled or group["max_grad_norm"] is not None or not params:
+            return False
         if isinstance(group["lr"], Tensor) or params[0].dtype not in KERNEL_DTYPES:
             return False
         if group["master_weights"] and params[0].dtype != torch.float32:

@@ -1,0 +1,81 @@
+"""The state of parameters: how it begins, who shares a step, and how it comes back from a file."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ddpcore.optim.batch import Group, State, wide_dtype
+
+
+class Stateful(Protocol):
+    """What is needed of an optimizer here."""
+
+    state: Any
+    param_groups: Any
+    float_states: ClassVar[tuple[str, ...]]
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """Names of the buffers that each parameter of the group has."""
+
+
+def has_master(group: Group, param: Tensor) -> bool:
+    """Whether the group keeps fp32 weights behind this parameter."""
+    return bool(group["master_weights"]) and param.dtype in (torch.bfloat16, torch.float16)
+
+
+def begin(optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
+    """Make the state of a parameter that has none; those that begin together share a step."""
+    names = optimizer.state_names(group)
+    if not names and not group["master_weights"]:
+        return
+    state = optimizer.state[param]
+    if has_master(group, param) and "master" not in state:
+        state["master"] = param.detach().to(torch.float32, copy=True)
+    if not names:
+        return
+    missing = [name for name in names if state.get(name) is None]
+    for name in missing:
+        wide = name in optimizer.float_states or "master" in state
+        state[name] = torch.zeros_like(param, dtype=wide_dtype(param) if wide else None)
+    if not isinstance(state.get("step", torch.zeros(1)), Tensor):
+        state["step"] = torch.tensor([float(state["step"])], dtype=torch.float32, device=param.device)
+    if missing or "step" not in state:
+        begun = (param.device, 0.0 if missing else 1.0)  # 1: of torch.optim.SGD, which does not count
+        if begun not in fresh:
+            fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
+        state["step"] = fresh[begun]
+
+
+def part(optimizer: Stateful, group: Group, members: list[Tensor]) -> None:
+    """Steps that parameters share with some that now take no step: from here on they count apart."""
+    taking = set(map(id, members))
+    state = optimizer.state
+    left = {id(state[p].get("step")) for p in group["params"] if id(p) not in taking and p in state}
+    own: dict[int, Tensor] = {}
+    for param in members:
+        step = state[param].get("step") if param in state else None
+        if step is not None and id(step) in left:
+            state[param]["step"] = own.setdefault(id(step), step.clone())
+
+
+def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:
+    """Of the states that were loaded: what torch has cast to the dtype of the parameter, and who shares a step."""
+    steps: dict[Any, Tensor] = {}
+    group_of = {id(p): (index, group) for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for number, param in saved.items():
+        given, state = states.get(number, {}), optimizer.state.get(param, {})
+        index, group = group_of[id(param)]
+        all_wide = "master" in given or has_master(group, param)
+        for name, value in given.items():
+            if name != "step" and isinstance(value, Tensor) and (all_wide or name in optimizer.float_states):
+                state[name] = value.to(device=param.device, dtype=wide_dtype(param), copy=True)
+        if param.dtype not in (torch.bfloat16, torch.float16):
+            state.pop("master", None)  # of a model that was of 16 bits: it is its own master now
+        if "step" in given:
+            key = (index, param.device, float(given["step"]))
+            if key not in steps:
+                steps[key] = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
+            state["step"] = steps[key]
