@@ -25,6 +25,18 @@ def _rounded(value: float, like: Tensor) -> float:
     return value if like.dtype == torch.float64 else float(np.float32(value))
 
 
+def _check(params: Sequence[Tensor], grads: Sequence[Tensor], sizes: Sequence[int], *others: Sequence[Tensor]) -> None:
+    """Before anything is written: one gradient, and one or no other tensor, a param; groups that hold them all."""
+    if not params or sum(sizes) != len(params):
+        raise RuntimeError("ddpcore: a step needs at least one param, and group_sizes must add up to their number")
+    for tensors in (grads, *others):
+        if len(tensors) != len(params) and (tensors is grads or len(tensors) > 0):
+            raise RuntimeError("ddpcore: gradients, buffers and masters must have the length of params")
+        for param, tensor in zip(params, tensors, strict=False):
+            if tensor.layout != torch.strided or tensor.shape != param.shape:
+                raise RuntimeError("ddpcore: tensors must be dense, not sparse, and have the shape of their param")
+
+
 class _Groups:
     """The lists that every step takes: which tensor is of which group, and what the group says."""
 
@@ -131,6 +143,7 @@ def sgd_step_(
     max_norm: float,
 ) -> None:
     """Twin of :func:`ddpcore.ops.sgd_step_`."""
+    _check(params, grads, group_sizes, momentum_buffers, masters)
     if found_inf is not None and bool(found_inf):
         return
     groups = _Groups(group_sizes, lr, weight_decay, device_lr, steps)
@@ -187,6 +200,7 @@ def lars_step_(
     max_norm: float,
 ) -> None:
     """Twin of :func:`ddpcore.ops.lars_step_`."""
+    _check(params, grads, group_sizes, momentum_buffers, masters)
     if found_inf is not None and bool(found_inf):
         return
     groups = _Groups(group_sizes, lr, weight_decay, device_lr, steps, adapt)
@@ -251,6 +265,7 @@ def lamb_step_(
     max_norm: float,
 ) -> None:
     """Twin of :func:`ddpcore.ops.lamb_step_`."""
+    _check(params, grads, group_sizes, exp_avgs, exp_avg_sqs, masters)
     if found_inf is not None and bool(found_inf):
         return
     groups = _Groups(group_sizes, lr, weight_decay, device_lr, steps, adapt)
