@@ -212,8 +212,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             sizes.append(len(params) - before)
         if not params:
             return
-        self._check_grads(params, grads)
-        plan = self._plan_of(groups, params, sizes)
+        plan = self._plan_of(groups, params, grads, sizes)
         get = self.state.get
         states = [get(param, _NO_STATE) for param in params]
         stack = None if self._flat is None else self._flat.stack
@@ -266,34 +265,41 @@ class FusedOptimizer(torch.optim.Optimizer):
             assert own.trust is not None
             batch.trust[learner::num_learners].copy_(own.trust)
 
-    def _check_grads(self, params: list[Tensor], grads: list[Tensor]) -> None:
+    def _plan_of(self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]) -> Plan:
+        known = self._known(groups, params, grads, sizes)
+        plan = self._plan
+        if plan is None or plan.known != known or not all(map(is_, plan.params, params)):
+            self._check(params, grads)
+            batches = self._batches(groups, params, sizes, known[0])
+            plan = self._kept["plan"] = Plan(params, self._known(groups, params, grads, sizes), batches)
+        return plan
+
+    def _check(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Before anything is written: a step is whole or has not begun."""
+        check_one_norm(self.param_groups)
         if True in [grad.is_sparse for grad in grads]:
             raise RuntimeError(
                 f"{type(self).__name__} takes dense gradients only: use nn.Embedding(sparse=False), "
                 "or another optimizer for this parameter"
             )
-        if [grad.dtype for grad in grads] != [param.dtype for param in params]:
-            raise RuntimeError(f"{type(self).__name__}: a gradient must have the dtype of its parameter")
+        if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
+            raise RuntimeError(f"{type(self).__name__}: a gradient must have the dtype and device of its parameter")
 
-    def _plan_of(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int]) -> Plan:
-        known = self._known(groups, params, sizes)
-        plan = self._plan
-        if plan is None or plan.known != known or not all(map(is_, plan.params, params)):
-            check_one_norm(self.param_groups)
-            batches = self._batches(groups, params, sizes, known[0])
-            plan = self._kept["plan"] = Plan(params, self._known(groups, params, sizes), batches)
-        return plan
+    def _known(
+        self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
+    ) -> tuple[list[Any], ...]:
+        """What a plan takes for granted. Somebody may have moved a parameter, cleared a state or replaced its step.
 
-    def _known(self, groups: Sequence[Group], params: list[Tensor], sizes: list[int]) -> tuple[list[Any], ...]:
-        """What a plan takes for granted. Somebody may have moved a parameter, cleared a state or replaced its step."""
-        get, names = self.state.get, (*self.shared_options, "max_grad_norm")
+        Gradients speak for their parameters, whose dtype and device torch makes them have.
+        """
+        get, names = self.state.get, self.shared_options
         states = [get(param, _NO_STATE) for param in params]
         return (
             [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups],
+            [group["max_grad_norm"] for group in groups],
             sizes,
             [(len(state), id(state.get("step"))) for state in states],
-            [(param.dtype, param.device) for param in params],
+            [(grad.dtype, grad.device, grad.is_sparse) for grad in grads],
         )
 
     def _batches(
