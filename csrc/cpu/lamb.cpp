@@ -23,13 +23,31 @@ struct Place {
           exp_avg_sq(segment.exp_avg_sq + first) {}
 };
 
+// The scales of the group that was asked for last: powers of beta are not formed for every block.
+class GroupScales {
+  public:
+    explicit GroupScales(const LambArgs& args) : args_(args), grad_(grad_factor(args.scaling)) {}
+
+    DDPCORE_INLINE const LambScales& of(int64_t group) {
+        if (group != group_) scales_ = lamb_scales(args_.rule, args_.groups[group], grad_);
+        group_ = group;
+        return scales_;
+    }
+
+  private:
+    const LambArgs& args_;
+    float grad_;
+    int64_t group_ = -1;
+    LambScales scales_{};
+};
+
 template <bool kFused, bool kKeep, typename T, bool Master>
 DDPCORE_INLINE void moments_of_blocks(const LambArgs& args, int64_t begin_block, int64_t end_block) {
-    const float grad = grad_factor(args.scaling);
+    GroupScales group_scales(args);
     for_each_part(
         args.segments, args.num_segments, begin_block, end_block, 1,
         [&](const LambSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
-            const LambScales scales = lamb_scales(args.rule, args.groups[segment.group], grad);
+            const LambScales scales = group_scales.of(segment.group);
             const Place<T, Master> at(segment, first);
             const int64_t block = segment.first_block + first / kBlock;
             float* updates = kKeep ? args.updates + (block - args.updates_block) * kBlock : nullptr;
@@ -69,13 +87,13 @@ void lamb_trust(const LambArgs& args, int64_t begin_segment, int64_t end_segment
 }
 
 DDPCORE_CLONES void lamb_step_(const LambArgs& args, int64_t begin_block, int64_t end_block) {
-    const float grad = grad_factor(args.scaling);
+    GroupScales group_scales(args);
     with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
         for_each_part_backwards(
             args.segments, args.num_segments, begin_block, end_block, kRun,
             [&](const LambSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
                 const StepGroup& group = args.groups[segment.group];
-                const LambScales scales = lamb_scales(args.rule, group, grad);
+                const LambScales scales = group_scales.of(segment.group);
                 const float step_size = lamb_step_size(group, args.trust[&segment - args.segments]);
                 const Place<T, Master> at(segment, first);
                 const int64_t block = segment.first_block + first / kBlock;
