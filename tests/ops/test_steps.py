@@ -62,6 +62,13 @@ def test_every_size(rule, kind, device, assert_same_bits):
         assert_same_bits(tensor._base, base, "a gradient, which is not to change")
 
 
+@every_rule
+def test_ten_million_elements(rule, device, assert_same_bits):
+    step = new_step(rule, device, [10_000_001], "fp32")
+    expected = steps.run_twin(step)
+    steps.assert_same_step(step.run(), expected, assert_same_bits)
+
+
 @every_kind
 @every_rule
 def test_groups(rule, kind, device, assert_same_bits):
