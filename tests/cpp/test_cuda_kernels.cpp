@@ -1,5 +1,7 @@
 // The CUDA kernels of averages and norms against their CPU twins: elements have the same bits, sums the same terms in
 // another order. Skipped, with the reason, where there is no CUDA device.
+#include <numeric>
+
 #include "device.h"
 
 namespace ddpcore::test {
@@ -184,7 +186,7 @@ TYPED_TEST(CudaTest, MixStacked) {
     ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(kManyLearners, kElementsOfManyLearners, 0, sums));
 }
 
-// ---- segment_norms ----
+// ---- segment_norms and total_norm_ ----
 
 template <typename T>
 void expect_twin_norms(const std::vector<int64_t>& sizes, int64_t offset, std::vector<double>& sums) {
@@ -208,7 +210,13 @@ void expect_twin_norms(const std::vector<int64_t>& sizes, int64_t offset, std::v
     args.sums = device_sums.data();
     ASSERT_CUDA(cuda::segment_norms(args, nullptr));
     sums = device_sums.download();
-    ASSERT_NO_FATAL_FAILURE(expect_near(sums, host.sums()));
+    const std::vector<double> host_sums = host.sums();
+    ASSERT_NO_FATAL_FAILURE(expect_near(sums, host_sums));
+    const DeviceBuffer<double> fresh_partials(host.num_blocks()), total(1);
+    args.partials = fresh_partials.data();
+    args.sums = total.data();
+    ASSERT_CUDA(cuda::total_norm_(args, nullptr));
+    ASSERT_NO_FATAL_FAILURE(expect_near(total.download(), {std::accumulate(host_sums.begin(), host_sums.end(), 0.0)}));
 }
 
 TYPED_TEST(CudaTest, SegmentNorms) {
@@ -223,6 +231,13 @@ TYPED_TEST(CudaTest, SegmentNorms) {
     }
     std::vector<double> sums;
     ASSERT_NO_FATAL_FAILURE(expect_twin_norms<TypeParam>(many_tiny_sizes(), 0, sums));
+}
+
+// More blocks than the threads that add them take in one turn: four for each of 1024.
+using CudaFloatTest = CudaTest<float>;
+TEST_F(CudaFloatTest, TotalOfManyBlocks) {
+    std::vector<double> sums;
+    ASSERT_NO_FATAL_FAILURE(expect_twin_norms<float>(std::vector<int64_t>(4200, 1), 0, sums));
 }
 
 }  // namespace
