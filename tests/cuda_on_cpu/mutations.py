@@ -59,6 +59,8 @@ MUTATIONS = [
     Mutation("no tail guard of a write", "storage.cuh",
              "if (i < count) block[place_of<width>(i)] = share[i];", "block[place_of<width>(i)] = share[i];",
              "kernels:Mix"),
+    Mutation("a stale master counts", "storage.cuh",
+             "return own == stored ? master : load(param);", "return master;", "optimizers:StaleMasters"),
     Mutation("tail guard, one off", "mix.cu",
              "inside = index < num_vectors && column + e < table.numel",
              "inside = index < num_vectors && column + e <= table.numel", "kernels:MixStacked"),
@@ -101,8 +103,6 @@ MUTATIONS = [
              "optimizers:MoreThanTheCacheHolds"),
     Mutation("stride of finish", "two_pass.cuh",
              "mine = row + i * kThreads;", "mine = row + i;", "optimizers:MoreThanTheCacheHolds"),
-    Mutation("turns of finish", "two_pass.cuh",
-             "row += kUnroll * kThreads", "row += kThreads", "optimizers:MoreThanTheCacheHolds"),
     Mutation("a first block without its second pass", "two_pass.cuh",
              "                if (at.whole) {\n",
              "                if (block == first_block) continue;\n                if (at.whole) {\n",
@@ -119,6 +119,8 @@ MUTATIONS = [
              "optimizers:ManyTinyTensorsInManyGroups"),
     Mutation("steps counted by every block", "segments.cuh", " + 1 < gridDim.x) return;", " + 1 < 1) return;",
              "optimizers:MoreThanTheCacheHolds"),
+    Mutation("the count of finished blocks is not reset", "segments.cuh",
+             "    *table.finished = 0;\n", "", "optimizers:MoreThanTheCacheHolds"),
     Mutation("SGD counts a skipped step", "sgd.cu",
              "if (!skips_step(table.scaling)) count_steps", "count_steps", "optimizers:EveryScalingAndSkippedSteps"),
     Mutation("LARS and LAMB count a skipped step", "two_pass.cuh",
@@ -126,9 +128,6 @@ MUTATIONS = [
              "optimizers:EveryScalingAndSkippedSteps"),
     Mutation("norm of one element of a share", "lars.cu",
              "squared(load(grads[i]))", "squared(load(grads[0]))", "optimizers:EverySettingSizeAndAlignment"),
-    Mutation("a tail's update counts", "lamb.cu",
-             "            if (!whole && i >= count) continue;", "           ",
-             "optimizers:EverySettingSizeAndAlignment"),
 ]  # fmt: skip
 
 
