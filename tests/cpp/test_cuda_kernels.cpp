@@ -1,5 +1,7 @@
 // The CUDA kernels of averages and norms against their CPU twins: elements have the same bits, sums the same terms in
 // another order. Skipped, with the reason, where there is no CUDA device.
+#include <numeric>
+
 #include "device.h"
 
 namespace ddpcore::test {
@@ -184,7 +186,37 @@ TYPED_TEST(CudaTest, MixStacked) {
     ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(kManyLearners, kElementsOfManyLearners, 0, sums));
 }
 
-// ---- segment_norms ----
+// ---- segment_norms and total_norm_ ----
+
+// NormProblem's tensors on the device and the arguments that point there, but for the sums.
+template <typename T>
+struct DeviceNorms {
+    DeviceNorms(NormProblem<T>& host, int64_t offset)
+        : partials(host.num_blocks()), segments(host.segments), args(host.args()) {
+        for (size_t s = 0; s < segments.size(); ++s) {
+            data.push_back(std::make_unique<DeviceBuffer<T>>(*host.data[s], offset));
+            segments[s].data = data[s]->data();
+        }
+        args.segments = segments.data();
+        args.partials = partials.data();
+    }
+
+    DeviceBuffer<double> partials;
+    std::vector<std::unique_ptr<DeviceBuffer<T>>> data;
+    std::vector<NormSegment> segments;
+    NormArgs args;
+};
+
+// After the norms of the host are formed.
+template <typename T>
+void expect_twin_total(NormProblem<T>& host, int64_t offset) {
+    DeviceNorms<T> device(host, offset);
+    const DeviceBuffer<double> total(1);
+    device.args.sums = total.data();
+    ASSERT_CUDA(cuda::total_norm_(device.args, nullptr));
+    const std::vector<double> sums = host.sums();
+    ASSERT_NO_FATAL_FAILURE(expect_near(total.download(), {std::accumulate(sums.begin(), sums.end(), 0.0)}));
+}
 
 template <typename T>
 void expect_twin_norms(const std::vector<int64_t>& sizes, int64_t offset, std::vector<double>& sums) {
@@ -194,21 +226,14 @@ void expect_twin_norms(const std::vector<int64_t>& sizes, int64_t offset, std::v
         for (int64_t i = 0; i < tensor->numel(); ++i)
             tensor->set(i, std::ldexp((*tensor)[i], -static_cast<int>(i * 5 % 16 + i / 16 % 64)));
     }
-    std::vector<std::unique_ptr<DeviceBuffer<T>>> data;
-    std::vector<NormSegment> segments = host.segments;
-    for (size_t s = 0; s < sizes.size(); ++s) {
-        data.push_back(std::make_unique<DeviceBuffer<T>>(*host.data[s], offset));
-        segments[s].data = data[s]->data();
-    }
-    const DeviceBuffer<double> partials(host.num_blocks()), device_sums(static_cast<int64_t>(sizes.size()));
-    NormArgs args = host.args();
-    cpu::segment_norms(args, 0, host.num_blocks());
-    args.segments = segments.data();
-    args.partials = partials.data();
-    args.sums = device_sums.data();
-    ASSERT_CUDA(cuda::segment_norms(args, nullptr));
+    cpu::segment_norms(host.args(), 0, host.num_blocks());
+    DeviceNorms<T> device(host, offset);
+    const DeviceBuffer<double> device_sums(std::ssize(sizes));
+    device.args.sums = device_sums.data();
+    ASSERT_CUDA(cuda::segment_norms(device.args, nullptr));
     sums = device_sums.download();
     ASSERT_NO_FATAL_FAILURE(expect_near(sums, host.sums()));
+    ASSERT_NO_FATAL_FAILURE(expect_twin_total(host, offset));
 }
 
 TYPED_TEST(CudaTest, SegmentNorms) {
@@ -223,6 +248,14 @@ TYPED_TEST(CudaTest, SegmentNorms) {
     }
     std::vector<double> sums;
     ASSERT_NO_FATAL_FAILURE(expect_twin_norms<TypeParam>(many_tiny_sizes(), 0, sums));
+}
+
+// More blocks than the threads that add them take in one turn: four for each of 1024.
+using CudaFloatTest = CudaTest<float>;
+TEST_F(CudaFloatTest, TotalOfManyBlocks) {
+    NormProblem<float> host(std::vector<int64_t>(4200, 1), 0);
+    cpu::segment_norms(host.args(), 0, host.num_blocks());
+    ASSERT_NO_FATAL_FAILURE(expect_twin_total(host, 0));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ SEEDS = (1, 2, 3)  # those of CMakeLists.txt
 
 
 class Mutation(NamedTuple):
-    """``new`` in place of the only ``old`` in a file of csrc/cuda, and the test that must see it."""
+    """``new`` in place of the only ``old`` in a file of csrc/cuda, and the ``program:test`` that must see it."""
 
     name: str
     file: str
@@ -31,45 +31,103 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
-    Mutation("no barrier in BlockSum", "sum.cuh", "        __syncthreads();\n", "", "Mix"),
-    Mutation("one set of slots in BlockSum", "sum.cuh", "        parity_ ^= 1;\n", "", "Mix"),
+    Mutation("no barrier in BlockSum", "sum.cuh", "        __syncthreads();\n", "", "kernels:Mix"),
+    Mutation("one set of slots in BlockSum", "sum.cuh", "        parity_ ^= 1;\n", "", "kernels:Mix"),
     Mutation("no barrier after the tile is read", "mix.cu",
-             "            __syncthreads();\n            mix_tile(", "            mix_tile(", "MixStacked"),
+             "            __syncthreads();\n            mix_tile(", "            mix_tile(", "kernels:MixStacked"),
     Mutation("no barrier after the mean", "mix.cu",
-             "    __syncthreads();\n    for (int start", "    for (int start", "MixStacked"),
+             "    __syncthreads();\n    for (int start", "    for (int start", "kernels:MixStacked"),
     Mutation("no barrier after a tile", "mix.cu",
              "            __syncthreads();\n        }\n        for (int j", "        }\n        for (int j",
-             "MixStacked"),
-    Mutation("no barrier after a block", "mix.cu", "        __syncthreads();\n    }\n}\n", "    }\n}\n", "MixStacked"),
+             "kernels:MixStacked"),
+    Mutation("no barrier after a block", "mix.cu",
+             "        __syncthreads();\n    }\n}\n", "    }\n}\n", "kernels:MixStacked"),
     Mutation("half of a block at the barrier", "sum.cuh",
-             "        __syncthreads();\n", "        if (threadIdx.x < threads / 2) __syncthreads();\n", "Mix"),
+             "        __syncthreads();\n", "        if (threadIdx.x < threads / 2) __syncthreads();\n", "kernels:Mix"),
     Mutation("half of a warp at the shuffle", "sum.cuh",
-             "        value = warp_sum(value);\n", "        if (lane < 16) value = warp_sum(value);\n", "Mix"),
-    Mutation("shuffle offset", "sum.cuh", "int offset = width / 2;", "int offset = width / 4;", "SegmentNorms"),
-    Mutation("place_of, one off", "storage.cuh",
-             "* kVector<T> + i % kVector<T>;", "* kVector<T> + i % kVector<T> + 1;", "SgdStep"),
+             "        value = warp_sum(value);\n", "        if (lane < 16) value = warp_sum(value);\n", "kernels:Mix"),
+    Mutation("shuffle offset", "sum.cuh", "int offset = width / 2;", "int offset = width / 4;", "kernels:SegmentNorms"),
+    Mutation("place_of, one off", "storage.cuh", "* width + i % width;", "* width + i % width + 1;", "kernels:Mix"),
     Mutation("place_of, order of a share", "storage.cuh",
-             "* kVector<T> + i % kVector<T>;", "* kVector<T> + (i ^ 1) % kVector<T>;", "SegmentNorms"),
+             "* width + i % width;", "* width + (i ^ 1) % width;", "kernels:SegmentNorms"),
     Mutation("vector index of a read", "storage.cuh",
-             "share.vectors[i].bits = source[i * kThreads];", "share.vectors[i].bits = source[i];", "SgdStep"),
+             "share.vectors[i].bits = again == Again::kYes ? source[i * kThreads] :",
+             "share.vectors[i].bits = again == Again::kYes ? source[i] :", "kernels:Mix"),
     Mutation("no tail guard of a read", "storage.cuh",
-             "share[i] = place < numel ? block[place] : store<T>(0.0f);", "share[i] = block[place];", "SgdStep"),
+             "share[i] = i < count ? block[place_of<width>(i)] : store<T>(0.0f);",
+             "share[i] = block[place_of<width>(i)];", "kernels:Mix"),
     Mutation("no tail guard of a write", "storage.cuh",
-             "if (place < numel) block[place] = share[i];", "block[place] = share[i];", "SgdStep"),
+             "if (i < count) block[place_of<width>(i)] = share[i];", "block[place_of<width>(i)] = share[i];",
+             "kernels:Mix"),
+    Mutation("a stale master counts", "storage.cuh",
+             "return own == stored ? master : load(param);", "return master;", "optimizers:StaleMasters"),
     Mutation("tail guard, one off", "mix.cu",
              "inside = index < num_vectors && column + e < table.numel",
-             "inside = index < num_vectors && column + e <= table.numel", "MixStacked"),
-    Mutation("alignment is not asked for", "sgd.cu",
-             "numel == kBlock && is_aligned(param) && is_aligned(grad) && is_aligned(momentum)", "numel == kBlock",
-             "SgdStep"),
+             "inside = index < num_vectors && column + e <= table.numel", "kernels:MixStacked"),
+    Mutation("alignment is not asked for", "sgd.cuh",
+             "numel == kBlock && is_aligned(param) && is_aligned(master) && is_aligned(grad) && is_aligned(momentum)",
+             "numel == kBlock", "optimizers:EverySettingSizeAndAlignment"),
     Mutation("a segment's first block", "sgd.cu",
-             "(block - segment.first_block) * kBlock", "(block - table.begin_block) * kBlock", "SgdStep"),
+             "(block - segment.first_block) * kBlock", "(block - list.begin_block) * kBlock",
+             "optimizers:EverySettingSizeAndAlignment"),
     Mutation("a chunk's first segment", "segments.cuh",
-             "table.first_segment = first;", "table.first_segment = 0;", "SegmentNorms"),
-    Mutation("stride of sum_rows", "sum.cuh", "values[mine * stride]", "values[mine]", "Mix"),
-    Mutation("turns of a block", "sgd.cu", "block += gridDim.x", "block += gridDim.x + 1", "SgdStep"),
+             "table.first_segment = first;", "table.first_segment = 0;", "kernels:SegmentNorms"),
+    Mutation("stride of sum_rows", "sum.cuh", "values[mine * stride]", "values[mine]", "kernels:Mix"),
+    Mutation("turns of sum_rows", "sum.cuh",
+             "row += kUnroll * threads", "row += threads", "kernels:TotalOfManyBlocks"),
+    Mutation("one turn of sum_rows", "sum.cuh",
+             "row < num_rows; row += kUnroll * threads", "row < threads; row += kUnroll * threads",
+             "kernels:TotalOfManyBlocks"),
+    Mutation("rows of a total", "norms.cu",
+             "args.sums, args.num_blocks, 1, stream", "args.sums, args.num_segments, 1, stream",
+             "kernels:SegmentNorms"),
+    Mutation("turns of a block", "sgd.cu", "block += gridDim.x,", "block += gridDim.x + 1,",
+             "optimizers:EverySettingSizeAndAlignment"),
     Mutation("shared memory, too little", "mix.cu",
-             "return sums_bytes() + tile_bytes() +", "return tile_bytes() +", "MixStacked"),
+             "return sums_bytes() + tile_bytes() +", "return tile_bytes() +", "kernels:MixStacked"),
+    Mutation("no barrier after a block's scales", "sgd.cu",
+             "    __syncthreads();\n", "", "optimizers:EverySettingSizeAndAlignment"),
+    Mutation("no barrier after the groups' scales", "two_pass.cuh",
+             "    __syncthreads();\n    TwoPasses", "    TwoPasses", "optimizers:EverySettingSizeAndAlignment"),
+    Mutation("no barrier between phases", "two_pass.cuh",
+             "            if (phase > batches_.begin_phase) cooperative_groups::this_grid().sync();\n", "",
+             "optimizers:MoreThanTheCacheHolds"),
+    Mutation("trust of another launch", "two_pass.cuh",
+             "batches_.trust[list_.first_segment + index]);", "batches_.trust[index]);",
+             "optimizers:ManyTinyTensorsInManyGroups"),
+    Mutation("a ticket is not reset", "two_pass.cuh",
+             "        *ticket = 0;\n", "", "optimizers:MoreThanTheCacheHolds"),
+    Mutation("a ticket too few", "two_pass.cuh",
+             "!= static_cast<unsigned long long>(num_blocks)) return",
+             "+ 1 < static_cast<unsigned long long>(num_blocks)) return",
+             "optimizers:MoreThanTheCacheHolds"),
+    Mutation("stride of finish", "two_pass.cuh",
+             "mine = row + i * kThreads;", "mine = row + i;", "optimizers:MoreThanTheCacheHolds"),
+    Mutation("a first block without its second pass", "two_pass.cuh",
+             "                if (at.whole) {\n",
+             "                if (block == first_block) continue;\n                if (at.whole) {\n",
+             "optimizers:MoreThanTheCacheHolds"),
+    Mutation("empty segments are not visited", "two_pass.cuh",
+             "        if (batches_.begin_phase == 0) visit_empty_segments();\n", "",
+             "optimizers:NoSegmentsAndOnlyEmptyOnes"),
+    Mutation("steps of a group counted twice", "segments.cuh",
+             "static_cast<int32_t>(next_group - first_group);", "table.num_groups;",
+             "optimizers:ManyTinyTensorsInManyGroups"),
+    Mutation("a group not counted in the last launch", "segments.cuh",
+             "static_cast<int32_t>(next_group - first_group);",
+             "static_cast<int32_t>(next_group - first_group - (end == args.num_segments));",
+             "optimizers:ManyTinyTensorsInManyGroups"),
+    Mutation("steps counted by every block", "segments.cuh", " + 1 < gridDim.x) return;", " + 1 < 1) return;",
+             "optimizers:MoreThanTheCacheHolds"),
+    Mutation("the count of finished blocks is not reset", "segments.cuh",
+             "    *table.finished = 0;\n", "", "optimizers:MoreThanTheCacheHolds"),
+    Mutation("SGD counts a skipped step", "sgd.cu",
+             "if (!skips_step(table.scaling)) count_steps", "count_steps", "optimizers:EveryScalingAndSkippedSteps"),
+    Mutation("LARS and LAMB count a skipped step", "two_pass.cuh",
+             "if (skips_step(table.scaling)) return;", "if (skips_step(table.scaling)) return count_steps(table);",
+             "optimizers:EveryScalingAndSkippedSteps"),
+    Mutation("norm of one element of a share", "lars.cu",
+             "squared(load(grads[i]))", "squared(load(grads[0]))", "optimizers:EverySettingSizeAndAlignment"),
 ]  # fmt: skip
 
 
@@ -95,18 +153,20 @@ def copy_tree(target: Path) -> Path:
     return build
 
 
-def compile_tests(build: Path) -> Path:
-    """The test program of the stand-in, made anew; ends the script where it does not compile."""
-    done = run(["cmake", "--build", str(build), "--target", "test_cuda_kernels_on_cpu", "-j", str(os.cpu_count())])
+def compile_program(build: Path, test: str) -> Path:
+    """The program of a ``program:test``, made anew; ends the script where it does not compile."""
+    name = f"test_cuda_{test.partition(':')[0]}_on_cpu"
+    done = run(["cmake", "--build", str(build), "--target", name, "-j", str(os.cpu_count())])
     if done.returncode != 0:
         sys.exit(done.stdout)
-    return build / "tests/cuda_on_cpu/test_cuda_kernels_on_cpu"
+    return build / "tests/cuda_on_cpu" / name
 
 
 def first_red(program: Path, test: str, seeds: tuple[int, ...] = SEEDS) -> tuple[int, str] | None:
     """The first seed under which the test fails and the line that says why; None where it passes under all."""
+    command = [str(program), f"--gtest_filter=*.{test.partition(':')[2]}", "--gtest_fail_fast"]
     for seed in seeds:
-        done = run([str(program), f"--gtest_filter=CudaTest/*.{test}", "--gtest_fail_fast"], CUDA_ON_CPU_SEED=str(seed))
+        done = run(command, CUDA_ON_CPU_SEED=str(seed))
         if done.returncode != 0:
             lines = done.stdout.splitlines()
             for mark in ("AddressSanitizer:", "runtime error:", "cuda_on_cpu: ", "Failure"):
@@ -125,7 +185,7 @@ def try_mutation(mutation: Mutation, tree: Path, build: Path) -> tuple[int, str]
         sys.exit(f"{mutation.name}: {mutation.file} has {whole.count(mutation.old)} places like\n{mutation.old}")
     path.write_text(whole.replace(mutation.old, mutation.new))
     try:
-        return first_red(compile_tests(build), mutation.test)
+        return first_red(compile_program(build, mutation.test), mutation.test)
     finally:
         path.write_text(whole)
 
@@ -136,12 +196,11 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         build = copy_tree(tree)
-        program = compile_tests(build)
         for test in sorted({mutation.test for mutation in chosen}):
-            if (red := first_red(program, test, SEEDS[:1])) is not None:
+            if (red := first_red(compile_program(build, test), test, SEEDS[:1])) is not None:
                 sys.exit(f"{test} is red without a mutation, seed {red[0]}: {red[1]}")
         survivors = 0
-        print(f"{'mutation':36}{'file':14}{'test':14}{'seed':>5}{'s':>5}  seen as", flush=True)
+        print(f"{'mutation':40}{'file':14}{'test':42}{'seed':>5}{'s':>5}  seen as", flush=True)
         for mutation in chosen:
             start = time.monotonic()
             red = try_mutation(mutation, tree, build)
@@ -149,7 +208,7 @@ def main(words: list[str]) -> int:
             seed, why = red if red is not None else ("-", "SURVIVES")
             seconds = time.monotonic() - start
             print(
-                f"{mutation.name:36}{mutation.file:14}{mutation.test:14}{seed:>5}{seconds:5.0f}  {why[:90]}", flush=True
+                f"{mutation.name:40}{mutation.file:14}{mutation.test:42}{seed:>5}{seconds:5.0f}  {why[:90]}", flush=True
             )
     print(f"{len(chosen) - survivors} of {len(chosen)} seen")
     return 1 if survivors else 0
