@@ -346,6 +346,32 @@ TYPED_TEST(CudaOptimizers, ZeroNorms) {
     })));
 }
 
+// Past the end of a tensor the update is 0 / 0, which is no part of its norm.
+TYPED_TEST(CudaOptimizers, LambWithoutEps) {
+    LambProblem<TypeParam> host(
+        {{.sizes = {4097, 17}, .steps = 0.0f}},
+        {0.9, 0.999, 0.0f, true, LambDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY}, {});
+    ASSERT_NO_FATAL_FAILURE(expect_twins(host, 0));
+}
+
+// Many threads of one CUDA block still read the scales of a group while the next one's are formed.
+TYPED_TEST(CudaOptimizers, GroupsOfWholeBlocks) {
+    std::vector<GroupSetting> groups;
+    for (int g = 0; g < 12; ++g) groups.push_back({.sizes = {4097}, .lr = 0.1f + static_cast<float>(g)});
+    ASSERT_NO_FATAL_FAILURE(
+        (for_each_optimizer<TypeParam>(groups, {}, 31, [](auto& problem) { expect_twins(problem, 0); })));
+}
+
+#ifdef DDPCORE_FEW_ELEMENTS
+// The two passes as two launches, which no real device of today needs.
+TYPED_TEST(CudaOptimizers, WithoutCooperativeLaunch) {
+    cuda_on_cpu::device().cooperative = false;
+    for_each_optimizer<TypeParam>(
+        {{.sizes = {4097, 0, 17, 40000}}}, {}, 31, [](auto& problem) { expect_twins(problem, 0); });
+    cuda_on_cpu::device().cooperative = true;
+}
+#endif
+
 // Without a group that counts there is nothing to count with.
 TYPED_TEST(CudaOptimizers, SgdWithoutTickets) {
     SgdProblem<TypeParam> host({{.sizes = kManySizes, .steps = std::nullopt}}, {0.9f, 0.7f, false, false});

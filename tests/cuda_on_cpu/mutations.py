@@ -126,6 +126,13 @@ MUTATIONS = [
     Mutation("LARS and LAMB count a skipped step", "two_pass.cuh",
              "if (skips_step(table.scaling)) return;", "if (skips_step(table.scaling)) return count_steps(table);",
              "optimizers:EveryScalingAndSkippedSteps"),
+    Mutation("the count of a launch that is not the last", "two_pass.cuh",
+             "if (batches.end_phase > batches.num_batches) count_steps", "count_steps",
+             "optimizers:WithoutCooperativeLaunch"),
+    Mutation("one place for scales in turn", "sgd.cu", "block += gridDim.x, turn ^= 1", "block += gridDim.x",
+             "optimizers:GroupsOfWholeBlocks"),
+    Mutation("no tail guard of an update", "lamb.cu",
+             "if (!whole && i >= count) continue;", "", "optimizers:LambWithoutEps"),
     Mutation("norm of one element of a share", "lars.cu",
              "squared(load(grads[i]))", "squared(load(grads[0]))", "optimizers:EverySettingSizeAndAlignment"),
 ]  # fmt: skip
