@@ -46,7 +46,9 @@ def _run_strategies(argv: Sequence[str]) -> int:
         started = 4 if joined is None else joined.world_size
         world_size = started if config.world_size is None else config.world_size
         plan = resolve(config, world_size=world_size, num_gpus=torch.cuda.device_count())
-        build_dataset(plan)  # before any process starts, so that a damaged file is one line
+        if config.download and joined is not None:
+            raise ValueError("--download under torchrun: ranks would write the same files, run once without torchrun")
+        build_dataset(plan, first=True)  # before any process starts, so that a damaged file is one line
     except ValueError as error:
         print(f"{speaker}: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpcore import data, models, strategies, topology
 from ddpcore.bench import command_line
-from ddpcore.bench.command_line import check_choice, check_names, check_writable, flag, names, option
+from ddpcore.bench.command_line import BOOLEAN, check_choice, check_names, check_writable, flag, names, option
 from ddpcore.comm import choose_backend
 from ddpcore.comm.choice import BACKENDS, Choice
 from ddpcore.data import ShardedBatches
@@ -36,7 +36,10 @@ class BenchConfig:
     topology: str = option("random_pair", f"who averages with whom in dpsgd: {', '.join(TOPOLOGIES)}")
     model: str = option("simplenet", ", ".join(models.names()))
     dataset: str = option("synthetic", ", ".join(data.names()))
-    data_dir: Path | None = option(None, "folder that holds MNIST/raw", type=Path)
+    data_dir: Path | None = option(None, "folder that holds MNIST/raw or the like", type=Path)
+    download: bool = option(False, "fetch missing files into --data-dir first", action=BOOLEAN)
+    normalize: bool = option(False, "images to mean 0 and std 1 a channel", action=BOOLEAN)
+    augment: bool = option(False, "random crops, and flips but for digits", action=BOOLEAN)
     batch_size: int = option(256, "global, over all learners", type=int)
     lr: float = option(0.05, "learning rate", type=float)
     momentum: float = option(0.9, "momentum", type=float)

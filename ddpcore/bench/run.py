@@ -27,8 +27,8 @@ NUM_BLOCKS = 10  # of each strategy, in turn: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # of the steps, at the start of each strategy, not timed
 
 
-def build_dataset(plan: Plan) -> data.Dataset:
-    """The data set of the plan, on the CPU.
+def build_dataset(plan: Plan, *, first: bool) -> data.Dataset:
+    """The data set of the plan, on the CPU; files are fetched and verified the first time only.
 
     Raises:
         ValueError: files are missing or damaged, the model does not take such samples, or the batch is too large.
@@ -42,6 +42,10 @@ def build_dataset(plan: Plan) -> data.Dataset:
         input_shape=spec.input_shapes[0] if made_to_measure else None,
         num_classes=spec.num_classes if made_to_measure else None,
         seed=config.seed,
+        normalize=config.normalize,
+        augment=config.augment,
+        download=config.download and first,
+        verify=first,
     )
     models.check_input(config.model, dataset.input_shape)
     data.ShardedBatches(len(dataset.train), config.batch_size, plan.world_size, config.seed)
@@ -50,7 +54,7 @@ def build_dataset(plan: Plan) -> data.Dataset:
 
 def run_rank(world: World, plan: Plan) -> None:
     """The worker of :func:`ddpcore.launch.run`; rank 0 prints the table and writes the JSON file."""
-    dataset = build_dataset(plan).to(plan.device)
+    dataset = build_dataset(plan, first=False).to(plan.device)
     real = plan.choice.backend != "virtual"
     names = [*plan.strategies, *([COMPUTE] if real else [])]
     field = [contenders.build(name, plan, world, dataset) for name in names]

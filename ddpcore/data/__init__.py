@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from ddpcore.data import mnist, synthetic
-from ddpcore.data.base import Dataset, ShardedBatches, Split
+from ddpcore.data import cifar, mnist, synthetic
+from ddpcore.data.base import Dataset, Split
+from ddpcore.data.download import download as _download
+from ddpcore.data.shards import SAMPLERS, ShardedBatches
+from ddpcore.data.transforms import Augmentation, Normalization
 
-__all__ = ["Dataset", "ShardedBatches", "Split", "build", "names"]
+__all__ = ["Augmentation", "Dataset", "Normalization", "SAMPLERS", "ShardedBatches", "Split", "build", "names"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Files:
+    """A data set that is read from files."""
+
+    load: Callable[[Path, bool], Dataset]  # (data_dir, verify)
+    folders: str
+    input_shape: tuple[int, ...]
+    num_classes: int
+    normalization: Normalization
+    augmentation: Augmentation
+
+
+def _cifar(variant: cifar.Variant) -> _Files:
+    return _Files(
+        load=partial(cifar.load, variant),
+        folders=f"{variant.python_folder} or {variant.binary_folder}",
+        input_shape=cifar.INPUT_SHAPE,
+        num_classes=variant.num_classes,
+        normalization=variant.normalization,
+        augmentation=Augmentation(),
+    )
+
+
+_FILES = {
+    "mnist": _Files(
+        load=mnist.load,
+        folders="MNIST/raw",
+        input_shape=mnist.INPUT_SHAPE,
+        num_classes=mnist.NUM_CLASSES,
+        normalization=mnist.NORMALIZATION,
+        augmentation=Augmentation(flip=False),  # a mirrored digit is another sign
+    ),
+    "cifar10": _cifar(cifar.CIFAR10),
+    "cifar100": _cifar(cifar.CIFAR100),
+}
 
 
 def names() -> tuple[str, ...]:
     """The names `build` knows."""
-    return ("synthetic", "mnist")
+    return ("synthetic", *_FILES)
 
 
 def build(
@@ -22,23 +65,60 @@ def build(
     input_shape: tuple[int, ...] | None = None,
     num_classes: int | None = None,
     seed: int = 0,
+    normalize: bool = False,
+    augment: bool = False,
+    num_validation: int = 0,
+    download: bool = False,
+    verify: bool = True,
 ) -> Dataset:
     """The data set of a name, on the CPU.
 
-    synthetic takes any input_shape (of one sample) and num_classes, and alone looks at the seed; mnist reads data_dir
-    and has one shape and ten classes. ValueError if the name is unknown or the rest does not fit it.
+    synthetic takes any input_shape (of one sample) and num_classes; the others are read from data_dir and have a shape
+    and classes of their own. The seed decides the synthetic samples, the augmentation and what is held out.
+
+    normalize: subtract the channel's mean over the training set and divide by its standard deviation, all splits.
+    augment: crop at random from a border of 4 pixels and, but for digits, mirror at random; the training split alone.
+    num_validation: samples held out of the training set, see `Dataset.hold_out`; the test split is never touched.
+    download: fetch the files that are missing (needs pooch).
+    verify: warn of files that are not the canonical ones.
+
+    ValueError if the name is unknown, a file is missing or damaged, or the rest does not fit the name.
     """
+    if name not in names():
+        raise ValueError(f"unknown data set '{name}': choose one of {', '.join(names())}")
     if name == "synthetic":
-        shape = synthetic.INPUT_SHAPE if input_shape is None else tuple(input_shape)
-        return synthetic.load(shape, synthetic.NUM_CLASSES if num_classes is None else num_classes, seed)
-    if name == "mnist":
-        if data_dir is None:
-            raise ValueError("mnist is read from files: pass --data-dir with the folder that holds MNIST/raw")
-        if input_shape is not None and tuple(input_shape) != mnist.INPUT_SHAPE:
+        if normalize or augment:
             raise ValueError(
-                f"mnist is {list(mnist.INPUT_SHAPE)} a sample, not {list(input_shape)}: leave input_shape out"
+                "synthetic samples are no images, standard normal already: leave normalize and augment out"
             )
-        if num_classes is not None and num_classes != mnist.NUM_CLASSES:
-            raise ValueError(f"mnist has {mnist.NUM_CLASSES} classes, not {num_classes}: leave num_classes out")
-        return mnist.load(data_dir)
-    raise ValueError(f"unknown data set '{name}': choose one of {', '.join(names())}")
+        shape = synthetic.INPUT_SHAPE if input_shape is None else tuple(input_shape)
+        dataset = synthetic.load(shape, synthetic.NUM_CLASSES if num_classes is None else num_classes, seed)
+    else:
+        dataset = _read(name, data_dir, input_shape, num_classes, download, verify)
+        augmentation = replace(_FILES[name].augmentation, seed=seed)
+        dataset = dataset.transformed(
+            _FILES[name].normalization if normalize else None, augmentation if augment else None
+        )
+    return dataset.hold_out(num_validation, seed) if num_validation else dataset
+
+
+def _read(
+    name: str,
+    data_dir: str | Path | None,
+    input_shape: tuple[int, ...] | None,
+    num_classes: int | None,
+    download: bool,
+    verify: bool,
+) -> Dataset:
+    known = _FILES[name]
+    if data_dir is None:
+        raise ValueError(f"{name} is read from files: pass --data-dir with the folder that holds {known.folders}")
+    if input_shape is not None and tuple(input_shape) != known.input_shape:
+        raise ValueError(
+            f"{name} is {list(known.input_shape)} a sample, not {list(input_shape)}: leave input_shape out"
+        )
+    if num_classes is not None and num_classes != known.num_classes:
+        raise ValueError(f"{name} has {known.num_classes} classes, not {num_classes}: leave num_classes out")
+    if download:
+        _download(name, data_dir)
+    return known.load(Path(data_dir), verify)

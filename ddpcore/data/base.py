@@ -1,21 +1,28 @@
-"""Samples that live whole in one place, and which of them each learner takes at a step."""
+"""Samples that live whole in one place, and the batches made of them there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from ddpcore.data.shards import permutation
+from ddpcore.data.transforms import Augmentation, Normalization
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Inputs uint8 images [N, C, H, W] or floating samples [N, ...], with labels int64 [N], on one device."""
+    """Inputs uint8 images [N, C, H, W] or floating samples [N, ...], with labels int64 [N], on one device.
+
+    Images stay uint8; normalization and augmentation, where there are any, happen to each batch.
+    """
 
     inputs: Tensor
     labels: Tensor
+    normalization: Normalization | None = None
+    augmentation: Augmentation | None = None
 
     def __post_init__(self) -> None:
         if self.inputs.dtype != torch.uint8 and not self.inputs.is_floating_point():
@@ -25,37 +32,57 @@ class Split:
         if self.inputs.ndim < 2 or self.labels.shape != self.inputs.shape[:1] or len(self.labels) == 0:
             shapes = f"inputs {list(self.inputs.shape)} and labels {list(self.labels.shape)}"
             raise ValueError(f"Split: {shapes} must be [N, ...] and [N], N at least 1")
+        images = self.inputs.dtype == torch.uint8 and self.inputs.ndim == 4
+        if not images and (self.normalization is not None or self.augmentation is not None):
+            raise ValueError("Split: only uint8 images [N, C, H, W] are normalized and augmented, leave both out")
+        if self.normalization is not None and len(self.normalization.mean) != self.inputs.shape[1]:
+            channels = f"{len(self.normalization.mean)} channels for images of {self.inputs.shape[1]}"
+            raise ValueError(f"Split: the normalization has {channels}, give one mean and std a channel")
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs float32 [*I, ...] and labels int64 [*I] for int64 indices of shape I; uint8 is scaled to 0..1."""
+    def batch(self, indices: Tensor, epoch: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs float32 [*I, ...] and labels int64 [*I] for int64 indices of shape I.
+
+        uint8 is scaled to 0..1 or normalized; the epoch (from 0) matters to augmentation alone.
+        """
         where = indices.to(self.inputs.device)
-        inputs = self.inputs[where].float()
-        if self.inputs.dtype == torch.uint8:
-            inputs = inputs.div_(255)
-        return inputs, self.labels[where]
+        inputs = self.inputs.index_select(0, where.flatten())  # whole samples: faster than indexing
+        if self.augmentation is not None:
+            inputs = self.augmentation(inputs, where.flatten(), epoch)
+        if self.normalization is not None:
+            inputs = self.normalization(inputs)
+        elif inputs.dtype == torch.uint8:
+            inputs = inputs.float().div_(255)
+        return inputs.float().unflatten(0, where.shape), self.labels[where]
+
+    def take(self, indices: Tensor) -> Split:
+        """A copy of some samples, int64 [M] >= 1, in that order."""
+        where = indices.to(self.inputs.device)
+        return replace(self, inputs=self.inputs[where], labels=self.labels[where])
 
     def to(self, device: torch.device | str) -> Split:
         """The same split on a device, so that batches are made there."""
-        return Split(self.inputs.to(device), self.labels.to(device))
+        return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A named training split, a test split if there is one, the number of classes and the shape of one sample."""
+    """A named training split, a test split if there is one, the number of classes and the shape of one sample.
+
+    The validation split, for choices made during or after training, is there once `hold_out` made it.
+    """
 
     name: str
     train: Split
     test: Split | None
     num_classes: int
     input_shape: tuple[int, ...]
+    validation: Split | None = None
 
     def __post_init__(self) -> None:
-        for split in (self.train, self.test):
-            if split is None:
-                continue
+        for split in self.splits().values():
             shape = tuple(split.inputs.shape[1:])
             if shape != self.input_shape:
                 raise ValueError(
@@ -64,66 +91,34 @@ class Dataset:
             if int(split.labels.min()) < 0 or int(split.labels.max()) >= self.num_classes:
                 raise ValueError(f"{self.name}: a label is outside 0..{self.num_classes - 1}, raise num_classes")
 
+    def splits(self) -> dict[str, Split]:
+        """Those that there are, of train, validation and test."""
+        every = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: split for name, split in every.items() if split is not None}
+
     def to(self, device: torch.device | str) -> Dataset:
         """The same data set on a device."""
-        test = None if self.test is None else self.test.to(device)
-        return Dataset(self.name, self.train.to(device), test, self.num_classes, self.input_shape)
+        moved: dict[str, Any] = {name: split.to(device) for name, split in self.splits().items()}
+        return replace(self, **moved)
 
+    def transformed(self, normalization: Normalization | None, augmentation: Augmentation | None) -> Dataset:
+        """The same samples, every split normalized and the training split alone augmented; None leaves it out."""
+        changed: dict[str, Any] = {
+            name: replace(split, normalization=normalization) for name, split in self.splits().items()
+        }
+        changed["train"] = replace(changed["train"], augmentation=augmentation)
+        return replace(self, **changed)
 
-@dataclass(frozen=True)
-class ShardedBatches:
-    """Which samples each learner takes at a step; batch_size is global, over all learners.
+    def hold_out(self, num_samples: int, seed: int = 0) -> Dataset:
+        """The last num_samples of a random order of the training set become the validation split, never augmented.
 
-    Each epoch walks one permutation, drawn from (seed, epoch) alone, in global batches; the incomplete last one is
-    dropped. A global batch is cut into equal shards in order, so it is the same samples for any number of learners.
-    ValueError if the batch cannot be cut equally or is larger than the data set.
-    """
-
-    num_samples: int
-    batch_size: int
-    num_learners: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        samples, batch, learners = self.num_samples, self.batch_size, self.num_learners
-        if learners < 1:
-            raise ValueError(f"num_learners is {learners}, it must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"the data seed is {self.seed}, it must be at least 0")
-        if batch < 1:
-            raise ValueError(f"the batch size is {batch}, it must be at least 1")
-        if batch > samples:
-            raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {samples}")
-        if batch < learners:
-            raise ValueError(
-                f"the batch size {batch} is below one sample for each of {learners} learners: take {learners}"
-            )
-        if batch % learners:
-            below = batch - batch % learners
-            above = below + learners
-            nearest = above if above - batch < batch - below and above <= samples else below
-            raise ValueError(f"the batch size {batch} is not a multiple of {learners} learners: take {nearest}")
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole batches in an epoch, at least 1."""
-        return self.num_samples // self.batch_size
-
-    def indices(self, step: int) -> Tensor:
-        """Sample numbers of a step (from 0), int64 [num_learners, batch_size // num_learners] on the CPU.
-
-        A function of the step alone: any order of calls, on any rank, gives the same.
+        The test split is left alone. The order follows from the seed; ValueError unless samples are left to train on.
         """
-        if step < 0:
-            raise ValueError(f"step is {step}, it must be at least 0")
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.batch_size
-        batch = _permutation(self.seed, epoch, self.num_samples)[start : start + self.batch_size]
-        return torch.from_numpy(batch.copy()).view(self.num_learners, -1)  # a copy: the permutation is shared
-
-
-@lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    """A random order, int64 [num_samples], from raw Philox bits: the one stream NumPy keeps alike across versions."""
-    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(num_samples)
-    return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
+        total = len(self.train)
+        if not 1 <= num_samples < total:
+            raise ValueError(
+                f"{self.name}: cannot hold out {num_samples} of {total} training samples, take 1 to {total - 1}"
+            )
+        order = torch.from_numpy(permutation(total, seed, 0, 0, 0).copy())  # a key that no ShardedBatches uses
+        validation = replace(self.train.take(order[-num_samples:]), augmentation=None)
+        return replace(self, train=self.train.take(order[:-num_samples]), validation=validation)

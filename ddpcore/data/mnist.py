@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
-import gzip
 import struct
-import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ddpcore.data import files
 from ddpcore.data.base import Dataset, Split
+from ddpcore.data.transforms import Normalization
 
 NUM_CLASSES = 10
 INPUT_SHAPE = (1, 28, 28)
+NORMALIZATION = Normalization((0.1307,), (0.3081,))
+FILES = tuple(
+    f"{name}-ubyte" for split in ("train", "t10k") for name in (f"{split}-images-idx3", f"{split}-labels-idx1")
+)
+MD5 = {
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+}
 
 _IMAGES_MAGIC = 0x0803  # unsigned bytes, three dimensions
 _LABELS_MAGIC = 0x0801  # unsigned bytes, one dimension
 
 
-def load(data_dir: str | Path) -> Dataset:
+def load(data_dir: str | Path, verify: bool = True) -> Dataset:
     """Training and test split, images uint8 [N, 1, 28, 28], from data_dir/MNIST/raw/*-ubyte or *-ubyte.gz.
 
-    A file that is missing, damaged or the wrong one is a ValueError that names it and says what is wrong.
+    A file that is not the canonical one is a warning, unless verify is False. A file that is missing, damaged or the
+    wrong one is a ValueError that names it and says what is wrong.
     """
-    folder = Path(data_dir) / "MNIST" / "raw"
-    return Dataset("mnist", _split(folder, "train"), _split(folder, "t10k"), NUM_CLASSES, INPUT_SHAPE)
+    folder, md5 = Path(data_dir) / "MNIST" / "raw", MD5 if verify else {}
+    train, test = (_split(folder, names, md5) for names in (FILES[:2], FILES[2:]))
+    return Dataset("mnist", train, test, NUM_CLASSES, INPUT_SHAPE)
 
 
-def _split(folder: Path, name: str) -> Split:
-    images_path, images_bytes = _read(folder / f"{name}-images-idx3-ubyte")
-    labels_path, labels_bytes = _read(folder / f"{name}-labels-idx1-ubyte")
+def _split(folder: Path, names: Sequence[str], md5: Mapping[str, str]) -> Split:
+    advice = "pass as --data-dir the folder that holds MNIST/raw"
+    (images_path, images_bytes), (labels_path, labels_bytes) = (
+        files.read(folder / name, md5, advice) for name in names
+    )
     images = _parse(images_path, images_bytes, _IMAGES_MAGIC, INPUT_SHAPE[1:])
     labels = _parse(labels_path, labels_bytes, _LABELS_MAGIC, ())
     if len(images) != len(labels):
@@ -41,23 +60,6 @@ def _split(folder: Path, name: str) -> Split:
     if int(labels.max()) >= NUM_CLASSES:
         raise ValueError(f"{labels_path}: label {int(labels.max())} is above {NUM_CLASSES - 1}, fetch it again")
     return Split(images.unsqueeze(1), labels.long())
-
-
-def _read(path: Path) -> tuple[Path, bytes]:
-    """The file's content, unpacked, and the path it came from; the plain file wins over the gzipped one."""
-    packed = path.with_name(path.name + ".gz")
-    try:
-        if path.exists():
-            return path, path.read_bytes()
-        if packed.exists():
-            return packed, gzip.decompress(packed.read_bytes())
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{packed}: corrupt gzip ({error}), fetch it again") from error
-    except OSError as error:
-        raise ValueError(
-            f"{error.filename or path}: cannot be read ({error.strerror}), make it a readable file"
-        ) from error
-    raise ValueError(f"{path}: no such file, nor its .gz, pass as --data-dir the folder that holds MNIST/raw")
 
 
 def _parse(path: Path, content: bytes, magic: int, sample_shape: tuple[int, ...]) -> Tensor:

@@ -44,7 +44,8 @@ class Trainer:
     def step(self) -> Tensor:
         """Train on the next global batch; returns the losses ``[L]`` of the learners held here, without a sync."""
         indices = self.batches.indices(self.num_steps)[self.learners]
-        inputs, labels = self.dataset.train.batch(indices if self.stacked else indices[0])
+        epoch = self.batches.epoch(self.num_steps)
+        inputs, labels = self.dataset.train.batch(indices if self.stacked else indices[0], epoch)
         self.optimizer.zero_grad()
         losses = learner_losses(self.handle.model(inputs), labels)
         losses.sum().backward()

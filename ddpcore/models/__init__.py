@@ -1,36 +1,53 @@
-"""Models by name: `build("mlp")`. The caller's torch seed decides the initial weights."""
+"""Models by name: `build("mlp")`. The caller's torch seed decides the initial weights.
+
+Every one runs under `torch.func.vmap` over stacked parameters and buffers, as virtual learners do.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
 
 from torch import nn
 
-from ddpcore.models import lenet5, mlp, simplenet
+from ddpcore.models import cnn, lenet5, mlp, resnet, simplenet, vit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What a model takes: the shapes of one sample it fits, the default first, and its default number of classes."""
+    """What a model takes: the shapes of one sample it fits, the default first, and its default number of classes.
+
+    Attributes:
+        make: the model's class, called with (input_shape, num_classes) and options by keyword.
+    """
 
     input_shapes: tuple[tuple[int, ...], ...]
     num_classes: int
-    make: Callable[[tuple[int, ...], int], nn.Module]  # (input_shape, num_classes)
+    make: Callable[..., nn.Module]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `build` for this model, by name, with their defaults."""
+        parameters = inspect.signature(self.make).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _spec(shapes: tuple[tuple[int, ...], ...], num_classes: int, make: Callable[..., nn.Module]) -> Spec:
+    return Spec(input_shapes=shapes, num_classes=num_classes, make=make)
 
 
 _SPECS = {
-    "simplenet": Spec(
-        input_shapes=simplenet.INPUT_SHAPES,
-        num_classes=simplenet.NUM_CLASSES,
-        make=lambda input_shape, num_classes: simplenet.SimpleNet(num_classes),
-    ),
-    "mlp": Spec(
-        input_shapes=mlp.INPUT_SHAPES,
-        num_classes=mlp.NUM_CLASSES,
-        make=lambda input_shape, num_classes: mlp.MLP(num_classes),
-    ),
-    "lenet5": Spec(input_shapes=lenet5.INPUT_SHAPES, num_classes=lenet5.NUM_CLASSES, make=lenet5.LeNet5),
+    "simplenet": _spec(simplenet.INPUT_SHAPES, simplenet.NUM_CLASSES, simplenet.SimpleNet),
+    "mlp": _spec(mlp.INPUT_SHAPES, mlp.NUM_CLASSES, mlp.MLP),
+    "lenet5": _spec(lenet5.INPUT_SHAPES, lenet5.NUM_CLASSES, lenet5.LeNet5),
+    "mnist_cnn": _spec(cnn.MNIST_SHAPES, cnn.NUM_CLASSES, cnn.MnistCNN),
+    "simple_cnn": _spec(cnn.SIMPLE_SHAPES, cnn.NUM_CLASSES, cnn.SimpleCNN),
+    "resnet": _spec(resnet.INPUT_SHAPES, resnet.NUM_CLASSES, resnet.ResNet),
+    "resnet18": _spec(resnet.INPUT_SHAPES, resnet.NUM_CLASSES, resnet.ResNet18),
+    "vit": _spec(vit.INPUT_SHAPES, vit.NUM_CLASSES, vit.ViT),
 }
 
 
@@ -57,10 +74,13 @@ def check_input(name: str, input_shape: tuple[int, ...]) -> None:
     raise ValueError(f"model '{name}' takes samples of {takes} and does not fit {shape}: {advice}")
 
 
-def build(name: str, *, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None) -> nn.Module:
+def build(
+    name: str, *, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None, **options: Any
+) -> nn.Module:
     """A new model on the CPU for samples of `input_shape` (without the batch); the defaults are the model's own.
 
-    ValueError if the name is unknown, the shape does not fit or there are fewer than 2 classes.
+    ValueError if the name or an option is unknown, the shape does not fit, there are fewer than 2 classes, or the model
+    refuses an option's value.
     """
     chosen = spec(name)
     shape = chosen.input_shapes[0] if input_shape is None else tuple(input_shape)
@@ -68,7 +88,20 @@ def build(name: str, *, input_shape: tuple[int, ...] | None = None, num_classes:
     classes = chosen.num_classes if num_classes is None else num_classes
     if classes < 2:
         raise ValueError(f"model '{name}': num_classes is {classes}, it must be at least 2")
-    return chosen.make(shape, classes)
+    for option in options:
+        if option not in chosen.options:
+            raise ValueError(f"model '{name}' has no option '{option}': {_advice(option, tuple(chosen.options))}")
+    try:
+        return chosen.make(shape, classes, **options)
+    except ValueError as error:
+        raise ValueError(f"model '{name}': {error}") from error
+
+
+def _advice(option: str, known: tuple[str, ...]) -> str:
+    if not known:
+        return "it has none"
+    nearest = get_close_matches(option, known, n=1)
+    return f"did you mean '{nearest[0]}'?" if nearest else f"choose from {', '.join(known)}"
 
 
 def _spell(shape: tuple[int, ...]) -> str:

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((1, 28, 28), (3, 32, 32))
 NUM_CLASSES = 10
-DROPOUT = 0.5
 
 
 class LeNet5(nn.Module):
@@ -14,17 +13,24 @@ class LeNet5(nn.Module):
 
     Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling; dropout follows the first
     and the second fully connected layer. 61750 parameters for 1 x 28 x 28 and 10 classes.
+    ValueError unless dropout, the share of activations that it zeroes, is in 0..1.
     """
 
-    def __init__(self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
+    def __init__(
+        self,
+        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
+        num_classes: int = NUM_CLASSES,
+        *,
+        dropout: float = 0.5,
+    ) -> None:
         super().__init__()
         channels, height, _ = input_shape
         padding = (32 - height) // 2  # LeCun's input is 32 x 32: smaller images are padded to it
         self.features = nn.Sequential(*_block(channels, 6, padding), *_block(6, 16, 0))
         self.classifier = nn.Sequential(
             nn.Flatten(),
-            *(nn.Linear(16 * 5 * 5, 120), nn.ReLU(), nn.Dropout(DROPOUT)),
-            *(nn.Linear(120, 84), nn.ReLU(), nn.Dropout(DROPOUT)),
+            *(nn.Linear(16 * 5 * 5, 120), nn.ReLU(), nn.Dropout(dropout)),
+            *(nn.Linear(120, 84), nn.ReLU(), nn.Dropout(dropout)),
             nn.Linear(84, num_classes),
         )
 

@@ -11,7 +11,7 @@ NUM_CLASSES = 10
 class MLP(nn.Module):
     """784-50-50-C with ReLU; inputs [B, 1, 28, 28] or [B, 784] to logits [B, C]. 42310 parameters for 10 classes."""
 
-    def __init__(self, num_classes: int = NUM_CLASSES) -> None:
+    def __init__(self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Flatten(), nn.Linear(784, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, num_classes)

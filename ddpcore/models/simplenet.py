@@ -11,7 +11,7 @@ NUM_CLASSES = 2
 class SimpleNet(nn.Module):
     """10-50-C with ReLU; inputs [B, 10] to logits [B, C]. 652 parameters for 2 classes."""
 
-    def __init__(self, num_classes: int = NUM_CLASSES) -> None:
+    def __init__(self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, num_classes))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpcore.data import Dataset, ShardedBatches, Split
-from ddpcore.data.base import _permutation
+from ddpcore.data.shards import _order
 
 
 def images(num_samples: int = 6) -> Split:
@@ -120,7 +120,7 @@ def test_indices_are_a_function_of_the_step_alone() -> None:
     in_order = [batches.indices(step) for step in range(40)]
     steps = list(range(40))
     random.Random(0).shuffle(steps)
-    _permutation.cache_clear()
+    _order.cache_clear()
     torch_state = torch.get_rng_state()
     for step in steps:
         again = batches.indices(step)

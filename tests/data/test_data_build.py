@@ -25,8 +25,10 @@ def test_synthetic_serves_every_model(name: str) -> None:
 
 
 def test_refusals() -> None:
-    assert data.names() == ("synthetic", "mnist")
-    with pytest.raises(ValueError, match="unknown data set 'imagenet': choose one of synthetic, mnist"):
+    assert data.names() == ("synthetic", "mnist", "cifar10", "cifar100")
+    with pytest.raises(
+        ValueError, match="unknown data set 'imagenet': choose one of synthetic, mnist, cifar10, cifar100"
+    ):
         data.build("imagenet")
     with pytest.raises(ValueError, match="pass --data-dir"):
         data.build("mnist")

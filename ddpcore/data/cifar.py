@@ -1,0 +1,146 @@
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the canonical binary files or from the Python pickles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddpcore.data import files, pickles
+from ddpcore.data.base import Dataset, Split
+from ddpcore.data.transforms import Normalization
+
+INPUT_SHAPE = (3, 32, 32)
+IMAGE_BYTES = 3072  # three planes, red, green and blue, row by row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One of the two sets, as its files lie in a folder that torchvision or the archive made.
+
+    Attributes:
+        train: names of the training files; the binary ones end with .bin too.
+        label_bytes: before each image of a binary file; the last of them is the label.
+        label_key: of the labels in a pickle.
+        md5: of the pickles, as torchvision publishes them.
+    """
+
+    name: str
+    num_classes: int
+    python_folder: str
+    binary_folder: str
+    train: tuple[str, ...]
+    test: str
+    label_bytes: int
+    label_key: str
+    md5: Mapping[str, str]
+    normalization: Normalization
+
+    @property
+    def layouts(self) -> tuple[tuple[str, ...], ...]:
+        """The files of each layout, relative to data_dir: any of the two will do."""
+        names = (*self.train, self.test)
+        return (
+            tuple(f"{self.python_folder}/{name}" for name in names),
+            tuple(f"{self.binary_folder}/{name}.bin" for name in names),
+        )
+
+
+CIFAR10 = Variant(
+    name="cifar10",
+    num_classes=10,
+    python_folder="cifar-10-batches-py",
+    binary_folder="cifar-10-batches-bin",
+    train=tuple(f"data_batch_{i}" for i in range(1, 6)),
+    test="test_batch",
+    label_bytes=1,
+    label_key="labels",
+    md5={
+        "data_batch_1": "c99cafc152244af753f735de768cd75f",
+        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+        "data_batch_4": "634d18415352ddfa80567beed471001a",
+        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+        "test_batch": "40351d587109b95175f43aff81a1287e",
+    },
+    normalization=Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+)
+CIFAR100 = Variant(
+    name="cifar100",
+    num_classes=100,
+    python_folder="cifar-100-python",
+    binary_folder="cifar-100-binary",
+    train=("train",),
+    test="test",
+    label_bytes=2,  # the coarse one of 20, then the fine one of 100
+    label_key="fine_labels",
+    md5={"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+    normalization=Normalization((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+)
+
+
+def load(variant: Variant, data_dir: str | Path, verify: bool = True) -> Dataset:
+    """Training and test split, images uint8 [N, 3, 32, 32], labels the fine ones; pickles win over binary files.
+
+    A pickle that is not the canonical one is a warning, unless verify is False. A file that is missing, damaged or the
+    wrong one is a ValueError that names it and says what is wrong.
+    """
+    folder = Path(data_dir) / variant.python_folder
+    if not folder.exists():
+        folder = Path(data_dir) / variant.binary_folder
+    if not folder.exists():
+        raise ValueError(
+            f"{data_dir}: holds neither {variant.python_folder} nor {variant.binary_folder}, pass as --data-dir the "
+            "folder that holds one of them"
+        )
+    train, test = (_split(variant, folder, names, verify) for names in (variant.train, (variant.test,)))
+    return Dataset(variant.name, train, test, variant.num_classes, INPUT_SHAPE)
+
+
+def _split(variant: Variant, folder: Path, names: tuple[str, ...], verify: bool) -> Split:
+    parts = [_read(variant, folder, name, verify) for name in names]
+    images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
+    labels = np.concatenate([labels for _, labels in parts])
+    return Split(torch.from_numpy(images), torch.from_numpy(labels))
+
+
+def _read(variant: Variant, folder: Path, name: str, verify: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [N, 3072] and labels int64 [N] of one file."""
+    binary = folder.name == variant.binary_folder
+    path = folder / (name + ".bin" if binary else name)
+    path, content = files.read(path, variant.md5 if verify else {}, f"unpack the whole archive into {folder}")
+    images, labels = _parse_binary(variant, path, content) if binary else _parse_pickle(variant, path, content)
+    if len(labels) == 0:
+        raise ValueError(f"{path}: it holds no samples, fetch it again")
+    if labels.min() < 0 or labels.max() >= variant.num_classes:
+        wrong = labels.max() if labels.max() >= variant.num_classes else labels.min()
+        raise ValueError(f"{path}: label {wrong} is outside 0..{variant.num_classes - 1}, fetch it again")
+    return images, labels
+
+
+def _parse_binary(variant: Variant, path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+    size = variant.label_bytes + IMAGE_BYTES
+    if len(content) % size:
+        raise ValueError(
+            f"{path}: truncated or another file, {len(content)} bytes in records of {size}, fetch it again"
+        )
+    records = np.frombuffer(content, np.uint8).reshape(-1, size)
+    return records[:, variant.label_bytes :], records[:, variant.label_bytes - 1].astype(np.int64)
+
+
+def _parse_pickle(variant: Variant, path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        batch = pickles.load(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: no pickle of {variant.name} ({error}), fetch it again") from error
+    images, labels = batch.get("data"), batch.get(variant.label_key)
+    if not isinstance(images, np.ndarray) or images.ndim != 2 or images.shape[1] != IMAGE_BYTES:
+        raise ValueError(f"{path}: it has no 'data' of {IMAGE_BYTES} bytes an image, fetch it again")
+    if not isinstance(labels, list) or any(type(label) is not int for label in labels):
+        raise ValueError(f"{path}: it has no list of numbers '{variant.label_key}', fetch it again")
+    if len(labels) != len(images):
+        raise ValueError(f"{path}: {len(images)} images and {len(labels)} labels, fetch it again")
+    return images, np.array(labels, dtype=np.int64)

@@ -1,0 +1,126 @@
+"""What happens to a batch of images, on their device and at once: random crops and flips, then normalization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BITS_63 = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Pixels 0..1 of a channel become (pixel - mean) / std; one mean and one std a channel.
+
+    ValueError if there are not as many of the one as of the other, or a std is not above zero.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not self.mean:
+            raise ValueError(
+                f"Normalization: {len(self.mean)} means and {len(self.std)} stds, give one of each a channel"
+            )
+        if min(self.std) <= 0:
+            raise ValueError(f"Normalization: a std is {min(self.std)}, it must be above 0")
+
+    @classmethod
+    def of(cls, images: Tensor) -> Normalization:
+        """Mean and population std of every channel over all pixels 0..1 of uint8 images [N, C, H, W], to 4 digits."""
+        counts_CV = torch.stack([channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]).double()
+        values_V = torch.arange(256, dtype=torch.float64, device=images.device) / 255
+        share_CV = counts_CV / counts_CV.sum(1, keepdim=True)
+        mean_C = share_CV @ values_V
+        std_C = ((values_V - mean_C[:, None]).square() * share_CV).sum(1).sqrt()
+        return cls(tuple(round(m, 4) for m in mean_C.tolist()), tuple(round(s, 4) for s in std_C.tolist()))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Float32 [N, C, H, W] from uint8."""
+        scale, shift = _scale_and_shift(self, images.device)
+        return (images * scale).add_(shift)  # a product and a sum, never fused: the same bits for every batch size
+
+
+@lru_cache(maxsize=16)
+def _scale_and_shift(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
+    """pixel * scale + shift, for pixels 0..255: float32 [C, 1, 1] each, kept so that no step copies to the device."""
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (normalization.mean, normalization.std))
+    scale, shift = (value.float()[:, None, None].to(device) for value in (1 / (255 * std), -mean / std))
+    return scale, shift
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """A random crop of the image padded with zeros on all sides and, with flip, a mirror image half of the time.
+
+    What becomes of a sample follows from (seed, epoch, sample number) alone, by a counter-based generator: any number
+    of learners, any place in the batch and any restart give it the same crop and flip.
+    ValueError for a padding or a seed below zero.
+    """
+
+    padding: int = 4
+    flip: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("padding", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Augmentation: {name} is {getattr(self, name)}, it must be at least 0")
+
+    def __call__(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor:
+        """Uint8 [B, C, H, W] from the same; samples int64 [B] are the images' numbers in the data set."""
+        bits_B = random_bits(self.seed, epoch, samples)
+        num_places = 2 * self.padding + 1
+        top_B, left_B = ((bits_B >> place & 0xFFFFF) * num_places >> 20 for place in (0, 20))
+        if self.flip:
+            both = torch.cat([images, images.flip(-1)])
+            own = torch.arange(len(images), device=images.device)
+            images = both.index_select(0, own + len(images) * (bits_B >> 40 & 1))
+        return _crop(images, self.padding, top_B, left_B)
+
+
+def _crop(images: Tensor, padding: int, top_B: Tensor, left_B: Tensor) -> Tensor:
+    """Image i of [B, C, H, W], padded with zeros, from (top_B[i], left_B[i]) on.
+
+    A row of a crop is a run of W neighbours in memory, so one index_select copies all rows: much faster on a
+    CPU than indexing crops or pixels.
+    """
+    num_images, channels, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (padding,) * 4)
+    every_run = padded.flatten().unfold(0, width, 1)  # a view: run i begins at element i
+    planes_BC = torch.arange(num_images * channels, device=images.device).view(num_images, channels)
+    rows_BCH = (planes_BC * padded.shape[2] + top_B[:, None])[:, :, None] + torch.arange(height, device=images.device)
+    starts_BCH = rows_BCH * padded.shape[3] + left_B[:, None, None]
+    return every_run.index_select(0, starts_BCH.flatten()).view(images.shape)
+
+
+def random_bits(seed: int, epoch: int, samples: Tensor) -> Tensor:
+    """63 random bits for each sample number, int64 of the shape of `samples`, on its device.
+
+    SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators"): sample i gets output i
+    of the stream that begins at a hash of (seed, epoch). int64 products wrap around as unsigned ones do.
+    """
+    bits = samples * _signed(0x9E3779B97F4A7C15) + _stream(seed, epoch)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
+    return (bits ^ _shifted(bits, 31)) & _BITS_63
+
+
+@lru_cache(maxsize=4)
+def _stream(seed: int, epoch: int) -> int:
+    return _signed(int(np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(1, np.uint64)[0]))
+
+
+def _signed(number: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _shifted(bits: Tensor, places: int) -> Tensor:
+    """The shift to the right of an unsigned number: int64's own would repeat the sign."""
+    return bits >> places & (1 << 64 - places) - 1

@@ -1,0 +1,66 @@
+"""Small convolutional networks: one layer for MNIST-sized images, two for CIFAR-sized ones."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+MNIST_SHAPES: tuple[tuple[int, ...], ...] = ((1, 28, 28),)
+SIMPLE_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32), (1, 28, 28))
+NUM_CLASSES = 10
+
+
+class MnistCNN(nn.Module):
+    """16 filters of 3 x 3, padded, ReLU and one linear layer; inputs [B, 1, 28, 28] to logits [B, C].
+
+    125610 parameters for 10 classes, nearly all in the linear layer.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...] = MNIST_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
+        super().__init__()
+        channels, height, width = input_shape
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, 16, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16 * height * width, num_classes),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.layers(inputs)
+        return logits
+
+
+class SimpleCNN(nn.Module):
+    """4, then 8 filters of 3 x 3, each with ReLU and 2 x 2 max pooling, then 32 units and the logits.
+
+    Inputs [B, 3, 32, 32] or [B, 1, 28, 28] to logits [B, C]. 17154 parameters for 3 x 32 x 32 and 10 classes; 9986 with
+    padding=0, where each convolution takes a border of one pixel away.
+    ValueError unless padding is 0 or 1.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...] = SIMPLE_SHAPES[0],
+        num_classes: int = NUM_CLASSES,
+        *,
+        padding: int = 1,
+    ) -> None:
+        super().__init__()
+        if padding not in (0, 1):
+            raise ValueError(f"padding is {padding}, it must be 0 or 1")
+        channels, height, width = input_shape
+        for _ in range(2):
+            height, width = ((size - 2 + 2 * padding) // 2 for size in (height, width))
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(channels, 4, kernel_size=3, padding=padding), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(4, 8, kernel_size=3, padding=padding), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Flatten(),
+            *(nn.Linear(8 * height * width, 32), nn.ReLU()),
+            nn.Linear(32, num_classes),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.layers(inputs)
+        return logits

@@ -1,0 +1,83 @@
+"""Residual networks for small images (He et al. 2016, "Deep Residual Learning for Image Recognition")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32), (1, 28, 28))
+NUM_CLASSES = 10
+
+
+class ResNet(nn.Module):
+    """A 3 x 3 convolution, stages of basic blocks, global average pooling and a linear layer.
+
+    Images are small, so the stem neither strides nor pools; every stage but the first halves height and width.
+    Inputs [B, channels, H, W] to logits [B, C]. The defaults have 308826 parameters for 3 x 32 x 32 and 10 classes.
+
+    Args:
+        blocks: of each stage.
+        widths: channels of each stage; as many as blocks.
+
+    ValueError unless both have the same length, at least 1, and whole numbers of at least 1.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
+        num_classes: int = NUM_CLASSES,
+        *,
+        blocks: Sequence[int] = (1, 1, 1, 1),
+        widths: Sequence[int] = (16, 32, 64, 128),
+    ) -> None:
+        super().__init__()
+        if not blocks or len(blocks) != len(widths) or min(*blocks, *widths) < 1:
+            raise ValueError(f"blocks {list(blocks)} and widths {list(widths)} must be as many, each at least 1")
+        self.stem = nn.Sequential(_conv3x3(input_shape[0], widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU())
+        stages: list[nn.Module] = []
+        channels = widths[0]
+        for stage, (count, width) in enumerate(zip(blocks, widths, strict=True)):
+            for block in range(count):
+                stages.append(BasicBlock(channels, width, stride=2 if stage > 0 and block == 0 else 1))
+                channels = width
+        self.blocks = nn.Sequential(*stages)
+        self.head = nn.Linear(channels, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        features = self.blocks(self.stem(inputs))
+        logits: Tensor = self.head(features.mean(dim=(2, 3)))
+        return logits
+
+
+class ResNet18(ResNet):
+    """Two blocks in each of four stages of 64 to 512 channels: 11173962 parameters for 3 x 32 x 32 and 10 classes."""
+
+    def __init__(self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
+        super().__init__(input_shape, num_classes, blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512))
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions around which the input is carried; a 1 x 1 convolution carries it where shapes differ."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            *(_conv3x3(channels_in, channels_out, stride), nn.BatchNorm2d(channels_out), nn.ReLU()),
+            *(_conv3x3(channels_out, channels_out), nn.BatchNorm2d(channels_out)),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            projection = nn.Conv2d(channels_in, channels_out, kernel_size=1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
+        outputs: Tensor = self.residual(inputs) + self.shortcut(inputs)
+        return outputs.relu()
+
+
+def _conv3x3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
+    """Without bias: batch normalization follows."""
+    return nn.Conv2d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1, bias=False)
