@@ -36,7 +36,7 @@ class BenchConfig:
     topology: str = option("random_pair", f"who averages with whom in dpsgd: {', '.join(TOPOLOGIES)}")
     model: str = option("simplenet", ", ".join(models.names()))
     dataset: str = option("synthetic", ", ".join(data.names()))
-    data_dir: Path | None = option(None, "folder that holds MNIST/raw or the like", type=Path)
+    data_dir: Path | None = option(None, "folder that holds MNIST/raw, cifar-10-batches-py or the like", type=Path)
     download: bool = option(False, "fetch missing files into --data-dir first", action=BOOLEAN)
     normalize: bool = option(False, "images to mean 0 and std 1 a channel", action=BOOLEAN)
     augment: bool = option(False, "random crops, and flips but for digits", action=BOOLEAN)
