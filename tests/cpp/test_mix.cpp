@@ -1,33 +1,16 @@
 // mix_ and mix_stacked_ against weighted sums in double.
-#include "problems.h"
+#include "exact_averages.h"
 
 namespace ddpcore::test {
 namespace {
 
 template <typename T>
 void expect_exact_mix(int64_t numel, int64_t num_peers, int64_t offset) {
-    const MixProblem<T> before(numel, num_peers, offset);
-    MixProblem<T> after(numel, num_peers, offset);
-    const MixArgs args = after.args();
-    cpu::mix_(args, 0, after.num_blocks());
-    std::vector<double> distances(static_cast<size_t>(num_peers));
-    for (int64_t i = 0; i < numel; ++i) {
-        double exact = static_cast<double>(args.self_weight) * before.weights[i], magnitude = std::abs(exact);
-        for (size_t k = 0; k < distances.size(); ++k) {
-            const double peer = (*before.peers[k])[i], term = before.peer_weights[k] * peer;
-            exact += term;
-            magnitude += std::abs(term);
-            distances[k] += (before.weights[i] - peer) * (before.weights[i] - peer);
-        }
-        // One product for the own term, a product and a sum for each peer.
-        ASSERT_NEAR(after.weights[i], exact, tolerance<T>(exact, magnitude, static_cast<int>(1 + 2 * num_peers))) << i;
-    }
-    const std::vector<double> sums = summed(after.partials, num_peers);
-    for (size_t k = 0; k < distances.size(); ++k) {
-        ASSERT_NEAR(sums[k], distances[k], distance_tolerance(distances[k])) << "peer " << k;
-        ASSERT_TRUE(after.peers[k]->same_bits(*before.peers[k]));
-    }
-    ASSERT_TRUE(after.weights.guards_untouched());
+    MixProblem<T> problem(numel, num_peers, offset);
+    expect_exact(problem, [&] {
+        cpu::mix_(problem.args(), 0, problem.num_blocks());
+        return summed(problem.partials, num_peers);
+    });
 }
 
 template <typename T>
@@ -59,34 +42,12 @@ TYPED_TEST(MixTest, AnySplitIntoRangesHasTheSameBits) {
 
 template <typename T>
 void expect_exact_stacked(int64_t num_learners, int64_t numel, int64_t offset) {
-    StackedProblem<T> before(num_learners, numel, offset), after(num_learners, numel, offset);
-    before.randomize_matrix();
-    after.randomize_matrix();
-    cpu::mix_stacked_(after.args(), 0, after.num_blocks());
-    std::vector<double> distances(static_cast<size_t>(num_learners)), slack(distances);
-    for (int64_t i = 0; i < numel; ++i) {
-        double mean = 0.0;
-        for (int64_t j = 0; j < num_learners; ++j) mean += before.value(j, i) / static_cast<double>(num_learners);
-        for (int64_t j = 0; j < num_learners; ++j) {
-            double exact = 0.0, magnitude = 0.0;
-            for (int64_t k = 0; k < num_learners; ++k) {
-                exact += before.entry(j, k) * before.value(k, i);
-                magnitude += std::abs(before.entry(j, k) * before.value(k, i));
-            }
-            ASSERT_NEAR(after.value(j, i), exact, tolerance<T>(exact, magnitude, static_cast<int>(2 * num_learners)))
-                << "learner " << j << " element " << i;
-            const double difference = std::abs(before.value(j, i) - mean);
-            // Values are at most 2 and so is the mean: L sums, the share's rounding, its product and the difference.
-            const double error = static_cast<double>(num_learners + 3) * half_ulp<float>(2.0);
-            distances[static_cast<size_t>(j)] += difference * difference;
-            slack[static_cast<size_t>(j)] += (2.0 * difference + error) * error;
-        }
-    }
-    const std::vector<double> sums = summed(after.partials, num_learners);
-    for (size_t j = 0; j < sums.size(); ++j) {
-        ASSERT_NEAR(sums[j], distances[j], distance_tolerance(distances[j]) + slack[j]) << "learner " << j;
-    }
-    ASSERT_TRUE(after.weights.guards_untouched());
+    StackedProblem<T> problem(num_learners, numel, offset);
+    problem.randomize_matrix();
+    expect_exact(problem, [&] {
+        cpu::mix_stacked_(problem.args(), 0, problem.num_blocks());
+        return summed(problem.partials, num_learners);
+    });
 }
 
 TYPED_TEST(MixTest, StacksOfEverySizeAlignmentAndNumberOfLearners) {
