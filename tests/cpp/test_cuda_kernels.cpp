@@ -2,7 +2,7 @@
 // another order. Skipped, with the reason, where there is no CUDA device.
 #include <numeric>
 
-#include "device.h"
+#include "device_problems.h"
 
 namespace ddpcore::test {
 namespace {
@@ -15,31 +15,6 @@ void expect_near(const std::vector<double>& device, const std::vector<double>& h
 TYPED_TEST_SUITE(CudaTest, Storages);
 
 // ---- mix_ and mix_sgd_step_ ----
-
-// MixProblem's tensors on the device and the arguments that point there.
-template <typename T>
-struct DeviceMix {
-    DeviceMix(MixProblem<T>& host, int64_t offset)
-        : weights(host.weights, offset),
-          partials(host.num_blocks() * static_cast<int64_t>(host.peers.size())),
-          sums(static_cast<int64_t>(host.peers.size())),
-          args(host.args()) {
-        for (const auto& peer : host.peers) {
-            peers.push_back(std::make_unique<DeviceBuffer<T>>(*peer, offset));
-            pointers.push_back(peers.back()->data());
-        }
-        args.weights = weights.data();
-        args.peers = pointers.data();
-        args.partials = partials.data();
-        args.sums = sums.data();
-    }
-
-    DeviceBuffer<T> weights;
-    DeviceBuffer<double> partials, sums;
-    std::vector<std::unique_ptr<DeviceBuffer<T>>> peers;
-    std::vector<const void*> pointers;
-    MixArgs args;
-};
 
 // Leaves the sums of the device in `sums`.
 template <typename T>
@@ -152,18 +127,11 @@ template <typename T>
 void expect_twin_stacked(int64_t num_learners, int64_t numel, int64_t offset, std::vector<double>& sums) {
     StackedProblem<T> host(num_learners, numel, 0);
     host.randomize_matrix();
-    const DeviceBuffer<T> weights(host.weights, offset);
-    const DeviceBuffer<float> matrix(host.matrix.data(), num_learners * num_learners);
-    const DeviceBuffer<double> partials(host.num_blocks() * num_learners), device_sums(num_learners);
-    StackedMixArgs args = host.args();
-    cpu::mix_stacked_(args, 0, host.num_blocks());
-    args.weights = weights.data();
-    args.matrix = matrix.data();
-    args.partials = partials.data();
-    args.sums = device_sums.data();
-    ASSERT_CUDA(cuda::mix_stacked_(args, nullptr));
-    ASSERT_TRUE(weights.same_bits(host.weights));
-    sums = device_sums.download();
+    const DeviceStacked<T> device(host, offset);
+    cpu::mix_stacked_(host.args(), 0, host.num_blocks());
+    ASSERT_CUDA(cuda::mix_stacked_(device.args, nullptr));
+    ASSERT_TRUE(device.weights.same_bits(host.weights));
+    sums = device.sums.download();
     ASSERT_NO_FATAL_FAILURE(expect_near(sums, summed(host.partials, num_learners)));
 }
 
@@ -187,25 +155,6 @@ TYPED_TEST(CudaTest, MixStacked) {
 }
 
 // ---- segment_norms and total_norm_ ----
-
-// NormProblem's tensors on the device and the arguments that point there, but for the sums.
-template <typename T>
-struct DeviceNorms {
-    DeviceNorms(NormProblem<T>& host, int64_t offset)
-        : partials(host.num_blocks()), segments(host.segments), args(host.args()) {
-        for (size_t s = 0; s < segments.size(); ++s) {
-            data.push_back(std::make_unique<DeviceBuffer<T>>(*host.data[s], offset));
-            segments[s].data = data[s]->data();
-        }
-        args.segments = segments.data();
-        args.partials = partials.data();
-    }
-
-    DeviceBuffer<double> partials;
-    std::vector<std::unique_ptr<DeviceBuffer<T>>> data;
-    std::vector<NormSegment> segments;
-    NormArgs args;
-};
 
 // After the norms of the host are formed.
 template <typename T>
