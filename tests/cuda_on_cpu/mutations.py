@@ -133,6 +133,13 @@ MUTATIONS = [
              "optimizers:GroupsOfWholeBlocks"),
     Mutation("no tail guard of an update", "lamb.cu",
              "if (!whole && i >= count) continue;", "", "optimizers:LambWithoutEps"),
+    Mutation("noise of every block from the first element", "mix.cuh",
+             "noise.first + first + place_of", "noise.first + place_of", "kernels:Noise"),
+    Mutation("noise within one four alone", "mix.cuh",
+             "    if (index % 4 != 0) next = four_normals(noise.seed, noise.step, index / 4 + 1);\n", "",
+             "kernels:Noise"),
+    Mutation("noise not shifted by two", "mix.cuh",
+             "(index & 2) != 0 ? both[k + 2] : both[k]", "both[k]", "kernels:Noise"),
     Mutation("norm of one element of a share", "lars.cu",
              "squared(load(grads[i]))", "squared(load(grads[0]))", "optimizers:EverySettingSizeAndAlignment"),
 ]  # fmt: skip
