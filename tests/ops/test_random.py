@@ -63,7 +63,7 @@ def test_moments_and_distribution(seed, step):
 
 @pytest.mark.parametrize(("seed", "step"), STREAMS)
 def test_kolmogorov_and_smirnov(seed, step):
-    """``sqrt(n)`` times the largest distance of the distribution functions exceeds x in ``2*exp(-2*x*x)`` of samples."""
+    """``sqrt(n)`` times the distance of the distribution functions exceeds x in ``2*exp(-2*x*x)`` of samples."""
     normal = torch.special.ndtr(sample_of(seed, step).sort().values)
     below = torch.arange(NUM_DRAWS, dtype=torch.float64) / NUM_DRAWS
     distance = max(float((normal - below).max()), float((below + 1 / NUM_DRAWS - normal).max()))
