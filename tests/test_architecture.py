@@ -36,6 +36,7 @@ EXCEPTIONS: dict[str, str] = {
     "ddpcore/ops/sgd.py:sgd_step_": "one argument a line: its name, what it means, and how it is passed on",
     "ddpcore/ops/lars.py:lars_step_": "as sgd_step_",
     "ddpcore/ops/lamb.py:lamb_step_": "as sgd_step_",
+    "ddpcore/ops/mix_sgd.py:mix_sgd_step_": "as sgd_step_",
 }
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
 # Where other people's libraries are imported, by name and only if they are installed.

@@ -40,6 +40,39 @@ TYPED_TEST(CudaTest, Mix) {
     }
 }
 
+// A first number of every place in its four; more peers than mix_sgd_step_ takes in one pass.
+TYPED_TEST(CudaTest, Noise) {
+    const SgdRule rule{0.9f, 1.0f, false, false};
+    for (const int64_t numel : kDeviceSizes) {
+        for (const int64_t num_peers : {0, 1, 9}) {
+            for (const int64_t first : {0, 1, 2, 3}) {
+                SCOPED_TRACE(::testing::Message() << "numel " << numel << " peers " << num_peers << " from " << first);
+                MixProblem<TypeParam> host(numel, num_peers, 0);
+                host.noise = some_noise(first);
+                const DeviceMix<TypeParam> device(host, first % 2);
+                ASSERT_CUDA(cuda::mix_(device.args, nullptr));
+                cpu::mix_(host.args(), 0, host.num_blocks());
+                ASSERT_TRUE(device.weights.same_bits(host.weights));
+
+                MixSgdProblem<TypeParam> step(numel, num_peers, 0, rule, 0.03f, false);
+                step.mix.noise = some_noise(first);
+                const DeviceMix<TypeParam> mix(step.mix, first % 2);
+                const DeviceBuffer<TypeParam> grad(step.grad, 0), momentum(step.momentum, 0);
+                MixSgdArgs args = step.args();
+                args.mix = mix.args;
+                args.grad = grad.data();
+                args.momentum = momentum.data();
+                args.group.step = nullptr;
+                step.group.step = nullptr;
+                ASSERT_CUDA(cuda::mix_sgd_step_(args, nullptr));
+                cpu::mix_sgd_step_(step.args(), 0, step.mix.num_blocks());
+                ASSERT_TRUE(mix.weights.same_bits(step.mix.weights));
+                ASSERT_TRUE(momentum.same_bits(step.momentum));
+            }
+        }
+    }
+}
+
 TYPED_TEST(CudaTest, TooManyPeersOrLearnersIsAnError) {
     MixProblem<TypeParam> host(1, cuda::kMaxPeers + 1, 0);
     const DeviceMix<TypeParam> device(host, 0);

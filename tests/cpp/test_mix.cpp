@@ -1,5 +1,6 @@
 // mix_ and mix_stacked_ against weighted sums in double.
 #include "exact_averages.h"
+#include "random.h"
 
 namespace ddpcore::test {
 namespace {
@@ -31,6 +32,54 @@ TYPED_TEST(MixTest, EverySizeAlignmentAndNumberOfPeers) {
 TYPED_TEST(MixTest, AnySplitIntoRangesHasTheSameBits) {
     for (uint32_t seed = 0; seed < 20; ++seed) {
         MixProblem<TypeParam> whole(50001, 3, 0), split(50001, 3, 1);
+        cpu::mix_(whole.args(), 0, whole.num_blocks());
+        for (const auto& [begin, end] : random_ranges(split.num_blocks(), seed)) cpu::mix_(split.args(), begin, end);
+        ASSERT_TRUE(split.weights.same_bits(whole.weights));
+        ASSERT_EQ(split.partials, whole.partials);
+    }
+}
+
+// ---- noise ----
+
+// The noise is one more peer, the last one, whose elements are the normals of random.h.
+template <typename T>
+void expect_noise_is_a_term(int64_t numel, int64_t num_peers, int64_t first) {
+    MixProblem<T> noisy(numel, num_peers, 1);
+    const Buffer<T> before = noisy.weights;
+    noisy.noise = some_noise(first);
+    const MixArgs args = noisy.args();
+    cpu::mix_(args, 0, noisy.num_blocks());
+    for (int64_t i = 0; i < numel; ++i) {
+        float mixed = args.self_weight * before[i];
+        for (size_t k = 0; k < noisy.peers.size(); ++k) {
+            mixed = mix_element(mixed, noisy.peer_weights[k], (*noisy.peers[k])[i]);
+        }
+        const auto index = static_cast<uint64_t>(args.noise.first + i);
+        const Normals four = four_normals(args.noise.seed, args.noise.step, index / 4);
+        const T expected = cpu::store<T>(mix_element(mixed, args.noise.std, four.values[index % 4]));
+        ASSERT_TRUE(same_bits(noisy.weights.data() + i, &expected, 1)) << i;
+    }
+    MixProblem<T> silent(numel, num_peers, 0);
+    cpu::mix_(silent.args(), 0, silent.num_blocks());
+    ASSERT_EQ(noisy.partials, silent.partials);
+    ASSERT_TRUE(noisy.weights.guards_untouched());
+}
+
+TYPED_TEST(MixTest, NoiseIsTheLastTerm) {
+    for (const int64_t numel : kSizes) {
+        for (const int64_t num_peers : {0, 1, 3}) {
+            for (const int64_t first : {0, 1, 2, 3, 64}) {
+                SCOPED_TRACE(::testing::Message() << "numel " << numel << " peers " << num_peers << " from " << first);
+                ASSERT_NO_FATAL_FAILURE(expect_noise_is_a_term<TypeParam>(numel, num_peers, first));
+            }
+        }
+    }
+}
+
+TYPED_TEST(MixTest, AnySplitIntoRangesHasTheSameNoise) {
+    for (uint32_t seed = 0; seed < 5; ++seed) {
+        MixProblem<TypeParam> whole(50001, 1, 0), split(50001, 1, 1);
+        whole.noise = split.noise = some_noise(seed);
         cpu::mix_(whole.args(), 0, whole.num_blocks());
         for (const auto& [begin, end] : random_ranges(split.num_blocks(), seed)) cpu::mix_(split.args(), begin, end);
         ASSERT_TRUE(split.weights.same_bits(whole.weights));

@@ -34,7 +34,7 @@ def results() -> dict[str, Any]:
                 found |= {f"{rule} {kind} {name} {index}": tensor for index, tensor in enumerate(tensors)}
     weights, peer, grad, buffer = torch.randn(4, 5000).unbind(0)
     stack, matrix = torch.randn(3, 500), torch.rand(3, 3)
-    found["mix_"] = ops.mix_(weights, [peer], 0.5, [0.5])
+    found["mix_"] = ops.mix_(weights, [peer], 0.5, [0.5], noise=ops.Noise(0.1, seed=1, step=2))
     found["mix_stacked_"] = ops.mix_stacked_(stack, matrix)
     count = torch.zeros(1)
     rule = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
