@@ -45,7 +45,7 @@ class ProcessGroupCommunicator(Communicator):
         backend = dist.get_backend(self.group)
         self.description = f"torch.distributed, {backend}"
         self._is_gloo = backend == "gloo"
-        self._received: dict[tuple[int, int], Tensor] = {}
+        self._received: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
         self._places: set[int] = set()  # sets of receive buffers that a transfer under way writes to
 
     def broadcast_(self, rows: Tensor) -> None:
@@ -73,7 +73,7 @@ class ProcessGroupCommunicator(Communicator):
         weights = weights_LP[0]
         place = next(number for number in count() if number not in self._places)
         self._places.add(place)
-        peers = [self._buffer((place, slot), weights) for slot in range(len(plan.sources))]
+        peers = [self._buffer(place, slot, weights) for slot in range(len(plan.sources))]
         # One fixed order on every rank: sends before receives, each by ascending rank.
         sends = [dist.P2POp(dist.isend, weights, group=self.group, group_peer=peer) for peer in plan.destinations]
         receives = [
@@ -90,11 +90,12 @@ class ProcessGroupCommunicator(Communicator):
         dist.all_gather(list(result.split(1)), values.contiguous(), group=self.group)
         return result
 
-    def _buffer(self, key: tuple[int, int], like: Tensor) -> Tensor:
-        buffer = self._received.get(key)
-        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype or buffer.device != like.device:
-            buffer = self._received[key] = torch.empty_like(like)
-        return buffer
+    def _buffer(self, place: int, slot: int, like: Tensor) -> Tensor:
+        """Kept for each size: weights and what a policy averages beside them take turns."""
+        key = (place, slot, like.numel(), like.dtype, like.device)
+        if key not in self._received:
+            self._received[key] = torch.empty_like(like)
+        return self._received[key]
 
 
 class _Average(Work):

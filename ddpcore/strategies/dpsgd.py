@@ -86,7 +86,7 @@ class DPSGD(Strategy):
         self._published = None if compression is None else Published(compression)
         self._versions: list[int] = []  # of the weights that are in flight as they are
         self._under_way: list[_Pending] = []  # oldest first
-        self._combined = False
+        self._begun = False  # whether a forward pass of this step has been seen
 
     def __repr__(self) -> str:
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
@@ -95,30 +95,30 @@ class DPSGD(Strategy):
     def setup(self, learner: Learner) -> None:
         """Check W, and what the codec needs of it, against the number of learners."""
         self.topology.validate(learner.comm.num_learners)
-        if self.compression is not None and self.compression.differences:
-            if self.topology.period(learner.comm.num_learners) != 1:
-                raise ValueError(
-                    f"dpsgd: {self.compression.name} keeps an estimate of each neighbour and {self.topology!r} "
-                    "changes them: take a fixed topology (ring), or bf16 or int8"
-                )
+        codec = self.compression
+        if codec is not None and codec.differences and self.topology.period(learner.comm.num_learners) != 1:
+            raise ValueError(
+                f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} "
+                "changes them: take a fixed topology (ring), or bf16 or int8"
+            )
 
     def before_forward(self, learner: Learner) -> None:
-        """Start the exchange of w(t), or combine first and compute then. One forward pass of a step does so."""
-        if self.order == ORDERS[0]:
-            if len(self._under_way) <= self.staleness:
-                self._start(learner)
-        elif self.order == ORDERS[2] and not self._combined:
-            self._start(learner)
+        """Start the exchange of w(t), or combine first and compute then. The first forward pass of a step does so."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.order != ORDERS[1]:
+            self._start(learner, learner.step)
+        if self.order == ORDERS[2]:
             self._finish(learner)
             torch.autograd.graph.increment_version(learner.flat.parameters)
-            self._combined = True
 
     def before_step(self, learner: Learner) -> None:
         """w <- W w, now, or by the optimizer in the same pass as its step."""
         self.before_forward(learner)  # made up for where gradients came from elsewhere
+        self._begun = False
         if self.order == ORDERS[0] and len(self._under_way) > self.staleness:
             self._finish(learner, learner.optimizer if learner.flat.gather_grads() else None)
-        self._combined = False
 
     def after_step(self, learner: Learner) -> None:
         """Adapted: combine. The other orders exchange with the next forward pass."""
@@ -130,8 +130,8 @@ class DPSGD(Strategy):
         """At every step."""
         return True
 
-    def _start(self, learner: Learner, step: int | None = None) -> None:
-        weights_LP, step = learner.flat.param_LP, learner.step if step is None else step
+    def _start(self, learner: Learner, step: int) -> None:
+        weights_LP = learner.flat.param_LP
         rows, published = weights_LP, None
         if self._published is not None:
             # What no learner does at a step, a neighbour need not know of.

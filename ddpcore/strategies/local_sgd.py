@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -116,7 +117,7 @@ class LocalSGD(Strategy):
     def _columns(self, numel: int) -> list[tuple[int, int]]:
         """Of the flat buffer, one range a fragment."""
         bounds = [numel * index // self.fragments for index in range(self.fragments + 1)]
-        return list(zip(bounds, bounds[1:], strict=False))
+        return list(pairwise(bounds))
 
     def state_dict(self) -> dict[str, Any]:
         """The outer optimizer and the weights that it stands at."""
