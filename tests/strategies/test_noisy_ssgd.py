@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def gradients(w: torch.Tensor) -> torch.Tensor:
 def test_shared(kind: Any) -> None:
     """w <- w + s x - a mean g(w): one x for all, which stays in the weights."""
     _, seen = trained(NoisySSGD(0.1, seed=4), kind)
-    for step, (before, after) in enumerate(zip(seen, seen[1:], strict=False)):
+    for step, (before, after) in enumerate(pairwise(seen)):
         assert torch.equal(after[0], after[1])
         expected = before.double() + drawn(0.1, 4, step) - 0.01 * gradients(before.double()).mean(0)
         torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
@@ -64,7 +65,7 @@ def test_shared(kind: Any) -> None:
 def test_per_learner() -> None:
     """w <- w - a mean_k g_k(w + s x_k): the noise moves the gradients alone."""
     _, seen = trained(NoisySSGD(0.1, seed=4, where="per_learner"))
-    for step, (before, after) in enumerate(zip(seen, seen[1:], strict=False)):
+    for step, (before, after) in enumerate(pairwise(seen)):
         assert torch.equal(after[0], after[1])
         away = torch.stack([w + drawn(0.1, 5 + rank, step) for rank, w in enumerate(before.double())])
         expected = before.double() - 0.01 * gradients(away).mean(0)
