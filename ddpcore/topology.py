@@ -82,7 +82,7 @@ class Topology(ABC):
         rounding = num_learners * float(np.finfo(np.float64).eps)
         return 1.0 if sigma <= rounding else max(0.0, 1.0 - sigma ** (1 / period))
 
-    def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
+    def validate(self, num_learners: int) -> None:
         """ValueError unless every step is a sound exchange and every learner hears of every other in time.
 
         Checked over a period: weights are non-negative, rows and columns of W sum to one, j reads from i exactly if i
