@@ -2,7 +2,21 @@
 
 from ddpcore.parallel import Distributed, distribute
 from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, Single
-from ddpcore.topology import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Topology
+from ddpcore.topology import (
+    Complete,
+    FromGraph,
+    FromMatrix,
+    Hierarchical,
+    Hypercube,
+    Matching,
+    OnePeerExponential,
+    RandomPair,
+    Ring,
+    Star,
+    StaticExponential,
+    Topology,
+    Torus2D,
+)
 
 __version__ = "0.1.0"
 
@@ -12,12 +26,19 @@ __all__ = [
     "SSGD",
     "Complete",
     "Distributed",
+    "FromGraph",
     "FromMatrix",
+    "Hierarchical",
+    "Hypercube",
     "LocalSGD",
+    "Matching",
     "OnePeerExponential",
     "RandomPair",
     "Ring",
     "Single",
+    "Star",
+    "StaticExponential",
     "Topology",
+    "Torus2D",
     "distribute",
 ]
