@@ -24,6 +24,7 @@ FLOORS: dict[str, float] = {
     "learner": 4.5,
     "strategies": 5, "diagnostics": 5, "evaluation": 5,
     "policies": 5.5,
+    "distributed": 5.7,
     "parallel": 6,
     "": 6.5,  # ddpcore/__init__.py: what a user imports
     "engine": 7, "launch": 7,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.metrics import error_pct
-from ddpcore.parallel import Distributed
+from ddpcore.distributed import Distributed
 
 
 class Trainer:
