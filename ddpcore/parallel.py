@@ -42,14 +42,13 @@ def distribute(
         model: its parameters that need a gradient must all be in ``optimizer``.
         optimizer: any ``torch.optim.Optimizer``; ddpcore's fused ones take the one-pass path.
         strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
-        learners: None, one learner a rank of ``group``. A number, that many virtual learners in this process: call the
-            returned ``.model`` with ``[learners, batch, ...]`` and add up the learners' losses.
+        learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
+            ``[learners, batch, ...]`` and add up the learners' losses.
         group: the process group; None is the default one.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
         first_bucket_bytes: size of the first one.
-        policies: what becomes of momentum, batch normalisation statistics, scaler and random numbers when learners
-            average; None keeps each learner's own.
+        policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
         scaler: of mixed precision, for the policy of that name.
 
     Returns:
@@ -78,12 +77,11 @@ def distribute(
     if isinstance(optimizer, FusedOptimizer):
         optimizer.bind(flat)
     comm.broadcast_(flat.param_LP)
-    if learners is not None:
-        model = StackedModel(model, learners, vectorize)
-    else:
+    if learners is None:
         _broadcast_buffers(model, comm)
-    companions = Companions(policies or Policies(), model, learner, strategy, scaler)
-    return Engine(model, learner, strategy, companions)
+    else:
+        model = StackedModel(model, learners, vectorize)
+    return Engine(model, learner, strategy, Companions(policies or Policies(), model, learner, strategy, scaler))
 
 
 _IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
