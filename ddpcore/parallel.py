@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore.comm.base import Communicator
+from ddpcore.comm.grid import GridCommunicator
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.distributed import Distributed, Engine
@@ -43,11 +44,11 @@ def distribute(
         optimizer: any ``torch.optim.Optimizer``; ddpcore's fused ones take the one-pass path.
         strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
-            ``[learners, batch, ...]`` and add up the learners' losses.
-        group: the process group; None is the default one.
+            ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.
+        group: the process group; None is the default one for real ranks, and none for virtual learners.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
-        first_bucket_bytes: size of the first one.
+        first_bucket_bytes: size of the first.
         policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
         scaler: of mixed precision, for the policy of that name.
 
@@ -66,10 +67,9 @@ def distribute(
         comm = strategy.connect(group)
         return Distributed(strategy.wrap(model, group), comm)
     _check(model, optimizer, strategy, scaler)
-    comm = ProcessGroupCommunicator(group) if learners is None else VirtualCommunicator(learners)
-    flat = FlatParameters(
-        model.named_parameters(), stack=learners, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
-    )
+    comm = _connect(learners, group)
+    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    flat = FlatParameters(model.named_parameters(), stack=learners, **buckets)
     learner = Learner(flat, comm, optimizer)
     strategy.setup(learner)
     strategy.in_use = True
@@ -85,6 +85,12 @@ def distribute(
 
 
 _IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _connect(learners: int | None, group: dist.ProcessGroup | None) -> Communicator:
+    if learners is None:
+        return ProcessGroupCommunicator(group)
+    return VirtualCommunicator(learners) if group is None else GridCommunicator(learners, group)
 
 
 def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:

@@ -74,6 +74,21 @@ def test_weights_and_losses(case: Any, real: list[dict[Any, Any]], virtual: dict
         assert torch.equal(parameters, parameters[:1].expand_as(parameters)), "they must hold the same bits"
 
 
+@pytest.mark.parametrize("case", oracle.GRIDS, ids=str)
+def test_several_learners_a_rank(case: Any, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
+    """Two virtual learners on each of half as many ranks: as all of them in one process, bit for bit if gathered."""
+    seen = [rank[("grid", *case)] for rank in real[: case.world_size // 2]]
+    weights = torch.cat([one["weights"] for one in seen])
+    if is_bitwise(case):
+        assert torch.equal(weights, virtual[case]["weights"])
+        assert torch.equal(torch.cat([one["losses"] for one in seen], dim=1), virtual[case]["losses"])
+    else:
+        assert ulps(weights, virtual[case]["weights"]) <= 4
+    for one in seen:
+        assert ulps(one["average"], virtual[case]["average"]) <= 4
+        assert one["consensus"] == pytest.approx(virtual[case]["consensus"], abs=1e-6)
+
+
 @pytest.mark.parametrize("case", oracle.CASES, ids=str)
 def test_average_distance_and_bytes(case: Any, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
     """The evaluation model is the mean on every rank; the distance is that of the weights; bytes are counted alike.

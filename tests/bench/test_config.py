@@ -68,7 +68,7 @@ def test_spaces_between_strategies() -> None:
         ({"lr": -0.1}, "--lr is -0.1"),
         ({"momentum": -0.1}, "--momentum is -0.1"),
         ({"momentum": float("nan")}, "--momentum is nan"),
-        ({"topology": "star"}, "--topology 'star': choose from complete, ring, random_pair"),
+        ({"topology": "line"}, "--topology 'line': choose from complete, ring"),
         ({"model": "vgg"}, "--model 'vgg': choose from"),
         ({"dataset": "cifar"}, "--dataset 'cifar': choose from"),
         ({"device": "tpu"}, "--device 'tpu': choose from"),

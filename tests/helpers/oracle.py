@@ -77,6 +77,10 @@ CASES = [
 ]
 
 
+GRIDS = [case for case in CASES if case.world_size in (4, LARGEST) and case.optimizer == "torch"]
+"""Run with two virtual learners on each of half as many ranks, too."""
+
+
 def outer(tensors: Any) -> torch.optim.Optimizer:
     """DiLoCo's."""
     return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
@@ -114,11 +118,18 @@ def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
 GATHER_BYTES = base.GATHER_BYTES
 
 
-def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages."""
+def train(case: Case, group: dist.ProcessGroup | None = None, num_rows: int | None = None) -> dict[str, Any]:
+    """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages.
+
+    Without a group all are virtual, with one each rank is one, or with ``num_rows`` so many.
+    """
     base.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
-    real = group is not None
-    rank = dist.get_rank(group) if real else 0
+    rank = 0 if group is None else dist.get_rank(group)
+    real = group is not None and num_rows is None
+    held = [rank]
+    if not real:
+        num_rows = case.world_size if num_rows is None else num_rows
+        held = list(range(rank * num_rows, (rank + 1) * num_rows))
     torch.manual_seed(17 + rank)  # all must start from learner 0's weights
     model = model_of(case)
     rule: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
@@ -128,13 +139,12 @@ def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         model,
         optimizer,
         MAKERS[case.strategy](topology_of(case)),
-        learners=None if real else case.world_size,
+        learners=num_rows,
         group=group,
         vectorize=None if real else False,
         bucket_bytes=128,  # several buckets, cut inside tensors
         first_bucket_bytes=64,
     )
-    held = [rank] if real else list(range(case.world_size))
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -142,7 +152,7 @@ def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         for part in parts:
             with handle.no_sync() if part != parts[-1] else nullcontext():
                 inputs, labels = (x[:, part] for x in batch(step, case.world_size))
-                outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs)
+                outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs[held[0] : held[-1] + 1])
                 each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
                 each.sum().backward()
         optimizer.step()
@@ -169,11 +179,13 @@ def main() -> None:
 
     path, rank, world_size = join()
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}  # every rank takes part in each
-    results = {}
+    results: dict[Any, Any] = {}
     for case in CASES:
         if rank < case.world_size:
-            results[case] = train(case, groups[case.world_size])
-    torch.save({tuple(case): result for case, result in results.items()}, path)
+            results[tuple(case)] = train(case, groups[case.world_size])
+        if case in GRIDS and rank < case.world_size // 2:
+            results[("grid", *case)] = train(case, groups[case.world_size // 2], num_rows=2)
+    torch.save(results, path)
     dist.barrier()
     dist.destroy_process_group()
 
