@@ -34,21 +34,34 @@ struct DeviceMix {
 template <typename T>
 struct DeviceStacked {
     DeviceStacked(StackedProblem<T>& host, int64_t offset)
-        : weights(host.weights, offset),
-          matrix(host.matrix.data(), host.num_learners * host.num_learners),
+        : args(host.args()),
+          weights(host.weights, offset),
+          offsets(args.offsets, host.num_learners + 1),
+          columns(args.columns, args.offsets[host.num_learners]),
+          values(args.values, args.offsets[host.num_learners]),
           partials(host.num_blocks() * host.num_learners),
-          sums(host.num_learners),
-          args(host.args()) {
+          sums(host.num_learners) {
+        for (const auto& other : host.others) {
+            others.push_back(
+                std::make_unique<DeviceBuffer<T>>(*other, host.num_learners % 2));  // not where weights are
+            pointers.push_back(others.back()->data());
+        }
         args.weights = weights.data();
-        args.matrix = matrix.data();
+        args.others = pointers.data();
+        args.offsets = offsets.data();
+        args.columns = columns.data();
+        args.values = values.data();
         args.partials = partials.data();
         args.sums = sums.data();
     }
 
-    DeviceBuffer<T> weights;
-    DeviceBuffer<float> matrix;
-    DeviceBuffer<double> partials, sums;
     StackedMixArgs args;
+    DeviceBuffer<T> weights;
+    std::vector<std::unique_ptr<DeviceBuffer<T>>> others;
+    std::vector<const void*> pointers;
+    DeviceBuffer<int64_t> offsets, columns;
+    DeviceBuffer<float> values;
+    DeviceBuffer<double> partials, sums;
 };
 
 // NormProblem's tensors on the device and the arguments that point there, but for the sums.

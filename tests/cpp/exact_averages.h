@@ -34,7 +34,7 @@ void expect_exact(MixProblem<T>& after, Mix&& mix) {
 template <typename T, typename Mix>
 void expect_exact(StackedProblem<T>& after, Mix&& mix) {
     const int64_t num_learners = after.num_learners, numel = after.numel;
-    StackedProblem<T> before(num_learners, numel, 0);
+    StackedProblem<T> before(num_learners, numel, 0, static_cast<int64_t>(after.others.size()));
     before.matrix = after.matrix;
     const std::vector<double> sums = mix();
     std::vector<double> distances(static_cast<size_t>(num_learners)), slack(distances);
@@ -43,11 +43,11 @@ void expect_exact(StackedProblem<T>& after, Mix&& mix) {
         for (int64_t j = 0; j < num_learners; ++j) mean += before.value(j, i) / static_cast<double>(num_learners);
         for (int64_t j = 0; j < num_learners; ++j) {
             double exact = 0.0, magnitude = 0.0;
-            for (int64_t k = 0; k < num_learners; ++k) {
+            for (int64_t k = 0; k < before.num_rows; ++k) {
                 exact += before.entry(j, k) * before.value(k, i);
                 magnitude += std::abs(before.entry(j, k) * before.value(k, i));
             }
-            ASSERT_NEAR(after.value(j, i), exact, tolerance<T>(exact, magnitude, static_cast<int>(2 * num_learners)))
+            ASSERT_NEAR(after.value(j, i), exact, tolerance<T>(exact, magnitude, static_cast<int>(2 * before.num_rows)))
                 << "learner " << j << " element " << i;
             const double difference = std::abs(before.value(j, i) - mean);
             // Values are at most 2 and so is the mean: L sums, the share's rounding, its product and the difference.
@@ -59,6 +59,7 @@ void expect_exact(StackedProblem<T>& after, Mix&& mix) {
     for (size_t j = 0; j < sums.size(); ++j) {
         ASSERT_NEAR(sums[j], distances[j], distance_tolerance(distances[j]) + slack[j]) << "learner " << j;
     }
+    for (size_t k = 0; k < after.others.size(); ++k) ASSERT_TRUE(after.others[k]->same_bits(*before.others[k]));
     ASSERT_TRUE(after.weights.guards_untouched());
 }
 

@@ -90,8 +90,8 @@ TYPED_TEST(MixTest, AnySplitIntoRangesHasTheSameNoise) {
 // ---- stacks ----
 
 template <typename T>
-void expect_exact_stacked(int64_t num_learners, int64_t numel, int64_t offset) {
-    StackedProblem<T> problem(num_learners, numel, offset);
+void expect_exact_stacked(int64_t num_learners, int64_t numel, int64_t offset, int64_t num_others = 0) {
+    StackedProblem<T> problem(num_learners, numel, offset, num_others);
     problem.randomize_matrix();
     expect_exact(problem, [&] {
         cpu::mix_stacked_(problem.args(), 0, problem.num_blocks());
@@ -105,20 +105,55 @@ TYPED_TEST(MixTest, StacksOfEverySizeAlignmentAndNumberOfLearners) {
             for (const int64_t offset : {0, 1}) {
                 SCOPED_TRACE(::testing::Message() << num_learners << " learners, numel " << numel << "+" << offset);
                 ASSERT_NO_FATAL_FAILURE(expect_exact_stacked<TypeParam>(num_learners, numel, offset));
+                ASSERT_NO_FATAL_FAILURE(expect_exact_stacked<TypeParam>(num_learners, numel, offset, 3));
             }
         }
     }
 }
 
-// So many learners that a tile is narrower than a block.
+// So many learners that a tile is narrower than a block; of 4096, a cache line of each row.
 TYPED_TEST(MixTest, TallStacks) {
     ASSERT_NO_FATAL_FAILURE(expect_exact_stacked<TypeParam>(100, 4113, 0));
     ASSERT_NO_FATAL_FAILURE(expect_exact_stacked<TypeParam>(300, 133, 0));
 }
 
+// Each of 4096 learners takes the weights of the next one: exact, whatever the tiles.
+TYPED_TEST(MixTest, ATallStackIsMixedFromTheOldRows) {
+    constexpr int64_t kLearners = 4096, kNumel = 70;
+    const StackedProblem<TypeParam> before(kLearners, kNumel, 0);
+    StackedProblem<TypeParam> after(kLearners, kNumel, 0);
+    StackedMixArgs args = after.args();
+    for (int64_t j = 0; j < kLearners; ++j) {
+        after.columns[static_cast<size_t>(j)] = (j + 1) % kLearners;
+        after.values[static_cast<size_t>(j)] = 1.0f;
+    }
+    cpu::mix_stacked_(args, 0, after.num_blocks());
+    for (int64_t j = 0; j < kLearners; ++j) {
+        for (int64_t i = 0; i < kNumel; ++i) ASSERT_EQ(after.value(j, i), before.value((j + 1) % kLearners, i));
+    }
+}
+
+// Entries are added in the order in which they stand, which rounding shows; none at all make a row of zeros.
+TYPED_TEST(MixTest, EntriesOfAStackKeepTheirOrder) {
+    StackedProblem<TypeParam> stack(3, 1, 0, 1);
+    for (int64_t k = 0; k < 3; ++k) stack.weights.set(k, k == 1 ? 1.0f : 2048.0f);
+    stack.others[0]->set(0, 1.0f);
+    StackedMixArgs args = stack.args();
+    stack.offsets = {0, 3, 6, 6};
+    stack.columns = {0, 3, 2, 2, 0, 3};
+    stack.values = {4096.0f, 0.25f, -4096.0f, 4096.0f, -4096.0f, 0.25f};  // 2^23 + 1/4 is no float
+    args.offsets = stack.offsets.data();
+    args.columns = stack.columns.data();
+    args.values = stack.values.data();
+    cpu::mix_stacked_(args, 0, stack.num_blocks());
+    ASSERT_EQ(stack.value(0, 0), 0.0);
+    ASSERT_EQ(stack.value(1, 0), 0.25);
+    ASSERT_EQ(stack.value(2, 0), 0.0);
+}
+
 TYPED_TEST(MixTest, StackHasTheBitsOfAMixOfEachRow) {
     constexpr int64_t kLearners = 4, kNumel = 9001;
-    StackedProblem<TypeParam> before(kLearners, kNumel, 0), after(kLearners, kNumel, 0);
+    StackedProblem<TypeParam> before(kLearners, kNumel, 0, 2), after(kLearners, kNumel, 0, 2);
     after.randomize_matrix();
     cpu::mix_stacked_(after.args(), 0, after.num_blocks());
     for (int64_t j = 0; j < kLearners; ++j) {
@@ -126,9 +161,10 @@ TYPED_TEST(MixTest, StackHasTheBitsOfAMixOfEachRow) {
         std::copy_n(before.weights.data() + j * kNumel, kNumel, row.data());
         std::vector<const void*> peers;
         std::vector<float> peer_weights;
-        for (int64_t k = 0; k < kLearners; ++k) {
+        for (int64_t k = 0; k < after.num_rows; ++k) {
             if (k == j || after.entry(j, k) == 0.0f) continue;
-            peers.push_back(before.weights.data() + k * kNumel);
+            peers.push_back(
+                k < kLearners ? before.weights.data() + k * kNumel : before.pointers[size_t(k) - kLearners]);
             peer_weights.push_back(after.entry(j, k));
         }
         const auto num_peers = static_cast<int64_t>(peers.size());
@@ -140,8 +176,8 @@ TYPED_TEST(MixTest, StackHasTheBitsOfAMixOfEachRow) {
     }
 }
 
-// A learner without an edge to another must not catch its infinity: the zero entry is skipped, not multiplied.
-TYPED_TEST(MixTest, ZeroEntriesOfAStackAreSkipped) {
+// A learner without an edge to another must not catch its infinity.
+TYPED_TEST(MixTest, WhatIsNoEntryOfAStackIsNotRead) {
     StackedProblem<TypeParam> problem(3, 20, 0);
     for (int64_t j = 0; j < 3; ++j) problem.entry(j, j) = 1.0f;
     problem.weights.set(20 + 7, HUGE_VALF);
