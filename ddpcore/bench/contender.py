@@ -80,7 +80,7 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
         optimizer = FusedSGD(model.parameters(), lr=config.lr, momentum=config.momentum)
     strategy = strategies.build(
         strategies.Single.name if alone else name,
-        topology=topology.build(config.topology, config.seed),
+        topology=topology.build(config.topology, config.seed, config.local_size),
         period=config.period,
     )
     handle = parallel.distribute(

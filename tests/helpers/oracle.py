@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import networkx as nx
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from ddpcore.optim import FusedSGD
 
 STEPS = 6
 LARGEST = 5
-TOPOLOGIES = ("complete", "ring", "random_pair", "one_peer_exponential", "from_matrix")
+TOPOLOGIES = (
+    "complete", "ring", "random_pair", "one_peer_exponential", "from_matrix", "star", "static_exponential", "matching",
+    "from_graph", "torus_2d", "hypercube", "hierarchical",
+)  # fmt: skip
 AVERAGES = ("all_gather", "all_reduce")  # how gloo carries them: small ones are gathered, large ones reduced
 
 
@@ -33,12 +37,19 @@ class Case(NamedTuple):
         return "-".join(map(str, self))
 
 
+def fits(topology: str, n: int) -> bool:
+    """Some need factors."""
+    numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4)}
+    return n in numbers.get(topology, range(1, LARGEST + 1))
+
+
 CASES = [
     Case(strategy, topology, world_size, optimizer)
     for strategy, topologies in (("ssgd", AVERAGES), ("local_sgd", AVERAGES), ("dpsgd", TOPOLOGIES))
     for topology in topologies
     for world_size in range(1, LARGEST + 1)
     for optimizer in ("fused", "torch")
+    if fits(topology, world_size)
 ]
 
 
@@ -53,14 +64,27 @@ def strategy_of(case: Case) -> Any:
         return ddpcore.SSGD()
     if case.strategy == "local_sgd":
         return ddpcore.LocalSGD(period=4)
+    n = case.world_size
     topology = {
         "complete": ddpcore.Complete(),
         "ring": ddpcore.Ring(1),
         "random_pair": ddpcore.RandomPair(seed=5),
         "one_peer_exponential": ddpcore.OnePeerExponential(),
-        "from_matrix": ddpcore.FromMatrix(mixing_matrix(case.world_size)),
+        "from_matrix": ddpcore.FromMatrix(mixing_matrix(n)),
+        "star": ddpcore.Star(),
+        "static_exponential": ddpcore.StaticExponential(),
+        "matching": ddpcore.Matching([pairs(n, 0), pairs(n, 1)]),
+        "from_graph": ddpcore.FromGraph(nx.path_graph(n)),
+        "torus_2d": ddpcore.Torus2D(),
+        "hypercube": ddpcore.Hypercube(),
+        "hierarchical": ddpcore.Hierarchical(2, ddpcore.OnePeerExponential()),
     }[case.topology]
     return ddpcore.DPSGD(topology)
+
+
+def pairs(n: int, first: int) -> list[tuple[int, int]]:
+    """Neighbours on a path, every second edge of it."""
+    return [(left, left + 1) for left in range(first, n - 1, 2)]
 
 
 def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ddpcore.topology import Hypercube, Round, Star, StaticExponential, Topology, Torus2D, spectrum
+from ddpcore.topology import Hierarchical, Hypercube, Ring, Round, Star, StaticExponential, Topology, Torus2D, spectrum
 
 
 def dense_gap(chosen: Topology, num_learners: int) -> float:
@@ -105,6 +106,30 @@ def test_numbers_that_do_not_fit(chosen: Topology, n: int, message: str) -> None
         with pytest.raises(ValueError, match=message) as caught:
             question(n)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fitting"),
+    [
+        (Hypercube(), [1, 2, 4, 8, 16]),
+        (Torus2D(), [1, 4, 6, 8, 9, 10, 12, 14, 15, 16, 18, 20, 21, 22, 24]),
+        (Torus2D(3), [6, 9, 12, 15, 18, 21, 24]),
+        (Ring(2), list(range(5, 25))),
+        (Hierarchical(4), [4, 8, 12, 16, 20, 24]),
+        (Hierarchical(2, Hypercube()), [2, 4, 8, 16]),
+        (Star(), list(range(1, 25))),
+        (StaticExponential(), list(range(1, 25))),
+    ],
+    ids=repr,
+)
+def test_the_numbers_that_fit(chosen: Topology, fitting: list[int]) -> None:
+    found = []
+    for n in range(1, 25):
+        with contextlib.suppress(ValueError):
+            chosen.validate(n)
+            found.append(n)
+    assert found == fitting
+    assert chosen.spectral_gap(found[-1]) > 0
 
 
 def test_impossible_rows() -> None:
