@@ -42,6 +42,7 @@ class BenchConfig:
     staleness: int = option(0, "of dpsgd: 1 lets an exchange take a further step", type=int)
     compression: str = option("none", f"of dpsgd's messages: {', '.join(COMPRESSIONS)}")
     noise_std: float = option(0.01, "of noisy_ssgd", type=float)
+    local_size: int = option(2, "learners a host, of --topology hierarchical", type=int)
     model: str = option("simplenet", ", ".join(models.names()))
     dataset: str = option("synthetic", ", ".join(data.names()))
     data_dir: Path | None = option(None, "folder that holds MNIST/raw", type=Path)
@@ -56,7 +57,7 @@ class BenchConfig:
     json: Path | None = option(None, "write the result to this file", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "batch_size", "steps", "period"):
+        for name in ("world_size", "batch_size", "steps", "period", "local_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag(name)} is {value}: it must be at least 1")
@@ -90,7 +91,7 @@ class BenchConfig:
         """
         return strategies.build(
             name,
-            topology=topology.build(self.topology, self.seed),
+            topology=topology.build(self.topology, self.seed, self.local_size),
             period=self.period,
             order=self.order,
             staleness=self.staleness,
@@ -126,7 +127,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int) -> Plan:
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)
     if choice.backend == "gloo" and device == "cuda" and num_gpus < world_size:
         raise ValueError(f"--backend gloo: {world_size} ranks would share {num_gpus} GPU: use --backend virtual")
-    topology.build(config.topology, config.seed).validate(world_size)
+    topology.build(config.topology, config.seed, config.local_size).validate(world_size)
     chosen = config.strategies or ("ddp", "ssgd", "dpsgd", "local_sgd")
     notes = []
     if choice.backend == "virtual" and "ddp" in chosen:
@@ -152,5 +153,5 @@ def parse(argv: Sequence[str] | None = None) -> BenchConfig:
         argv,
         prog="python -m ddpcore.bench",
         description="Train one model with several strategies, interleaved, and print what each costs and reaches.",
-        epilog="Further benches, each with its own --help: python -m ddpcore.bench optim",
+        epilog="Further benches, each with its own --help: python -m ddpcore.bench optim|topology",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import networkx as nx
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -21,7 +22,10 @@ from ddpcore.optim import FusedSGD
 
 STEPS = 6
 LARGEST = 6
-TOPOLOGIES = ("complete", "ring", "random_pair", "one_peer_exponential", "from_matrix")
+TOPOLOGIES = (
+    "complete", "ring", "random_pair", "one_peer_exponential", "from_matrix", "star", "static_exponential", "matching",
+    "from_graph", "torus_2d", "hypercube", "hierarchical",
+)  # fmt: skip
 AVERAGES = ("all_gather", "all_reduce")  # how gloo carries them: small ones are gathered, large ones reduced
 
 
@@ -64,12 +68,19 @@ def _topologies(strategy: str) -> tuple[str, ...]:
     return AVERAGES if strategy in ALL_REDUCING else AVERAGES[:1]
 
 
+def fits(topology: str, n: int) -> bool:
+    """Some need factors."""
+    numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6)}
+    return n in numbers.get(topology, range(1, LARGEST + 1))
+
+
 CASES = [
     Case(strategy, topology, world_size, optimizer)
     for strategy in MAKERS
     for topology in _topologies(strategy)
     for world_size in range(1, LARGEST + 1)
-    for optimizer in ("fused", "torch")
+    for optimizer in (("fused", "torch") if strategy in ("ssgd", "local_sgd", "dpsgd") else ("fused",))
+    if fits(topology, world_size)
 ] + [
     Case(strategy, _topologies(strategy)[0], world_size, "fused", "batch_norm")
     for strategy in MAKERS
@@ -77,7 +88,7 @@ CASES = [
 ]
 
 
-GRIDS = [case for case in CASES if case.world_size in (4, LARGEST) and case.optimizer == "torch"]
+GRIDS = [case for case in CASES if case.world_size in (4, LARGEST) and case.optimizer == "fused"]
 """Run with two virtual learners on each of half as many ranks, too."""
 
 
@@ -93,18 +104,31 @@ def mixing_matrix(n: int) -> np.ndarray:
 
 
 def topology_of(case: Case) -> Any:
+    n = case.world_size
     return {
-        "complete": ddpcore.Complete(),
-        "ring": ddpcore.Ring(1),
-        "random_pair": ddpcore.RandomPair(seed=5),
-        "one_peer_exponential": ddpcore.OnePeerExponential(),
-        "from_matrix": ddpcore.FromMatrix(mixing_matrix(case.world_size)),
-    }.get(case.topology)
+        "complete": ddpcore.Complete,
+        "ring": lambda: ddpcore.Ring(1),
+        "random_pair": lambda: ddpcore.RandomPair(seed=5),
+        "one_peer_exponential": ddpcore.OnePeerExponential,
+        "from_matrix": lambda: ddpcore.FromMatrix(mixing_matrix(n)),
+        "star": ddpcore.Star,
+        "static_exponential": ddpcore.StaticExponential,
+        "matching": lambda: ddpcore.Matching([pairs(n, 0), pairs(n, 1)]),
+        "from_graph": lambda: ddpcore.FromGraph(nx.path_graph(n)),
+        "torus_2d": ddpcore.Torus2D,
+        "hypercube": ddpcore.Hypercube,
+        "hierarchical": lambda: ddpcore.Hierarchical(2, ddpcore.OnePeerExponential()),
+    }.get(case.topology, lambda: None)()
 
 
 def model_of(case: Case) -> nn.Sequential:
     middle = (nn.BatchNorm1d(7),) if case.model == "batch_norm" else ()
     return nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Linear(7, 3))
+
+
+def pairs(n: int, first: int) -> list[tuple[int, int]]:
+    """Neighbours on a path, every second edge of it."""
+    return [(left, left + 1) for left in range(first, n - 1, 2)]
 
 
 def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
