@@ -159,7 +159,7 @@ def random_regular(n: int) -> FromGraph:
     [
         lambda n: Complete(), lambda n: Ring(), lambda n: Star(), lambda n: Torus2D(), lambda n: StaticExponential(),
         lambda n: OnePeerExponential(), lambda n: RandomPair(), lambda n: Hierarchical(8),
-        lambda n: Hierarchical(8, RandomPair()), lambda n: FromGraph(nx.path_graph(n)), random_regular,
+        lambda n: FromGraph(nx.path_graph(n)), random_regular,
     ],
     ids=["complete", "ring", "star", "torus", "exponential", "one_peer", "pairs", "hosts", "path",
          "regular"],
