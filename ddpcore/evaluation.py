@@ -31,7 +31,9 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
     views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
     if isinstance(model, StackedModel):
         values = {name: stack[0].clone() for name, stack in views.items()}
-        return single_model(model.module, values, average_buffers=batch_norm != "local")
+        if batch_norm != "local":
+            values |= {name: _mean_of(stack, learner) for name, stack in model.module.named_buffers()}
+        return single_model(model.module, values)
     result = copy.deepcopy(model)
     for name, parameter in result.named_parameters():
         if name in views:
@@ -39,6 +41,15 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
     if batch_norm != "local":
         average_buffers(result, learner)
     return result
+
+
+def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
+    """Of a buffer of virtual learners, one; counters are the first learner's."""
+    if not stack.is_floating_point():
+        return stack[0].clone()
+    rows = stack.reshape(len(stack), -1).clone()
+    learner.comm.average_(rows).wait()
+    return rows[0].view(stack.shape[1:])
 
 
 def average_buffers(model: nn.Module, learner: Learner) -> None:

@@ -62,20 +62,17 @@ class StackedModel(nn.Module):
         )
 
 
-def single_model(stacked: nn.Module, values: dict[str, Tensor], average_buffers: bool = True) -> nn.Module:
-    """A copy of a stacked model for one learner: parameters from ``values``, buffers the mean over learners.
-
-    Integer buffers (counters) are learner 0's, and so are all without ``average_buffers``.
-    """
+def single_model(stacked: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """A copy of a stacked model for one learner: parameters and buffers from ``values``, else buffers of learner 0."""
     model = copy.deepcopy(stacked)
     for name, parameter in model.named_parameters():
         if name in values:
             parameter.grad = None
             parameter.data = values[name]
-    for owner in model.modules():
+    for prefix, owner in model.named_modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
-            average = average_buffers and buffer.is_floating_point()
-            setattr(owner, name, buffer.mean(0) if average else buffer[0].clone())
+            full = f"{prefix}.{name}" if prefix else name
+            setattr(owner, name, values[full] if full in values else buffer[0].clone())
     return model
 
 

@@ -86,7 +86,7 @@ def test_several_learners_a_rank(case: Any, real: list[dict[Any, Any]], virtual:
         assert ulps(weights, virtual[case]["weights"]) <= 4
     for one in seen:
         assert ulps(one["average"], virtual[case]["average"]) <= 4
-        assert one["consensus"] == pytest.approx(virtual[case]["consensus"], abs=1e-6)
+        assert one["consensus"] == pytest.approx(virtual[case]["consensus"], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", oracle.CASES, ids=str)
@@ -100,12 +100,14 @@ def test_average_distance_and_bytes(case: Any, real: list[dict[Any, Any]], virtu
     assert ulps(expected["average"], mean) <= 4
     weights, mean = (rows[..., : expected["num_weights"]] for rows in (weights, mean))
     distance = (weights - mean).square().sum(dim=1).mean().sqrt().item()
-    assert expected["consensus"] == pytest.approx(distance, abs=1e-6)
+    # The mean is rounded to fp32, so each weight's distance to it errs by at most 4 ULPs of the largest.
+    error = 4 * torch.finfo(torch.float32).eps * weights.abs().max().item() * weights.shape[1] ** 0.5
+    assert expected["consensus"] == pytest.approx(distance, abs=error)
     if case.strategy in APART and case.world_size > 1:
         assert distance > 0.01, "learners on different data must differ, or this test compares nothing"
     for one in (rank[tuple(case)] for rank in real[: case.world_size]):
         assert ulps(one["average"], expected["average"]) <= (4 if case.world_size > 2 else 0)
-        assert one["consensus"] == pytest.approx(distance, abs=1e-6)
+        assert one["consensus"] == pytest.approx(distance, abs=error)
     assert real[0][tuple(case)]["bytes_sent"] == expected["bytes_sent"]
 
 
@@ -121,11 +123,14 @@ def test_fused_and_torch_optimizers_agree(case: Any, virtual: dict[Any, Any]) ->
 
 
 def test_strategies_differ(virtual: dict[Any, Any]) -> None:
-    """No strategy stands in for another: on a ring of five all end with different weights."""
+    """No strategy stands in for another: on a ring of five all end with different weights.
+
+    But push_sum: where W is doubly stochastic, all push weights are 1 and it is dpsgd_atc.
+    """
     alike = [case for case in oracle.CASES if case.world_size == 5 and case.topology in ("ring", "all_gather")]
-    alike = [case for case in alike if case.optimizer == "fused"]
+    alike = [case for case in alike if case.optimizer == "fused" and case.strategy != "push_sum"]
     ends = [virtual[case]["weights"] for case in alike]
-    assert len(ends) == len(oracle.MAKERS)
+    assert len(ends) == len(oracle.MAKERS) - 1
     for i, end in enumerate(ends):
         assert not any(torch.equal(end, other) for other in ends[:i]), alike[i]
 
