@@ -29,7 +29,7 @@ def distribute(
     *,
     learners: int | None = None,
     group: dist.ProcessGroup | None = None,
-    vectorize: bool | None = None,
+    vectorize: bool | str | None = None,
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
     policies: Policies | None = None,
