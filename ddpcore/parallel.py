@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.buckets import GradientBuckets
+from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.comm.connect import connect
+from ddpcore.comm.process import default_group
 from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.flat import FlatParameters, MiB
 from ddpcore.learner import Learner
@@ -30,6 +32,7 @@ def distribute(
     *,
     learners: int | None = None,
     group: dist.ProcessGroup | None = None,
+    transport: str = "auto",
     vectorize: bool | None = None,
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
@@ -45,6 +48,9 @@ def distribute(
         learners: None, one learner a rank of ``group``. A number, that many virtual learners in this process: call the
             returned ``.model`` with ``[learners, batch, ...]`` and add up the learners' losses.
         group: the process group; None is the default one.
+        transport: what carries weights and gradients between real ranks: ``shm``, memory that ranks on the CPU of one
+            host share; ``ipc``, the same between GPUs of one host; ``pg``, the process group; ``auto``, shm where it
+            can be and else pg. The handle's ``comm.description`` says which and why.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
         first_bucket_bytes: size of the first one.
@@ -59,14 +65,22 @@ def distribute(
     if isinstance(strategy, Baseline):
         if learners is not None:
             raise ValueError(f"{strategy.name} takes no virtual learners: leave learners= out")
+        if transport != "auto":
+            raise ValueError(f"{strategy.name} brings its own transport: leave transport= out")
         comm = strategy.connect(group)
         return Distributed(strategy.wrap(model, group), comm)
+    if learners is not None and transport != "auto":
+        raise ValueError("virtual learners live in one process: leave transport= out")
     _check_optimizer(model, optimizer)
     if strategy.in_use or optimizer in _IN_USE:
         raise ValueError("the strategy or the optimizer already serves a distribute() call: make a new one for this")
-    comm = ProcessGroupCommunicator(group) if learners is None else VirtualCommunicator(learners)
+    comm = _connect(model, optimizer, strategy, group, transport) if learners is None else VirtualCommunicator(learners)
     flat = FlatParameters(
-        model.named_parameters(), stack=learners, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
+        model.named_parameters(),
+        stack=learners,
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
+        allocate=comm.allocate,
     )
     learner = Learner(flat, comm, optimizer)
     strategy.setup(learner)
@@ -82,6 +96,19 @@ def distribute(
         comm.broadcast_(row)
         buffer.data = row.view(buffer.shape)
     return _Engine(model, learner, strategy)
+
+
+def _connect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    group: dist.ProcessGroup | None,
+    transport: str,
+) -> Communicator:
+    group = default_group(group)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    check_agreement(group, facts_of(model, optimizer, strategy, transport), device)
+    return connect(group, transport, device)
 
 
 class Distributed:

@@ -74,7 +74,7 @@ def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
 GATHER_BYTES = base.GATHER_BYTES
 
 
-def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def train(case: Case, group: dist.ProcessGroup | None = None, transport: str = "auto") -> dict[str, Any]:
     """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages."""
     base.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
     real = group is not None
@@ -90,6 +90,7 @@ def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         strategy_of(case),
         learners=None if real else case.world_size,
         group=group,
+        transport=transport,
         vectorize=None if real else False,
         bucket_bytes=128,  # several buckets, cut inside tensors
         first_bucket_bytes=64,
@@ -124,8 +125,9 @@ def main() -> None:
     results = {}
     for case in CASES:
         if rank < case.world_size:
-            results[case] = train(case, groups[case.world_size])
-    torch.save({tuple(case): result for case, result in results.items()}, path)
+            for transport in ("pg", "shm"):
+                results[tuple(case), transport] = train(case, groups[case.world_size], transport)
+    torch.save(results, path)
     dist.barrier()
     dist.destroy_process_group()
 
