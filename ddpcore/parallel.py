@@ -48,9 +48,9 @@ def distribute(
         learners: None, one learner a rank of ``group``. A number, that many virtual learners in this process: call the
             returned ``.model`` with ``[learners, batch, ...]`` and add up the learners' losses.
         group: the process group; None is the default one.
-        transport: what carries weights and gradients between real ranks: ``shm``, memory that ranks on the CPU of one
-            host share; ``ipc``, the same between GPUs of one host; ``pg``, the process group; ``auto``, shm where it
-            can be and else pg. The handle's ``comm.description`` says which and why.
+        transport: what carries weights and gradients between ranks: ``shm``, memory that ranks on the CPU of one host
+            share; ``ipc``, that of the GPUs of one host; ``pg``, the process group; ``auto``, shm where it can be, else
+            pg. The handle's ``comm.description`` says which and why.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
         first_bucket_bytes: size of the first one.
@@ -60,28 +60,19 @@ def distribute(
         ``evaluation_model()``, ``consensus_distance()``.
 
     Raises:
-        ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
+        ValueError: the model, the optimizer, the world and the strategy do not fit together, or differ between ranks.
     """
     if isinstance(strategy, Baseline):
-        if learners is not None:
-            raise ValueError(f"{strategy.name} takes no virtual learners: leave learners= out")
-        if transport != "auto":
-            raise ValueError(f"{strategy.name} brings its own transport: leave transport= out")
+        if learners is not None or transport != "auto":
+            raise ValueError(f"{strategy.name} takes no virtual learners and no transport: leave them out")
         comm = strategy.connect(group)
         return Distributed(strategy.wrap(model, group), comm)
-    if learners is not None and transport != "auto":
-        raise ValueError("virtual learners live in one process: leave transport= out")
     _check_optimizer(model, optimizer)
     if strategy.in_use or optimizer in _IN_USE:
         raise ValueError("the strategy or the optimizer already serves a distribute() call: make a new one for this")
-    comm = _connect(model, optimizer, strategy, group, transport) if learners is None else VirtualCommunicator(learners)
-    flat = FlatParameters(
-        model.named_parameters(),
-        stack=learners,
-        bucket_bytes=bucket_bytes,
-        first_bucket_bytes=first_bucket_bytes,
-        allocate=comm.allocate,
-    )
+    comm = _connect(model, optimizer, strategy, group, transport) if learners is None else _virtual(learners, transport)
+    sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **sizes)
     learner = Learner(flat, comm, optimizer)
     strategy.setup(learner)
     strategy.in_use = True
@@ -98,6 +89,12 @@ def distribute(
     return _Engine(model, learner, strategy)
 
 
+def _virtual(learners: int, transport: str) -> Communicator:
+    if transport != "auto":
+        raise ValueError("virtual learners live in one process and take no transport: leave transport= out")
+    return VirtualCommunicator(learners)
+
+
 def _connect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -105,6 +102,7 @@ def _connect(
     group: dist.ProcessGroup | None,
     transport: str,
 ) -> Communicator:
+    """The ranks' connection, once it is known that they are about to train the same."""
     group = default_group(group)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     check_agreement(group, facts_of(model, optimizer, strategy, transport), device)

@@ -22,7 +22,7 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr size_t kLine = 64;  // bytes: a flag has a cache line of its own
+constexpr size_t kLine = 64;                          // bytes: a flag has a cache line of its own
 constexpr auto kSpin = std::chrono::microseconds(4);  // longer, and ranks that share a core would wait for the waiter
 
 using Clock = std::chrono::steady_clock;
@@ -59,9 +59,7 @@ class Flags {
         num_flags_ = static_cast<size_t>(memory_.size) / kLine;
     }
 
-    uint32_t read(size_t index) const {
-        return std::atomic_ref(*word(index)).load(std::memory_order_acquire);
-    }
+    uint32_t read(size_t index) const { return std::atomic_ref(*word(index)).load(std::memory_order_acquire); }
 
     // What this process wrote before is seen by whoever reads this value.
     void post(size_t index, uint64_t value) const {

@@ -84,7 +84,11 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
         period=config.period,
     )
     handle = parallel.distribute(
-        model, optimizer, strategy, learners=plan.world_size if virtual and not alone else None
+        model,
+        optimizer,
+        strategy,
+        learners=plan.world_size if virtual and not alone else None,
+        transport="auto" if baseline or plan.transport is None else plan.transport.name,
     )
     num_learners = 1 if whole_batch else plan.world_size
     batches = ShardedBatches(len(dataset.train), config.batch_size, num_learners, config.seed)

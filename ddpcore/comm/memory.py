@@ -17,9 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# madvise(2); Python knows the first two by name from 3.8 and the others not at all.
-_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", 14)
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14
 
 
 class Memory(Protocol):
@@ -51,11 +49,10 @@ def create_file(num_bytes: int) -> int:
 
 
 def map_file(descriptor: int, num_bytes: int, *, ours: bool) -> mmap.mmap:
-    """Map a file for reading and writing, its pages in place: those of this rank are near the core that runs it."""
+    """Map a file for reading and writing, with its pages: the owner's first touch puts them near its core."""
     mapped = mmap.mmap(descriptor, num_bytes)
-    for advice in (_HUGE_PAGES, _POPULATE_WRITE if ours else _POPULATE_READ):
-        with contextlib.suppress(OSError):  # an older kernel, or huge pages switched off
-            mapped.madvise(advice)
+    with contextlib.suppress(OSError):  # an older kernel: pages come when they are touched
+        mapped.madvise(_POPULATE_WRITE if ours else _POPULATE_READ)
     return mapped
 
 
