@@ -82,11 +82,15 @@ def distribute(
     comm.broadcast_(flat.param_LP)
     if learners is not None:
         return _Engine(StackedModel(model, learners, vectorize), learner, strategy)
+    _share_buffers(model, comm)
+    return _Engine(model, learner, strategy)
+
+
+def _share_buffers(model: nn.Module, comm: Communicator) -> None:
     for buffer in model.buffers():
         row = _row(buffer)
         comm.broadcast_(row)
         buffer.data = row.view(buffer.shape)
-    return _Engine(model, learner, strategy)
 
 
 def _virtual(learners: int, transport: str) -> Communicator:

@@ -125,11 +125,9 @@ def test_killed_at_any_moment(trial: tuple[Any, ...], outcome: Callable[..., Out
         assert status == KILLED or "rank 1 is gone" in output or "RuntimeError: [" in output  # gloo's, while setting up
 
 
-@pytest.mark.parametrize("transport", ["shm", "pg"])
-@pytest.mark.parametrize("what", trials.DIFFERENCES)
-def test_ranks_that_differ_are_named(what: str, transport: str, outcome: Callable[..., Outcome]) -> None:
-    if transport == "pg" and what not in ("shape", "strategy"):
-        return  # the check is done before there is a transport
+@pytest.mark.parametrize("trial", [one for one in trials.TRIALS if one[0] is trials.trains_something_else], ids=str)
+def test_ranks_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+    """On every rank and over every transport: the check is made before there is one."""
     facts = {
         "shape": "parameter 0.weight is float32 [8, 5] on rank 1 and float32 [7, 5] on rank 0",
         "dtype": "parameter 0.weight is float64 [7, 5] on rank 1",
@@ -141,9 +139,9 @@ def test_ranks_that_differ_are_named(what: str, transport: str, outcome: Callabl
         "strategy": "strategy is LocalSGD(period=4) on rank 1",
         "transport": "transport is pg on rank 1 and shm on rank 0",
     }
-    for _, output in outcome(trials.trains_something_else, 3, what, transport):
+    for _, output in outcome(*trial):
         assert output.startswith("ValueError: ranks do not train the same: ")
-        assert facts[what] in output
+        assert facts[trial[2]] in output
 
 
 # --- parts that need no other rank -------------------------------------------------------------------------------
