@@ -204,7 +204,7 @@ def trains(rank: int) -> None:
 def is_killed_somewhere(rank: int, seed: int) -> None:
     """Rank 1, or all ranks, die while they set up or train."""
     chance = random.Random(seed)  # the same on all ranks
-    everyone, seconds = chance.random() < 0.3, 0.001 + 0.4 * chance.random() ** 2
+    everyone, seconds = chance.random() < 0.3, 0.001 + 0.8 * chance.random() ** 2
     if everyone or rank == 1:
         signal.signal(signal.SIGALRM, lambda *_: die())
         signal.setitimer(signal.ITIMER_REAL, seconds)
