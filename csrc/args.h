@@ -153,7 +153,15 @@ struct LambArgs {
     int64_t updates_block;   // first block of that batch
 };
 
-// weights <- self_weight * weights + sum_k peer_weights[k] * peers[k], added in the order of k.
+// std * the standard normals of random.h: element i of a tensor takes number first + i.
+struct Noise {
+    float std;  // 0: none
+    uint64_t seed;
+    uint64_t step;
+    int64_t first;  // of the elements' numbers, not negative
+};
+
+// weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise, added in the order of k.
 struct MixArgs {
     void* weights;
     const void* const* peers;   // host memory, num_peers pointers of the same dtype and numel as weights
@@ -164,6 +172,7 @@ struct MixArgs {
     DType dtype;
     double* partials;  // scratch [num_blocks, num_peers]: one row a block
     double* sums;      // [num_peers]: squared distance of the weights (before mixing) to each peer
+    Noise noise{};
 };
 
 // MixArgs followed by one SGD step on the mixed weights.
@@ -176,11 +185,17 @@ struct MixSgdArgs {
     bool maximize;
 };
 
-// weights <- matrix @ weights for a stack of learners; row j adds its own term first, then the others in ascending
-// order.
+// weights <- matrix @ [weights; others] for a stack of learners, the matrix [num_learners, num_learners + num_others]
+// in compressed rows. Row j adds the products of its entries in the order in which they stand; without entries it is
+// zero.
 struct StackedMixArgs {
-    void* weights;        // [num_learners, numel], rows contiguous
-    const float* matrix;  // [num_learners, num_learners]; on the device of the weights
+    void* weights;              // [num_learners, numel], rows contiguous
+    const void* const* others;  // host memory, num_others pointers to rows of the same dtype and numel
+    int64_t num_others;
+    const int64_t*
+        offsets;  // [num_learners + 1]: where the entries of row j begin; as the next two on the weights' device
+    const int64_t* columns;  // of each entry; from num_learners on a row of others
+    const float* values;     // of each entry
     int64_t num_learners;
     int64_t numel;
     DType dtype;

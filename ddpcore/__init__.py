@@ -1,8 +1,24 @@
 """Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
 
-from ddpcore.parallel import Distributed, distribute
-from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, Single
-from ddpcore.topology import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Topology
+from ddpcore.distributed import Distributed
+from ddpcore.parallel import distribute
+from ddpcore.policies import Policies
+from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, NoisySSGD, PushSum, Single, SlowMo
+from ddpcore.topology import (
+    Complete,
+    FromGraph,
+    FromMatrix,
+    Hierarchical,
+    Hypercube,
+    Matching,
+    OnePeerExponential,
+    RandomPair,
+    Ring,
+    Star,
+    StaticExponential,
+    Topology,
+    Torus2D,
+)
 
 __version__ = "0.1.0"
 
@@ -12,12 +28,23 @@ __all__ = [
     "SSGD",
     "Complete",
     "Distributed",
+    "FromGraph",
     "FromMatrix",
+    "Hierarchical",
+    "Hypercube",
     "LocalSGD",
+    "Matching",
+    "NoisySSGD",
     "OnePeerExponential",
+    "Policies",
+    "PushSum",
     "RandomPair",
     "Ring",
     "Single",
+    "SlowMo",
+    "Star",
+    "StaticExponential",
     "Topology",
+    "Torus2D",
     "distribute",
 ]

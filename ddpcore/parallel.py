@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ddpcore.buckets import GradientBuckets
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import connect
+from ddpcore.comm.grid import GridCommunicator
 from ddpcore.comm.process import default_group
 from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.distributed import Distributed, Engine
+from ddpcore.evaluation import row_of
 from ddpcore.flat import FlatParameters, MiB
 from ddpcore.learner import Learner
 from ddpcore.optim import FusedOptimizer
-from ddpcore.stacked import StackedModel, single_model
+from ddpcore.policies import Companions, Policies, scales_inside
+from ddpcore.stacked import StackedModel
 from ddpcore.strategies.base import Baseline, Strategy
 
 
@@ -36,6 +35,8 @@ def distribute(
     vectorize: bool | None = None,
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
+    policies: Policies | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Distributed:
     """Train ``model`` with ``strategy``. The loop around it stays: ``zero_grad``, forward, ``backward``, ``step``.
 
@@ -45,34 +46,29 @@ def distribute(
         model: its parameters that need a gradient must all be in ``optimizer``.
         optimizer: any ``torch.optim.Optimizer``; ddpcore's fused ones take the one-pass path.
         strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
-        learners: None, one learner a rank of ``group``. A number, that many virtual learners in this process: call the
-            returned ``.model`` with ``[learners, batch, ...]`` and add up the learners' losses.
-        group: the process group; None is the default one.
-        transport: what carries weights and gradients between ranks: ``shm``, memory that ranks on the CPU of one host
-            share; ``ipc``, that of the GPUs of one host; ``pg``, the process group; ``auto``, shm where it can be, else
-            pg. The handle's ``comm.description`` says which and why.
+        learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
+            ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.
+        group: the process group; None is the default one for real ranks, and none for virtual learners.
+        transport: what carries bytes between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
-        first_bucket_bytes: size of the first one.
+        first_bucket_bytes: size of the first.
+        policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
+        scaler: of mixed precision, for the policy of that name.
 
     Returns:
         A handle: ``.model`` to call (``model`` itself but for virtual learners and DDP), ``no_sync()``,
-        ``evaluation_model()``, ``consensus_distance()``.
+        ``evaluation_model()``, ``consensus_distance()``, ``state_dict()`` and ``load_state_dict()``.
 
     Raises:
-        ValueError: the model, the optimizer, the world and the strategy do not fit together, or differ between ranks.
+        ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
     """
     if isinstance(strategy, Baseline):
-        if learners is not None or transport != "auto":
-            raise ValueError(f"{strategy.name} takes no virtual learners and no transport: leave them out")
-        comm = strategy.connect(group)
-        return Distributed(strategy.wrap(model, group), comm)
-    _check_optimizer(model, optimizer)
-    if strategy.in_use or optimizer in _IN_USE:
-        raise ValueError("the strategy or the optimizer already serves a distribute() call: make a new one for this")
-    comm = _connect(model, optimizer, strategy, group, transport) if learners is None else _virtual(learners, transport)
-    sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **sizes)
+        return _baseline(model, strategy, learners, group, transport, policies)
+    _check(model, optimizer, strategy, scaler)
+    comm = _connect(model, optimizer, strategy, learners, group, transport)
+    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
     learner = Learner(flat, comm, optimizer)
     strategy.setup(learner)
     strategy.in_use = True
@@ -80,246 +76,69 @@ def distribute(
     if isinstance(optimizer, FusedOptimizer):
         optimizer.bind(flat)
     comm.broadcast_(flat.param_LP)
-    if learners is not None:
-        return _Engine(StackedModel(model, learners, vectorize), learner, strategy)
-    _share_buffers(model, comm)
-    return _Engine(model, learner, strategy)
+    if learners is None:
+        _broadcast_buffers(model, comm)
+    else:
+        model = StackedModel(model, learners, vectorize)
+    return Engine(model, learner, strategy, Companions(policies or Policies(), model, learner, strategy, scaler))
 
 
-def _share_buffers(model: nn.Module, comm: Communicator) -> None:
-    for buffer in model.buffers():
-        row = _row(buffer)
-        comm.broadcast_(row)
-        buffer.data = row.view(buffer.shape)
+def _baseline(
+    model: nn.Module,
+    strategy: Baseline,
+    learners: int | None,
+    group: dist.ProcessGroup | None,
+    transport: str,
+    policies: Policies | None,
+) -> Distributed:
+    if learners is not None or transport != "auto":
+        raise ValueError(f"{strategy.name} takes no virtual learners and no transport: leave them out")
+    if policies not in (None, Policies()):
+        raise ValueError(f"{strategy.name} averages nothing of its own: leave policies= out")
+    comm = strategy.connect(group)
+    return Distributed(strategy.wrap(model, group), comm)
 
 
-def _virtual(learners: int, transport: str) -> Communicator:
-    if transport != "auto":
-        raise ValueError("virtual learners live in one process and take no transport: leave transport= out")
-    return VirtualCommunicator(learners)
+_IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _connect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
+    learners: int | None,
     group: dist.ProcessGroup | None,
     transport: str,
 ) -> Communicator:
-    """The ranks' connection, once it is known that they are about to train the same."""
+    """The learners' connection; of real ranks once it is known that they are about to train the same."""
+    if learners is not None:
+        if transport != "auto":
+            raise ValueError("virtual learners take no transport: leave transport= out")
+        return VirtualCommunicator(learners) if group is None else GridCommunicator(learners, group)
     group = default_group(group)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     check_agreement(group, facts_of(model, optimizer, strategy, transport), device)
     return connect(group, transport, device)
 
 
-class Distributed:
-    """A model in training. This class alone serves the baselines; a strategy's own is made by :func:`distribute`.
-
-    Attributes:
-        model: the module to call in the loop.
-        comm: the connection of its learners.
-        learner: weights, gradients and optimizer; None for the baselines.
-    """
-
-    learner: Learner | None = None
-
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.model = model
-        self.comm = comm
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients without averaging them."""
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            with self.model.no_sync():
-                yield
-        else:
-            yield
-
-    def evaluation_model(self) -> nn.Module:
-        """A copy of the model with the average of all learners' weights and floating-point buffers.
-
-        The model in training is not touched. Every rank must call this, and every rank gets the copy.
-        """
-        inner: nn.Module = self.model
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            inner = self.model.module
-        return copy.deepcopy(inner)
-
-    @torch.no_grad()
-    def consensus_distance(self) -> float:
-        """Root mean square, over learners, of the distance between a learner's weights and the average weights.
-
-        ``sqrt(1/n sum_j |w_j - w_a|^2)``, Kong et al. 2021. Every rank must call this.
-        """
-        weights_LP = self._weights_LP()
-        average_LP = weights_LP.clone()
-        self.comm.average_(average_LP).wait()
-        distances = (weights_LP.double() - average_LP.double()).square().sum(dim=1)
-        return float(self.comm.gather(distances).mean().sqrt())
-
-    def _weights_LP(self) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])[None]
+def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+    for buffer in model.buffers():
+        row = row_of(buffer)
+        comm.broadcast_(row)
+        buffer.data = row.view(buffer.shape)
 
 
-class _Engine(Distributed):
-    """Sets the hooks and passes their events on to the strategy."""
-
-    learner: Learner
-
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy) -> None:
-        super().__init__(model, learner.comm)
-        self.learner = learner
-        self.strategy = strategy
-        self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
-        self._new_order: list[int] | None = None
-        self._buckets: GradientBuckets | None = None
-        if strategy.averages_gradients:
-            self._buckets = GradientBuckets(
-                learner.flat, lambda columns: strategy.bucket_ready(learner, columns), self._after_backward
-            )
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-            if closure is not None and not strategy.takes_closure:
-                raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
-            self._before_step()
-
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            learner.step += 1
-            with torch.no_grad():
-                strategy.after_step(learner)
-            # The kernels write through the flat buffer: autograd must know, to refuse a graph of the old weights.
-            torch.autograd.graph.increment_version(learner.flat.parameters)
-
-        self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(model, learner, strategy))
-        learner.optimizer.register_step_pre_hook(before_step)
-        learner.optimizer.register_step_post_hook(after_step)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See :class:`Distributed`."""
-        if self._buckets is None:
-            yield
-            return
-        paused, self._buckets.paused = self._buckets.paused, True
-        try:
-            yield
-        finally:
-            self._buckets.paused = paused
-
-    @torch.no_grad()
-    def evaluation_model(self) -> nn.Module:
-        """See :class:`Distributed`."""
-        flat, comm = self.learner.flat, self.learner.comm
-        average_LP = flat.param_LP.clone()
-        comm.average_(average_LP).wait()
-        views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
-        if isinstance(self.model, StackedModel):
-            return single_model(self.model.module, {name: stack[0].clone() for name, stack in views.items()})
-        model = copy.deepcopy(self.model)
-        for module in model.modules():
-            module._forward_pre_hooks.pop(self._forward_hook.id, None)
-        for name, parameter in model.named_parameters():
-            if name in views:
-                parameter.data = views[name].clone()
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                row = _row(buffer)
-                comm.average_(row).wait()
-                buffer.data = row.view(buffer.shape)
-        return model
-
-    def _weights_LP(self) -> Tensor:
-        return self.learner.flat.param_LP
-
-    @torch.no_grad()
-    def _after_backward(self, order: list[int]) -> None:
-        self.strategy.after_backward(self.learner)
-        flat = self.learner.flat
-        seen = {index for index, parameter in enumerate(flat.parameters) if parameter.grad is not None}
-        if self._used is None:
-            self._agree(order, seen)
-        assert self._used is not None
-        for index, (parameter, used) in enumerate(zip(flat.parameters, self._used, strict=True)):
-            if used and index not in seen and parameter.requires_grad:
-                parameter.grad = flat.grad_views[index]  # a gradient on another rank: step alike
-            elif index in seen and not used:
-                raise RuntimeError(
-                    f"parameter {flat.names[index]} got a gradient after a first backward pass in which it had none on "
-                    "any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
-                )
-
-    def _agree(self, order: list[int], seen: set[int]) -> None:
-        """Agree on which parameters are in use and, for the buckets, on rank 0's order of gradients."""
-        flat, comm = self.learner.flat, self.learner.comm
-        num = len(flat.segments)
-        complete = order + sorted(set(range(num)).difference(order))
-        rows = flat.param_LP.shape[0]
-        mask = torch.zeros(num, dtype=torch.int64, device=flat.param_LP.device)
-        mask[list(seen)] = 1
-        self._used = comm.gather(mask.expand(rows, num)).any(dim=0).tolist()
-        agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
-        comm.broadcast_(agreed)
-        self._new_order = agreed[0].tolist()
-
-    def _check_parameters(self) -> None:
-        """What the user may have changed since distribute() and would otherwise go wrong in silence."""
-        flat = self.learner.flat
-        for name, parameter, pointer in zip(flat.names, flat.parameters, flat.param_pointers, strict=True):
-            if parameter.data_ptr() != pointer:
-                raise RuntimeError(
-                    f"parameter {name} has left the flat buffer (.to(), .data = or vector_to_parameters): "
-                    "change weights in place, with copy_"
-                )
-        for group in self.learner.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._members:
-                    raise RuntimeError(
-                        f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute(): "
-                        "do so before it, and freeze by a zero learning rate"
-                    )
-
-    @torch.no_grad()
-    def _before_step(self) -> None:
-        self._check_parameters()
-        if self._new_order is not None and self._buckets is not None and self._used is not None:
-            # Between backward and step nothing is in flight and no graph needs the old places.
-            self.learner.flat.reorder(self._new_order)
-            self._used = [self._used[index] for index in self._new_order]
-            self._buckets.rebuild()
-            self._new_order = None
-        self.strategy.before_step(self.learner)
-
-
-class _ForwardHook:
-    """Tells the strategy of a forward pass that trains. A copy of the model, or a saved one, has nothing to tell."""
-
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy) -> None:
-        self._model, self._learner, self._strategy = model, learner, strategy
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._strategy.before_forward(self._learner)
-
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        return
-
-
-_IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def _row(buffer: Tensor) -> Tensor:
-    """A buffer of any shape and strides as one contiguous row ``[1, n]``; the buffer itself where it is contiguous."""
-    return buffer.contiguous().view(1, -1)
+def _check(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, scaler: torch.amp.GradScaler | None
+) -> None:
+    _check_optimizer(model, optimizer)
+    if scaler is not None and not strategy.averages_gradients and not scales_inside(optimizer):
+        raise ValueError(
+            f"with a scaler, {type(optimizer).__name__} skips a step on one learner and not on another, which would "
+            "wait for it: take a fused optimizer, ddpcore's or torch's fused=True"
+        )
+    if strategy.in_use or optimizer in _IN_USE:
+        raise ValueError("the strategy or the optimizer already serves a distribute() call: make a new one for this")
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -19,10 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS: dict[str, float] = {
     "_C": 1, "plans": 2, "flags": 2, "ops": 2,
     "flat": 3, "topology": 3, "stacked": 3, "schedules": 3, "metrics": 3, "models": 3, "data": 3,
-    "buckets": 3.5,
+    "buckets": 3.5, "compression": 3.5,
     "optim": 4, "comm": 4,
     "learner": 4.5,
-    "strategies": 5, "diagnostics": 5,
+    "strategies": 5, "diagnostics": 5, "evaluation": 5,
+    "policies": 5.5,
+    "distributed": 5.7,
     "parallel": 6,
     "": 6.5,  # ddpcore/__init__.py: what a user imports
     "engine": 7, "launch": 7,
@@ -36,6 +38,7 @@ EXCEPTIONS: dict[str, str] = {
     "ddpcore/ops/sgd.py:sgd_step_": "one argument a line: its name, what it means, and how it is passed on",
     "ddpcore/ops/lars.py:lars_step_": "as sgd_step_",
     "ddpcore/ops/lamb.py:lamb_step_": "as sgd_step_",
+    "ddpcore/ops/mix_sgd.py:mix_sgd_step_": "as sgd_step_",
 }
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
 # Where other people's libraries are imported, by name and only if they are installed.

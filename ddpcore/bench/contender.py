@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddpcore import models, parallel, strategies, topology
+from ddpcore import models, parallel, strategies
 from ddpcore.bench.config import Plan
 from ddpcore.comm.base import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
@@ -78,11 +78,7 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
         optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, fused=True)
     else:
         optimizer = FusedSGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    strategy = strategies.build(
-        strategies.Single.name if alone else name,
-        topology=topology.build(config.topology, config.seed),
-        period=config.period,
-    )
+    strategy = config.strategy(strategies.Single.name if alone else name)
     handle = parallel.distribute(
         model,
         optimizer,

@@ -4,6 +4,7 @@ from .agreement import check_agreement, facts_of
 from .base import Communicator, Exchange, Work
 from .choice import Choice, Transport, choose_backend, choose_transport
 from .connect import connect
+from .grid import GridCommunicator
 from .ipc import CudaIpcCommunicator
 from .process import ProcessGroupCommunicator
 from .shared_memory import SharedMemoryCommunicator
@@ -14,6 +15,7 @@ __all__ = [
     "Communicator",
     "CudaIpcCommunicator",
     "Exchange",
+    "GridCommunicator",
     "ProcessGroupCommunicator",
     "SharedMemoryCommunicator",
     "Transport",

@@ -62,7 +62,7 @@ class Meeting:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         self.timeout = timeout
-        self._num_operations = 0
+        self.num_operations = 0
         self._fault = ""
         token = secrets.token_bytes(16)
         why, place = "", _Place(host_id(), os.getpid(), -1, token)
@@ -119,8 +119,8 @@ class Meeting:
         """Come to the next operation, which ``text`` describes to all alike; returns its number."""
         if self._fault:
             raise RuntimeError(self._fault)
-        number = self._num_operations
-        self._num_operations += 1
+        number = self.num_operations
+        self.num_operations += 1
         _write(self._own, _TEXTS + number % NUM_TEXTS * _TEXT_BYTES, text.encode(), _TEXT_BYTES)
         if handle:
             _write(self._own, _HANDLE, handle, _WHY - _HANDLE)
@@ -139,7 +139,7 @@ class Meeting:
         """
         mine = self._text(self.rank, number)
         arrived = self._wait(ranks, ARRIVED, number)
-        if self._num_operations - number > NUM_TEXTS // 2:
+        if self.num_operations - number > NUM_TEXTS // 2:
             return  # an exchange, so long ago that its texts may be gone: others have been compared since
         for rank in arrived:
             theirs = self._text(rank, number)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.comm.base import Communicator, Done, Exchange, Work, all_reduce_bytes
+from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, all_reduce_bytes, correction
 from ddpcore.comm.meeting import NUM_TEXTS, Meeting
 from ddpcore.comm.memory import Memory
 from ddpcore.ops import Mixture
-from ddpcore.topology import Topology
+from ddpcore.topology import Round, Topology
 
 STAGING_BYTES = 4 * 2**20  # of each rank, through which go tensors that no other rank can reach, in pieces
 CHUNK = 2**15  # elements that are added at a time, so that a sum stays in cache until it is written
@@ -35,14 +35,26 @@ class _Shared:
     views: list[Tensor | None]
 
 
+@dataclass
+class _Snapshot:
+    """Room for rows that neighbours read: of each rank one. ``used`` is the operation before which reading ended."""
+
+    views: list[Tensor]
+    readers: Sequence[int] = ()
+    is_handed_out: bool = False
+    used: int | None = None  # None: under way
+
+
 class SegmentCommunicator(Communicator):
     """Learner j is rank j of the group, and reads the others' memory.
 
-    An exchange copies the weights into a snapshot, one of two by turns, and neighbours mix from it where it lies.
-    Before a rank overwrites a snapshot it waits for those who read it two exchanges ago: they have finished when they
-    came to the exchange after that one. An average of columns that lie in memory from :meth:`allocate` waits until all
-    ranks came to it; then each rank forms the mean of one share of the columns, adding in ascending order, writes it
-    into everyone's row, and waits until all have. Other tensors go through a staging area.
+    An exchange copies the rows into a snapshot, and neighbours mix from it where it lies. Two take turns, more where
+    several exchanges are under way. A rank overwrites one that it has itself done with reading from, once the readers
+    have come to a later operation: they call the same in the same order, so they have done with it too.
+
+    An average of columns that lie in memory from :meth:`allocate` waits until all ranks came to it; then each rank
+    forms the mean of one share of the columns, adding in ascending order, writes it into everyone's row, and waits
+    until all have. Other tensors go through a staging area.
 
     Args:
         group: the process group, for setting up.
@@ -64,9 +76,7 @@ class SegmentCommunicator(Communicator):
         self._pending: deque[_Average] = deque()
         own, views = self._allocate(STAGING_BYTES)
         self._staging: list[Tensor] = [own if view is None else view for view in views]
-        self._snapshots: list[Tensor] = []  # [2, P] of each rank
-        self._readers: list[Sequence[int]] = [(), ()]  # of each of this rank's two snapshots, the last time
-        self._num_exchanges = self._last_exchange = 0
+        self._snapshots: dict[tuple[int, torch.dtype, torch.device], list[_Snapshot]] = {}
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See :class:`Communicator`."""
@@ -111,23 +121,15 @@ class SegmentCommunicator(Communicator):
         """See :class:`Communicator`."""
         weights, plan = weights_LP[0], topology.round(step, self.rank, self.num_learners)
         if self.num_learners == 1:
-            return _InPlace(self, -1, weights, (), Mixture([], plan.self_weight, plan.weights))
-        if not self._snapshots or not _is_alike(self._snapshots[self.rank][0], weights):
-            self._new_snapshots(weights)
-        slot = self._num_exchanges % 2
-        if self._readers[slot]:
-            self._meeting.await_passed(self._readers[slot], self._last_exchange)
-            for reader in self._readers[slot]:
-                self._memory.follow(reader)
+            return _InPlace(self, -1, weights, plan, _Snapshot([weights]))
+        snapshot = self._free_snapshot(weights)
         if plan.destinations:
-            self._snapshots[self.rank][slot].copy_(weights)
+            snapshot.views[self.rank].copy_(weights)
         self._memory.publish()
         number = self._meeting.arrive(f"the exchange of {_describe(weights)} at step {step}")
-        self._readers[slot], self._last_exchange = plan.destinations, number
-        self._num_exchanges += 1
+        snapshot.readers = plan.destinations
         self.bytes_sent += len(plan.destinations) * weights.numel() * weights.element_size()
-        peers = [self._snapshots[peer][slot] for peer in plan.sources]
-        return _InPlace(self, number, weights, plan.sources, Mixture(peers, plan.self_weight, plan.weights))
+        return _InPlace(self, number, weights, plan, snapshot)
 
     def gather(self, values: Tensor) -> Tensor:
         """See :class:`Communicator`."""
@@ -154,6 +156,10 @@ class SegmentCommunicator(Communicator):
             meeting.finish(work.number)
             self._pending.popleft()
         self._finished(number)
+
+    def done_with(self, snapshot: _Snapshot) -> None:
+        """Reading from it is over."""
+        snapshot.used = self._meeting.num_operations
 
     def arrived(self, ranks: Sequence[int], number: int) -> None:
         """Return when what these ranks gave to an operation can be read."""
@@ -184,15 +190,36 @@ class SegmentCommunicator(Communicator):
         self._meeting.await_finished(number)
         return own, views
 
-    def _new_snapshots(self, weights: Tensor) -> None:
-        own, views = self._allocate(2 * weights.numel() * weights.element_size())
-        self._snapshots = [
-            (own if view is None else view)[: 2 * weights.numel() * weights.element_size()]
-            .view(weights.dtype)
-            .view(2, -1)
-            for view in views
+    def _free_snapshot(self, like: Tensor) -> _Snapshot:
+        """One that nobody reads any more, now under way; a new one, made by all ranks alike, where there is none."""
+        now = self._meeting.num_operations
+        for snapshots in self._snapshots.values():
+            for one in snapshots:
+                if one.is_handed_out:  # a mixture is used before the next exchange starts
+                    one.is_handed_out, one.used = False, now
+        known = self._snapshots.setdefault((like.numel(), like.dtype, like.device), [])
+        # What was read until this very operation is not free: its readers would wait for us, and we for them.
+        free = [one for one in known if one.used is not None and one.used < now]
+        if free:
+            snapshot = min(free, key=lambda one: one.used or 0)
+            self._meeting.await_passed(snapshot.readers, snapshot.used or 0)
+            for reader in snapshot.readers:
+                self._memory.follow(reader)
+        else:
+            first, *more = self._new_snapshots(like, 1 if known else 2)
+            known += [first, *more]
+            snapshot = first
+        snapshot.used = None
+        return snapshot
+
+    def _new_snapshots(self, like: Tensor, num: int) -> list[_Snapshot]:
+        num_bytes = like.numel() * like.element_size()
+        own, views = self._allocate(num * num_bytes)
+        areas = [own if view is None else view for view in views]
+        return [
+            _Snapshot([area[i * num_bytes : (i + 1) * num_bytes].view(like.dtype) for area in areas], used=-1)
+            for i in range(num)
         ]
-        self._readers = [(), ()]
 
     def _find(self, rows: Tensor) -> tuple[str, list[Tensor]] | None:
         """Where in a shared buffer a row lies, and the same columns of all ranks; None where in none."""
@@ -234,17 +261,38 @@ class _Average(Work):
 
 class _InPlace(Exchange):
     def __init__(
-        self, comm: SegmentCommunicator, number: int, weights: Tensor, sources: Sequence[int], mixture: Mixture
+        self, comm: SegmentCommunicator, number: int, weights: Tensor, plan: Round, snapshot: _Snapshot
     ) -> None:
-        self._comm, self._number, self._weights, self._sources, self._mixture = comm, number, weights, sources, mixture
+        self._comm, self._number, self._weights, self._plan, self._snapshot = comm, number, weights, plan, snapshot
 
     def mix_(self) -> Tensor:
         mixture = self.mixture()
-        return ops.mix_(self._weights, mixture.peers, mixture.self_weight, mixture.peer_weights)[None]
+        distances = ops.mix_(self._weights, mixture.peers, mixture.self_weight, mixture.peer_weights)[None]
+        self._release()
+        return distances
 
     def mixture(self) -> Mixture:
-        self._comm.arrived(self._sources, self._number)
-        return self._mixture
+        return Mixture(self._peers(), self._plan.self_weight, self._plan.weights)
+
+    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
+        mixture = self.correction(published_LP, factor, decode)
+        ops.mix_(weights_LP[0], mixture.peers, mixture.self_weight, mixture.peer_weights)
+        self._release()
+
+    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture:
+        peers = self._peers()
+        if decode is not None:
+            peers = [decode(source, peer) for source, peer in zip(self._plan.sources, peers, strict=True)]
+        return correction(self._plan, published_LP[0], peers, factor)
+
+    def _peers(self) -> list[Tensor]:
+        self._comm.arrived(self._plan.sources, self._number)
+        self._snapshot.is_handed_out = True
+        return [self._snapshot.views[source] for source in self._plan.sources]
+
+    def _release(self) -> None:
+        self._snapshot.is_handed_out = False
+        self._comm.done_with(self._snapshot)
 
 
 @torch.no_grad()
@@ -264,7 +312,3 @@ def average_share_(columns: Sequence[Tensor], rank: int) -> None:
 
 def _describe(tensor: Tensor) -> str:
     return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _is_alike(left: Tensor, right: Tensor) -> bool:
-    return left.numel() == right.numel() and left.dtype == right.dtype and left.device == right.device

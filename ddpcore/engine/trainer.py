@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.distributed import Distributed
 from ddpcore.metrics import error_pct
-from ddpcore.parallel import Distributed
 
 
 class Trainer:

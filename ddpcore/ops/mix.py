@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,42 +13,98 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define
 
+NOISE_SCHEMA = "float noise_std, int noise_seed, int noise_step, int noise_first"
 
-def _fake_mix(weights: Tensor, peers: list[Tensor], self_weight: float, peer_weights: list[float]) -> Tensor:
+
+def _fake_mix(weights: Tensor, peers: list[Tensor], *args: Any, **noise: Any) -> Tensor:
     return weights.new_empty((len(peers),), dtype=torch.float64)
 
 
-def _fake_mix_stacked(weights: Tensor, matrix: Tensor) -> Tensor:
+def _fake_mix_stacked(
+    weights: Tensor, others: list[Tensor], offsets: Tensor, columns: Tensor, values: Tensor
+) -> Tensor:
     return weights.new_empty((weights.shape[0],), dtype=torch.float64)
 
 
 _mix = define(
-    "mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights) -> Tensor",
+    f"mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, *, {NOISE_SCHEMA}) -> Tensor",
     reference.mix_,
     _fake_mix,
 )
 _mix_stacked = define(
-    "mix_stacked_(Tensor(a!) weights, Tensor matrix) -> Tensor", reference.mix_stacked_, _fake_mix_stacked
+    "mix_stacked_(Tensor(a!) weights, Tensor[] others, Tensor offsets, Tensor columns, Tensor values) -> Tensor",
+    reference.mix_stacked_,
+    _fake_mix_stacked,
 )
 
 
 @dataclass(frozen=True)
+class Noise:
+    """Gaussian noise of constant variance, the last term of an average: ``std`` times standard normals.
+
+    The normal of an element depends on (``seed``, ``step``, its index) alone: it has the same bits on every rank,
+    device and instruction set, for any number of threads, and wherever a buffer is cut.
+
+    Args:
+        std: standard deviation; 0 is no noise.
+        seed: from 0 to 2**63 - 1. Another seed is another sequence.
+        step: from 0 to 2**63 - 1; so is another step.
+        first: the index of the first element, not negative: where the tensor begins in the buffer that it is a part of.
+
+    Raises:
+        ValueError: one of them is out of its range.
+    """
+
+    std: float
+    seed: int
+    step: int
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.std < math.inf:
+            raise ValueError(f"std must be finite and not negative, got {self.std}")
+        for name in ("seed", "step", "first"):
+            if not 0 <= getattr(self, name) < 2**63:
+                raise ValueError(f"{name} must be from 0 to 2**63 - 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class Mixture:
-    """What ``mix_`` takes beside the learner's own weights: the neighbours' weights and what each counts."""
+    """What ``mix_`` takes beside the learner's own weights: the neighbours' weights, what each counts, and noise."""
 
     peers: Sequence[Tensor]
     self_weight: float
     peer_weights: Sequence[float]
+    noise: Noise | None = None
+
+    def columns(self, begin: int, end: int) -> Mixture:
+        """The mixture of elements ``[begin, end)`` alone; all have the noise that they have in the whole."""
+        noise = None if self.noise is None else replace(self.noise, first=self.noise.first + begin)
+        return replace(self, peers=[peer[begin:end] for peer in self.peers], noise=noise)
 
 
-def mix_(weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weights: Sequence[float]) -> Tensor:
-    """``weights <- self_weight * weights + sum_k peer_weights[k] * peers[k]``, in place, in one pass.
+def noise_arguments(noise: Noise | None) -> dict[str, Any]:
+    """Noise as the operators take it."""
+    noise = noise or Noise(std=0.0, seed=0, step=0)
+    return {f"noise_{name}": getattr(noise, name) for name in ("std", "seed", "step", "first")}
+
+
+def mix_(
+    weights: Tensor,
+    peers: Sequence[Tensor],
+    self_weight: float,
+    peer_weights: Sequence[float],
+    noise: Noise | None = None,
+) -> Tensor:
+    """``weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise``, in place, in one pass.
 
     Args:
         weights: contiguous, of any shape; float32, bfloat16 or float16 (arithmetic is fp32).
         peers: any number of tensors like ``weights``, none of them ``weights`` itself. Added in this order.
         self_weight: the learner's weight for itself.
         peer_weights: one a peer.
+        noise: added in fp32, before the result is rounded to the storage type; None: none. A captured CUDA graph
+            repeats the noise of its own step.
 
     Returns:
         float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
@@ -54,23 +112,32 @@ def mix_(weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weig
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not fit.
     """
-    return _mix(weights, peers, self_weight, peer_weights)
+    return _mix(weights, peers, self_weight, peer_weights, **noise_arguments(noise))
 
 
-def mix_stacked_(weights: Tensor, matrix: Tensor) -> Tensor:
-    """``weights <- matrix @ weights`` for a stack of learners, in place; the cost follows the non-zero entries.
+def mix_stacked_(
+    weights_LP: Tensor, others: Sequence[Tensor], offsets: Tensor, columns: Tensor, values: Tensor
+) -> Tensor:
+    """``weights_LP <- W @ [weights_LP; others]`` for a stack of learners, in place; the cost follows the entries of W.
 
-    Row ``j`` adds its own term first and then the others in ascending order, so that it has the bits of ``mix_`` with
-    the peers in ascending order.
+    W is given in compressed rows (CSR): the entries of row ``j`` are those from ``offsets[j]`` to ``offsets[j + 1]``.
+    Every row reads the weights as they were before the call, and adds its entries in the order in which they stand.
+    With its own term first and the others in ascending order it has the bits of ``mix_``. Without entries it becomes
+    zero.
 
     Args:
-        weights: contiguous ``[L, P]``, one row a learner; float32, bfloat16 or float16.
-        matrix: contiguous float32 ``[L, L]`` on the same device.
+        weights_LP: contiguous ``[L, P]``, one row a learner; float32, bfloat16 or float16.
+        others: rows ``[P]`` of learners that are held elsewhere, like those of ``weights_LP`` and none of them.
+        offsets: int64 ``[L + 1]``, ascending from 0 to the number of entries.
+        columns: int64, one an entry: below L a row of ``weights_LP``, from L on row ``column - L`` of ``others``.
+        values: float32, one an entry: the weight that row ``j`` gives to that row. All three are on the device of
+            ``weights_LP``.
 
     Returns:
-        float64 ``[L]``: the squared distance of each learner, before mixing, to the mean of the learners.
+        float64 ``[L]``: the squared distance of each learner of ``weights_LP``, before mixing, to the mean of these L.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit.
+        RuntimeError: shapes, dtypes or devices do not fit; on the CPU also, an entry names no row. On CUDA that is not
+            looked at, since it would wait for the device. There a call takes up to 1024 learners and 1024 others.
     """
-    return _mix_stacked(weights, matrix)
+    return _mix_stacked(weights_LP, others, offsets, columns, values)

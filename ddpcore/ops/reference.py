@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ddpcore.ops.random import add_noise
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -314,29 +317,32 @@ def _bounded(value: float, low: float, high: float) -> float:
     return high if value > high else value
 
 
-def mix_(weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weights: Sequence[float]) -> Tensor:
+def mix_(
+    weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weights: Sequence[float], **noise: Any
+) -> Tensor:
     """Twin of :func:`ddpcore.ops.mix_`."""
     distances = [(_wide(weights) - _wide(peer)).double().square().sum() for peer in peers]
     mixed = self_weight * _wide(weights)
     for peer_weight, peer in zip(peer_weights, peers, strict=True):
         mixed = mixed + peer_weight * _wide(peer)
-    weights.copy_(mixed)
+    weights.copy_(add_noise(mixed, **noise))
     return torch.stack(distances) if distances else weights.new_empty((0,), dtype=torch.float64)
 
 
-def mix_stacked_(weights: Tensor, matrix: Tensor) -> Tensor:
+def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Twin of :func:`ddpcore.ops.mix_stacked_`."""
     old = [_wide(row).clone() for row in weights]
+    if not old:
+        return weights.new_empty((0,), dtype=torch.float64)
+    rows = [*old, *map(_wide, others)]
+    bounds, of_entry = offsets.tolist(), columns.tolist()
     total = old[0]
     for row in old[1:]:
         total = total + row
     mean = (1 / torch.tensor(len(old), dtype=total.dtype)) * total
     for j, row in enumerate(weights):
-        mixed = matrix[j, j] * old[j]
-        for k in range(len(old)):
-            if k != j and matrix[j, k] != 0:
-                mixed = mixed + matrix[j, k] * old[k]
-        row.copy_(mixed)
+        terms = [values[entry] * rows[of_entry[entry]] for entry in range(bounds[j], bounds[j + 1])]
+        row.copy_(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(mean))
     return torch.stack([(row - mean).double().square().sum() for row in old])
 
 
@@ -356,9 +362,10 @@ def mix_sgd_step_(
     nesterov: bool,
     decoupled: bool,
     maximize: bool,
+    **noise: Any,
 ) -> Tensor:
     """Twin of :func:`ddpcore.ops.mix_sgd_step_`: one after the other."""
-    distances = mix_(weights, peers, self_weight, peer_weights)
+    distances = mix_(weights, peers, self_weight, peer_weights, **noise)
     sgd_step_(
         [weights],
         [grad],

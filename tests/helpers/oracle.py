@@ -1,12 +1,14 @@
 """One small training run of each strategy: the same lines for real ranks and for virtual learners.
 
-As a script: one rank of five, which runs all cases on groups of the first 1 to 5 ranks.
+As a script: one rank of six, which runs all cases on groups of the first 1 to 6 ranks.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import networkx as nx
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -15,31 +17,84 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.comm import base
+from ddpcore.compression import BFloat16, Int8, TopK
 from ddpcore.optim import FusedSGD
 
 STEPS = 6
-LARGEST = 5
-TOPOLOGIES = ("complete", "ring", "random_pair", "one_peer_exponential", "from_matrix")
+LARGEST = 6
+TOPOLOGIES = (
+    "complete", "ring", "random_pair", "one_peer_exponential", "from_matrix", "star", "static_exponential", "matching",
+    "from_graph", "torus_2d", "hypercube", "hierarchical",
+)  # fmt: skip
 AVERAGES = ("all_gather", "all_reduce")  # how gloo carries them: small ones are gathered, large ones reduced
+
+
+MAKERS: dict[str, Any] = {
+    "ssgd": lambda topology: ddpcore.SSGD(),
+    "noisy_ssgd": lambda topology: ddpcore.NoisySSGD(0.05, seed=3),
+    "noisy_ssgd_apart": lambda topology: ddpcore.NoisySSGD(0.05, seed=3, where="per_learner"),
+    "local_sgd": lambda topology: ddpcore.LocalSGD(period=4),
+    "post_local": lambda topology: ddpcore.LocalSGD(period=2, switch_step=2),
+    "diloco": lambda topology: ddpcore.LocalSGD(period=3, fragments=2, outer=outer),
+    "slowmo": lambda topology: ddpcore.SlowMo(ddpcore.DPSGD(topology), period=3),
+    "dpsgd": lambda topology: ddpcore.DPSGD(topology),
+    "dpsgd_atc": lambda topology: ddpcore.DPSGD(topology, order="adapt_then_combine"),
+    "dpsgd_cta": lambda topology: ddpcore.DPSGD(topology, order="combine_then_adapt"),
+    "dpsgd_stale": lambda topology: ddpcore.DPSGD(topology, staleness=1),
+    "dpsgd_bf16": lambda topology: ddpcore.DPSGD(topology, compression=BFloat16()),
+    "dpsgd_int8_stale": lambda topology: ddpcore.DPSGD(topology, compression=Int8(), staleness=1),
+    "dpsgd_topk": lambda topology: ddpcore.DPSGD(topology, compression=TopK(ratio=0.2)),
+    "push_sum": lambda topology: ddpcore.PushSum(topology),
+}
+ALL_REDUCING = ("ssgd", "local_sgd")  # run with gathered and with reduced averages
+GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd")), "push_sum")
+FIXED = ("complete", "ring", "from_matrix")
 
 
 class Case(NamedTuple):
     strategy: str
-    topology: str  # of dpsgd; of the others one of AVERAGES
+    topology: str  # of those that gossip; of the others one of AVERAGES
     world_size: int
     optimizer: str
+    model: str = "mlp"  # or batch_norm, with two micro-batches a step
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
 
 
+def _topologies(strategy: str) -> tuple[str, ...]:
+    if strategy in GOSSIP:
+        return FIXED if strategy == "dpsgd_topk" else TOPOLOGIES
+    return AVERAGES if strategy in ALL_REDUCING else AVERAGES[:1]
+
+
+def fits(topology: str, n: int) -> bool:
+    """Some need factors."""
+    numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6)}
+    return n in numbers.get(topology, range(1, LARGEST + 1))
+
+
 CASES = [
     Case(strategy, topology, world_size, optimizer)
-    for strategy, topologies in (("ssgd", AVERAGES), ("local_sgd", AVERAGES), ("dpsgd", TOPOLOGIES))
-    for topology in topologies
+    for strategy in MAKERS
+    for topology in _topologies(strategy)
     for world_size in range(1, LARGEST + 1)
-    for optimizer in ("fused", "torch")
+    for optimizer in (("fused", "torch") if strategy in ("ssgd", "local_sgd", "dpsgd") else ("fused",))
+    if fits(topology, world_size)
+] + [
+    Case(strategy, _topologies(strategy)[0], world_size, "fused", "batch_norm")
+    for strategy in MAKERS
+    for world_size in (1, 2, 3, LARGEST)
 ]
+
+
+GRIDS = [case for case in CASES if case.world_size in (4, LARGEST) and case.optimizer == "fused"]
+"""Run with two virtual learners on each of half as many ranks, too."""
+
+
+def outer(tensors: Any) -> torch.optim.Optimizer:
+    """DiLoCo's."""
+    return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def mixing_matrix(n: int) -> np.ndarray:
@@ -48,19 +103,32 @@ def mixing_matrix(n: int) -> np.ndarray:
     return 0.5 * identity + 0.3 * np.roll(identity, 1, axis=0) + 0.2 * np.roll(identity, 2, axis=0)
 
 
-def strategy_of(case: Case) -> Any:
-    if case.strategy == "ssgd":
-        return ddpcore.SSGD()
-    if case.strategy == "local_sgd":
-        return ddpcore.LocalSGD(period=4)
-    topology = {
-        "complete": ddpcore.Complete(),
-        "ring": ddpcore.Ring(1),
-        "random_pair": ddpcore.RandomPair(seed=5),
-        "one_peer_exponential": ddpcore.OnePeerExponential(),
-        "from_matrix": ddpcore.FromMatrix(mixing_matrix(case.world_size)),
-    }[case.topology]
-    return ddpcore.DPSGD(topology)
+def topology_of(case: Case) -> Any:
+    n = case.world_size
+    return {
+        "complete": ddpcore.Complete,
+        "ring": lambda: ddpcore.Ring(1),
+        "random_pair": lambda: ddpcore.RandomPair(seed=5),
+        "one_peer_exponential": ddpcore.OnePeerExponential,
+        "from_matrix": lambda: ddpcore.FromMatrix(mixing_matrix(n)),
+        "star": ddpcore.Star,
+        "static_exponential": ddpcore.StaticExponential,
+        "matching": lambda: ddpcore.Matching([pairs(n, 0), pairs(n, 1)]),
+        "from_graph": lambda: ddpcore.FromGraph(nx.path_graph(n)),
+        "torus_2d": ddpcore.Torus2D,
+        "hypercube": ddpcore.Hypercube,
+        "hierarchical": lambda: ddpcore.Hierarchical(2, ddpcore.OnePeerExponential()),
+    }.get(case.topology, lambda: None)()
+
+
+def model_of(case: Case) -> nn.Sequential:
+    middle = (nn.BatchNorm1d(7),) if case.model == "batch_norm" else ()
+    return nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Linear(7, 3))
+
+
+def pairs(n: int, first: int) -> list[tuple[int, int]]:
+    """Neighbours on a path, every second edge of it."""
+    return [(left, left + 1) for left in range(first, n - 1, 2)]
 
 
 def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
@@ -74,42 +142,58 @@ def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
 GATHER_BYTES = base.GATHER_BYTES
 
 
-def train(case: Case, group: dist.ProcessGroup | None = None, transport: str = "auto") -> dict[str, Any]:
-    """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages."""
+def train(
+    case: Case, group: dist.ProcessGroup | None = None, num_rows: int | None = None, transport: str = "auto"
+) -> dict[str, Any]:
+    """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages.
+
+    Without a group all are virtual, with one each rank is one, or with ``num_rows`` so many.
+    """
     base.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
-    real = group is not None
-    rank = dist.get_rank(group) if real else 0
+    rank = 0 if group is None else dist.get_rank(group)
+    real = group is not None and num_rows is None
+    held = [rank]
+    if not real:
+        num_rows = case.world_size if num_rows is None else num_rows
+        held = list(range(rank * num_rows, (rank + 1) * num_rows))
     torch.manual_seed(17 + rank)  # all must start from learner 0's weights
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = model_of(case)
     rule: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
     make = FusedSGD if case.optimizer == "fused" else torch.optim.SGD
     optimizer = make(model.parameters(), **rule)
     handle = ddpcore.distribute(
         model,
         optimizer,
-        strategy_of(case),
-        learners=None if real else case.world_size,
+        MAKERS[case.strategy](topology_of(case)),
+        learners=num_rows,
         group=group,
         transport=transport,
         vectorize=None if real else False,
         bucket_bytes=128,  # several buckets, cut inside tensors
         first_bucket_bytes=64,
     )
-    held = [rank] if real else list(range(case.world_size))
     losses = []
     for step in range(STEPS):
-        inputs, labels = batch(step, case.world_size)
-        outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs)
-        each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        each.sum().backward()
+        parts = [slice(0, 2), slice(2, 4)] if case.model == "batch_norm" else [slice(None)]
+        for part in parts:
+            with handle.no_sync() if part != parts[-1] else nullcontext():
+                inputs, labels = (x[:, part] for x in batch(step, case.world_size))
+                outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs[held[0] : held[-1] + 1])
+                each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
+                each.sum().backward()
         optimizer.step()
         losses.append(each.detach())
     sent = handle.learner.comm.bytes_sent
-    average = torch.cat([parameter.detach().flatten() for parameter in handle.evaluation_model().parameters()])
-    rows = [parameter.detach().reshape(len(held), -1) for parameter in model.parameters()]
+    evaluation = handle.evaluation_model()
+    averaged = [*evaluation.parameters(), *(buffer for buffer in evaluation.buffers() if buffer.is_floating_point())]
+    average = torch.cat([tensor.detach().flatten() for tensor in averaged])
+    numbers = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+    rows = [tensor.detach().reshape(len(held), -1) for tensor in numbers]
+    num_weights = sum(parameter.numel() for parameter in evaluation.parameters())
     return {
         "weights": torch.cat(rows, dim=1).clone(),
+        "num_weights": num_weights,  # buffers stand behind them
         "losses": torch.stack(losses),
         "average": average,
         "consensus": handle.consensus_distance(),
@@ -122,11 +206,13 @@ def main() -> None:
 
     path, rank, world_size = join()
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}  # every rank takes part in each
-    results = {}
+    results: dict[Any, Any] = {}
     for case in CASES:
         if rank < case.world_size:
             for transport in ("pg", "shm"):
-                results[tuple(case), transport] = train(case, groups[case.world_size], transport)
+                results[tuple(case), transport] = train(case, groups[case.world_size], transport=transport)
+        if case in GRIDS and rank < case.world_size // 2:
+            results[("grid", *case)] = train(case, groups[case.world_size // 2], num_rows=2)
     torch.save(results, path)
     dist.barrier()
     dist.destroy_process_group()

@@ -36,6 +36,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ring": lambda: ddpcore.DPSGD(ddpcore.Ring()),
     "random_pair": lambda: ddpcore.DPSGD(ddpcore.RandomPair(3)),
     "one_peer_exponential": lambda: ddpcore.DPSGD(ddpcore.OnePeerExponential()),
+    "stale": lambda: ddpcore.DPSGD(ddpcore.Ring(), staleness=1),
+    "int8": lambda: ddpcore.DPSGD(ddpcore.Ring(), compression=ddpcore.compression.Int8()),
     "local_sgd": lambda: ddpcore.LocalSGD(period=2),
 }
 
@@ -111,9 +113,8 @@ def reads_slowly(rank: int) -> None:
     comm, weights, seen = connect(), torch.zeros(1, P), []
     for step in range(6):
         weights.fill_(float(step))
-        exchange = comm.exchange(weights, OneWay(), step)
+        mixture = comm.exchange(weights, OneWay(), step).mixture()
         if rank == 1:
-            mixture = exchange.mixture()
             time.sleep(0.1)
             seen.append(mixture.peers[0].unique().tolist())
     print(seen)
