@@ -18,6 +18,10 @@ _LONGEST = 100  # characters of a fact in a message
 
 def describe(value: Any) -> str:
     """The type and the public values of an object, dataclasses in full: the same text for equal settings."""
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(describe, value))})"
+    if isinstance(value, dict):
+        return describe([*value.items()])
     if is_dataclass(value):
         items = {field.name: getattr(value, field.name) for field in fields(value)}
     elif hasattr(value, "__dict__") and not isinstance(value, type):

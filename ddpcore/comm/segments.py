@@ -157,10 +157,6 @@ class SegmentCommunicator(Communicator):
             self._pending.popleft()
         self._finished(number)
 
-    def done_with(self, snapshot: _Snapshot) -> None:
-        """Reading from it is over."""
-        snapshot.used = self._meeting.num_operations
-
     def arrived(self, ranks: Sequence[int], number: int) -> None:
         """Return when what these ranks gave to an operation can be read."""
         self._meeting.await_arrived(ranks, number)
@@ -195,7 +191,7 @@ class SegmentCommunicator(Communicator):
         now = self._meeting.num_operations
         for snapshots in self._snapshots.values():
             for one in snapshots:
-                if one.is_handed_out:  # a mixture is used before the next exchange starts
+                if one.is_handed_out:  # and used by now: a mixture is used before the next exchange starts
                     one.is_handed_out, one.used = False, now
         known = self._snapshots.setdefault((like.numel(), like.dtype, like.device), [])
         # What was read until this very operation is not free: its readers would wait for us, and we for them.
@@ -267,9 +263,7 @@ class _InPlace(Exchange):
 
     def mix_(self) -> Tensor:
         mixture = self.mixture()
-        distances = ops.mix_(self._weights, mixture.peers, mixture.self_weight, mixture.peer_weights)[None]
-        self._release()
-        return distances
+        return ops.mix_(self._weights, mixture.peers, mixture.self_weight, mixture.peer_weights)[None]
 
     def mixture(self) -> Mixture:
         return Mixture(self._peers(), self._plan.self_weight, self._plan.weights)
@@ -277,7 +271,6 @@ class _InPlace(Exchange):
     def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
         mixture = self.correction(published_LP, factor, decode)
         ops.mix_(weights_LP[0], mixture.peers, mixture.self_weight, mixture.peer_weights)
-        self._release()
 
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture:
         peers = self._peers()
@@ -289,10 +282,6 @@ class _InPlace(Exchange):
         self._comm.arrived(self._plan.sources, self._number)
         self._snapshot.is_handed_out = True
         return [self._snapshot.views[source] for source in self._plan.sources]
-
-    def _release(self) -> None:
-        self._snapshot.is_handed_out = False
-        self._comm.done_with(self._snapshot)
 
 
 @torch.no_grad()
