@@ -17,13 +17,13 @@ _LONGEST = 100  # characters of a fact in a message
 
 
 def describe(value: Any) -> str:
-    """The type and the public values of an object, dataclasses in full: the same text for equal settings."""
+    """The type and the public values of an object; of dataclasses all that they are compared by."""
     if isinstance(value, list | tuple):
         return f"({', '.join(map(describe, value))})"
     if isinstance(value, dict):
         return describe([*value.items()])
     if is_dataclass(value):
-        items = {field.name: getattr(value, field.name) for field in fields(value)}
+        items = {field.name.strip("_"): getattr(value, field.name) for field in fields(value) if field.compare}
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         items = vars(value)
     else:
