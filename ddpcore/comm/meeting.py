@@ -165,6 +165,11 @@ class Meeting:
         """What a rank last gave to ``arrive``."""
         return _read(self._controls[rank], _HANDLE)
 
+    def lose(self, rank: int, number: int, error: Exception) -> NoReturn:
+        """Raise, on all ranks: what a rank gave to an operation cannot be reached, as a rule because it is gone."""
+        why = f"cannot be read by rank {self.rank} ({error})"
+        self._fail(self._gone(rank, number) if not memory.is_held(self._descriptors[rank]) else f"rank {rank} {why}")
+
     # --- waiting and faults --------------------------------------------------------------------------------------
 
     def _text(self, rank: int, number: int) -> str:
@@ -191,9 +196,11 @@ class Meeting:
             if self._flags[rank].read(FAULT):
                 self._fail(_read(self._controls[rank], _WHY).decode(errors="replace"))
         if gone:
-            self._fail(
-                f"rank {gone[0]} is gone (it died or left) before operation {number}, {self._text(self.rank, number)}"
-            )
+            self._fail(self._gone(gone[0], number))
+
+    def _gone(self, rank: int, number: int) -> str:
+        what = self._text(self.rank, number)
+        return f"rank {rank} is gone (it died or left) before the end of operation {number}, {what}"
 
     def _fail(self, why: str) -> NoReturn:
         """Raise, here and, when they next wait, on all other ranks."""

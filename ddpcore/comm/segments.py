@@ -176,12 +176,13 @@ class SegmentCommunicator(Communicator):
         own, handle = self._memory.allocate(num_bytes)
         number = self._meeting.arrive(f"the allocation of {num_bytes} bytes", handle)
         self._meeting.await_arrived(range(self.num_learners), number)
-        views = [
-            None
-            if rank == self.rank
-            else self._memory.open(self._meeting.pids[rank], self._meeting.handle_of(rank), num_bytes)
-            for rank in range(self.num_learners)
-        ]
+        views: list[Tensor | None] = [None] * self.num_learners
+        for rank in self._meeting.others:
+            handle = self._meeting.handle_of(rank)
+            try:
+                views[rank] = self._memory.open(self._meeting.pids[rank], handle, num_bytes)
+            except (OSError, ValueError) as error:  # it came, and died before it was read
+                self._meeting.lose(rank, number, error)
         self._meeting.finish(number)
         self._meeting.await_finished(number)
         return own, views

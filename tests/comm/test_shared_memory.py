@@ -61,6 +61,7 @@ def test_same_bits_as_over_the_process_group(world_size: int, outcome: Callable[
     [
         (trials.dies_before_an_exchange, 4, 1, "the exchange of 5000 float32 at step 3"),
         (trials.dies_in_an_average, 3, 2, "an average of 5000 float32"),
+        (trials.dies_in_an_allocation, 3, 1, "the allocation of 20000 bytes"),
         (trials.leaves, 3, 1, "the exchange of 5000 float32 at step 1"),
     ],
 )

@@ -70,6 +70,22 @@ def dies_in_an_average(rank: int) -> None:
         work.wait()
 
 
+def dies_in_an_allocation(rank: int) -> None:
+    """Rank 1 has come with its memory and dies before the others open it."""
+    comm = connect()
+    arrive = comm._meeting.arrive
+
+    def arrive_and_die(text: str, handle: bytes = b"") -> int:
+        number = arrive(text, handle)
+        if rank == 1:
+            die()
+        time.sleep(0.3)
+        return number
+
+    comm._meeting.arrive = arrive_and_die
+    comm.allocate((1, P), torch.float32, CPU)
+
+
 def leaves(rank: int) -> None:
     """Rank 1 ends in good order and too early."""
     comm, weights = connect(), torch.zeros(1, P)
@@ -236,6 +252,7 @@ DIFFERENCES = ["shape", "dtype", "buffer", "frozen", "optimizer", "topology", "m
 TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (dies_before_an_exchange, 4),
     (dies_in_an_average, 3),
+    (dies_in_an_allocation, 3),
     (leaves, 3),
     (stays_away, 3),
     (is_slow, 3),
