@@ -80,7 +80,7 @@ def test_several_learners_a_rank(case: Any, real: list[dict[Any, Any]], virtual:
     """Two virtual learners on each of half as many ranks: as all of them in one process, bit for bit if gathered."""
     seen = [rank[("grid", *case)] for rank in real[: case.world_size // 2]]
     weights = torch.cat([one["weights"] for one in seen])
-    if is_bitwise(case):
+    if is_bitwise(case, "pg"):
         assert torch.equal(weights, virtual[case]["weights"])
         assert torch.equal(torch.cat([one["losses"] for one in seen], dim=1), virtual[case]["losses"])
     else:
