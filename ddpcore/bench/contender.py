@@ -81,7 +81,10 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
     strategy = config.strategy(strategies.Single.name if alone else name)
     num_rows = plan.world_size if virtual and not alone else None
     vectorize = None if num_rows is None else "measure"
-    handle = parallel.distribute(model, optimizer, strategy, learners=num_rows, vectorize=vectorize)
+    transport = "auto" if baseline or plan.transport is None else plan.transport.name
+    handle = parallel.distribute(
+        model, optimizer, strategy, learners=num_rows, transport=transport, vectorize=vectorize
+    )
     num_learners = 1 if whole_batch else plan.world_size
     batches = ShardedBatches(len(dataset.train), config.batch_size, num_learners, config.seed)
     stacked = virtual and not alone
