@@ -1,9 +1,9 @@
 """Shared memory against gloo, beside a copy: two of four ranks average weights, all four average gradients.
 
 All contenders take turns, A/B/A/B, after a barrier each; a time is that of the slower of ranks 0 and 1. A *mix*
-averages at once, in the weights themselves: each of the two reads and writes half of both (2 times the buffer a rank). An
-*exchange* leaves time in between: it reads and writes a snapshot, reads both weights and writes one (5 times). A copy
-reads and writes (2 times).
+averages at once, in the weights themselves: each of the two reads and writes half of both (2 times the buffer a rank).
+An *exchange* leaves time in between: it reads and writes a snapshot, reads both weights and writes one (5 times). A
+copy reads and writes (2 times).
 """
 
 from __future__ import annotations
