@@ -1,7 +1,8 @@
 """Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
 
 from ddpcore.parallel import Distributed, distribute
-from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, Single
+from ddpcore.policies import Policies
+from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, NoisySSGD, PushSum, Single, SlowMo
 from ddpcore.topology import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Topology
 
 __version__ = "0.1.0"
@@ -14,10 +15,14 @@ __all__ = [
     "Distributed",
     "FromMatrix",
     "LocalSGD",
+    "NoisySSGD",
     "OnePeerExponential",
+    "Policies",
+    "PushSum",
     "RandomPair",
     "Ring",
     "Single",
+    "SlowMo",
     "Topology",
     "distribute",
 ]

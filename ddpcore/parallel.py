@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,12 @@ from ddpcore.buckets import GradientBuckets
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.evaluation import BATCH_NORM, average_buffers, averaged_model, recalibrate, row_of
 from ddpcore.flat import FlatParameters, MiB
 from ddpcore.learner import Learner
 from ddpcore.optim import FusedOptimizer
-from ddpcore.stacked import StackedModel, single_model
+from ddpcore.policies import Companions, Policies, scales_inside
+from ddpcore.stacked import StackedModel
 from ddpcore.strategies.base import Baseline, Strategy
 
 
@@ -33,6 +35,8 @@ def distribute(
     vectorize: bool | None = None,
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
+    policies: Policies | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Distributed:
     """Train ``model`` with ``strategy``. The loop around it stays: ``zero_grad``, forward, ``backward``, ``step``.
 
@@ -48,10 +52,13 @@ def distribute(
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
         first_bucket_bytes: size of the first one.
+        policies: what becomes of momentum, batch normalisation statistics, scaler and random numbers when learners
+            average; None keeps each learner's own.
+        scaler: of mixed precision, for the policy of that name.
 
     Returns:
         A handle: ``.model`` to call (``model`` itself but for virtual learners and DDP), ``no_sync()``,
-        ``evaluation_model()``, ``consensus_distance()``.
+        ``evaluation_model()``, ``consensus_distance()``, ``state_dict()`` and ``load_state_dict()``.
 
     Raises:
         ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
@@ -59,9 +66,16 @@ def distribute(
     if isinstance(strategy, Baseline):
         if learners is not None:
             raise ValueError(f"{strategy.name} takes no virtual learners: leave learners= out")
+        if policies not in (None, Policies()):
+            raise ValueError(f"{strategy.name} averages nothing of its own: leave policies= out")
         comm = strategy.connect(group)
         return Distributed(strategy.wrap(model, group), comm)
     _check_optimizer(model, optimizer)
+    if scaler is not None and not strategy.averages_gradients and not scales_inside(optimizer):
+        raise ValueError(
+            f"with a scaler, {type(optimizer).__name__} skips a step on one learner and not on another, which would "
+            "wait for it: take a fused optimizer, ddpcore's or torch's fused=True"
+        )
     if strategy.in_use or optimizer in _IN_USE:
         raise ValueError("the strategy or the optimizer already serves a distribute() call: make a new one for this")
     comm = ProcessGroupCommunicator(group) if learners is None else VirtualCommunicator(learners)
@@ -76,12 +90,14 @@ def distribute(
         optimizer.bind(flat)
     comm.broadcast_(flat.param_LP)
     if learners is not None:
-        return _Engine(StackedModel(model, learners, vectorize), learner, strategy)
-    for buffer in model.buffers():
-        row = _row(buffer)
-        comm.broadcast_(row)
-        buffer.data = row.view(buffer.shape)
-    return _Engine(model, learner, strategy)
+        model = StackedModel(model, learners, vectorize)
+    else:
+        for buffer in model.buffers():
+            row = row_of(buffer)
+            comm.broadcast_(row)
+            buffer.data = row.view(buffer.shape)
+    companions = Companions(policies or Policies(), model, learner, strategy, scaler)
+    return _Engine(model, learner, strategy, companions)
 
 
 class Distributed:
@@ -108,15 +124,48 @@ class Distributed:
         else:
             yield
 
-    def evaluation_model(self) -> nn.Module:
-        """A copy of the model with the average of all learners' weights and floating-point buffers.
+    def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
+        """A copy of the model with the average of all learners' weights.
 
-        The model in training is not touched. Every rank must call this, and every rank gets the copy.
+        The model in training is not touched, whatever happens. Every rank must call this, and every rank gets the copy.
+
+        Args:
+            batch_norm: what becomes of floating-point buffers: ``average`` them, keep the ``local`` ones, or
+                ``recalibrate`` batch normalisation with the averaged weights.
+            batches: training inputs of this rank, for ``recalibrate``; see :func:`ddpcore.evaluation.recalibrate`.
+
+        Raises:
+            ValueError: no such choice, or one without the other.
         """
+        if batch_norm not in BATCH_NORM:
+            raise ValueError(f"unknown batch_norm {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
+        if (batch_norm == "recalibrate") != (batches is not None):
+            raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
+        model = self._copy(batch_norm)
+        if batches is not None:
+            recalibrate(model, batches)
+            self._share_buffers(model)
+        return model
+
+    def _copy(self, batch_norm: str) -> nn.Module:
         inner: nn.Module = self.model
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             inner = self.model.module
         return copy.deepcopy(inner)
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Bring what ranks found apart together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the states of model, optimizer and random numbers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave, after model and optimizer have been loaded. Every rank must call it.
+
+        Raises:
+            ValueError: it is the state of another model.
+        """
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
@@ -139,12 +188,13 @@ class _Engine(Distributed):
 
     learner: Learner
 
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy) -> None:
+    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, companions: Companions) -> None:
         super().__init__(model, learner.comm)
         self.learner = learner
         self.strategy = strategy
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
+        self._laid_out = False  # by a checkpoint, whose state belongs to its layout
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(
@@ -161,6 +211,8 @@ class _Engine(Distributed):
             learner.step += 1
             with torch.no_grad():
                 strategy.after_step(learner)
+                if strategy.meets(learner.step):
+                    companions.meet()
             # The kernels write through the flat buffer: autograd must know, to refuse a graph of the old weights.
             torch.autograd.graph.increment_version(learner.flat.parameters)
 
@@ -182,26 +234,32 @@ class _Engine(Distributed):
             self._buckets.paused = paused
 
     @torch.no_grad()
-    def evaluation_model(self) -> nn.Module:
-        """See :class:`Distributed`."""
-        flat, comm = self.learner.flat, self.learner.comm
-        average_LP = flat.param_LP.clone()
-        comm.average_(average_LP).wait()
-        views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
-        if isinstance(self.model, StackedModel):
-            return single_model(self.model.module, {name: stack[0].clone() for name, stack in views.items()})
-        model = copy.deepcopy(self.model)
+    def _copy(self, batch_norm: str) -> nn.Module:
+        model = averaged_model(self.model, self.learner, batch_norm)
         for module in model.modules():
             module._forward_pre_hooks.pop(self._forward_hook.id, None)
-        for name, parameter in model.named_parameters():
-            if name in views:
-                parameter.data = views[name].clone()
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                row = _row(buffer)
-                comm.average_(row).wait()
-                buffer.data = row.view(buffer.shape)
         return model
+
+    @torch.no_grad()
+    def _share_buffers(self, model: nn.Module) -> None:
+        if not isinstance(self.model, StackedModel):  # one process has seen all batches
+            average_buffers(model, self.learner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Distributed`: the step, the layout of the flat buffer, and the strategy's state."""
+        learner = self.learner
+        return {"step": learner.step, "layout": list(learner.flat.names), "strategy": self.strategy.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :class:`Distributed`."""
+        flat = self.learner.flat
+        if sorted(state["layout"]) != sorted(flat.names):
+            raise ValueError("the state is of a model with other parameters: load it into the model it came from")
+        self._lay_out([flat.names.index(name) for name in state["layout"]])
+        self._laid_out = True
+        self.learner.step = state["step"]
+        self.strategy.load_state_dict(self.learner, state["strategy"])
 
     def _weights_LP(self) -> Tensor:
         return self.learner.flat.param_LP
@@ -234,7 +292,7 @@ class _Engine(Distributed):
         self._used = comm.gather(mask.expand(rows, num)).any(dim=0).tolist()
         agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
         comm.broadcast_(agreed)
-        self._new_order = agreed[0].tolist()
+        self._new_order = None if self._laid_out else agreed[0].tolist()
 
     def _check_parameters(self) -> None:
         """What the user may have changed since distribute() and would otherwise go wrong in silence."""
@@ -256,13 +314,17 @@ class _Engine(Distributed):
     @torch.no_grad()
     def _before_step(self) -> None:
         self._check_parameters()
-        if self._new_order is not None and self._buckets is not None and self._used is not None:
-            # Between backward and step nothing is in flight and no graph needs the old places.
-            self.learner.flat.reorder(self._new_order)
-            self._used = [self._used[index] for index in self._new_order]
-            self._buckets.rebuild()
+        if self._new_order is not None:
+            self._lay_out(self._new_order)  # between backward and step nothing is in flight, no graph needs old places
             self._new_order = None
         self.strategy.before_step(self.learner)
+
+    def _lay_out(self, order: list[int]) -> None:
+        self.learner.flat.reorder(order)
+        if self._used is not None:
+            self._used = [self._used[index] for index in order]
+        if self._buckets is not None:
+            self._buckets.rebuild()
 
 
 class _ForwardHook:
@@ -286,11 +348,6 @@ class _NoHook:
 
 
 _IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def _row(buffer: Tensor) -> Tensor:
-    """A buffer of any shape and strides as one contiguous row ``[1, n]``; the buffer itself where it is contiguous."""
-    return buffer.contiguous().view(1, -1)
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -62,10 +62,10 @@ class StackedModel(nn.Module):
         )
 
 
-def single_model(stacked: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+def single_model(stacked: nn.Module, values: dict[str, Tensor], average_buffers: bool = True) -> nn.Module:
     """A copy of a stacked model for one learner: parameters from ``values``, buffers the mean over learners.
 
-    Integer buffers (counters) are learner 0's.
+    Integer buffers (counters) are learner 0's, and so are all without ``average_buffers``.
     """
     model = copy.deepcopy(stacked)
     for name, parameter in model.named_parameters():
@@ -74,7 +74,8 @@ def single_model(stacked: nn.Module, values: dict[str, Tensor]) -> nn.Module:
             parameter.data = values[name]
     for owner in model.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
-            setattr(owner, name, buffer.mean(0) if buffer.is_floating_point() else buffer[0])
+            average = average_buffers and buffer.is_floating_point()
+            setattr(owner, name, buffer.mean(0) if average else buffer[0].clone())
     return model
 
 

@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS: dict[str, float] = {
     "_C": 1, "plans": 2, "ops": 2,
     "flat": 3, "topology": 3, "stacked": 3, "schedules": 3, "metrics": 3, "models": 3, "data": 3,
-    "buckets": 3.5,
+    "buckets": 3.5, "compression": 3.5,
     "optim": 4, "comm": 4,
     "learner": 4.5,
-    "strategies": 5, "diagnostics": 5,
+    "strategies": 5, "diagnostics": 5, "evaluation": 5,
+    "policies": 5.5,
     "parallel": 6,
     "": 6.5,  # ddpcore/__init__.py: what a user imports
     "engine": 7, "launch": 7,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
+from ddpcore.compression import Int8, TopK
 from ddpcore.optim import FusedSGD
 from ddpcore.stacked import StackedModel
 
@@ -22,15 +23,34 @@ _spec.loader.exec_module(ranks)
 training = ranks.load("training")
 
 
+STATEFUL = {
+    **training.STRATEGIES,
+    "stale": lambda: ddpcore.DPSGD(ddpcore.Ring(), staleness=1),
+    "stale int8": lambda: ddpcore.DPSGD(ddpcore.RandomPair(), staleness=1, compression=Int8()),
+    "topk": lambda: ddpcore.DPSGD(ddpcore.Ring(), compression=TopK(ratio=0.2)),
+    "diloco": lambda: ddpcore.LocalSGD(2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
+    "post-local": lambda: ddpcore.LocalSGD(2, switch_step=2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)),
+    "slowmo": lambda: ddpcore.SlowMo(ddpcore.DPSGD(), period=2),
+    "push_sum": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
+    "noisy": lambda: ddpcore.NoisySSGD(0.1, seed=2),
+    "noisy apart": lambda: ddpcore.NoisySSGD(0.1, seed=2, where="per_learner"),
+}
+
+
 @pytest.mark.parametrize("optimizer_name", ["fused", "sgd", "adam"])
-@pytest.mark.parametrize("strategy_name", training.STRATEGIES)
-def test_a_saved_run_continues(strategy_name: str, optimizer_name: str) -> None:
-    """State dicts taken after three steps bring a run that went astray back: steps 4 to 6 are the same, bit for bit."""
-    model = training.mlp()
-    optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
-    handle = ddpcore.distribute(
-        model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, vectorize=False, **training.SMALL
-    )
+@pytest.mark.parametrize("strategy_name", STATEFUL)
+@pytest.mark.parametrize("fresh", [False, True], ids=["same process", "new process"])
+def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: bool) -> None:
+    """State dicts taken after three steps, loaded into the run that went astray or into a new one: steps 4 to 6 are the
+    same, bit for bit.
+    """
+
+    def make() -> tuple[Any, Any, Any]:
+        model = training.mlp()
+        optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
+        strategy = STATEFUL[strategy_name]()
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=training.L, vectorize=False, **training.SMALL)
+        return model, optimizer, handle
 
     def train(steps: range) -> None:
         for step in steps:
@@ -39,18 +59,30 @@ def test_a_saved_run_continues(strategy_name: str, optimizer_name: str) -> None:
             training.loss_of(handle.model(inputs), labels).backward()
             optimizer.step()
 
+    model, optimizer, handle = make()
     train(range(3))
-    counted = handle.learner.step
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
     train(range(3, 6))
     end = training.stacked_weights(model).clone()
     train(range(50, 53))
     assert not torch.equal(training.stacked_weights(model), end)
+    if fresh:
+        model, optimizer, handle = make()
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    handle.learner.step = counted
+    handle.load_state_dict(saved[2])
+    assert handle.learner.step == 3
     train(range(3, 6))
     assert torch.equal(training.stacked_weights(model), end)
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    states = []
+    for model in (training.mlp(), nn.Linear(5, 3)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        states.append(ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2))
+    with pytest.raises(ValueError, match="other parameters"):
+        states[0].load_state_dict(states[1].state_dict())
 
 
 def test_state_goes_to_and_from_torch() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from ddpcore.ops import Mixture
-from ddpcore.topology import Topology
+from ddpcore.topology import Round, Topology
+
+Decode = Callable[[int, Tensor], Tensor]
+"""What a neighbour (its number) sent ``[x]``, as its published weights ``[P]``."""
 
 
 class Work(ABC):
@@ -27,7 +30,11 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """Neighbours' weights under way. They are used once, by ``mix_`` or, where there is one, through ``mixture``."""
+    """Neighbours' weights under way. They are used once, by one of the four methods.
+
+    ``mix_`` and ``mixture`` are for weights that were sent as they are and have not changed since. ``correct_`` and
+    ``correction`` are for rows that were *published*: a copy of older weights, or what a codec made of them.
+    """
 
     @abstractmethod
     def mix_(self) -> Tensor:
@@ -41,6 +48,27 @@ class Exchange(ABC):
     @abstractmethod
     def mixture(self) -> Mixture | None:
         """Wait, then hand over what a one-pass optimizer needs; None at once where only ``mix_`` will do."""
+
+    @abstractmethod
+    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
+        """Wait, then ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)`` with the published rows q.
+
+        Args:
+            weights_LP: w of the learners held here.
+            published_LP: their q, as every neighbour sees it.
+            factor: how far to go.
+            decode: what was exchanged as published rows; None where it is those rows themselves.
+        """
+
+    @abstractmethod
+    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
+        """Wait, then hand over what makes a one-pass optimizer do so; None at once where only ``correct_`` will do."""
+
+
+def correction(plan: Round, own: Tensor, peers: Sequence[Tensor], factor: float) -> Mixture:
+    """``w + factor * sum_k W_k (q_k - own)`` as terms of one average, with q_k the ``peers``."""
+    weights = [factor * weight for weight in plan.weights]
+    return Mixture([*peers, own], 1.0, [*weights, -sum(weights)])
 
 
 class Communicator(ABC):

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.comm.base import Communicator, Done, Exchange, Work, all_reduce_bytes, average_bytes, is_small
+from ddpcore.comm.base import (
+    Communicator,
+    Decode,
+    Done,
+    Exchange,
+    Work,
+    all_reduce_bytes,
+    average_bytes,
+    correction,
+    is_small,
+)
 from ddpcore.ops import Mixture
-from ddpcore.topology import Topology
+from ddpcore.topology import Round, Topology
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -34,7 +45,8 @@ class ProcessGroupCommunicator(Communicator):
         backend = dist.get_backend(self.group)
         self.description = f"torch.distributed, {backend}"
         self._is_gloo = backend == "gloo"
-        self._received: dict[int, Tensor] = {}
+        self._received: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
+        self._places: set[int] = set()  # sets of receive buffers that a transfer under way writes to
 
     def broadcast_(self, rows: Tensor) -> None:
         """See :class:`Communicator`."""
@@ -59,7 +71,9 @@ class ProcessGroupCommunicator(Communicator):
         """See :class:`Communicator`. Sends go straight from the weights; one receive buffer a neighbour is kept."""
         plan = topology.round(step, self.rank, self.num_learners)
         weights = weights_LP[0]
-        peers = [self._buffer(slot, weights) for slot in range(len(plan.sources))]
+        place = next(number for number in count() if number not in self._places)
+        self._places.add(place)
+        peers = [self._buffer(place, slot, weights) for slot in range(len(plan.sources))]
         # One fixed order on every rank: sends before receives, each by ascending rank.
         sends = [dist.P2POp(dist.isend, weights, group=self.group, group_peer=peer) for peer in plan.destinations]
         receives = [
@@ -68,7 +82,7 @@ class ProcessGroupCommunicator(Communicator):
         ]
         works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
         self.bytes_sent += len(sends) * weights.numel() * weights.element_size()
-        return _PeerExchange(works, weights, Mixture(peers, plan.self_weight, plan.weights))
+        return _PeerExchange(works, weights, plan, peers, lambda: self._places.discard(place))
 
     def gather(self, values: Tensor) -> Tensor:
         """See :class:`Communicator`."""
@@ -76,11 +90,12 @@ class ProcessGroupCommunicator(Communicator):
         dist.all_gather(list(result.split(1)), values.contiguous(), group=self.group)
         return result
 
-    def _buffer(self, slot: int, like: Tensor) -> Tensor:
-        buffer = self._received.get(slot)
-        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype or buffer.device != like.device:
-            buffer = self._received[slot] = torch.empty_like(like)
-        return buffer
+    def _buffer(self, place: int, slot: int, like: Tensor) -> Tensor:
+        """Kept for each size: weights and what a policy averages beside them take turns."""
+        key = (place, slot, like.numel(), like.dtype, like.device)
+        if key not in self._received:
+            self._received[key] = torch.empty_like(like)
+        return self._received[key]
 
 
 class _Average(Work):
@@ -105,14 +120,36 @@ class _SumOfAll(Work):
 
 
 class _PeerExchange(Exchange):
-    def __init__(self, works: Sequence[dist.Work], weights: Tensor, mixture: Mixture) -> None:
-        self._works, self._weights, self._mixture = works, weights, mixture
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        weights: Tensor,
+        plan: Round,
+        peers: Sequence[Tensor],
+        arrived: Callable[[], None],
+    ) -> None:
+        self._works, self._weights, self._plan, self._peers, self._arrived = works, weights, plan, peers, arrived
 
     def mix_(self) -> Tensor:
         mixture = self.mixture()
         return ops.mix_(self._weights, mixture.peers, mixture.self_weight, mixture.peer_weights)[None]
 
     def mixture(self) -> Mixture:
+        self._wait()
+        return Mixture(self._peers, self._plan.self_weight, self._plan.weights)
+
+    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
+        mixture = self.correction(published_LP, factor, decode)
+        ops.mix_(weights_LP[0], mixture.peers, mixture.self_weight, mixture.peer_weights)
+
+    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture:
+        self._wait()
+        peers = self._peers
+        if decode is not None:
+            peers = [decode(source, peer) for source, peer in zip(self._plan.sources, peers, strict=True)]
+        return correction(self._plan, published_LP[0], peers, factor)
+
+    def _wait(self) -> None:
         for work in self._works:
             work.wait()
-        return self._mixture
+        self._arrived()

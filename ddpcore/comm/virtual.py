@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.comm.base import Communicator, Done, Exchange, Work, average_bytes
+from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, average_bytes, correction
 from ddpcore.ops import Mixture
-from ddpcore.topology import Topology
+from ddpcore.topology import Round, Topology
 
 
 class VirtualCommunicator(Communicator):
@@ -40,7 +42,7 @@ class VirtualCommunicator(Communicator):
         sent = len(topology.round(step, 0, self.num_learners).destinations)
         self.bytes_sent += sent * weights_LP.shape[1] * weights_LP.element_size()
         matrix = torch.from_numpy(topology.matrix(step, self.num_learners)).to(weights_LP.device, torch.float32)
-        return _StackedExchange(weights_LP, matrix)
+        return _StackedExchange(weights_LP, matrix, lambda rank: topology.round(step, rank, self.num_learners))
 
     def gather(self, values: Tensor) -> Tensor:
         """See :class:`Communicator`."""
@@ -48,11 +50,21 @@ class VirtualCommunicator(Communicator):
 
 
 class _StackedExchange(Exchange):
-    def __init__(self, weights_LP: Tensor, matrix: Tensor) -> None:
-        self._weights_LP, self._matrix = weights_LP, matrix
+    def __init__(self, weights_LP: Tensor, matrix: Tensor, plan_of: Callable[[int], Round]) -> None:
+        self._weights_LP, self._matrix, self._plan_of = weights_LP, matrix, plan_of
 
     def mix_(self) -> Tensor:
         return ops.mix_stacked_(self._weights_LP, self._matrix)[:, None]
 
     def mixture(self) -> Mixture | None:
+        return None
+
+    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
+        """Each learner's own weights change and published rows are read: one after the other is all at once."""
+        for rank, weights in enumerate(weights_LP):
+            plan = self._plan_of(rank)
+            mixture = correction(plan, published_LP[rank], [published_LP[source] for source in plan.sources], factor)
+            ops.mix_(weights, mixture.peers, mixture.self_weight, mixture.peer_weights)
+
+    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
         return None

@@ -6,7 +6,7 @@
 from .lamb import lamb_step_
 from .lars import lars_step_
 from .library import WHY_NOT_COMPILED
-from .mix import Mixture, mix_, mix_stacked_
+from .mix import Mixture, Noise, mix_, mix_stacked_
 from .mix_sgd import mix_sgd_step_
 from .norms import segment_norms, total_norm_
 from .scratch import new_scratch, new_trust, num_blocks
@@ -15,6 +15,7 @@ from .sgd import sgd_step_
 __all__ = [
     "WHY_NOT_COMPILED",
     "Mixture",
+    "Noise",
     "lamb_step_",
     "lars_step_",
     "mix_",

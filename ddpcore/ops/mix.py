@@ -31,15 +31,32 @@ _mix_stacked = define(
 
 
 @dataclass(frozen=True)
+class Noise:
+    """STUB"""
+
+    std: float
+    seed: int
+    step: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
 class Mixture:
     """What ``mix_`` takes beside the learner's own weights: the neighbours' weights and what each counts."""
 
     peers: Sequence[Tensor]
     self_weight: float
     peer_weights: Sequence[float]
+    noise: Noise | None = None
 
 
-def mix_(weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weights: Sequence[float]) -> Tensor:
+def mix_(
+    weights: Tensor,
+    peers: Sequence[Tensor],
+    self_weight: float,
+    peer_weights: Sequence[float],
+    noise: Noise | None = None,
+) -> Tensor:
     """``weights <- self_weight * weights + sum_k peer_weights[k] * peers[k]``, in place, in one pass.
 
     Args:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
 from ddpcore.learner import Learner
+from ddpcore.topology import Topology
 
 
 class Strategy(ABC):
@@ -19,9 +20,10 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    averages_gradients: ClassVar[bool] = False
+    averages_gradients: bool = False
     in_use: bool = False  # set by distribute()
     takes_closure: ClassVar[bool] = True  # whether step(closure) may compute the gradient inside the step
+    topology: Topology | None = None  # who averages with whom, where a strategy has neighbours
 
     def setup(self, learner: Learner) -> None:
         """Before the first step: check that the world fits.
@@ -45,6 +47,17 @@ class Strategy(ABC):
     @abstractmethod
     def after_step(self, learner: Learner) -> None:
         """After the optimizer's step; ``learner.step`` counts it already."""
+
+    def meets(self, step: int) -> bool:
+        """Whether learners averaged weights in the step that made ``learner.step`` this number; policies act then."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside weights, optimizer and step count: tensors, numbers, and dicts of them."""
+        return {}
+
+    def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave, between two steps."""
 
 
 class Baseline(ABC):

@@ -2,62 +2,186 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from ddpcore.comm.base import Exchange
+from ddpcore.compression import Codec, Published
 from ddpcore.learner import Learner
 from ddpcore.optim import MixingOptimizer
 from ddpcore.strategies.base import Strategy
 from ddpcore.topology import RandomPair, Topology
 
+ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An exchange under way: the rows that were sent, and, unless they were the weights themselves, what they say."""
+
+    exchange: Exchange
+    sent: Tensor
+    published_LP: Tensor | None
+
 
 class DPSGD(Strategy):
-    r"""Decentralized parallel SGD, average-while-computing (Lian et al. 2017, algorithm 1).
+    r"""Decentralized parallel SGD: learners average with neighbours, in one of three orders.
 
-    ``w_j(t+1) = sum_k W_jk(t) w_k(t) - a g_j(w_j(t))``
+    - ``average_while_computing`` (Lian et al. 2017, algorithm 1): ``w_j(t+1) = sum_k W_jk(t) w_k(t) - a g_j(w_j(t))``.
+      The exchange needs w(t) only, so it runs during the whole forward and backward pass. With the fused optimizers
+      mix, momentum and step are one pass over the weights. Stable on a quadratic of curvature h where
+      ``a h < 1 + lambda_min(W)``.
+    - ``adapt_then_combine``: ``w_j(t+1) = sum_k W_jk(t) (w_k(t) - a g_k(w_k(t)))``. Stable where ``a h < 2``; the
+      exchange hides behind nothing.
+    - ``combine_then_adapt``: ``w_j(t+1) = v_j - a g_j(v_j)`` with ``v_j = sum_k W_jk(t) w_k(t)``. As stable, as slow.
 
-    The exchange needs w(t) only, so it runs during the whole forward and backward pass. Momentum stays local. With the
-    fused optimizers mix, momentum and step are one pass over the weights; any other optimizer steps after the mix.
+    With ``staleness`` 1 neighbours have a whole further step to answer:
+    ``w_j(t+1) = w_j(t) + 1/2 sum_k W_jk(t-1) (w_k(t-1) - w_j(t-1)) - a g_j(w_j(t))``. The mean over learners moves as
+    without delay, and half the way keeps every symmetric W stable: of eigenvalue l, the error goes as the roots of
+    ``z^2 - z + (1-l)/2``, whose magnitude is below one for all l in (-1, 1).
+
+    With ``compression`` learners move by differences of what was published, q:
+    ``sum_k W_jk w_k`` becomes ``w_j + gamma sum_k W_jk (q_k - q_j)``, which never moves the mean over learners.
+
+    Momentum stays local, unless a policy says otherwise.
 
     Args:
-        topology: W(t), who averages with whom at step t.
+        topology: W(t), who averages with whom at step t; None is ``RandomPair()``.
+        order: one of ``ORDERS``.
+        staleness: 0, or 1 for ``average_while_computing``.
+        compression: None, or a codec of :mod:`ddpcore.compression`.
+
+    Raises:
+        ValueError: the options do not go together.
     """
 
     name: ClassVar[str] = "dpsgd"
     takes_closure: ClassVar[bool] = False  # the gradient must be the one at the unmixed weights
+    topology: Topology
 
-    def __init__(self, topology: Topology | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        *,
+        order: str = ORDERS[0],
+        staleness: int = 0,
+        compression: Codec | None = None,
+    ) -> None:
+        if order not in ORDERS:
+            raise ValueError(f"dpsgd: unknown order {order!r}: choose from {', '.join(ORDERS)}")
+        if staleness not in (0, 1):
+            raise ValueError(f"dpsgd: staleness is {staleness}: it must be 0 or 1 step")
+        if staleness and order != ORDERS[0]:
+            raise ValueError(f"dpsgd: staleness 1 is for {ORDERS[0]}: {order} waits for its neighbours by definition")
+        if staleness and compression is not None and compression.differences:
+            raise ValueError(f"dpsgd: {compression.name} sends differences, which need staleness 0")
         self.topology = RandomPair() if topology is None else topology
-        self._exchange: Exchange | None = None
-        self._versions: list[int] = []  # of the weights that are in flight
+        self.order = order
+        self.staleness = staleness
+        self.compression = compression
+        self._published = None if compression is None else Published(compression)
+        self._versions: list[int] = []  # of the weights that are in flight as they are
+        self._under_way: list[_Pending] = []  # oldest first
+        self._begun = False  # whether a forward pass of this step has been seen
+
+    def __repr__(self) -> str:
+        options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
+        return f"DPSGD({self.topology!r}, {options})"
 
     def setup(self, learner: Learner) -> None:
-        """Check W against the number of learners."""
+        """Check W, and what the codec needs of it, against the number of learners."""
         self.topology.validate(learner.comm.num_learners)
+        codec = self.compression
+        if codec is not None and codec.differences and self.topology.period(learner.comm.num_learners) != 1:
+            raise ValueError(
+                f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} "
+                "changes them: take a fixed topology (ring), or bf16 or int8"
+            )
 
     def before_forward(self, learner: Learner) -> None:
-        """Start the exchange of w(t). After a step none is in flight, so weights may be loaded or saved there."""
-        if self._exchange is None:
-            self._versions = [parameter._version for parameter in learner.flat.parameters]
-            self._exchange = learner.comm.exchange(learner.flat.param_LP, self.topology, learner.step)
+        """Start the exchange of w(t), or combine first and compute then. The first forward pass of a step does so."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.order != ORDERS[1]:
+            self._start(learner, learner.step)
+        if self.order == ORDERS[2]:
+            self._finish(learner)
+            torch.autograd.graph.increment_version(learner.flat.parameters)
 
     def before_step(self, learner: Learner) -> None:
         """w <- W w, now, or by the optimizer in the same pass as its step."""
-        self.before_forward(learner)
-        exchange, self._exchange = self._exchange, None
-        assert exchange is not None
-        if self._versions != [parameter._version for parameter in learner.flat.parameters]:
-            raise RuntimeError(
-                "weights were changed between a forward pass and the step that follows, while neighbours read them: "
-                "change them after a step, or evaluate under torch.no_grad()"
-            )
-        complete = learner.flat.gather_grads()
-        optimizer = learner.optimizer
-        mixture = exchange.mixture() if complete and isinstance(optimizer, MixingOptimizer) else None
-        if mixture is not None and isinstance(optimizer, MixingOptimizer):
-            optimizer.mix_on_next_step(mixture)
-        else:
-            exchange.mix_()
+        self.before_forward(learner)  # made up for where gradients came from elsewhere
+        self._begun = False
+        if self.order == ORDERS[0] and len(self._under_way) > self.staleness:
+            self._finish(learner, learner.optimizer if learner.flat.gather_grads() else None)
 
     def after_step(self, learner: Learner) -> None:
-        """Nothing: the next exchange starts with the next forward pass."""
+        """Adapted: combine. The other orders exchange with the next forward pass."""
+        if self.order == ORDERS[1]:
+            self._start(learner, learner.step - 1)
+            self._finish(learner)
+
+    def meets(self, step: int) -> bool:
+        """At every step."""
+        return True
+
+    def _start(self, learner: Learner, step: int) -> None:
+        weights_LP = learner.flat.param_LP
+        rows, published = weights_LP, None
+        if self._published is not None:
+            # What no learner does at a step, a neighbour need not know of.
+            neighbors = self.topology.round(step, learner.comm.learners[0], learner.comm.num_learners).sources
+            self._published.prepare(weights_LP, neighbors)
+            rows = self._published.encode(weights_LP)
+            published = self._published.rows_LP
+        elif self.staleness:
+            rows = published = weights_LP.clone()
+        else:
+            self._versions = [parameter._version for parameter in learner.flat.parameters]
+        self._under_way.append(_Pending(learner.comm.exchange(rows, self.topology, step), rows, published))
+
+    def _finish(self, learner: Learner, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Use the oldest exchange; in the optimizer's next step if it can."""
+        pending = self._under_way.pop(0)
+        exchange, published, weights_LP = pending.exchange, pending.published_LP, learner.flat.param_LP
+        one_pass = isinstance(optimizer, MixingOptimizer)
+        if published is None:
+            if self._versions != [parameter._version for parameter in learner.flat.parameters]:
+                raise RuntimeError(
+                    "weights were changed between a forward pass and the step that follows, while neighbours read "
+                    "them: change them after a step, or evaluate under torch.no_grad()"
+                )
+            mixture = exchange.mixture() if one_pass else None
+            if mixture is None:
+                exchange.mix_()
+        else:
+            decode = None
+            if self._published is not None:
+                decode = partial(self._published.decode, like_LP=weights_LP)
+            factor = 0.5 if self.staleness else 1.0
+            factor *= 1.0 if self.compression is None else self.compression.consensus_step
+            mixture = exchange.correction(published, factor, decode) if one_pass else None
+            if mixture is None:
+                exchange.correct_(weights_LP, published, factor, decode)
+        if mixture is not None and isinstance(optimizer, MixingOptimizer):
+            optimizer.mix_on_next_step(mixture)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was published, and for staleness 1 the rows whose exchange is not over."""
+        published = None if self._published is None else self._published.state_dict()
+        return {"published": published, "stale": [(pending.sent, pending.published_LP) for pending in self._under_way]}
+
+    def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        """An exchange that was under way is started once more."""
+        if self._published is not None:
+            self._published.load_state_dict(state["published"])
+        self._under_way = []
+        for sent, published in state["stale"]:
+            rows = sent.clone()
+            exchange = learner.comm.exchange(rows, self.topology, learner.step - 1)
+            self._under_way.append(_Pending(exchange, rows, published.clone()))

@@ -19,7 +19,7 @@ class SSGD(Strategy):
     """
 
     name: ClassVar[str] = "ssgd"
-    averages_gradients: ClassVar[bool] = True
+    averages_gradients: bool = True
 
     def __init__(self) -> None:
         self._works: list[Work] = []
@@ -40,3 +40,10 @@ class SSGD(Strategy):
 
     def after_step(self, learner: Learner) -> None:
         """Nothing: the weights agree."""
+
+    def meets(self, step: int) -> bool:
+        """At every step: gradients are averaged."""
+        return True
+
+    def __repr__(self) -> str:
+        return "SSGD()"

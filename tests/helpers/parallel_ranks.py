@@ -119,7 +119,7 @@ def batch_norm(rank: int, world_size: int) -> dict[str, Any]:
     for parameter in evaluation.parameters():
         parameter.data.fill_(1e9)
     seen["still_untouched"] = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    seen["exchanging"] = handle.strategy._exchange is not None
+    seen["exchanging"] = bool(handle.strategy._under_way)
     return seen
 
 

@@ -8,7 +8,19 @@ from torch import nn
 
 import ddpcore
 from ddpcore import Ring
-from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, Single, Strategy, build, names
+from ddpcore.strategies import (
+    DDP,
+    DPSGD,
+    SSGD,
+    LocalSGD,
+    NoisySSGD,
+    PushSum,
+    Single,
+    SlowMo,
+    Strategy,
+    build,
+    names,
+)
 
 
 def test_single_is_the_model_itself() -> None:
@@ -23,8 +35,9 @@ def test_ddp_needs_real_ranks() -> None:
 
 
 def test_by_name() -> None:
-    assert names() == ["ssgd", "dpsgd", "local_sgd", "single", "ddp"]
-    for name, kind in zip(names(), (SSGD, DPSGD, LocalSGD, Single, DDP), strict=True):
+    assert names() == ["ssgd", "dpsgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "single", "ddp"]
+    kinds = (SSGD, DPSGD, LocalSGD, NoisySSGD, SlowMo, PushSum, Single, DDP)
+    for name, kind in zip(names(), kinds, strict=True):
         strategy = build(name, topology=Ring(), period=5)
         assert type(strategy) is kind
         assert strategy.name == name
@@ -34,6 +47,20 @@ def test_by_name() -> None:
         build("sgd", topology=Ring())
 
 
-def test_only_ssgd_averages_gradients() -> None:
-    assert [kind.averages_gradients for kind in (SSGD, DPSGD, LocalSGD)] == [True, False, False]
-    assert all(issubclass(kind, Strategy) for kind in (SSGD, DPSGD, LocalSGD))
+def test_options_reach_the_strategy_of_the_name() -> None:
+    gossip = build("dpsgd", topology=Ring(), order="adapt_then_combine", compression="int8")
+    assert (gossip.order, gossip.compression.name) == ("adapt_then_combine", "int8")
+    assert build("dpsgd", topology=Ring(), staleness=1).staleness == 1
+    noisy = build("noisy_ssgd", topology=Ring(), noise_std=0.5, seed=3)
+    assert (noisy.std, noisy.seed) == (0.5, 3)
+    slow = build("slowmo", topology=Ring(), period=5)
+    assert (slow.period, slow.topology) == (5, Ring())
+    with pytest.raises(ValueError, match="unknown compression 'zip': choose from none, bf16"):
+        build("dpsgd", topology=Ring(), compression="zip")
+
+
+def test_who_averages_gradients() -> None:
+    kinds = (SSGD, NoisySSGD, DPSGD, LocalSGD, SlowMo)
+    assert [kind().averages_gradients for kind in kinds] == [True, True, False, False, False]
+    assert LocalSGD(4, switch_step=1).averages_gradients
+    assert all(issubclass(kind, Strategy) for kind in kinds)

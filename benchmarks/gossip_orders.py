@@ -1,0 +1,62 @@
+"""Where average-while-computing diverges and the other orders do not: a quadratic on a ring of 16 learners.
+
+    python benchmarks/gossip_orders.py [--lr 1.71] [--learners 16] [--steps 200]
+
+Every learner holds ``f_j(w) = 1/2 (w - c_j)^2`` with a centre of its own, so a learning rate of 2 or more diverges
+whatever the order. A part of the learners' differences that belongs to the eigenvalue l of W is multiplied at each step
+by ``l - lr`` under average-while-computing and by ``l (1 - lr)`` under the other two. A ring of an even number of
+learners has l = -1/3: the first grows from lr = 2/3 on, the second never below lr = 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore.strategies import DPSGD, ORDERS
+
+HEADINGS = ("order", "mean error", "consensus distance", "after half the steps")
+
+
+def distances(order: str, num_learners: int, lr: float, num_steps: int) -> dict[str, Any]:
+    """Where the learners are after ``num_steps`` of an order.
+
+    Returns:
+        ``mean_error``: of the mean of the learners, from the minimum of the mean loss. ``consensus`` and
+        ``consensus_halfway``: root mean square distance of the learners to their mean.
+    """
+    centres = torch.randn(num_learners, 1, 1, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    strategy = DPSGD(ddpcore.Ring(), order=order)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=num_learners)
+    halfway = float("nan")
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        (0.5 * (handle.model(torch.ones(num_learners, 1, 1)) - centres).square()).sum().backward()
+        optimizer.step()
+        if step + 1 == num_steps // 2:
+            halfway = handle.consensus_distance()
+    error = (model.weight.detach().mean() - centres.mean()).abs().item()
+    return {"mean_error": error, "consensus": handle.consensus_distance(), "consensus_halfway": halfway}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lr", type=float, default=1.71)
+    parser.add_argument("--learners", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    print(f"ring of {arguments.learners}, lr * curvature = {arguments.lr}, {arguments.steps} steps")
+    print("{:<26}{:>14}{:>22}{:>22}".format(*HEADINGS))
+    for order in ORDERS:
+        seen = distances(order, arguments.learners, arguments.lr, arguments.steps)
+        print("{:<26}{:>14.3g}{:>22.3g}{:>22.3g}".format(order, *(seen[k] for k in seen)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What becomes of everything that is not a parameter when learners average their weights: declared, never by accident.
+
+Shapes: L learners held by this process, X numbers of one kind of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpcore.learner import Learner
+from ddpcore.strategies.base import Strategy
+
+KEEP, GOSSIP, AVERAGE, RESET = "keep", "gossip", "average", "reset"
+_NUMBERS = (KEEP, GOSSIP, AVERAGE, RESET)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """Each time learners average weights, or gradients, this happens to the rest. The default touches nothing.
+
+    ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
+    ``average``: the mean over all learners. ``reset``: as at the start of training.
+
+    Attributes:
+        momentum: buffers of the optimizer that are shaped like their parameter. ``reset`` also forgets step counts.
+        batch_norm: floating-point buffers of the model. ``reset`` takes the values from before training.
+        scaler: the scale of ``torch.amp.GradScaler``: ``keep``, ``average`` (the smallest of all: every learner then
+            stays clear of overflow) or ``reset``.
+        rng: torch's generators: ``keep``, or ``reset`` (the same on every learner, from the step's number on).
+
+    Raises:
+        ValueError: no such policy, or it makes no sense there.
+    """
+
+    momentum: str = KEEP
+    batch_norm: str = KEEP
+    scaler: str = KEEP
+    rng: str = KEEP
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            allowed = {"scaler": (KEEP, AVERAGE, RESET), "rng": (KEEP, RESET)}.get(field.name, _NUMBERS)
+            if value not in allowed:
+                raise ValueError(f"policy {field.name} is {value!r}: choose from {', '.join(allowed)}")
+
+
+class Companions:
+    """Applies policies to the learners of this process.
+
+    Args:
+        policies: what is to be done.
+        model: its buffers; stacks ``[L, *S]`` for virtual learners.
+        learner: its optimizer and connection.
+        strategy: its topology serves ``gossip``.
+        scaler: for the policy of that name.
+
+    Raises:
+        ValueError: a policy needs what is not there.
+    """
+
+    def __init__(
+        self,
+        policies: Policies,
+        model: nn.Module,
+        learner: Learner,
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        if GOSSIP in (policies.momentum, policies.batch_norm) and strategy.topology is None:
+            raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
+        if policies.scaler != KEEP and scaler is None:
+            raise ValueError(f"policy scaler={policies.scaler!r} needs the scaler: pass distribute(..., scaler=)")
+        self._policies, self._model, self._learner, self._strategy = policies, model, learner, strategy
+        self._scaler = scaler
+        self._first_scale = 1.0 if scaler is None else scaler.get_scale()
+        self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Called after the step, where the learners met in it."""
+        policies = self._policies
+        if policies.momentum == RESET:
+            torch._foreach_zero_([*self._states(), *self._step_counts()])
+        else:
+            self._move(policies.momentum, self._states())
+        if policies.batch_norm == RESET:
+            torch._foreach_copy_(self._buffers(), self._first_buffers)
+        else:
+            self._move(policies.batch_norm, self._buffers())
+        self._move_scaler()
+        if policies.rng == RESET:
+            torch.manual_seed(self._learner.step)
+
+    def _move(self, policy: str, tensors: list[Tensor]) -> None:
+        if policy == KEEP or not tensors:
+            return
+        comm, strategy = self._learner.comm, self._strategy
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            rows_LX = torch.cat([tensor.reshape(len(comm.learners), -1) for tensor in alike], dim=1)
+            if policy == AVERAGE:
+                comm.average_(rows_LX).wait()
+            else:
+                assert strategy.topology is not None
+                comm.exchange(rows_LX, strategy.topology, self._learner.step - 1).mix_()
+            parts = rows_LX.split([tensor.numel() // len(comm.learners) for tensor in alike], dim=1)
+            torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
+
+    def _move_scaler(self) -> None:
+        scaler, policy = self._scaler, self._policies.scaler
+        if scaler is None or policy == KEEP:
+            return
+        if policy == RESET:
+            scaler.update(self._first_scale)
+            return
+        comm = self._learner.comm
+        mine = torch.full((len(comm.learners),), scaler.get_scale(), device=self._learner.flat.param_LP.device)
+        scaler.update(float(comm.gather(mine).min()))
+
+    def _states(self) -> list[Tensor]:
+        """Buffers shaped like their parameter, in one order on every rank. fp32 masters are weights, not companions."""
+        return [
+            value
+            for parameter, state in self._parameter_states()
+            for name, value in sorted(state.items())
+            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "master"
+        ]
+
+    def _step_counts(self) -> list[Tensor]:
+        counts = {id(state.get("step")): state.get("step") for _, state in self._parameter_states()}
+        return [count for count in counts.values() if isinstance(count, Tensor)]
+
+    def _parameter_states(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        optimizer = self._learner.optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, optimizer.state.get(parameter, {})
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+
+
+def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scaled step is called on every learner, overflow or not, and skipped inside."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) or fused

@@ -1,0 +1,94 @@
+"""Synchronous SGD with Gaussian weight noise."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from torch import Tensor
+
+from ddpcore import ops
+from ddpcore.learner import Learner
+from ddpcore.ops import Mixture, Noise
+from ddpcore.optim import MixingOptimizer
+from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.ssgd import SSGD
+
+
+class NoisySSGD(Strategy):
+    r"""SSGD* (Zhang et al. 2020, section 2.1): synchronous SGD with isotropic weight noise of constant variance.
+
+    - ``shared``: ``w(t+1) = w(t) + s x(t) - a/n sum_k g_k(w(t))``, one x for all, so the learners stay together. With
+      the fused optimizers noise and step are one pass.
+    - ``per_learner``: ``w(t+1) = w(t) - a/n sum_k g_k(w(t) + s x_k(t))``: each learner looks a little way off, as the
+      learners of dpsgd do, but the same way off everywhere; the noise does not stay in the weights.
+
+    x is standard normal, from a counter-based generator keyed by (seed, step, place in the flat buffer): nothing is
+    sent, and every rank, device and number of learners draws the same.
+
+    Args:
+        std: s; 0 is ssgd.
+        seed: of the noise.
+        where: ``shared`` or ``per_learner``.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    name: ClassVar[str] = "noisy_ssgd"
+    averages_gradients: bool = True
+    takes_closure: ClassVar[bool] = False
+
+    def __init__(self, std: float = 0.01, *, seed: int = 0, where: str = "shared") -> None:
+        if not (math.isfinite(std) and std >= 0):
+            raise ValueError(f"noisy_ssgd: std is {std}, it must be a number of at least 0")
+        if not 0 <= seed < 2**62:
+            raise ValueError(f"noisy_ssgd: seed is {seed}, it must be at least 0 and below 2^62")
+        if where not in ("shared", "per_learner"):
+            raise ValueError(f"noisy_ssgd: unknown where {where!r}: choose from shared, per_learner")
+        self.std, self.seed, self.where = std, seed, where
+        self._synchronous = SSGD()
+        self._clean_LP: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"NoisySSGD({self.std}, seed={self.seed}, where={self.where!r})"
+
+    def before_forward(self, learner: Learner) -> None:
+        """Per learner: go a little way off, once a step."""
+        self._synchronous.before_forward(learner)
+        if self.where == "per_learner" and self._clean_LP is None:
+            self._clean_LP = learner.flat.param_LP.clone()
+            for rank, row in zip(learner.comm.learners, learner.flat.param_LP, strict=True):
+                noise = Noise(self.std, self.seed + 1 + rank, learner.step)
+                ops.mix_(row, [], 1.0, [], noise=noise)
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        """As ssgd."""
+        self._synchronous.bucket_ready(learner, columns)
+
+    def after_backward(self, learner: Learner) -> None:
+        """As ssgd."""
+        self._synchronous.after_backward(learner)
+
+    def before_step(self, learner: Learner) -> None:
+        """Shared: the noise, now, or by the optimizer in the same pass as its step. Per learner: come back."""
+        weights_LP, optimizer = learner.flat.param_LP, learner.optimizer
+        if self.where == "per_learner":
+            if self._clean_LP is not None:
+                weights_LP.copy_(self._clean_LP)
+            self._clean_LP = None
+            return
+        noise = Noise(self.std, self.seed, learner.step)
+        complete = learner.flat.gather_grads()
+        if complete and len(weights_LP) == 1 and isinstance(optimizer, MixingOptimizer):
+            optimizer.mix_on_next_step(Mixture([], 1.0, [], noise))
+            return
+        for row in weights_LP:
+            ops.mix_(row, [], 1.0, [], noise=noise)
+
+    def after_step(self, learner: Learner) -> None:
+        """Nothing: the weights agree."""
+
+    def meets(self, step: int) -> bool:
+        """At every step: gradients are averaged."""
+        return True

@@ -1,0 +1,81 @@
+"""Push-sum gossip for directed graphs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ddpcore.learner import Learner
+from ddpcore.strategies.base import Strategy
+from ddpcore.topology import Topology
+
+
+class PushSum(Strategy):
+    r"""Stochastic gradient push (Assran et al. 2019, algorithm 1): gossip where W need not be doubly stochastic.
+
+    ``x_j(t+1) = sum_k P_jk(t) (x_k(t) - a g_k(z_k(t)))``, ``p_j(t+1) = sum_k P_jk(t) p_k(t)``, ``z_j = x_j / p_j``.
+
+    Columns of P sum to one, so the sum of x is preserved; rows need not, so x alone drifts towards learners that hear
+    more, and the push weight p says by how much. The model holds z at all times but inside the optimizer's step.
+
+    Args:
+        topology: P(t); directed graphs are welcome.
+    """
+
+    name: ClassVar[str] = "push_sum"
+    takes_closure: ClassVar[bool] = False  # the gradient must be the one at the de-biased weights
+    topology: Topology
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._push_weights: Tensor | None = None  # p of all learners, float64 [n]: it depends on P alone
+
+    def __repr__(self) -> str:
+        return f"PushSum({self.topology!r})"
+
+    def setup(self, learner: Learner) -> None:
+        """Check P against the number of learners."""
+        self.topology.validate(learner.comm.num_learners, push_sum=True)
+        self._push_weights = torch.ones(learner.comm.num_learners, dtype=torch.float64)
+
+    def before_step(self, learner: Learner) -> None:
+        """From z back to x."""
+        learner.flat.param_LP.mul_(self._held(learner))
+
+    def after_step(self, learner: Learner) -> None:
+        """Exchange x and p, and go on from z."""
+        step = learner.step - 1
+        learner.comm.exchange(learner.flat.param_LP, self.topology, step).mix_()
+        self._push_weights = self._pushed(step)
+        learner.flat.param_LP.div_(self._held(learner))
+
+    def meets(self, step: int) -> bool:
+        """At every step."""
+        return True
+
+    def _held(self, learner: Learner) -> Tensor:
+        """p of the learners held here, ``[L, 1]``, like the weights."""
+        assert self._push_weights is not None
+        held = self._push_weights[list(learner.comm.learners)]
+        return held[:, None].to(learner.flat.param_LP)
+
+    def _pushed(self, step: int) -> Tensor:
+        """P p; every rank computes all of it, since P is known to all."""
+        assert self._push_weights is not None
+        before = self._push_weights.tolist()
+        after = []
+        for rank in range(len(before)):
+            plan = self.topology.round(step, rank, len(before))
+            received = sum(w * before[k] for k, w in zip(plan.sources, plan.weights, strict=True))
+            after.append(plan.self_weight * before[rank] + received)
+        return torch.tensor(after, dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The push weights."""
+        return {"push_weights": self._push_weights}
+
+    def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        """See :class:`Strategy`."""
+        self._push_weights = state["push_weights"].clone()

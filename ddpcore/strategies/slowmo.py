@@ -1,0 +1,110 @@
+"""Slow momentum around another strategy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ddpcore.learner import Learner
+from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.dpsgd import DPSGD
+
+
+class SlowMo(Strategy):
+    r"""SlowMo (Wang et al. 2020, algorithm 1): gossip or local steps, and every H steps a step of slow momentum.
+
+    ``x = 1/n sum_k w_k(t)``;  ``u <- beta u + (w(t-H) - x) / a``;  ``w_j(t) <- w(t-H) - alpha a u``, with a the
+    learning rate of the first parameter group at that time, w(t-H) the weights that all learners agreed on last.
+
+    Args:
+        base: what the learners do in between: ``DPSGD(...)``, or None to step alone.
+        period: H.
+        slow_momentum: beta, 0 <= beta < 1.
+        slow_lr: alpha.
+
+    Raises:
+        ValueError: a number is out of its range, or the base averages gradients.
+    """
+
+    name: ClassVar[str] = "slowmo"
+
+    def __init__(
+        self, base: DPSGD | None = None, *, period: int = 8, slow_momentum: float = 0.5, slow_lr: float = 1.0
+    ) -> None:
+        if period < 1:
+            raise ValueError(f"slowmo: period is {period}, it must be at least 1 step")
+        if not 0 <= slow_momentum < 1:
+            raise ValueError(f"slowmo: slow_momentum is {slow_momentum}, it must be in [0, 1)")
+        if not (math.isfinite(slow_lr) and slow_lr > 0):
+            raise ValueError(f"slowmo: slow_lr is {slow_lr}, it must be above 0")
+        if base is not None and base.staleness:
+            raise ValueError("slowmo: an exchange may not outlast a period: take a base of staleness 0")
+        if base is not None and base.compression is not None and base.compression.differences:
+            raise ValueError(f"slowmo: weights jump at the end of a period: {base.compression.name} cannot follow")
+        self.base = base
+        self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
+        self.topology = None if base is None else base.topology
+        self._anchor_P: Tensor | None = None
+        self._momentum_P: Tensor | None = None
+
+    def __repr__(self) -> str:
+        options = f"period={self.period}, slow_momentum={self.slow_momentum}, slow_lr={self.slow_lr}"
+        return f"SlowMo({self.base!r}, {options})"
+
+    def setup(self, learner: Learner) -> None:
+        """As the base."""
+        if self.base is not None:
+            self.base.setup(learner)
+
+    def before_forward(self, learner: Learner) -> None:
+        """As the base."""
+        self._begin(learner)
+        if self.base is not None:
+            self.base.before_forward(learner)
+
+    def before_step(self, learner: Learner) -> None:
+        """As the base."""
+        self._begin(learner)
+        if self.base is not None:
+            self.base.before_step(learner)
+
+    def after_step(self, learner: Learner) -> None:
+        """As the base, and where the period ends the slow step."""
+        if self.base is not None:
+            self.base.after_step(learner)
+        if learner.step % self.period:
+            return
+        weights_LP = learner.flat.param_LP
+        learner.comm.average_(weights_LP).wait()
+        assert self._anchor_P is not None
+        assert self._momentum_P is not None
+        lr = learner.optimizer.param_groups[0]["lr"]
+        if lr == 0:
+            raise ValueError("slowmo divides by the learning rate, which is 0: end the schedule above it")
+        self._momentum_P.mul_(self.slow_momentum).add_((self._anchor_P - weights_LP[0]) / lr)
+        self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))
+        weights_LP.copy_(self._anchor_P)
+
+    def meets(self, step: int) -> bool:
+        """Where the base meets, and where the period ends."""
+        return step % self.period == 0 or (self.base is not None and self.base.meets(step))
+
+    def _begin(self, learner: Learner) -> None:
+        if self._anchor_P is None:  # all learners start alike
+            self._anchor_P = learner.flat.param_LP[0].clone()
+            self._momentum_P = torch.zeros_like(self._anchor_P)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The slow momentum, the weights that were agreed on last, and the base's state."""
+        base = None if self.base is None else self.base.state_dict()
+        return {"anchor": self._anchor_P, "momentum": self._momentum_P, "base": base}
+
+    def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        """See :class:`Strategy`."""
+        for name in ("anchor", "momentum"):
+            setattr(self, f"_{name}_P", None if state[name] is None else state[name].clone())
+        if self.base is not None:
+            self.base.load_state_dict(learner, state["base"])

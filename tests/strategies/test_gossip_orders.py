@@ -1,0 +1,35 @@
+"""The experiment of docs/gossip.md: who diverges, and how far apart the learners stay."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddpcore import Ring
+from ddpcore.strategies import ORDERS
+
+_path = Path(__file__).parents[2] / "benchmarks" / "gossip_orders.py"
+_spec = importlib.util.spec_from_file_location("gossip_orders", _path)
+gossip_orders = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(gossip_orders)
+
+
+def test_average_while_computing_diverges_where_the_others_do_not() -> None:
+    lowest = np.linalg.eigvalsh(Ring().matrix(0, 16))[0]
+    assert lowest == pytest.approx(-1 / 3)
+    below, above = 1 + lowest - 0.05, 1 + lowest + 0.05
+    for order in ORDERS:
+        calm = gossip_orders.distances(order, 16, below, 200)
+        assert calm["consensus"] == pytest.approx(calm["consensus_halfway"], rel=0.02)
+        wild = gossip_orders.distances(order, 16, above, 200)
+        grows = wild["consensus"] > 10 * wild["consensus_halfway"]
+        assert grows == (order == "average_while_computing")
+    assert math.isnan(gossip_orders.distances("average_while_computing", 16, 1.71, 200)["consensus"])
+    for order in ORDERS[1:]:
+        steady = gossip_orders.distances(order, 16, 1.71, 200)
+        assert steady["mean_error"] < 1e-6
+        assert steady["consensus"] == pytest.approx(steady["consensus_halfway"], rel=1e-3)

@@ -1,0 +1,97 @@
+"""The averaged copy: which batch normalisation it has, and that the model in training never notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore import Ring
+from ddpcore.evaluation import recalibrate
+
+N = 3
+
+
+def trained() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=0.3), nn.Dropout(0.5), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(Ring()), learners=N)
+    for seed in range(3):
+        optimizer.zero_grad()
+        handle.model(batches(seed, N)).square().sum().backward()
+        optimizer.step()
+    return model, handle
+
+
+def batches(seed: int, *rows: int) -> Tensor:
+    return torch.randn(*rows, 8, 5, generator=torch.Generator().manual_seed(seed)) + 1
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_recalibrated_statistics_are_those_of_the_averaged_weights() -> None:
+    model, handle = trained()
+    before = snapshot(model)
+    inputs = [batches(seed) for seed in (10, 11, 12)]
+    evaluation = handle.evaluation_model(batch_norm="recalibrate", batches=inputs)
+    hidden = [evaluation[0](batch) for batch in inputs]
+    torch.testing.assert_close(evaluation[1].running_mean, torch.stack([h.mean(0) for h in hidden]).mean(0))
+    torch.testing.assert_close(evaluation[1].running_var, torch.stack([h.var(0) for h in hidden]).mean(0))
+    assert evaluation[1].momentum == 0.3
+    assert evaluation.training and evaluation[2].training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_local_and_average() -> None:
+    model, handle = trained()
+    assert torch.equal(handle.evaluation_model(batch_norm="local")[1].running_mean, model[1].running_mean[0])
+    averaged = handle.evaluation_model()[1].running_mean
+    torch.testing.assert_close(averaged, model[1].running_mean.mean(0))
+    for batch_norm in ("local", "average"):
+        handle.evaluation_model(batch_norm=batch_norm)[1].running_mean.fill_(7)
+    assert not (model[1].running_mean == 7).any()
+
+
+def test_an_exception_leaves_the_model_in_training_alone() -> None:
+    model, handle = trained()
+    before = snapshot(model)
+
+    def broken() -> Any:
+        yield batches(1)
+        raise KeyError("the loader died")
+
+    with pytest.raises(KeyError):
+        handle.evaluation_model(batch_norm="recalibrate", batches=broken())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert handle.model.training
+
+
+def test_recalibrate_puts_modes_back_after_an_exception() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model[2].eval()
+    with pytest.raises(RuntimeError):
+        recalibrate(model, [torch.ones(8, 6)])
+    assert [module.training for module in model] == [True, True, False]
+    assert model[1].momentum == 0.1
+    with pytest.raises(ValueError, match="at least one batch"):
+        recalibrate(model, [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_norm": "mean"}, "unknown batch_norm 'mean': choose from average, local, recalibrate"),
+        ({"batch_norm": "recalibrate"}, "pass both or none"),
+        ({"batches": [1]}, "pass both or none"),
+    ],
+)
+def test_bad_requests(options: dict[str, Any], message: str) -> None:
+    _, handle = trained()
+    with pytest.raises(ValueError, match=message):
+        handle.evaluation_model(**options)
