@@ -78,11 +78,9 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
         optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, fused=True)
     else:
         optimizer = FusedSGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    strategy = strategies.build(
-        strategies.Single.name if alone else name,
-        topology=topology.build(config.topology, config.seed),
-        period=config.period,
-    )
+    chosen = strategies.Single.name if alone else name
+    options = {"period": config.period} if "period" in strategies.options(chosen) else {}
+    strategy = strategies.build(chosen, topology=topology.build(config.topology, config.seed), **options)
     handle = parallel.distribute(
         model, optimizer, strategy, learners=plan.world_size if virtual and not alone else None
     )

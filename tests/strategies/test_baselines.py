@@ -38,7 +38,7 @@ def test_by_name() -> None:
     assert names() == ["ssgd", "dpsgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "single", "ddp"]
     kinds = (SSGD, DPSGD, LocalSGD, NoisySSGD, SlowMo, PushSum, Single, DDP)
     for name, kind in zip(names(), kinds, strict=True):
-        strategy = build(name, topology=Ring(), period=5)
+        strategy = build(name, topology=Ring())
         assert type(strategy) is kind
         assert strategy.name == name
     assert build("dpsgd", topology=Ring()).topology == Ring()
@@ -51,7 +51,7 @@ def test_options_reach_the_strategy_of_the_name() -> None:
     gossip = build("dpsgd", topology=Ring(), order="adapt_then_combine", compression="int8")
     assert (gossip.order, gossip.compression.name) == ("adapt_then_combine", "int8")
     assert build("dpsgd", topology=Ring(), staleness=1).staleness == 1
-    noisy = build("noisy_ssgd", topology=Ring(), noise_std=0.5, seed=3)
+    noisy = build("noisy_ssgd", topology=Ring(), std=0.5, seed=3)
     assert (noisy.std, noisy.seed) == (0.5, 3)
     slow = build("slowmo", topology=Ring(), period=5)
     assert (slow.period, slow.topology) == (5, Ring())
