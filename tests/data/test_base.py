@@ -1,15 +1,13 @@
-"""Splits turn indices into batches; shards are the same global batch for any number of learners."""
+"""Splits turn indices into batches; data sets hold samples out and augment only what is trained on."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 
-from ddpcore.data import Dataset, ShardedBatches, Split
-from ddpcore.data.shards import _order
+from ddpcore.data import Augmentation, Dataset, Normalization, Split
 
 
 def images(num_samples: int = 6) -> Split:
@@ -86,74 +84,57 @@ def test_a_dataset_that_does_not_fit() -> None:
         Dataset("tiny", images(2), images(), 2, (1, 2, 2))
 
 
-def test_an_epoch_visits_each_sample_once_and_drops_the_rest() -> None:
-    batches = ShardedBatches(103, 20, 4, seed=1)
-    assert batches.steps_per_epoch == 5
-    for epoch in range(3):
-        seen = torch.cat([batches.indices(5 * epoch + step).flatten() for step in range(5)])
-        assert seen.dtype == torch.int64
-        assert len(set(seen.tolist())) == len(seen) == 100
-        assert int(seen.min()) >= 0 and int(seen.max()) < 103
+def big_images(num_samples: int = 40) -> Split:
+    pixels = torch.randint(256, (num_samples, 3, 8, 8), generator=torch.Generator().manual_seed(0))
+    return Split(pixels.to(torch.uint8), torch.arange(num_samples) % 7)
 
 
-def test_the_global_batch_does_not_depend_on_the_number_of_learners() -> None:
-    for step in range(12):
-        whole = ShardedBatches(50, 12, 1, seed=3).indices(step)
-        assert whole.shape == (1, 12)
-        for num_learners in (2, 3, 4, 6, 12):
-            shards = ShardedBatches(50, 12, num_learners, seed=3).indices(step)
-            assert shards.shape == (num_learners, 12 // num_learners)
-            assert torch.equal(shards.flatten(), whole.flatten())
+def test_hold_out_moves_random_training_samples_and_nothing_else() -> None:
+    whole, test = big_images(), big_images(5)
+    data = Dataset("tiny", whole, test, 7, (3, 8, 8)).transformed(None, Augmentation(seed=3))
+    parted = data.hold_out(10, seed=1)
+    assert parted.validation is not None and parted.test is data.test
+    assert (len(parted.train), len(parted.validation)) == (30, 10)
+    samples = torch.cat([parted.train.inputs, parted.validation.inputs]).flatten(1)
+    assert sorted(samples.tolist()) == sorted(whole.inputs.flatten(1).tolist()), "each sample is in one of the two"
+    rows = whole.inputs.flatten(1).tolist()
+    where = [rows.index(row) for row in samples.tolist()]
+    assert where != sorted(where)
+    assert torch.equal(torch.cat([parted.train.labels, parted.validation.labels]), whole.labels[where])
+    assert parted.train.augmentation == Augmentation(seed=3) and parted.validation.augmentation is None
+    again, other = data.hold_out(10, seed=1).validation, data.hold_out(10, seed=2).validation
+    assert again is not None and torch.equal(again.inputs, parted.validation.inputs)
+    assert other is not None and not torch.equal(other.inputs, parted.validation.inputs)
+    more = data.hold_out(11, seed=1).validation
+    assert more is not None and torch.equal(more.inputs[1:], parted.validation.inputs), "the last of one order"
+    for count in (0, 40, -1):
+        with pytest.raises(ValueError, match=f"cannot hold out {count} of 40"):
+            data.hold_out(count)
 
 
-def test_epochs_and_seeds_differ() -> None:
-    def epoch(seed: int, number: int) -> list[int]:
-        return ShardedBatches(64, 64, 1, seed).indices(number).flatten().tolist()
-
-    orders = [epoch(seed, number) for seed in range(3) for number in range(3)]
-    assert len(set(map(tuple, orders))) == 9  # also: seed and epoch are not added up
-    assert all(sorted(order) == list(range(64)) != order for order in orders)
-
-
-def test_indices_are_a_function_of_the_step_alone() -> None:
-    batches = ShardedBatches(30, 6, 2, seed=8)
-    in_order = [batches.indices(step) for step in range(40)]
-    steps = list(range(40))
-    random.Random(0).shuffle(steps)
-    _order.cache_clear()
-    torch_state = torch.get_rng_state()
-    for step in steps:
-        again = batches.indices(step)
-        assert torch.equal(again, in_order[step])
-        again.zero_()  # a caller's own copy
-        assert torch.equal(batches.indices(step), in_order[step])
-    assert torch.equal(torch.get_rng_state(), torch_state)
+def test_only_training_is_augmented_and_all_is_normalized() -> None:
+    norm = Normalization((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    data = Dataset("tiny", big_images(), big_images(6), 7, (3, 8, 8)).hold_out(5).transformed(norm, Augmentation())
+    assert set(data.splits()) == {"train", "validation", "test"}
+    for name, split in data.to("cpu").splits().items():
+        assert split.normalization == norm
+        assert (split.augmentation is None) == (name != "train")
+        everything = torch.arange(len(split))
+        plain = (split.inputs / 255 - torch.tensor(norm.mean).view(3, 1, 1)) / torch.tensor(norm.std).view(3, 1, 1)
+        found = split.batch(everything, epoch=4)[0]
+        if name == "train":
+            assert (found - plain).abs().max() > 0.1
+            augmented = Augmentation()(split.inputs, everything, 4)
+            assert torch.equal(found, norm(augmented))
+        else:
+            torch.testing.assert_close(found, plain)  # one rounding more or less
 
 
-def test_the_order_is_the_same_on_every_machine() -> None:
-    assert ShardedBatches(8, 8, 2, seed=0).indices(1).tolist() == [[7, 6, 2, 3], [1, 0, 4, 5]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((100, 3, 4), "batch size 3 is below .* 4 learners: take 4"),
-        ((100, 10, 4), "batch size 10 is not a multiple of 4 learners: take 8"),
-        ((100, 11, 4), "take 12"),
-        ((100, 9, 4), "take 8"),
-        ((11, 11, 4), "take 8"),
-        ((100, 101, 1), "batch size is 101 but there are only 100 samples: take at most 100"),
-        ((100, 0, 1), "batch size is 0"),
-        ((100, 10, 0), "num_learners is 0"),
-        ((100, 10, 1, -1), "seed is -1"),
-    ],
-)
-def test_impossible_batches(arguments: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        ShardedBatches(*arguments)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_step_before_the_first() -> None:
-    with pytest.raises(ValueError, match="step is -1"):
-        ShardedBatches(10, 5).indices(-1)
+def test_only_images_are_transformed() -> None:
+    features, labels = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="only uint8 images"):
+        Split(features, labels, augmentation=Augmentation())
+    with pytest.raises(ValueError, match="only uint8 images"):
+        Split(features, labels, Normalization((0.0,), (1.0,)))
+    with pytest.raises(ValueError, match="has 1 channels for images of 3"):
+        Split(big_images().inputs, big_images().labels, Normalization((0.0,), (1.0,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import struct
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path) -> Dataset:
-    return mnist.load(folder.parents[1])
+    return mnist.load(folder.parents[1], verify=False)
 
 
 def check(data: Dataset) -> None:
@@ -56,7 +57,7 @@ def check(data: Dataset) -> None:
 
 def test_plain_files(folder: Path) -> None:
     check(load(folder))
-    check(mnist.load(str(folder.parents[1])))
+    check(mnist.load(str(folder.parents[1]), verify=False))
 
 
 def test_gzipped_files(folder: Path) -> None:
@@ -139,3 +140,17 @@ def test_a_folder_in_place_of_a_file(folder: Path) -> None:
     path.unlink()
     path.mkdir()
     refused(folder, "train-images-idx3-ubyte: cannot be read")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_files_that_are_not_the_canonical_ones_are_a_warning_each(folder: Path, packed: bool) -> None:
+    for path in list(folder.iterdir()) if packed else []:
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    with pytest.warns(UserWarning, match="MD5") as caught:
+        check(mnist.load(folder.parents[1]))
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == 4
+    for path in folder.iterdir():
+        sums = (hashlib.md5(path.read_bytes()).hexdigest(), mnist.MD5[path.name])
+        assert any(text.startswith(f"{path}: ") and all(s in text for s in sums) for text in texts)

@@ -51,3 +51,30 @@ def test_unknown_names_and_class_counts() -> None:
             ask("vgg")
     with pytest.raises(ValueError, match="num_classes is 1"):
         models.build("mlp", num_classes=1)
+
+
+def test_options_reach_the_model() -> None:
+    small = models.build("resnet", blocks=(1,), widths=(8,))
+    assert len(small.blocks) == 1
+    assert models.build("vit", depth=2, num_classes=3, input_shape=(1, 28, 28))(torch.randn(2, 1, 28, 28)).shape == (
+        2,
+        3,
+    )
+    assert models.spec("lenet5").options == {"dropout": 0.5}
+    assert models.spec("resnet18").options == {}
+    images = torch.randn(2, 1, 28, 28)
+    undropped = models.build("lenet5", dropout=0.0)
+    assert torch.equal(undropped(images), undropped(images))
+
+
+def test_unknown_and_impossible_options() -> None:
+    with pytest.raises(ValueError, match=r"model 'vit' has no option 'patchsize': did you mean 'patch_size'\?"):
+        models.build("vit", patchsize=4)
+    with pytest.raises(ValueError, match="model 'resnet' has no option 'x': choose from blocks, widths"):
+        models.build("resnet", x=4)
+    with pytest.raises(ValueError, match="model 'mlp' has no option 'dropout': it has none"):
+        models.build("mlp", dropout=0.1)
+    with pytest.raises(ValueError, match="model 'vit': patch_size is 5"):
+        models.build("vit", patch_size=5)
+    with pytest.raises(ValueError, match=r"model 'lenet5': .*dropout"):
+        models.build("lenet5", dropout=2.0)

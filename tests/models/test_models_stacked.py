@@ -1,0 +1,79 @@
+"""Every model as virtual learners: vmap over stacked weights and buffers gives what learners one by one give."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpcore import models
+from ddpcore.stacked import StackedModel
+
+NUM_LEARNERS = 2
+
+
+def learners_of(name: str, **options: float) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [models.build(name, **options).double() for _ in range(NUM_LEARNERS)]
+
+
+def stack(learners: list[nn.Module], vectorize: bool) -> StackedModel:
+    model = copy.deepcopy(learners[0])
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.stack([learner.get_parameter(name).data for learner in learners])
+    return StackedModel(model, len(learners), vectorize=vectorize)
+
+
+def no_dropout(name: str) -> dict[str, float]:
+    return {option: 0.0 for option in ("dropout", "stochastic_depth") if option in models.spec(name).options}
+
+
+def batches(name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    # ResNets take images of any size, and of many channels small ones will do.
+    shape = (3, 8, 8) if name.startswith("resnet") else models.spec(name).input_shapes[0]
+    return torch.randn(NUM_LEARNERS, 3, *shape, generator=generator, dtype=torch.float64)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients and buffers."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return gradients | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("name", models.names())
+def test_stacked_learners_are_learners(name: str, vectorize: bool) -> None:
+    """Logits, gradients and running statistics, in float64: another order of sums changes the last bits only."""
+    learners, inputs = learners_of(name, **no_dropout(name)), batches(name)
+    stacked = stack(learners, vectorize)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # attention: no batching rule on the CPU
+        logits = stacked(inputs)
+        logits.square().sum().backward()
+    found = state(stacked.module)
+    for j, learner in enumerate(learners):
+        expected = learner(inputs[j])
+        expected.square().sum().backward()
+        torch.testing.assert_close(logits[j], expected, rtol=1e-10, atol=1e-10)
+        own = state(learner)
+        assert own.keys() == found.keys() and len(own) >= len(list(learner.parameters()))
+        for key, value in own.items():
+            torch.testing.assert_close(found[key][j], value, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("name", [name for name in models.names() if no_dropout(name)])
+def test_each_learner_drops_on_its_own(name: str, vectorize: bool) -> None:
+    learner = learners_of(name)[0]
+    stacked = stack([learner, learner], vectorize)
+    same = batches(name)[:1].expand(2, *batches(name).shape[1:])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        first, second = stacked(same)
+        assert not torch.allclose(first, second)
+        first, second = stacked.eval()(same)
+    torch.testing.assert_close(first, second)
