@@ -43,21 +43,29 @@ def mix_stacked_eager(weights: Tensor, matrix: Tensor) -> Tensor:
     return distances
 
 
-def mix_stacked(numel: int, options: argparse.Namespace) -> Case:
-    """Four learners on a ring, ``numel`` elements in all: read once and written once, 8 bytes an element in fp32."""
-    columns = -(-numel // NUM_LEARNERS)
-    left, right = randn(columns, options, NUM_LEARNERS), randn(columns, options, NUM_LEARNERS)
-    ring = torch.eye(NUM_LEARNERS, device=options.device)
+def mix_stacked(numel: int, options: argparse.Namespace, num_learners: int = NUM_LEARNERS) -> Case:
+    """Learners on a ring, ``numel`` elements in all: read once and written once, 8 bytes an element in fp32."""
+    columns = -(-numel // num_learners)
+    left, right = randn(columns, options, num_learners), randn(columns, options, num_learners)
+    ranks = torch.arange(num_learners)
+    neighbors = torch.stack([ranks, ranks - 1, ranks + 1], dim=1).remainder(num_learners).flatten()
+    offsets, values = torch.arange(num_learners + 1) * 3, torch.full((3 * num_learners,), 1 / 3)
+    rows = [part.to(options.device) for part in (offsets, neighbors, values)]
+    ring = torch.eye(num_learners, device=options.device, dtype=right.dtype)
     ring = (ring + ring.roll(1, 0) + ring.roll(-1, 0)) / 3
-    like_weights = ring.to(right.dtype)
     return Case(
-        f"mix_stacked_, ring of {NUM_LEARNERS}",
-        lambda: ops.mix_stacked_(left, ring),
-        lambda: mix_stacked_eager(right, like_weights),
+        f"mix_stacked_, ring of {num_learners}",
+        lambda: ops.mix_stacked_(left, [], *rows),
+        lambda: mix_stacked_eager(right, ring),
         "torch eager",
         2 * itemsize(options) * numel,
     )
 
 
+def mix_tall_stack(numel: int, options: argparse.Namespace) -> Case:
+    """As many learners as one call takes on CUDA: tiles of a few columns."""
+    return mix_stacked(numel, options, 1024)
+
+
 if __name__ == "__main__":
-    main(__doc__, [mix, mix_stacked])
+    main(__doc__, [mix, mix_stacked, mix_tall_stack])

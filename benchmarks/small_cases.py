@@ -54,7 +54,12 @@ def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
             share = 1 / (num_peers + 1)
             ops.mix_(weights, peers, share, [share] * num_peers)
             ops.mix_sgd_step_(weights, peers, share, [share] * num_peers, grad, buffer, lr=0.1, momentum=0.9)
-        ops.mix_stacked_(randn((3, numel), options, dtype), torch.full((3, 3), 1 / 3).to(options.device))
+        for num_others in (0, 1):
+            others = [randn((numel,), options, dtype) for _ in range(num_others)]
+            columns = torch.arange(3 + num_others).repeat(3)
+            offsets, values = torch.arange(4) * (3 + num_others), torch.full((len(columns),), 1 / (3 + num_others))
+            rows = [part.to(options.device) for part in (offsets, columns, values)]
+            ops.mix_stacked_(randn((3, numel), options, dtype), others, *rows)
     tensors = [randn(shape, options, dtype) for shape in SIZES]
     ops.segment_norms(tensors)
     ops.total_norm_(tensors, torch.zeros(1 + ops.num_blocks(tensors)).double().to(options.device))

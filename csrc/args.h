@@ -176,11 +176,17 @@ struct MixSgdArgs {
     bool maximize;
 };
 
-// weights <- matrix @ weights for a stack of learners; row j adds its own term first, then the others in ascending
-// order.
+// weights <- matrix @ [weights; others] for a stack of learners, the matrix [num_learners, num_learners + num_others]
+// in compressed rows. Row j adds the products of its entries in the order in which they stand; without entries it is
+// zero.
 struct StackedMixArgs {
-    void* weights;        // [num_learners, numel], rows contiguous
-    const float* matrix;  // [num_learners, num_learners]; on the device of the weights
+    void* weights;              // [num_learners, numel], rows contiguous
+    const void* const* others;  // host memory, num_others pointers to rows of the same dtype and numel
+    int64_t num_others;
+    const int64_t*
+        offsets;  // [num_learners + 1]: where the entries of row j begin; as the next two on the weights' device
+    const int64_t* columns;  // of each entry; from num_learners on a row of others
+    const float* values;     // of each entry
     int64_t num_learners;
     int64_t numel;
     DType dtype;

@@ -3,7 +3,21 @@
 from ddpcore.parallel import Distributed, distribute
 from ddpcore.policies import Policies
 from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, NoisySSGD, PushSum, Single, SlowMo
-from ddpcore.topology import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Topology
+from ddpcore.topology import (
+    Complete,
+    FromGraph,
+    FromMatrix,
+    Hierarchical,
+    Hypercube,
+    Matching,
+    OnePeerExponential,
+    RandomPair,
+    Ring,
+    Star,
+    StaticExponential,
+    Topology,
+    Torus2D,
+)
 
 __version__ = "0.1.0"
 
@@ -13,8 +27,12 @@ __all__ = [
     "SSGD",
     "Complete",
     "Distributed",
+    "FromGraph",
     "FromMatrix",
+    "Hierarchical",
+    "Hypercube",
     "LocalSGD",
+    "Matching",
     "NoisySSGD",
     "OnePeerExponential",
     "Policies",
@@ -23,6 +41,9 @@ __all__ = [
     "Ring",
     "Single",
     "SlowMo",
+    "Star",
+    "StaticExponential",
     "Topology",
+    "Torus2D",
     "distribute",
 ]

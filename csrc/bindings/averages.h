@@ -57,32 +57,72 @@ inline MixSgdArgs mix_sgd_args(
 }
 
 struct StackedMixCall {
+    std::vector<const void*> others;
     Tensor partials;
     Tensor sums;
     StackedMixArgs args{};
 
-    StackedMixCall(const Tensor& weights, const Tensor& matrix)
+    StackedMixCall(
+        const Tensor& weights, const Tensors& other_rows, const Tensor& offsets, const Tensor& columns,
+        const Tensor& values)
         : partials(weights), sums(weights) {  // replaced below, once the shape is known to be right
         STD_TORCH_CHECK(weights.dim() == 2, "ddpcore: weights must be [learners, parameters]");
         check_flat(weights, "weights");
-        check_flat(matrix, "matrix");
-        const int64_t num_learners = weights.size(0);
-        STD_TORCH_CHECK(
-            matrix.dim() == 2 && matrix.size(0) == num_learners && matrix.size(1) == num_learners,
-            "ddpcore: matrix must be [learners, learners]");
-        STD_TORCH_CHECK(
-            matrix.scalar_type() == ScalarType::Float && same_device(matrix, weights),
-            "ddpcore: matrix must be float32 on the device of weights");
-        partials = new_sums(weights, {num_blocks_of(weights.size(1)), num_learners});
+        const int64_t num_learners = weights.size(0), numel = weights.size(1);
+        for (const Tensor& other : other_rows) {
+            STD_TORCH_CHECK(
+                other.dim() == 1 && other.size(0) == numel && other.is_contiguous() &&
+                    other.scalar_type() == weights.scalar_type() && same_device(other, weights),
+                "ddpcore: a row of others must be contiguous [parameters], with the dtype and device of weights");
+            const auto* row = static_cast<const char*>(other.const_data_ptr());
+            const auto* begin = static_cast<const char*>(weights.const_data_ptr());
+            STD_TORCH_CHECK(
+                row < begin || row >= begin + weights.numel() * weights.element_size() || weights.numel() == 0,
+                "ddpcore: a row of others must not lie in weights");
+            others.push_back(row);
+        }
+        check_vector(weights, offsets, ScalarType::Long, num_learners + 1, "offsets must be int64 [learners + 1]");
+        check_vector(weights, columns, ScalarType::Long, columns.numel(), "columns must be int64 [entries]");
+        check_vector(weights, values, ScalarType::Float, columns.numel(), "values must be float32 [entries]");
+        partials = new_sums(weights, {num_blocks_of(numel), num_learners});
         sums = new_sums(weights, {num_learners});
         args = {
             weights.mutable_data_ptr(),
-            matrix.const_data_ptr<float>(),
+            others.data(),
+            static_cast<int64_t>(others.size()),
+            offsets.const_data_ptr<int64_t>(),
+            columns.const_data_ptr<int64_t>(),
+            values.const_data_ptr<float>(),
             num_learners,
-            weights.size(1),
+            numel,
             dtype_of(weights, "weights"),
             partials.mutable_data_ptr<double>(),
             sums.mutable_data_ptr<double>()};
+        num_entries = columns.numel();
+    }
+
+    // Of entries in host memory: every index is one.
+    void check_entries() const {
+        bool ascending = args.offsets[0] == 0 && args.offsets[args.num_learners] == num_entries;
+        for (int64_t j = 0; j < args.num_learners; ++j) ascending &= args.offsets[j] <= args.offsets[j + 1];
+        STD_TORCH_CHECK(ascending, "ddpcore: offsets must ascend from 0 to the number of entries");
+        const int64_t num_rows = args.num_learners + args.num_others;
+        for (int64_t entry = 0; entry < num_entries; ++entry) {
+            const int64_t column = args.columns[entry];
+            STD_TORCH_CHECK(
+                column >= 0 && column < num_rows, "ddpcore: column ", column, " names no row: there are ", num_rows);
+        }
+    }
+
+    int64_t num_entries = 0;
+
+  private:
+    static void check_vector(
+        const Tensor& weights, const Tensor& vector, ScalarType dtype, int64_t numel, const char* what) {
+        STD_TORCH_CHECK(
+            vector.dim() == 1 && vector.numel() == numel && vector.is_contiguous() && vector.scalar_type() == dtype &&
+                same_device(vector, weights),
+            "ddpcore: ", what, ", contiguous, on the device of weights");
     }
 };
 

@@ -98,6 +98,7 @@ struct Cpu {
     }
 
     static void run(const Tensor&, const StackedMixCall& call) {
+        call.check_entries();
         const int64_t num_blocks = num_blocks_of(call.args.numel);
         spread(cpu::mix_stacked_, call.args, 0, num_blocks, call.args.numel * call.args.num_learners);
         cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_learners);

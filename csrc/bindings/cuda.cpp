@@ -46,6 +46,7 @@ struct Cuda {
 
     static void run(const Tensor& like, const StackedMixCall& call) {
         check_count(call.args.num_learners, cuda::kMaxLearners, "mix_stacked_", "learners");
+        check_count(call.args.num_others, cuda::kMaxPeers, "mix_stacked_", "rows of others");
         launch_on(like, "mix_stacked_", [&](cudaStream_t stream) { return cuda::mix_stacked_(call.args, stream); });
     }
 

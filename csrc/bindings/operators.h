@@ -75,8 +75,9 @@ Tensor mix_(const Tensor& weights, const Tensors& peers, double self_weight, con
 }
 
 template <typename Backend>
-Tensor mix_stacked_(const Tensor& weights, const Tensor& matrix) {
-    const StackedMixCall call(weights, matrix);
+Tensor mix_stacked_(
+    const Tensor& weights, const Tensors& others, const Tensor& offsets, const Tensor& columns, const Tensor& values) {
+    const StackedMixCall call(weights, others, offsets, columns, values);
     Backend::run(weights, call);
     return call.sums;
 }

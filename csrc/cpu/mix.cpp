@@ -30,11 +30,35 @@ DDPCORE_CLONES void mix_(const MixArgs& args, int64_t begin_block, int64_t end_b
 
 namespace {
 
-// One tile of columns: `tile` holds the old rows, so that every new row is formed before any old one is lost.
+inline constexpr int64_t kStackTile = 32768;  // elements of a tile of columns: 128 KiB, which a core's L2 holds
+
+// Columns of a tile: a power of two, a divisor of the block, and at least a cache line of a row. So a tile of 4096
+// learners has 256 KiB, or 512 KiB where elements are stored in 16 bits.
+template <typename T>
+int64_t tile_columns(int64_t num_learners) {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+    static_assert(kLine % kLanes == 0);
+    int64_t columns = kBlock;
+    while (columns > kLine && columns * num_learners > kStackTile) columns /= 2;
+    return columns;
+}
+
+// row += value * source, or row = value * source for the first entry of a row.
+template <typename T>
+DDPCORE_INLINE void add_entry(float* __restrict row, bool is_first, float value, const T* source, int64_t numel) {
+    if (is_first) {
+        for (int64_t i = 0; i < numel; ++i) row[i] = value * load(source[i]);
+    } else {
+        for (int64_t i = 0; i < numel; ++i) row[i] = mix_element(row[i], value, load(source[i]));
+    }
+}
+
+// One tile of columns: `tile` holds the old rows, so that every new row is formed before any old one is lost. The cost
+// follows the entries of the matrix. Adds each row's squared distance to the mean to `sums`.
 template <typename T>
 DDPCORE_INLINE void mix_stacked_tile(
     const StackedMixArgs& args, int64_t first, int64_t numel, float* __restrict tile, float* __restrict row,
-    double* __restrict lanes) {
+    double* __restrict sums) {
     const int64_t n = args.num_learners;
     T* weights = static_cast<T*>(args.weights) + first;
     for (int64_t i = 0; i < numel; ++i) row[i] = 0.0f;
@@ -48,15 +72,21 @@ DDPCORE_INLINE void mix_stacked_tile(
     for (int64_t i = 0; i < numel; ++i) row[i] = share * row[i];
     for (int64_t j = 0; j < n; ++j) {
         const float* own = tile + j * numel;
-        add_squares(
-            lanes + j * kLanes, numel, [=](int64_t i) __attribute__((always_inline)) { return own[i] - row[i]; });
+        double lanes[kLanes] = {};
+        add_squares(lanes, numel, [=](int64_t i) __attribute__((always_inline)) { return own[i] - row[i]; });
+        sums[j] += sum_lanes(lanes);
     }
     for (int64_t j = 0; j < n; ++j) {
-        const float* entries = args.matrix + j * n;
-        for (int64_t i = 0; i < numel; ++i) row[i] = entries[j] * tile[j * numel + i];
-        for (int64_t k = 0; k < n; ++k) {
-            if (k == j || entries[k] == 0.0f) continue;  // cost follows the edges, not n^2
-            for (int64_t i = 0; i < numel; ++i) row[i] = mix_element(row[i], entries[k], tile[k * numel + i]);
+        const int64_t begin = args.offsets[j], end = args.offsets[j + 1];
+        if (begin == end) std::fill_n(row, numel, 0.0f);
+        for (int64_t entry = begin; entry < end; ++entry) {
+            const int64_t column = args.columns[entry];
+            if (column < n) {
+                add_entry(row, entry == begin, args.values[entry], tile + column * numel, numel);
+            } else {
+                const T* other = static_cast<const T*>(args.others[column - n]) + first;
+                add_entry(row, entry == begin, args.values[entry], other, numel);
+            }
         }
         for (int64_t i = 0; i < numel; ++i) weights[j * args.numel + i] = store<T>(row[i]);
     }
@@ -67,19 +97,15 @@ DDPCORE_INLINE void mix_stacked_tile(
 DDPCORE_CLONES void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_block) {
     with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
-        const int64_t n = args.num_learners;
-        // At most 128 KiB of tile, a power of two of columns between kLanes and kBlock: a divisor of the block.
-        int64_t width = kBlock;
-        while (width > kLanes && width * n > 32768) width /= 2;
+        const int64_t n = args.num_learners, width = tile_columns<T>(n);
         std::vector<float> tile(static_cast<size_t>(n * width)), row(static_cast<size_t>(width));
-        std::vector<double> lanes(static_cast<size_t>(n * kLanes));
         for (int64_t block = begin_block; block < end_block; ++block) {
-            std::fill(lanes.begin(), lanes.end(), 0.0);
+            double* sums = args.partials + block * n;
+            std::fill_n(sums, n, 0.0);
             const int64_t end = std::min((block + 1) * kBlock, args.numel);
             for (int64_t first = block * kBlock; first < end; first += width) {
-                mix_stacked_tile<T>(args, first, std::min(width, end - first), tile.data(), row.data(), lanes.data());
+                mix_stacked_tile<T>(args, first, std::min(width, end - first), tile.data(), row.data(), sums);
             }
-            for (int64_t j = 0; j < n; ++j) args.partials[block * n + j] = sum_lanes(lanes.data() + j * kLanes);
         }
     });
 }

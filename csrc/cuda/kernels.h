@@ -12,7 +12,7 @@
 
 namespace ddpcore::cuda {
 
-inline constexpr int64_t kMaxPeers = 1024;     // of one mix; above: cudaErrorInvalidValue
+inline constexpr int64_t kMaxPeers = 1024;     // of one mix, or rows of others; above: cudaErrorInvalidValue
 inline constexpr int64_t kMaxLearners = 1024;  // of one stacked mix; above: cudaErrorInvalidValue
 
 cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream);

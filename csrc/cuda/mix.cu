@@ -1,7 +1,8 @@
 // mix_: weights <- self_weight * weights + sum_k peer_weights[k] * peers[k]. Traffic with one peer: 12 bytes an element
 // in fp32, 6 in bf16 and fp16; 4 or 2 for each further peer.
 // mix_stacked_: the same for a stack of learners on one device. Traffic: 8 bytes an element and learner in fp32, 4 in
-// bf16 and fp16, whatever the matrix. Arithmetic and shared-memory reads follow its nonzero entries.
+// bf16 and fp16, and half as much for each entry that is a row of others. Arithmetic and shared-memory reads follow the
+// entries.
 #include "mix.cuh"
 
 namespace ddpcore::cuda {
@@ -44,17 +45,20 @@ inline constexpr int kTileBytes = 32768;
 inline constexpr int kMaxColumns = 1024;
 inline constexpr int kTileVectors = kTileBytes / static_cast<int>(sizeof(uint4)) / kThreads;  // of one thread
 
-template <typename T>
+template <typename T, int capacity>
 struct StackedTable {
     T* weights;
-    const float* matrix;
+    const int64_t* offsets;
+    const int64_t* entry_columns;
+    const float* entry_values;
     double* partials;
     int64_t numel;
     int64_t num_blocks;
     int num_learners;
     int columns;   // of a tile: a power of two, a divisor of kBlock
     float share;   // 1 / num_learners
-    bool aligned;  // every row is
+    bool aligned;  // every row is, those of others too
+    const void* others[capacity];
 
     DDPCORE_HOST_DEVICE int row_vectors() const { return columns / kVector<T>; }
     DDPCORE_HOST_DEVICE int num_vectors() const { return num_learners * row_vectors(); }
@@ -72,8 +76,8 @@ struct StackedTable {
 
 // Vector v of row j of the tile that starts at column `first`. All loads of a thread are issued before the first of
 // them is put into shared memory.
-template <bool whole, typename T>
-__device__ __forceinline__ void read_tile(Vector<T>* tile, const StackedTable<T>& table, int64_t first) {
+template <bool whole, typename T, int capacity>
+__device__ __forceinline__ void read_tile(Vector<T>* tile, const StackedTable<T, capacity>& table, int64_t first) {
     const int row_vectors = table.row_vectors(), num_vectors = table.num_vectors();
     Vector<T> staged[kTileVectors];
 #pragma unroll
@@ -99,22 +103,40 @@ __device__ __forceinline__ void read_tile(Vector<T>* tile, const StackedTable<T>
     }
 }
 
-// Row j of the mix at vector v: the own term first, then the others in ascending order. A zero entry costs one cached
-// read of the matrix and no arithmetic, and adds no 0 * inf.
-template <typename T>
-__device__ __forceinline__ Vector<T> mix_row(const Vector<T>* tile, const StackedTable<T>& table, int j, int v) {
-    const float* entries = table.matrix + static_cast<int64_t>(j) * table.num_learners;
-    const int row_vectors = table.row_vectors();
-    const Vector<T> own = tile[j * row_vectors + v];
-    float mixed[kVector<T>];
+// The vector at `column` of a row of others.
+template <typename T, int capacity>
+__device__ __forceinline__ Vector<T> read_other(
+    const StackedTable<T, capacity>& table, int64_t row, int64_t column, bool whole) {
+    const T* source = static_cast<const T*>(table.others[row]) + column;
+    Vector<T> result;
+    if (whole) {
+        result.bits = *reinterpret_cast<const uint4*>(source);
+    } else {
 #pragma unroll
-    for (int e = 0; e < kVector<T>; ++e) mixed[e] = entries[j] * load(own.elements[e]);
-    for (int k = 0; k < table.num_learners; ++k) {
-        const float entry = entries[k];
-        if (k == j || entry == 0.0f) continue;
-        const Vector<T> other = tile[k * row_vectors + v];
+        for (int e = 0; e < kVector<T>; ++e) {
+            result.elements[e] = column + e < table.numel ? source[e] : store<T>(0.0f);
+        }
+    }
+    return result;
+}
+
+// Row j of the mix at vector v of the tile that starts at column `first`: its entries in their order.
+template <typename T, int capacity>
+__device__ __forceinline__ Vector<T> mix_row(
+    const Vector<T>* tile, const StackedTable<T, capacity>& table, int64_t first, int j, int v, bool whole) {
+    const int64_t begin = table.offsets[j], end = table.offsets[j + 1];
+    float mixed[kVector<T>] = {};
+    for (int64_t entry = begin; entry < end; ++entry) {
+        const int64_t row = table.entry_columns[entry];
+        const float value = table.entry_values[entry];
+        const Vector<T> source = row < table.num_learners
+                                     ? tile[row * table.row_vectors() + v]
+                                     : read_other(table, row - table.num_learners, first + v * kVector<T>, whole);
 #pragma unroll
-        for (int e = 0; e < kVector<T>; ++e) mixed[e] = mix_element(mixed[e], entry, load(other.elements[e]));
+        for (int e = 0; e < kVector<T>; ++e) {
+            const float element = load(source.elements[e]);
+            mixed[e] = entry == begin ? value * element : mix_element(mixed[e], value, element);
+        }
     }
     Vector<T> result;
 #pragma unroll
@@ -122,9 +144,9 @@ __device__ __forceinline__ Vector<T> mix_row(const Vector<T>* tile, const Stacke
     return result;
 }
 
-template <typename T>
+template <typename T, int capacity>
 __device__ __forceinline__ void write_vector(
-    const Vector<T>& vector, const StackedTable<T>& table, int j, int64_t column, bool whole) {
+    const Vector<T>& vector, const StackedTable<T, capacity>& table, int j, int64_t column, bool whole) {
     T* target = table.weights + j * table.numel + column;
     if (whole) {
         *reinterpret_cast<uint4*>(target) = vector.bits;
@@ -138,9 +160,10 @@ __device__ __forceinline__ void write_vector(
 
 // Mixes one tile and adds each row's squared distance to the mean. A place of row_sums belongs to one thread in every
 // tile, so it needs no barrier.
-template <typename T>
+template <typename T, int capacity>
 __device__ __forceinline__ void mix_tile(
-    const Vector<T>* tile, float* mean, double* row_sums, const StackedTable<T>& table, int64_t first, bool whole) {
+    const Vector<T>* tile, float* mean, double* row_sums, const StackedTable<T, capacity>& table, int64_t first,
+    bool whole) {
     const int row_vectors = table.row_vectors(), num_vectors = table.num_vectors(), group = table.group();
     const T* elements = reinterpret_cast<const T*>(tile);
     for (int column = threadIdx.x; column < table.columns; column += kThreads) {
@@ -157,15 +180,16 @@ __device__ __forceinline__ void mix_tile(
             const Vector<T> own = tile[index];
 #pragma unroll
             for (int e = 0; e < kVector<T>; ++e) sum += squared(load(own.elements[e]) - mean[v * kVector<T> + e]);
-            write_vector(mix_row(tile, table, j, v), table, j, first + v * kVector<T>, whole);
+            write_vector(mix_row(tile, table, first, j, v, whole), table, j, first + v * kVector<T>, whole);
         }
         sum = warp_sum(sum, group);
         if (index < num_vectors && v % group == 0) row_sums[v / group * table.num_learners + j] += sum;
     }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads) mix_stacked_kernel(const __grid_constant__ StackedTable<T> table) {
+template <typename T, int capacity>
+__global__ void __launch_bounds__(kThreads)
+    mix_stacked_kernel(const __grid_constant__ StackedTable<T, capacity> table) {
     uint4* shared = dynamic_shared();
     double* row_sums = reinterpret_cast<double*>(shared);
     auto* tile = reinterpret_cast<Vector<T>*>(shared + table.sums_bytes() / sizeof(uint4));
@@ -194,11 +218,13 @@ __global__ void __launch_bounds__(kThreads) mix_stacked_kernel(const __grid_cons
     }
 }
 
-template <typename T>
-StackedTable<T> stacked_table(const StackedMixArgs& args) {
-    StackedTable<T> table;
+template <typename T, int capacity>
+cudaError_t launch_mix_stacked(const StackedMixArgs& args, cudaStream_t stream) {
+    StackedTable<T, capacity> table;
     table.weights = static_cast<T*>(args.weights);
-    table.matrix = args.matrix;
+    table.offsets = args.offsets;
+    table.entry_columns = args.columns;
+    table.entry_values = args.values;
     table.partials = args.partials;
     table.numel = args.numel;
     table.num_blocks = num_blocks_of(args.numel);
@@ -206,8 +232,11 @@ StackedTable<T> stacked_table(const StackedMixArgs& args) {
     table.columns = kMaxColumns;
     while (table.tile_bytes() > kTileBytes) table.columns /= 2;  // 8 columns of fp32 at kMaxLearners
     table.share = 1.0f / static_cast<float>(args.num_learners);
-    table.aligned = is_aligned(args.weights) && (args.num_learners == 1 || args.numel % kVector<T> == 0);
-    return table;
+    std::copy(args.others, args.others + args.num_others, table.others);
+    table.aligned = is_aligned(args.weights) && (args.num_learners == 1 || args.numel % kVector<T> == 0) &&
+                    std::all_of(args.others, args.others + args.num_others, is_aligned);
+    const auto bytes = static_cast<size_t>(table.shared_bytes());
+    return launch(mix_stacked_kernel<T, capacity>, table.num_blocks, kThreads, bytes, stream, table);
 }
 
 }  // namespace
@@ -227,15 +256,13 @@ cudaError_t mix_(const MixArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream) {
-    if (args.num_learners > kMaxLearners) return cudaErrorInvalidValue;
+    if (args.num_learners > kMaxLearners || args.num_others > kMaxPeers) return cudaErrorInvalidValue;
     const int64_t num_blocks = num_blocks_of(args.numel);
     if (num_blocks > 0 && args.num_learners > 0) {
         const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
-            const auto table = stacked_table<std::remove_pointer_t<decltype(tag)>>(args);
-            const auto bytes = static_cast<size_t>(table.shared_bytes());
-            return launch(
-                mix_stacked_kernel<typename std::remove_pointer_t<decltype(tag)>>, num_blocks, kThreads, bytes, stream,
-                table);
+            using T = std::remove_pointer_t<decltype(tag)>;
+            return args.num_others <= kFewPeers ? launch_mix_stacked<T, kFewPeers>(args, stream)
+                                                : launch_mix_stacked<T, kManyPeers>(args, stream);
         });
         if (error != cudaSuccess) return error;
     }

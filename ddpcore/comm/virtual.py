@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from ddpcore import ops
 from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, average_bytes, correction
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
+
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Offsets, columns and values of a matrix in compressed rows."""
 
 
 class VirtualCommunicator(Communicator):
@@ -22,6 +26,7 @@ class VirtualCommunicator(Communicator):
         self.num_learners = num_learners
         self.learners = range(num_learners)
         self.description = f"{num_learners} virtual learners in one process"
+        self._known: tuple[Topology | None, torch.device | None, Rows | None] = None, None, None
 
     def broadcast_(self, rows: Tensor) -> None:
         """See :class:`Communicator`."""
@@ -41,20 +46,35 @@ class VirtualCommunicator(Communicator):
         """See :class:`Communicator`."""
         sent = len(topology.round(step, 0, self.num_learners).destinations)
         self.bytes_sent += sent * weights_LP.shape[1] * weights_LP.element_size()
-        matrix = torch.from_numpy(topology.matrix(step, self.num_learners)).to(weights_LP.device, torch.float32)
-        return _StackedExchange(weights_LP, matrix, lambda rank: topology.round(step, rank, self.num_learners))
+        rows = self._rows_of(topology, step, weights_LP.device)
+        return _StackedExchange(weights_LP, rows, lambda rank: topology.round(step, rank, self.num_learners))
 
     def gather(self, values: Tensor) -> Tensor:
         """See :class:`Communicator`."""
         return values
 
+    def _rows_of(self, topology: Topology, step: int, device: torch.device) -> Rows:
+        """The mixing matrix of a step as ``mix_stacked_`` takes it; that of a static topology is made once."""
+        known_topology, known_device, known = self._known
+        if known is not None and known_topology is topology and known_device == device:
+            return known
+        mixing = topology.sparse_matrix(step, self.num_learners)
+        rows = (
+            torch.from_numpy(mixing.indptr.astype(np.int64)).to(device),
+            torch.from_numpy(mixing.indices.astype(np.int64)).to(device),
+            torch.from_numpy(mixing.data.astype(np.float32)).to(device),
+        )
+        if topology.period(self.num_learners) == 1:
+            self._known = topology, device, rows
+        return rows
+
 
 class _StackedExchange(Exchange):
-    def __init__(self, weights_LP: Tensor, matrix: Tensor, plan_of: Callable[[int], Round]) -> None:
-        self._weights_LP, self._matrix, self._plan_of = weights_LP, matrix, plan_of
+    def __init__(self, weights_LP: Tensor, rows: Rows, plan_of: Callable[[int], Round]) -> None:
+        self._weights_LP, self._rows, self._plan_of = weights_LP, rows, plan_of
 
     def mix_(self) -> Tensor:
-        return ops.mix_stacked_(self._weights_LP, self._matrix)[:, None]
+        return ops.mix_stacked_(self._weights_LP, [], *self._rows)[:, None]
 
     def mixture(self) -> Mixture | None:
         return None

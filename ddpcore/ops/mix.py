@@ -16,7 +16,9 @@ def _fake_mix(weights: Tensor, peers: list[Tensor], self_weight: float, peer_wei
     return weights.new_empty((len(peers),), dtype=torch.float64)
 
 
-def _fake_mix_stacked(weights: Tensor, matrix: Tensor) -> Tensor:
+def _fake_mix_stacked(
+    weights: Tensor, others: list[Tensor], offsets: Tensor, columns: Tensor, values: Tensor
+) -> Tensor:
     return weights.new_empty((weights.shape[0],), dtype=torch.float64)
 
 
@@ -26,7 +28,9 @@ _mix = define(
     _fake_mix,
 )
 _mix_stacked = define(
-    "mix_stacked_(Tensor(a!) weights, Tensor matrix) -> Tensor", reference.mix_stacked_, _fake_mix_stacked
+    "mix_stacked_(Tensor(a!) weights, Tensor[] others, Tensor offsets, Tensor columns, Tensor values) -> Tensor",
+    reference.mix_stacked_,
+    _fake_mix_stacked,
 )
 
 
@@ -74,20 +78,29 @@ def mix_(
     return _mix(weights, peers, self_weight, peer_weights)
 
 
-def mix_stacked_(weights: Tensor, matrix: Tensor) -> Tensor:
-    """``weights <- matrix @ weights`` for a stack of learners, in place; the cost follows the non-zero entries.
+def mix_stacked_(
+    weights_LP: Tensor, others: Sequence[Tensor], offsets: Tensor, columns: Tensor, values: Tensor
+) -> Tensor:
+    """``weights_LP <- W @ [weights_LP; others]`` for a stack of learners, in place; the cost follows the entries of W.
 
-    Row ``j`` adds its own term first and then the others in ascending order, so that it has the bits of ``mix_`` with
-    the peers in ascending order.
+    W is given in compressed rows (CSR): the entries of row ``j`` are those from ``offsets[j]`` to ``offsets[j + 1]``.
+    Every row reads the weights as they were before the call, and adds its entries in the order in which they stand.
+    With its own term first and the others in ascending order it has the bits of ``mix_``. Without entries it becomes
+    zero.
 
     Args:
-        weights: contiguous ``[L, P]``, one row a learner; float32, bfloat16 or float16.
-        matrix: contiguous float32 ``[L, L]`` on the same device.
+        weights_LP: contiguous ``[L, P]``, one row a learner; float32, bfloat16 or float16.
+        others: rows ``[P]`` of learners that are held elsewhere, like those of ``weights_LP`` and none of them.
+        offsets: int64 ``[L + 1]``, ascending from 0 to the number of entries.
+        columns: int64, one an entry: below L a row of ``weights_LP``, from L on row ``column - L`` of ``others``.
+        values: float32, one an entry: the weight that row ``j`` gives to that row. All three are on the device of
+            ``weights_LP``.
 
     Returns:
-        float64 ``[L]``: the squared distance of each learner, before mixing, to the mean of the learners.
+        float64 ``[L]``: the squared distance of each learner of ``weights_LP``, before mixing, to the mean of these L.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit.
+        RuntimeError: shapes, dtypes or devices do not fit; on the CPU also, an entry names no row. On CUDA that is not
+            looked at, since it would wait for the device. There a call takes up to 1024 learners and 1024 others.
     """
-    return _mix_stacked(weights, matrix)
+    return _mix_stacked(weights_LP, others, offsets, columns, values)

@@ -324,19 +324,20 @@ def mix_(weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weig
     return torch.stack(distances) if distances else weights.new_empty((0,), dtype=torch.float64)
 
 
-def mix_stacked_(weights: Tensor, matrix: Tensor) -> Tensor:
+def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Twin of :func:`ddpcore.ops.mix_stacked_`."""
     old = [_wide(row).clone() for row in weights]
+    if not old:
+        return weights.new_empty((0,), dtype=torch.float64)
+    rows = [*old, *map(_wide, others)]
+    bounds, of_entry = offsets.tolist(), columns.tolist()
     total = old[0]
     for row in old[1:]:
         total = total + row
     mean = (1 / torch.tensor(len(old), dtype=total.dtype)) * total
     for j, row in enumerate(weights):
-        mixed = matrix[j, j] * old[j]
-        for k in range(len(old)):
-            if k != j and matrix[j, k] != 0:
-                mixed = mixed + matrix[j, k] * old[k]
-        row.copy_(mixed)
+        terms = [values[entry] * rows[of_entry[entry]] for entry in range(bounds[j], bounds[j + 1])]
+        row.copy_(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(mean))
     return torch.stack([(row - mean).double().square().sum() for row in old])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ddpcore import ops
@@ -54,30 +55,32 @@ class NoisySSGD(Strategy):
         return f"NoisySSGD({self.std}, seed={self.seed}, where={self.where!r})"
 
     def before_forward(self, learner: Learner) -> None:
-        """Per learner: go a little way off, once a step."""
+        """Per learner: go a little way off, where it stays until gradients are averaged."""
         self._synchronous.before_forward(learner)
         if self.where == "per_learner" and self._clean_LP is None:
             self._clean_LP = learner.flat.param_LP.clone()
             for rank, row in zip(learner.comm.learners, learner.flat.param_LP, strict=True):
                 noise = Noise(self.std, self.seed + 1 + rank, learner.step)
                 ops.mix_(row, [], 1.0, [], noise=noise)
+            torch.autograd.graph.increment_version(learner.flat.parameters)
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """As ssgd."""
         self._synchronous.bucket_ready(learner, columns)
 
     def after_backward(self, learner: Learner) -> None:
-        """As ssgd."""
+        """As ssgd. Per learner: come back."""
         self._synchronous.after_backward(learner)
+        if self._clean_LP is not None:
+            learner.flat.param_LP.copy_(self._clean_LP)
+            self._clean_LP = None
+            torch.autograd.graph.increment_version(learner.flat.parameters)
 
     def before_step(self, learner: Learner) -> None:
-        """Shared: the noise, now, or by the optimizer in the same pass as its step. Per learner: come back."""
-        weights_LP, optimizer = learner.flat.param_LP, learner.optimizer
+        """Shared: the noise, now, or by the optimizer in the same pass as its step."""
         if self.where == "per_learner":
-            if self._clean_LP is not None:
-                weights_LP.copy_(self._clean_LP)
-            self._clean_LP = None
             return
+        weights_LP, optimizer = learner.flat.param_LP, learner.optimizer
         noise = Noise(self.std, self.seed, learner.step)
         complete = learner.flat.gather_grads()
         if complete and len(weights_LP) == 1 and isinstance(optimizer, MixingOptimizer):

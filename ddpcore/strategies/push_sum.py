@@ -64,13 +64,8 @@ class PushSum(Strategy):
     def _pushed(self, step: int) -> Tensor:
         """P p; every rank computes all of it, since P is known to all."""
         assert self._push_weights is not None
-        before = self._push_weights.tolist()
-        after = []
-        for rank in range(len(before)):
-            plan = self.topology.round(step, rank, len(before))
-            received = sum(w * before[k] for k, w in zip(plan.sources, plan.weights, strict=True))
-            after.append(plan.self_weight * before[rank] + received)
-        return torch.tensor(after, dtype=torch.float64)
+        matrix = self.topology.sparse_matrix(step, len(self._push_weights))
+        return torch.from_numpy(matrix @ self._push_weights.numpy())
 
     def state_dict(self) -> dict[str, Any]:
         """The push weights."""

@@ -90,13 +90,21 @@ struct MixSgdProblem {
     bool maximize;
 };
 
-// A stack of learners and the matrix that mixes them.
+// A stack of learners, rows held elsewhere, and the matrix [num_learners, num_learners + num_others] that mixes them.
 template <typename T>
 struct StackedProblem {
-    StackedProblem(int64_t num_learners_, int64_t numel_, int64_t offset)
-        : num_learners(num_learners_), numel(numel_), weights(num_learners_ * numel_, offset) {
+    StackedProblem(int64_t num_learners_, int64_t numel_, int64_t offset, int64_t num_others = 0)
+        : num_learners(num_learners_),
+          num_rows(num_learners_ + num_others),
+          numel(numel_),
+          weights(num_learners_ * numel_, offset) {
         weights.randomize(5);
-        matrix.assign(static_cast<size_t>(num_learners * num_learners), 0.0f);
+        for (int64_t k = 0; k < num_others; ++k) {
+            others.push_back(std::make_unique<Buffer<T>>(numel, offset == 0 ? 0 : offset + k));
+            others.back()->randomize(static_cast<uint32_t>(200 + k));
+            pointers.push_back(others.back()->data());
+        }
+        matrix.assign(static_cast<size_t>(num_learners * num_rows), 0.0f);
         partials.assign(static_cast<size_t>(num_blocks() * num_learners), NAN);
     }
 
@@ -105,25 +113,53 @@ struct StackedProblem {
         std::mt19937 engine(3);
         for (int64_t j = 0; j < num_learners; ++j) {
             float sum = 0.0f;
-            for (int64_t k = 0; k < num_learners; ++k) {
+            for (int64_t k = 0; k < num_rows; ++k) {
                 entry(j, k) = (j + 2 * k) % 3 == 1 ? 0.0f : static_cast<float>(engine() % 1000) + 1.0f;
                 sum += entry(j, k);
             }
-            for (int64_t k = 0; k < num_learners; ++k) entry(j, k) /= std::max(sum, 1.0f);
+            for (int64_t k = 0; k < num_rows; ++k) entry(j, k) /= std::max(sum, 1.0f);
         }
     }
 
-    float& entry(int64_t j, int64_t k) { return matrix[static_cast<size_t>(j * num_learners + k)]; }
-    double value(int64_t j, int64_t i) const { return weights[j * numel + i]; }
+    float& entry(int64_t j, int64_t k) { return matrix[static_cast<size_t>(j * num_rows + k)]; }
+    double value(int64_t k, int64_t i) const {
+        return k < num_learners ? weights[k * numel + i] : (*others[static_cast<size_t>(k - num_learners)])[i];
+    }
     int64_t num_blocks() const { return num_blocks_of(numel); }
 
+    // Puts the matrix into compressed rows: a learner's own term first, then the others that are not zero.
     StackedMixArgs args() {
-        return {weights.data(), matrix.data(), num_learners, numel, dtype_of<T>(), partials.data(), nullptr};
+        offsets = {0};
+        columns.clear();
+        values.clear();
+        for (int64_t j = 0; j < num_learners; ++j) {
+            columns.push_back(j);
+            for (int64_t k = 0; k < num_rows; ++k) {
+                if (k != j && entry(j, k) != 0.0f) columns.push_back(k);
+            }
+            for (size_t e = values.size(); e < columns.size(); ++e) values.push_back(entry(j, columns[e]));
+            offsets.push_back(static_cast<int64_t>(columns.size()));
+        }
+        return {
+            .weights = weights.data(),
+            .others = pointers.data(),
+            .num_others = static_cast<int64_t>(others.size()),
+            .offsets = offsets.data(),
+            .columns = columns.data(),
+            .values = values.data(),
+            .num_learners = num_learners,
+            .numel = numel,
+            .dtype = dtype_of<T>(),
+            .partials = partials.data(),
+            .sums = nullptr};
     }
 
-    int64_t num_learners, numel;
+    int64_t num_learners, num_rows, numel;
     Buffer<T> weights;
-    std::vector<float> matrix;
+    std::vector<std::unique_ptr<Buffer<T>>> others;
+    std::vector<const void*> pointers;
+    std::vector<float> matrix, values;
+    std::vector<int64_t> offsets, columns;
     std::vector<double> partials;
 };
 

@@ -69,8 +69,11 @@ TYPED_TEST(CudaTest, TooManyPeersOrLearnersIsAnError) {
     MixProblem<TypeParam> host(1, cuda::kMaxPeers + 1, 0);
     const DeviceMix<TypeParam> device(host, 0);
     ASSERT_EQ(cuda::mix_(device.args, nullptr), cudaErrorInvalidValue);
-    const StackedMixArgs stack{nullptr, nullptr,           cuda::kMaxLearners + 1, 1, dtype_of<TypeParam>(),
-                               nullptr, device.sums.data()};
+    StackedMixArgs stack{};
+    stack.num_learners = cuda::kMaxLearners + 1;
+    ASSERT_EQ(cuda::mix_stacked_(stack, nullptr), cudaErrorInvalidValue);
+    stack.num_learners = 1;
+    stack.num_others = cuda::kMaxPeers + 1;
     ASSERT_EQ(cuda::mix_stacked_(stack, nullptr), cudaErrorInvalidValue);
 }
 
@@ -149,16 +152,28 @@ TYPED_TEST(CudaTest, CanBeCapturedIntoAGraph) {
 // ---- mix_stacked_ ----
 
 template <typename T>
-void expect_twin_stacked(int64_t num_learners, int64_t numel, int64_t offset, std::vector<double>& sums) {
-    StackedProblem<T> host(num_learners, numel, 0);
+void expect_twin_stacked(
+    int64_t num_learners, int64_t numel, int64_t offset, std::vector<double>& sums, int64_t num_others = 0) {
+    StackedProblem<T> host(num_learners, numel, 0, num_others);
     host.randomize_matrix();
     const DeviceBuffer<T> weights(host.weights, offset);
-    const DeviceBuffer<float> matrix(host.matrix.data(), num_learners * num_learners);
+    std::vector<std::unique_ptr<DeviceBuffer<T>>> others;
+    std::vector<const void*> pointers;
+    for (const auto& other : host.others) {
+        others.push_back(std::make_unique<DeviceBuffer<T>>(*other, num_learners % 2));  // not where weights are
+        pointers.push_back(others.back()->data());
+    }
     const DeviceBuffer<double> partials(host.num_blocks() * num_learners), device_sums(num_learners);
     StackedMixArgs args = host.args();
+    const DeviceBuffer<int64_t> offsets(args.offsets, num_learners + 1);
+    const DeviceBuffer<int64_t> columns(args.columns, args.offsets[num_learners]);
+    const DeviceBuffer<float> values(args.values, args.offsets[num_learners]);
     cpu::mix_stacked_(args, 0, host.num_blocks());
     args.weights = weights.data();
-    args.matrix = matrix.data();
+    args.others = pointers.data();
+    args.offsets = offsets.data();
+    args.columns = columns.data();
+    args.values = values.data();
     args.partials = partials.data();
     args.sums = device_sums.data();
     ASSERT_CUDA(cuda::mix_stacked_(args, nullptr));
@@ -178,6 +193,11 @@ TYPED_TEST(CudaTest, MixStacked) {
             std::vector<double> aligned, misaligned;
             ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(num_learners, numel, 0, aligned));
             ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(num_learners, numel, 1, misaligned));
+            ASSERT_EQ(aligned, misaligned);
+            if (num_learners > 5) continue;
+            const int64_t num_others = num_learners == 5 ? 9 : 2;  // more than the small table holds, and fewer
+            ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(num_learners, numel, 0, aligned, num_others));
+            ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(num_learners, numel, 1, misaligned, num_others));
             ASSERT_EQ(aligned, misaligned);
         }
     }

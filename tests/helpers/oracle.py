@@ -1,10 +1,11 @@
 """One small training run of each strategy: the same lines for real ranks and for virtual learners.
 
-As a script: one rank of five, which runs all cases on groups of the first 1 to 5 ranks.
+As a script: one rank of six, which runs all cases on groups of the first 1 to 6 ranks.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,31 +16,70 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.comm import base
+from ddpcore.compression import BFloat16, Int8, TopK
 from ddpcore.optim import FusedSGD
 
 STEPS = 6
-LARGEST = 5
+LARGEST = 6
 TOPOLOGIES = ("complete", "ring", "random_pair", "one_peer_exponential", "from_matrix")
 AVERAGES = ("all_gather", "all_reduce")  # how gloo carries them: small ones are gathered, large ones reduced
 
 
+MAKERS: dict[str, Any] = {
+    "ssgd": lambda topology: ddpcore.SSGD(),
+    "noisy_ssgd": lambda topology: ddpcore.NoisySSGD(0.05, seed=3),
+    "noisy_ssgd_apart": lambda topology: ddpcore.NoisySSGD(0.05, seed=3, where="per_learner"),
+    "local_sgd": lambda topology: ddpcore.LocalSGD(period=4),
+    "post_local": lambda topology: ddpcore.LocalSGD(period=2, switch_step=2),
+    "diloco": lambda topology: ddpcore.LocalSGD(period=3, fragments=2, outer=outer),
+    "slowmo": lambda topology: ddpcore.SlowMo(ddpcore.DPSGD(topology), period=3),
+    "dpsgd": lambda topology: ddpcore.DPSGD(topology),
+    "dpsgd_atc": lambda topology: ddpcore.DPSGD(topology, order="adapt_then_combine"),
+    "dpsgd_cta": lambda topology: ddpcore.DPSGD(topology, order="combine_then_adapt"),
+    "dpsgd_stale": lambda topology: ddpcore.DPSGD(topology, staleness=1),
+    "dpsgd_bf16": lambda topology: ddpcore.DPSGD(topology, compression=BFloat16()),
+    "dpsgd_int8_stale": lambda topology: ddpcore.DPSGD(topology, compression=Int8(), staleness=1),
+    "dpsgd_topk": lambda topology: ddpcore.DPSGD(topology, compression=TopK(ratio=0.2)),
+    "push_sum": lambda topology: ddpcore.PushSum(topology),
+}
+ALL_REDUCING = ("ssgd", "local_sgd")  # run with gathered and with reduced averages
+GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd")), "push_sum")
+FIXED = ("complete", "ring", "from_matrix")
+
+
 class Case(NamedTuple):
     strategy: str
-    topology: str  # of dpsgd; of the others one of AVERAGES
+    topology: str  # of those that gossip; of the others one of AVERAGES
     world_size: int
     optimizer: str
+    model: str = "mlp"  # or batch_norm, with two micro-batches a step
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
 
 
+def _topologies(strategy: str) -> tuple[str, ...]:
+    if strategy in GOSSIP:
+        return FIXED if strategy == "dpsgd_topk" else TOPOLOGIES
+    return AVERAGES if strategy in ALL_REDUCING else AVERAGES[:1]
+
+
 CASES = [
     Case(strategy, topology, world_size, optimizer)
-    for strategy, topologies in (("ssgd", AVERAGES), ("local_sgd", AVERAGES), ("dpsgd", TOPOLOGIES))
-    for topology in topologies
+    for strategy in MAKERS
+    for topology in _topologies(strategy)
     for world_size in range(1, LARGEST + 1)
     for optimizer in ("fused", "torch")
+] + [
+    Case(strategy, _topologies(strategy)[0], world_size, "fused", "batch_norm")
+    for strategy in MAKERS
+    for world_size in (1, 2, 3, LARGEST)
 ]
+
+
+def outer(tensors: Any) -> torch.optim.Optimizer:
+    """DiLoCo's."""
+    return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def mixing_matrix(n: int) -> np.ndarray:
@@ -48,19 +88,19 @@ def mixing_matrix(n: int) -> np.ndarray:
     return 0.5 * identity + 0.3 * np.roll(identity, 1, axis=0) + 0.2 * np.roll(identity, 2, axis=0)
 
 
-def strategy_of(case: Case) -> Any:
-    if case.strategy == "ssgd":
-        return ddpcore.SSGD()
-    if case.strategy == "local_sgd":
-        return ddpcore.LocalSGD(period=4)
-    topology = {
+def topology_of(case: Case) -> Any:
+    return {
         "complete": ddpcore.Complete(),
         "ring": ddpcore.Ring(1),
         "random_pair": ddpcore.RandomPair(seed=5),
         "one_peer_exponential": ddpcore.OnePeerExponential(),
         "from_matrix": ddpcore.FromMatrix(mixing_matrix(case.world_size)),
-    }[case.topology]
-    return ddpcore.DPSGD(topology)
+    }.get(case.topology)
+
+
+def model_of(case: Case) -> nn.Sequential:
+    middle = (nn.BatchNorm1d(7),) if case.model == "batch_norm" else ()
+    return nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Linear(7, 3))
 
 
 def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
@@ -80,14 +120,14 @@ def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     real = group is not None
     rank = dist.get_rank(group) if real else 0
     torch.manual_seed(17 + rank)  # all must start from learner 0's weights
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = model_of(case)
     rule: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
     make = FusedSGD if case.optimizer == "fused" else torch.optim.SGD
     optimizer = make(model.parameters(), **rule)
     handle = ddpcore.distribute(
         model,
         optimizer,
-        strategy_of(case),
+        MAKERS[case.strategy](topology_of(case)),
         learners=None if real else case.world_size,
         group=group,
         vectorize=None if real else False,
@@ -97,18 +137,26 @@ def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     held = [rank] if real else list(range(case.world_size))
     losses = []
     for step in range(STEPS):
-        inputs, labels = batch(step, case.world_size)
-        outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs)
-        each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        each.sum().backward()
+        parts = [slice(0, 2), slice(2, 4)] if case.model == "batch_norm" else [slice(None)]
+        for part in parts:
+            with handle.no_sync() if part != parts[-1] else nullcontext():
+                inputs, labels = (x[:, part] for x in batch(step, case.world_size))
+                outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs)
+                each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
+                each.sum().backward()
         optimizer.step()
         losses.append(each.detach())
     sent = handle.learner.comm.bytes_sent
-    average = torch.cat([parameter.detach().flatten() for parameter in handle.evaluation_model().parameters()])
-    rows = [parameter.detach().reshape(len(held), -1) for parameter in model.parameters()]
+    evaluation = handle.evaluation_model()
+    averaged = [*evaluation.parameters(), *(buffer for buffer in evaluation.buffers() if buffer.is_floating_point())]
+    average = torch.cat([tensor.detach().flatten() for tensor in averaged])
+    numbers = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+    rows = [tensor.detach().reshape(len(held), -1) for tensor in numbers]
+    num_weights = sum(parameter.numel() for parameter in evaluation.parameters())
     return {
         "weights": torch.cat(rows, dim=1).clone(),
+        "num_weights": num_weights,  # buffers stand behind them
         "losses": torch.stack(losses),
         "average": average,
         "consensus": handle.consensus_distance(),

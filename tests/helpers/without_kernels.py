@@ -33,9 +33,10 @@ def results() -> dict[str, Any]:
             for name, tensors in [*step.written().items(), ("trust", [step.trust])]:
                 found |= {f"{rule} {kind} {name} {index}": tensor for index, tensor in enumerate(tensors)}
     weights, peer, grad, buffer = torch.randn(4, 5000).unbind(0)
-    stack, matrix = torch.randn(3, 500), torch.rand(3, 3)
+    stack, elsewhere, values = torch.randn(2, 500), torch.randn(500), torch.rand(6)
     found["mix_"] = ops.mix_(weights, [peer], 0.5, [0.5])
-    found["mix_stacked_"] = ops.mix_stacked_(stack, matrix)
+    rows = torch.tensor([0, 3, 6]), torch.tensor([0, 1, 2, 1, 0, 2]), values
+    found["mix_stacked_"] = ops.mix_stacked_(stack, [elsewhere], *rows)
     count = torch.zeros(1)
     rule = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
     found["mix_sgd_step_"] = ops.mix_sgd_step_(weights, [peer], 0.5, [0.5], grad, buffer, count, **rule)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,15 @@ def sparse_matrix(num_learners: int, device: torch.device | str = "cpu") -> Tens
     matrix[torch.rand_like(matrix) < 0.4] = 0.0
     matrix.fill_diagonal_(0.7)
     return (matrix / matrix.sum(dim=1, keepdim=True)).to(device)
+
+
+def compressed(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets, columns and values of the entries of a matrix: the diagonal first, then what is not zero, ascending."""
+    rows = [[j, *(k for k in range(len(row)) if k != j and row[k] != 0)] for j, row in enumerate(matrix.tolist())]
+    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    columns = torch.tensor([k for row in rows for k in row], dtype=torch.int64)
+    of_rows = torch.repeat_interleave(torch.arange(len(rows)), offsets.diff())
+    return tuple(part.to(matrix.device) for part in (offsets, columns, matrix.cpu()[of_rows, columns]))
 
 
 def within_rounding(actual: Tensor, exact: Tensor, differences: Tensor, error: Tensor) -> bool:
@@ -110,8 +121,8 @@ def test_stacked(numel, num_learners, dtype, device, assert_same_bits, assert_ne
     wide = weights.cpu().double()
     expected, rows = weights.cpu().clone(), list(weights.clone())
     old = [row.clone() for row in rows]
-    distances = ops.mix_stacked_(weights, matrix.to(device))
-    same = reference.mix_stacked_(expected, matrix)
+    distances = ops.mix_stacked_(weights, [], *compressed(matrix.to(device)))
+    same = reference.mix_stacked_(expected, [], *compressed(matrix))
     assert_same_bits(weights, expected, "weights")
     torch.testing.assert_close(distances.cpu(), same, **SUM)
 
@@ -121,8 +132,8 @@ def test_stacked(numel, num_learners, dtype, device, assert_same_bits, assert_ne
         assert_same_bits(weights[j], row, f"row {j} against mix_")
 
     exact, magnitude = wide.clone(), wide.abs()
-    exact_distances = reference.mix_stacked_(exact, matrix.double())
-    reference.mix_stacked_(magnitude, matrix.double())
+    exact_distances = reference.mix_stacked_(exact, [], *compressed(matrix.double()))
+    reference.mix_stacked_(magnitude, [], *compressed(matrix.double()))
     assert_near(weights, exact, magnitude, num_roundings=2 * num_learners)
     error = (num_learners + 2) * torch.finfo(torch.float32).eps * wide.abs().amax(dim=0).unsqueeze(1)
     assert within_rounding(distances, exact_distances, (wide - wide.mean(dim=0)).t(), error)
@@ -132,10 +143,55 @@ def test_stacked(numel, num_learners, dtype, device, assert_same_bits, assert_ne
 def test_stacked_every_size(numel, device, assert_same_bits):
     weights, matrix = torch.randn(3, numel), sparse_matrix(3)
     expected, weights = weights.clone(), weights.to(device)
-    distances = ops.mix_stacked_(weights, matrix.to(device))
-    same = reference.mix_stacked_(expected, matrix)
+    distances = ops.mix_stacked_(weights, [], *compressed(matrix.to(device)))
+    same = reference.mix_stacked_(expected, [], *compressed(matrix))
     assert_same_bits(weights, expected)
     torch.testing.assert_close(distances.cpu(), same, **SUM)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_others", [1, 9])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_stacked_with_rows_held_elsewhere(offset, num_others, dtype, randn, assert_same_bits):
+    """Half of a stack, the other half in tensors of their own, has the bits of that half of the whole stack."""
+    held, numel = 3, 4099
+    whole = randn((held + num_others) * numel, dtype).view(held + num_others, numel)
+    part = randn(held * numel, dtype, offset).view(held, numel)
+    part.copy_(whole[:held])
+    others = [randn(numel, dtype, offset + k).copy_(whole[held + k]) for k in range(num_others)]
+    kept, before, mean = [other.clone() for other in others], whole.clone(), whole[:held].float().mean(dim=0)
+    matrix = sparse_matrix(held + num_others, whole.device)
+    distances = ops.mix_stacked_(part, others, *compressed(matrix[:held]))
+    ops.mix_stacked_(whole, [], *compressed(matrix))
+    assert_same_bits(part, whole[:held])
+    for other, copy in zip(others, kept, strict=True):
+        assert_same_bits(other, copy, "a row of others, which is not to change")
+    to_mean = (before[:held].float() - mean).double().square().sum(dim=1)
+    torch.testing.assert_close(distances, to_mean, rtol=1e-5, atol=0.0)  # the mean in another order
+
+
+def test_entries_are_added_in_the_order_in_which_they_stand(device):
+    """Rounding shows it: 2^25 + 1 - 2^25 is 0 in fp32, 2^25 - 2^25 + 1 is 1. No entries at all make zeros."""
+    weights = torch.tensor([[2.0**25], [1.0], [-(2.0**25)]], device=device)
+    columns = torch.tensor([0, 1, 2, 0, 2, 1], device=device)
+    ops.mix_stacked_(weights, [], torch.tensor([0, 3, 6, 6], device=device), columns, torch.ones(6, device=device))
+    assert weights.flatten().tolist() == [0.0, 1.0, 0.0]
+
+
+def test_a_stack_of_thousands(assert_same_bits):
+    """4096 learners in a sparse matrix: each takes a quarter of itself and of three others."""
+    num_learners = 4096
+    weights = torch.randn(num_learners, 65)
+    hops = torch.tensor([0, 1, 64, 1000])
+    columns = (torch.arange(num_learners)[:, None] + hops).remainder(num_learners)
+    old, expected = weights.clone(), 0.25 * weights
+    for hop in hops[1:].tolist():
+        expected = expected + 0.25 * old.roll(-hop, 0)
+    values = torch.full((4 * num_learners,), 0.25)
+    distances = ops.mix_stacked_(weights, [], torch.arange(num_learners + 1) * 4, columns.flatten(), values)
+    assert_same_bits(weights, expected)
+    exact = (old.double() - old.double().mean(dim=0)).square().sum(dim=1)
+    torch.testing.assert_close(distances, exact, rtol=1e-5, atol=0.0)  # the mean is formed in fp32
 
 
 def test_stacked_misaligned_and_many(randn, device, assert_same_bits):
@@ -143,8 +199,8 @@ def test_stacked_misaligned_and_many(randn, device, assert_same_bits):
     matrix = sparse_matrix(40)
     weights = randn(40 * 5001, torch.bfloat16, 1).view(40, 5001)
     expected = weights.cpu().clone()
-    distances = ops.mix_stacked_(weights, matrix.to(device))
-    torch.testing.assert_close(distances.cpu(), reference.mix_stacked_(expected, matrix), **SUM)
+    distances = ops.mix_stacked_(weights, [], *compressed(matrix.to(device)))
+    torch.testing.assert_close(distances.cpu(), reference.mix_stacked_(expected, [], *compressed(matrix)), **SUM)
     assert_same_bits(weights, expected)
 
 
@@ -154,7 +210,7 @@ def test_any_number_of_threads(set_threads, assert_same_bits):
     for num_threads in (1, 2):
         set_threads(num_threads)
         weights, stacked = start.clone(), stack.clone()
-        sums = [ops.mix_(weights, [peer], 0.5, [0.5]), ops.mix_stacked_(stacked, matrix)]
+        sums = [ops.mix_(weights, [peer], 0.5, [0.5]), ops.mix_stacked_(stacked, [], *compressed(matrix))]
         results.append([weights, stacked, *sums])
     for one, two in zip(*results, strict=True):
         assert_same_bits(two, one)
@@ -175,8 +231,8 @@ def test_nan_and_infinity(dtype, device, assert_same_bits):
     assert got.isinf().nonzero().flatten().tolist() == [17, 20]  # 4 * max is beyond every storage type
     assert distances.isnan().all()
 
-    ops.mix_stacked_(got_stack, matrix.to(device))
-    reference.mix_stacked_(stacked, matrix)
+    ops.mix_stacked_(got_stack, [], *compressed(matrix.to(device)))
+    reference.mix_stacked_(stacked, [], *compressed(matrix))
     assert_same_bits(got_stack, stacked)
     assert_same_bits(got_stack[2], peer, "a learner without neighbours takes no NaN from others")
 
@@ -185,26 +241,28 @@ def test_opcheck(randn, device):
     peers = [randn(33), randn(33)]
     torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), peers, 0.5, [0.25, 0.25]))
     torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), [], 0.5, []))
-    matrix = sparse_matrix(3, device)
-    torch.library.opcheck(torch.ops.ddpcore.mix_stacked_.default, (randn(33).view(3, 11), matrix))
+    rows = compressed(sparse_matrix(3, device)[:2])
+    torch.library.opcheck(torch.ops.ddpcore.mix_stacked_.default, (randn(22).view(2, 11), [randn(11)], *rows))
 
 
 def test_fake_and_compiled(device, assert_same_bits):
-    def step(weights: Tensor, peer: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(weights: Tensor, peer: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         to_peers = ops.mix_(weights, [peer + 1, peer], 0.5, [0.25, 0.25])
-        return to_peers, ops.mix_stacked_(weights, matrix), weights * 2
+        return to_peers, ops.mix_stacked_(weights, [peer[0] + 1], *rows), weights * 2
 
     with FakeTensorMode():
         fake = [torch.empty(size, device=device, dtype=torch.bfloat16) for size in ((3, 7), (3, 7))]
-        to_peers, to_mean, doubled = step(*fake, torch.empty(3, 3, device=device))
+        entries = [torch.empty(size, device=device, dtype=torch.int64) for size in (4, 9)]
+        to_peers, to_mean, doubled = step(*fake, *entries, torch.empty(9, device=device))
         assert (to_peers.shape, to_mean.shape, doubled.shape) == ((2,), (3,), (3, 7))
         assert (to_peers.dtype, to_mean.dtype, doubled.dtype) == (torch.float64, torch.float64, torch.bfloat16)
         assert to_peers.device == to_mean.device == doubled.device == fake[0].device
 
-    eager, peer, matrix = torch.randn(3, 7).to(device), torch.randn(3, 7).to(device), sparse_matrix(3, device)
+    eager, peer = torch.randn(3, 7).to(device), torch.randn(3, 7).to(device)
+    rows = compressed(sparse_matrix(4, device)[:3])
     compiled = eager.clone()
-    expected = step(eager, peer, matrix)
-    results = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, peer, matrix)
+    expected = step(eager, peer, *rows)
+    results = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, peer, *rows)
     for result, want in zip(results, expected, strict=True):
         assert_same_bits(result, want)
     assert_same_bits(compiled, eager, "the mutated weights")
@@ -233,25 +291,46 @@ def test_bad_arguments(case):
         ops.mix_(weights, peers, 0.5, peer_weights)
 
 
-@pytest.mark.parametrize(
-    ("weights", "matrix", "message"),
-    [
-        (torch.zeros(6), torch.eye(2), r"weights must be \[learners, parameters\]"),
-        (torch.zeros(2, 3, 1), torch.eye(2), r"weights must be \[learners, parameters\]"),
-        (torch.zeros(3, 2).t(), torch.eye(2), "weights must be contiguous"),
-        (torch.zeros(2, 3), torch.eye(3), r"matrix must be \[learners, learners\]"),
-        (torch.zeros(2, 3), torch.ones(4), r"matrix must be \[learners, learners\]"),
-        (torch.zeros(2, 3), torch.ones(2, 3), r"matrix must be \[learners, learners\]"),
-        (torch.zeros(2, 3), torch.ones(2, 2).double(), "matrix must be float32 on the device of weights"),
-        (torch.zeros(2, 3).half(), torch.ones(2, 2).half(), "matrix must be float32 on the device of weights"),
-        (torch.zeros(2, 3), torch.ones(2, 4)[:, ::2], "matrix must be contiguous"),
-        (torch.zeros(2, 3).double(), torch.eye(2), "weights must be float32, bfloat16 or float16"),
-    ],
-)
-def test_bad_stacks(weights, matrix, message):
-    with pytest.raises(RuntimeError, match=message):
-        ops.mix_stacked_(weights, matrix)
+def bad_stacks() -> dict[str, tuple[dict[str, Any], str]]:
+    weights, row = torch.zeros(2, 3), torch.zeros(3)
+    other = "a row of others must be contiguous [parameters], with the dtype and device of weights"
+    return {
+        "flat": ({"weights": torch.zeros(6)}, "weights must be [learners, parameters]"),
+        "cube": ({"weights": torch.zeros(2, 3, 1)}, "weights must be [learners, parameters]"),
+        "transposed": ({"weights": torch.zeros(3, 2).t()}, "weights must be contiguous"),
+        "float64": ({"weights": weights.double()}, "weights must be float32, bfloat16 or float16"),
+        "other numel": ({"others": [row, torch.zeros(4)]}, other),
+        "other shape": ({"others": [torch.zeros(1, 3)]}, other),
+        "other dtype": ({"others": [row.half()]}, other),
+        "other strides": ({"others": [torch.zeros(6)[::2]]}, other),
+        "other is held": ({"weights": weights, "others": [weights[1]]}, "a row of others must not lie in weights"),
+        "offsets numel": ({"offsets": torch.arange(4)}, "offsets must be int64 [learners + 1]"),
+        "offsets dtype": ({"offsets": torch.arange(3).int()}, "offsets must be int64 [learners + 1]"),
+        "columns dtype": ({"columns": torch.arange(2).int()}, "columns must be int64 [entries]"),
+        "columns shape": ({"columns": torch.zeros(1, 2, dtype=torch.int64)}, "columns must be int64 [entries]"),
+        "values numel": ({"values": torch.ones(3)}, "values must be float32 [entries]"),
+        "values dtype": ({"values": torch.ones(2).double()}, "values must be float32 [entries]"),
+        "values strides": ({"values": torch.ones(4)[::2]}, "values must be float32 [entries], contiguous"),
+        "first offset": ({"offsets": torch.tensor([1, 1, 2])}, "offsets must ascend from 0 to the number of entries"),
+        "last offset": ({"offsets": torch.tensor([0, 1, 3])}, "offsets must ascend from 0 to the number of entries"),
+        "descending": ({"offsets": torch.tensor([0, 3, 2])}, "offsets must ascend from 0 to the number of entries"),
+        "no row": ({"columns": torch.tensor([0, 2])}, "column 2 names no row: there are 2"),
+        "no other": ({"others": [row], "columns": torch.tensor([3, 0])}, "column 3 names no row: there are 3"),
+        "negative": ({"columns": torch.tensor([-1, 0])}, "column -1 names no row"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_stacks())
+def test_bad_stacks(case):
+    changes, message = bad_stacks()[case]
+    good = {"others": [], "offsets": torch.arange(3), "columns": torch.arange(2), "values": torch.ones(2)}
+    given = {"weights": torch.ones(2, 3)} | good | changes
+    before = given["weights"].clone()
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        ops.mix_stacked_(*given.values())
+    assert torch.equal(given["weights"], before)
 
 
 def test_a_stack_of_no_learners():
-    assert ops.mix_stacked_(torch.zeros(0, 5), torch.zeros(0, 0)).shape == (0,)
+    none = torch.zeros(0, dtype=torch.int64)
+    assert ops.mix_stacked_(torch.zeros(0, 5), [], torch.zeros(1, dtype=torch.int64), none, none.float()).shape == (0,)

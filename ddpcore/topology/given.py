@@ -1,0 +1,128 @@
+"""Topologies that the user gives: a matrix, or a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array, issparse
+
+from ddpcore.topology.base import check
+from ddpcore.topology.regular import Static
+from ddpcore.topology.rounds import Round
+
+
+@dataclass(frozen=True)
+class Given(Static):
+    """The same rounds at every step, for as many learners as there are rounds."""
+
+    _rounds: tuple[Round, ...] = field(repr=False)
+
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        """What was given for `rank`."""
+        check(step, rank, num_learners)
+        if num_learners != len(self._rounds):
+            raise ValueError(
+                f"{type(self).__name__}: a matrix for {len(self._rounds)} learners cannot serve {num_learners}: give "
+                "one of that size"
+            )
+        return self._rounds[rank]
+
+
+@dataclass(frozen=True, init=False)
+class FromMatrix(Given):
+    """The same mixing matrix at every step: scipy's, sparse, or anything numpy reads as [n, n].
+
+    ValueError unless it is square, finite, non-negative, doubly stochastic (within 1e-6) and connected, or when used
+    with another number of learners than n. Connected is not yet averaging (a plain swap never is): see `spectral_gap`.
+    """
+
+    def __init__(self, matrix: Any) -> None:
+        mixing: Any = matrix if issparse(matrix) else np.asarray(matrix, dtype=np.float64)
+        if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1] or mixing.shape[0] == 0:
+            raise ValueError(f"FromMatrix: the matrix has shape {list(mixing.shape)}, it must be square, [n, n]")
+        rows = csr_array(mixing, dtype=np.float64)
+        rows.sum_duplicates()
+        rows.eliminate_zeros()
+        if not np.isfinite(rows.data).all():
+            raise ValueError("FromMatrix: the matrix holds NaN or infinity, each weight must be a finite number")
+        columns = rows.tocsc()
+        columns.sort_indices()
+        rounds = []
+        for rank in range(rows.shape[0]):
+            weights = _entries(rows, rank)
+            own = weights.pop(rank, 0.0)
+            readers = tuple(other for other in _entries(columns, rank) if other != rank)
+            rounds.append(Round(own, tuple(weights), tuple(weights.values()), readers))
+        object.__setattr__(self, "_rounds", tuple(rounds))
+        self.validate(len(rounds))
+
+
+@dataclass(frozen=True, init=False)
+class FromGraph(Given):
+    """The edges of a networkx graph (or of anything with its `nodes`, `edges` and `is_directed`), its nodes 0 to n - 1.
+
+    Undirected: Metropolis-Hastings weights, W[j, k] = 1 / (1 + max(degree of j, degree of k)) on an edge and what is
+    left for j itself (Xiao, Boyd and Kim 2007, "Distributed average consensus with least-mean-square deviation"), so
+    that W is symmetric and doubly stochastic whatever the degrees.
+
+    Directed: an edge (k, j) means that k sends to j. Everyone splits what it has evenly between itself and those that
+    it sends to, W[j, k] = 1 / (1 + out-degree of k): columns sum to one, rows only by chance, as where all degrees are
+    alike. This is for push-sum (Kempe, Dobra and Gehrke 2003, "Gossip-based computation of aggregate information";
+    Assran et al. 2019, "Stochastic Gradient Push"); ordinary gossip refuses it.
+
+    Loops, parallel edges and edge attributes count for nothing. ValueError unless the graph is connected, a directed
+    one strongly, or when used with another number of learners than n.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        missing = [name for name in ("nodes", "edges", "is_directed") if not hasattr(graph, name)]
+        if missing:
+            raise ValueError(f"FromGraph: a {type(graph).__name__} has no {missing[0]}: give a networkx graph")
+        num_learners = len(graph.nodes)
+        if num_learners == 0 or set(graph.nodes) != set(range(num_learners)):
+            raise ValueError(
+                f"FromGraph: the nodes must be 0 to {max(num_learners - 1, 0)}: "
+                "networkx.convert_node_labels_to_integers makes them so"
+            )
+        directed = bool(graph.is_directed())
+        sources: list[set[int]] = [set() for _ in range(num_learners)]
+        destinations: list[set[int]] = [set() for _ in range(num_learners)]
+        for source, destination in ((edge[0], edge[1]) for edge in graph.edges):
+            if source == destination:
+                continue
+            for sender, reader in ((source, destination), (destination, source))[: 1 if directed else 2]:
+                sources[reader].add(sender)
+                destinations[sender].add(reader)
+        rounds = _push_rounds if directed else _metropolis_rounds
+        object.__setattr__(self, "_rounds", tuple(rounds(sources, destinations)))
+        self.validate(num_learners, push_sum=directed)
+
+
+def _entries(lines: Any, line: int) -> dict[int, float]:
+    """Index and value of what stands in a row of a CSR or a column of a CSC matrix."""
+    part = slice(lines.indptr[line], lines.indptr[line + 1])
+    return dict(zip(lines.indices[part].tolist(), lines.data[part].tolist(), strict=True))
+
+
+def _metropolis_rounds(sources: Sequence[set[int]], destinations: Sequence[set[int]]) -> list[Round]:
+    degrees = [len(neighbors) for neighbors in sources]
+    rounds = []
+    for rank, neighbors in enumerate(sources):
+        ordered = tuple(sorted(neighbors))
+        weights = tuple(1 / (1 + max(degrees[rank], degrees[other])) for other in ordered)
+        rounds.append(Round(1 - math.fsum(weights), ordered, weights, ordered))
+    return rounds
+
+
+def _push_rounds(sources: Sequence[set[int]], destinations: Sequence[set[int]]) -> list[Round]:
+    shares = [1 / (1 + len(readers)) for readers in destinations]
+    rounds = []
+    for rank, senders in enumerate(sources):
+        ordered = tuple(sorted(senders))
+        weights = tuple(shares[sender] for sender in ordered)
+        rounds.append(Round(shares[rank], ordered, weights, tuple(sorted(destinations[rank]))))
+    return rounds

@@ -1,0 +1,46 @@
+"""Topologies by name, as command lines call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+
+from ddpcore.topology.base import Topology
+from ddpcore.topology.hierarchical import Hierarchical
+from ddpcore.topology.pairs import RandomPair
+from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
+
+_BUILDERS: dict[str, Callable[[int, int], Topology]] = {
+    "complete": lambda seed, local_size: Complete(),
+    "ring": lambda seed, local_size: Ring(),
+    "star": lambda seed, local_size: Star(),
+    "torus_2d": lambda seed, local_size: Torus2D(),
+    "hypercube": lambda seed, local_size: Hypercube(),
+    "static_exponential": lambda seed, local_size: StaticExponential(),
+    "random_pair": lambda seed, local_size: RandomPair(seed),
+    "one_peer_exponential": lambda seed, local_size: OnePeerExponential(),
+    "hierarchical": lambda seed, local_size: Hierarchical(local_size),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names `build` knows: all but those that are made from a list, a matrix or a graph."""
+    return tuple(_BUILDERS)
+
+
+def build(name: str, seed: int = 0, local_size: int = 2) -> Topology:
+    """The topology of a name.
+
+    Args:
+        name: one of `names()`.
+        seed: of random ones.
+        local_size: learners a host, of `hierarchical`, which has `OnePeerExponential` between the hosts.
+
+    Raises:
+        ValueError: there is no such name; the message has the nearest one and all others.
+    """
+    if name not in _BUILDERS:
+        near = get_close_matches(name, _BUILDERS, n=1)
+        guess = f", did you mean {near[0]}?" if near else ":"
+        raise ValueError(f"unknown topology '{name}'{guess} choose one of {', '.join(names())}")
+    return _BUILDERS[name](seed, local_size)

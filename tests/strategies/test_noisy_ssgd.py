@@ -1,0 +1,103 @@
+"""Noise in the weights, shared or per learner, against its equations."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore import ops
+from ddpcore.ops import Noise
+from ddpcore.optim import FusedSGD
+from ddpcore.strategies import SSGD, NoisySSGD
+
+N = 3
+
+
+def problem() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 6, 4, generator=generator), torch.randn(N, 6, 8, generator=generator)
+
+
+def trained(strategy: Any, kind: Any = torch.optim.SGD, num_steps: int = 4) -> tuple[Any, list[torch.Tensor]]:
+    """The handle, and the weights ``[n, 8, 4]`` before the first step and after each."""
+    torch.manual_seed(1)
+    inputs, targets = problem()
+    model = nn.Linear(4, 8, bias=False)
+    optimizer = kind(model.parameters(), lr=0.01)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False)
+    seen = [model.weight.detach().clone()]
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
+        optimizer.step()
+        seen.append(model.weight.detach().clone())
+    return handle, seen
+
+
+def drawn(std: float, seed: int, step: int) -> torch.Tensor:
+    """Of the one parameter, ``[8, 4]``."""
+    zeros = torch.zeros(32)
+    ops.mix_(zeros, [], 1.0, [], noise=Noise(std, seed, step))
+    return zeros.view(8, 4).double()
+
+
+def gradients(w: torch.Tensor) -> torch.Tensor:
+    x, y = (t.double() for t in problem())
+    return torch.einsum("jbo,jbi->joi", torch.einsum("jbi,joi->jbo", x, w) - y, x)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
+def test_shared(kind: Any) -> None:
+    """w <- w + s x - a mean g(w): one x for all, which stays in the weights."""
+    _, seen = trained(NoisySSGD(0.1, seed=4), kind)
+    for step, (before, after) in enumerate(pairwise(seen)):
+        assert torch.equal(after[0], after[1])
+        expected = before.double() + drawn(0.1, 4, step) - 0.01 * gradients(before.double()).mean(0)
+        torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_per_learner() -> None:
+    """w <- w - a mean_k g_k(w + s x_k): the noise moves the gradients alone."""
+    _, seen = trained(NoisySSGD(0.1, seed=4, where="per_learner"))
+    for step, (before, after) in enumerate(pairwise(seen)):
+        assert torch.equal(after[0], after[1])
+        away = torch.stack([w + drawn(0.1, 5 + rank, step) for rank, w in enumerate(before.double())])
+        expected = before.double() - 0.01 * gradients(away).mean(0)
+        torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["shared", "per_learner"])
+def test_no_noise_is_ssgd(where: str) -> None:
+    assert torch.equal(trained(NoisySSGD(0.0, where=where))[1][-1], trained(SSGD())[1][-1])
+    assert not torch.allclose(trained(NoisySSGD(0.1, where=where))[1][-1], trained(SSGD())[1][-1])
+
+
+def test_seeds_differ_and_repeat() -> None:
+    ends = [trained(NoisySSGD(0.1, seed=seed))[1][-1] for seed in (1, 2, 1)]
+    assert torch.equal(ends[0], ends[2])
+    assert not torch.allclose(ends[0], ends[1])
+
+
+def test_nothing_is_sent_for_the_noise() -> None:
+    sent = [trained(strategy)[0].learner.comm.bytes_sent for strategy in (NoisySSGD(0.1), SSGD())]
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"std": -0.1}, "std is -0.1"),
+        ({"std": math.nan}, "std is nan"),
+        ({"seed": -1}, "seed is -1"),
+        ({"where": "gradient"}, "unknown where 'gradient': choose from shared, per_learner"),
+    ],
+)
+def test_impossible_options(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NoisySSGD(**options)

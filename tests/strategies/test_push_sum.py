@@ -1,0 +1,96 @@
+"""Push-sum against its equations, on graphs whose plain averages drift."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore import OnePeerExponential, Ring
+from ddpcore.strategies import DPSGD, PushSum
+from ddpcore.topology import Round, Topology
+
+N = 4
+
+
+class Digraph(Topology):
+    """0 -> 1, 2, 3;  1 -> 2;  2 -> 3;  3 -> 0: columns sum to one, rows do not."""
+
+    doubly_stochastic = False
+    edges = ((0, 1), (0, 2), (0, 3), (1, 2), (2, 3), (3, 0))
+
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        share = {k: 1 / (1 + sum(source == k for source, _ in self.edges)) for k in range(N)}
+        sources = tuple(sorted(k for k, reader in self.edges if reader == rank))
+        readers = tuple(sorted(reader for k, reader in self.edges if k == rank))
+        return Round(share[rank], sources, tuple(share[k] for k in sources), readers)
+
+    def period(self, num_learners: int) -> int:
+        return 1
+
+
+def trained(strategy: Any, num_steps: int, lr: float) -> tuple[Any, Any, list[torch.Tensor]]:
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(N, 6, 4, generator=generator), torch.randn(N, 6, 2, generator=generator)
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False)
+    with torch.no_grad():
+        model.weight.add_(torch.randn(N, 2, 4, generator=generator))
+    seen = [model.weight.detach().clone()]
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
+        optimizer.step()
+        seen.append(model.weight.detach().clone())
+    return handle, (inputs.double(), targets.double()), seen
+
+
+@pytest.mark.parametrize("topology", [Digraph(), Ring(), OnePeerExponential()], ids=lambda t: type(t).__name__)
+def test_the_equations(topology: Any) -> None:
+    _, (x, y), seen = trained(PushSum(topology), 7, 0.01)
+    biased, push = seen[0].double(), torch.ones(N, dtype=torch.float64)
+    for step in range(7):
+        z = biased / push[:, None, None]
+        gradients = torch.einsum("jbo,jbi->joi", torch.einsum("jbi,joi->jbo", x, z) - y, x)
+        matrix = torch.from_numpy(topology.matrix(step, N))
+        biased = torch.einsum("jk,koi->joi", matrix, biased - 0.01 * gradients)
+        push = matrix @ push
+        expected = biased / push[:, None, None]
+        torch.testing.assert_close(seen[step + 1].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_learners_agree_on_the_true_mean() -> None:
+    """Plain averages over the same matrix agree on another number, or on none."""
+    handle, _, seen = trained(PushSum(Digraph()), 60, 0.0)
+    mean = seen[0].mean(0)
+    torch.testing.assert_close(seen[-1], mean.expand(N, -1, -1), rtol=1e-4, atol=1e-5)
+    push = handle.state_dict()["strategy"]["push_weights"]
+    assert push.sum().item() == pytest.approx(N)
+    assert push.max() > 1.2, "the graph is not balanced, or this test compares nothing"
+    matrix = torch.from_numpy(Digraph().matrix(0, N))
+    plain = torch.einsum("jk,koi->joi", torch.matrix_power(matrix, 60), seen[0].double())
+    assert (plain.mean(0) - plain[0]).norm() > 0.1 or (plain[0] - mean).norm() > 0.1
+
+
+def test_ordinary_gossip_refuses_a_directed_graph() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"push.?sum|row 0 sums"):
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), DPSGD(Digraph()), learners=N)
+
+
+def test_columns_that_lose_weight_are_refused() -> None:
+    class Leaky(Digraph):
+        def round(self, step: int, rank: int, num_learners: int) -> Round:
+            plan = super().round(step, rank, num_learners)
+            return Round(plan.self_weight * 0.9, plan.sources, plan.weights, plan.destinations)
+
+    assert not np.allclose(Leaky().matrix(0, N).sum(0), 1)
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="column"):
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), PushSum(Leaky()), learners=N)
