@@ -27,6 +27,7 @@ FLOORS: dict[str, float] = {
     "parallel": 6,
     "": 6.5,  # ddpcore/__init__.py: what a user imports
     "launch": 6.7,
+    "machine": 6.8,
     "engine": 7,
     "experiments": 8, "report": 8,
     "bench": 9,

@@ -140,10 +140,10 @@ class TrainConfig:
         for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup"):
             _check_at_least(name, getattr(self, name), 0)
         _check_at_least("reference_batch_size", self.reference_batch_size, 1)
-        for name in ("max_grad_norm", "gamma"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}: it must be above 0")
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}: it must be above 0 and at most 1")
         for name in ("warmup_start", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be from 0 to 1")

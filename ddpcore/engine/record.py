@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ class RunRecord:
 
     Attributes:
         path: the file.
-        header: ``kind`` "run": config, parameters of the model, device, versions, commit, date.
-        epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds, samples_per_s,
-            consensus_distance and, where there was an evaluation, split, test_loss, accuracy, precision, recall, f1,
-            specificity.
-        final: ``kind`` "end": steps, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch, seconds,
-            and of a run that chose on the validation split the scores of the test split; empty while it is not over.
+        header: ``kind`` "run": config, num_parameters, num_samples, device, versions, commit, date.
+        epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training), samples_per_s,
+            consensus_distance, evaluation_seconds, total_seconds, and where there was an evaluation split, loss,
+            accuracy, precision, recall, f1, specificity, all of that split and 0..1.
+        final: ``kind`` "end": step, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch,
+            total_seconds, and test, the scores of the test split, of a run that was evaluated on the validation split;
+            empty while the run is not over.
     """
 
     path: Path
@@ -38,15 +39,16 @@ class RunRecord:
             ValueError: there is none, or a line is no JSON.
         """
         path = Path(out) / FILE
-        rows: dict[str, list[dict[str, Any]]] = {"run": [], "epoch": [], "end": []}
-        for row in _rows(path):
-            rows.setdefault(row["kind"], []).append(row)
-        if not rows["run"]:
+        kinds: dict[str, list[dict[str, Any]]] = {"run": [], "epoch": [], "end": []}
+        for row in rows(path):
+            kinds.setdefault(row["kind"], []).append(row)
+        if not kinds["run"]:
             raise ValueError(f"{path}: there is no record of a run: train into this folder first")
-        return cls(path=path, header=rows["run"][0], epochs=rows["epoch"], final=(rows["end"] or [{}])[-1])
+        return cls(path=path, header=kinds["run"][0], epochs=kinds["epoch"], final=(kinds["end"] or [{}])[-1])
 
 
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line of a record; none where there is no file. ValueError for a line that is no JSON."""
     lines = path.read_text().splitlines() if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:
