@@ -35,7 +35,12 @@ def test_everything_that_is_no_tensor_comes_back() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool])
 def test_tensors_keep_bits_shape_and_order(dtype: torch.dtype) -> None:
     images = torch.randn(2, 3, 4, 5).to(dtype)
-    for tensor in (images, images.to(memory_format=torch.channels_last), images.permute(3, 1, 0, 2), images[0, 0, 0, 0]):
+    for tensor in (
+        images,
+        images.to(memory_format=torch.channels_last),
+        images.permute(3, 1, 0, 2),
+        images[0, 0, 0, 0],
+    ):
         back: Tensor = there_and_back({"x": tensor})["x"]
         assert torch.equal(back, tensor)
         assert (back.dtype, back.stride()) == (tensor.dtype, tensor.stride())

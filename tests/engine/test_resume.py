@@ -115,7 +115,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     back_to(3, tmp_path)
     dataset = helper.images()
     other = type(dataset)("five", dataset.train, dataset.test, 5, dataset.input_shape)
-    with pytest.raises(ValueError, match=r"of another model: classifier.7.weight is \(4, 84\) there and \(5, 84\) here"):
+    with pytest.raises(
+        ValueError, match=r"of another model: classifier.7.weight is \(4, 84\) there and \(5, 84\) here"
+    ):
         train(helper.config(steps=3), out=tmp_path, resume=True, dataset=other)
 
 

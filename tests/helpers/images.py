@@ -18,7 +18,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "combined": {"strategy": "dpsgd", "strategy_options": {"order": "adapt_then_combine"}},
     "stale": {"strategy": "dpsgd", "strategy_options": {"staleness": 1}},
     "int8": {"strategy": "dpsgd", "strategy_options": {"compression": "int8"}},
-    "topk": {"strategy": "dpsgd", "topology": "ring", "strategy_options": {"compression": {"name": "topk", "ratio": 0.2}}},
+    "topk": {
+        "strategy": "dpsgd",
+        "topology": "ring",
+        "strategy_options": {"compression": {"name": "topk", "ratio": 0.2}},
+    },
     "local_sgd": {"strategy": "local_sgd", "strategy_options": {"period": 2}, "policies": {"momentum": "average"}},
     "post-local": {
         "strategy": "local_sgd",
