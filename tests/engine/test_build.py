@@ -56,8 +56,8 @@ def test_the_same_start_for_every_strategy() -> None:
         place = Place.of(TrainConfig(epochs=1, model="mlp", batch_size=8, device="cpu", **fields), None)
         trainer, _ = build_trainer(place, build_dataset(place))
         starts.append(trainer)
-        weights = [p for p in trainer.handle.evaluation_model().parameters()]
-        first = [p for p in starts[0].handle.evaluation_model().parameters()]
+        weights = list(trainer.handle.evaluation_model().parameters())
+        first = list(starts[0].handle.evaluation_model().parameters())
         assert all(torch.equal(a, b) for a, b in zip(weights, first, strict=True))
         assert torch.equal(trainer.batches.indices(3).flatten(), starts[0].batches.indices(3).flatten())
         assert torch.equal(trainer.dataset.train.inputs, starts[0].dataset.train.inputs)

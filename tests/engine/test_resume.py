@@ -1,4 +1,4 @@
-"""A run that is resumed from a checkpoint in the middle of an epoch ends with the same bits as one that never stopped."""
+"""A run resumed from a checkpoint in the middle of an epoch ends with the same bits as one that never stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALONE = {
 }
 RUNS: dict[str, dict[str, Any]] = {
     **{name: {"learners": 3, **fields} for name, fields in helper.STRATEGIES.items()},
-    **{name: fields for name, fields in ALONE.items()},
+    **ALONE,
     "policies": {"learners": 3, "strategy": "dpsgd", "policies": {"momentum": "gossip", "batch_norm": "average"}},
 }
 
