@@ -21,7 +21,7 @@ def seen() -> list[dict[str, Any]]:
     return ranks.run("train_ranks", 2, timeout=300)
 
 
-@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp"])
+@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "two each"])
 def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         through, resumed = rank[name]["contents"]
@@ -43,3 +43,7 @@ def test_a_signal_to_one_rank_stops_all(seen: list[dict[str, Any]]) -> None:
         assert "after step 1 of 6 and saved" in rank["interrupted"]["message"]
         assert rank["interrupted"]["record"].final["step"] == 6
         assert rank["interrupted"]["model"] == rank["ssgd"]["contents"][0]["model.safetensors"]
+
+
+def test_statistics_of_several_learners_on_each_rank(seen: list[dict[str, Any]]) -> None:
+    assert [rank["statistics"] for rank in seen] == [[1.5]] * 2

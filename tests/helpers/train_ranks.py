@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 from ranks import join
 
+import ddpcore
 from ddpcore.engine import Interrupted, train
 from ddpcore.launch import World
 
-RUNS = {**images.STRATEGIES, "ddp": {"strategy": "ddp", "optimizer": "torch_sgd"}}
+RUNS = {
+    **images.STRATEGIES,
+    "ddp": {"strategy": "ddp", "optimizer": "torch_sgd"},
+    "two each": {"strategy": "dpsgd", "learners": 4, "evaluation_batch_norm": "recalibrate"},
+}
 
 
 def crash_after(step: int, out: Path) -> None:
@@ -58,13 +63,23 @@ def interrupted(out: Path, world: World) -> dict[str, Any]:
     return seen
 
 
+def averaged_statistics(rank: int) -> list[float]:
+    """Two virtual learners on each rank; the running mean of learner j is j."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
+    handle = ddpcore.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2, group=dist.group.WORLD
+    )
+    model[0].running_mean.copy_(torch.tensor([[2.0 * rank], [2.0 * rank + 1]]))
+    return handle.evaluation_model()[0].running_mean.tolist()
+
+
 def main() -> None:
     path, rank, world_size = join()
     world = World(rank, world_size, rank, world_size)
     seen: dict[str, Any] = {}
     for name, fields in RUNS.items():
         out = path.parent / name
-        config = images.config(learners=2, **fields)
+        config = images.config(**{"learners": 2, **fields})
         through = train(config, out=out, world=world, dataset=images.images())
         ends = [contents(out)]
         dist.barrier()
@@ -73,6 +88,7 @@ def main() -> None:
         resumed = train(config, out=out, world=world, resume=True, dataset=images.images())
         seen[name] = {"through": through, "resumed": resumed, "contents": [*ends, contents(out)]}
     seen["interrupted"] = interrupted(path.parent / "interrupted", world)
+    seen["statistics"] = averaged_statistics(rank)
     torch.save(seen, path)
     dist.barrier()
     dist.destroy_process_group()
