@@ -2,9 +2,9 @@
 
     python benchmarks/bench_training.py [--batch-size 128 256] [--threads 2] [--device auto] [--json FILE]
 
-Ours is what ``ddpcore.engine.train`` does between two evaluations: batches, learning rate, step, a look at the loss. The
-bare loop draws a permutation an epoch, augments alike, and steps ``torch.optim.SGD(fused=True)``. Blocks of 20 steps
-alternate, A B A B, with a third that makes batches alone; the ratio is the median over pairs.
+Ours is what ``ddpcore.engine.train`` does between two evaluations: batches, learning rate, step, a look at the loss.
+The bare loop draws a permutation an epoch, augments alike, and steps ``torch.optim.SGD(fused=True)``. Blocks of 20
+steps alternate, A B A B, with a third that makes batches alone; the ratio is the median over pairs.
 """
 
 from __future__ import annotations
