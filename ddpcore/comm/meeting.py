@@ -29,6 +29,7 @@ _TOKEN, _HANDLE, _WHY, _TEXTS = 3 * LINE_BYTES, 256, 1280, 2048  # offsets
 _TEXT_BYTES, NUM_TEXTS = 128, 512
 _CONTROL_BYTES = _TEXTS + _TEXT_BYTES * NUM_TEXTS
 SLICE_SECONDS = 0.2  # of waiting, after which a rank looks whether the others live
+DYING_SECONDS = 2.0  # between the first file that a dying process lost and its lock
 
 
 class _Place(NamedTuple):
@@ -167,8 +168,12 @@ class Meeting:
 
     def lose(self, rank: int, number: int, error: Exception) -> NoReturn:
         """Raise, on all ranks: what a rank gave to an operation cannot be reached, as a rule because it is gone."""
-        why = f"cannot be read by rank {self.rank} ({error})"
-        self._fail(self._gone(rank, number) if not memory.is_held(self._descriptors[rank]) else f"rank {rank} {why}")
+        deadline = time.monotonic() + DYING_SECONDS
+        while memory.is_held(self._descriptors[rank]):  # a process that is being killed loses file after file
+            if time.monotonic() > deadline:
+                self._fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
+            time.sleep(0.01)
+        self._fail(self._gone(rank, number))
 
     # --- waiting and faults --------------------------------------------------------------------------------------
 
