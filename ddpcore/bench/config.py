@@ -94,15 +94,19 @@ class BenchConfig:
         Raises:
             ValueError: its options do not go together.
         """
+        given = {
+            "period": self.period,
+            "order": self.order,
+            "staleness": self.staleness,
+            "compression": self.compression,
+            "std": self.noise_std,
+            "seed": self.seed,
+        }
+        known = strategies.options(name)
         return strategies.build(
             name,
             topology=topology.build(self.topology, self.seed, self.local_size),
-            period=self.period,
-            order=self.order,
-            staleness=self.staleness,
-            compression=self.compression,
-            noise_std=self.noise_std,
-            seed=self.seed,
+            **{option: value for option, value in given.items() if option in known},
         )
 
 
