@@ -1,6 +1,6 @@
 """Models by name: `build("mlp")`. The caller's torch seed decides the initial weights.
 
-Every one runs under `torch.func.vmap` over stacked parameters and buffers, as virtual learners do.
+Every one runs as virtual learners over stacked parameters and buffers, all but `speech_lstm` under `torch.func.vmap`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,23 @@ from typing import Any
 
 from torch import nn
 
-from ddpcore.models import cnn, lenet5, mlp, resnet, simplenet, vit
+from ddpcore.models import (
+    cnn,
+    densenet,
+    efficientnet,
+    googlenet,
+    lenet5,
+    mlp,
+    mobilenet,
+    resnet,
+    resnext,
+    senet,
+    shufflenet,
+    simplenet,
+    speech_lstm,
+    vgg,
+    vit,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +38,25 @@ class Spec:
 
     Attributes:
         make: the model's class, called with (input_shape, num_classes) and options by keyword.
+        any_size: whether samples of other sizes fit too, with as many dimensions.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
     num_classes: int
     make: Callable[..., nn.Module]
+    any_size: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of `build` for this model, by name, with their defaults."""
         parameters = inspect.signature(self.make).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    def fits(self, input_shape: tuple[int, ...]) -> bool:
+        """Whether the model takes samples of this shape (without the batch)."""
+        if tuple(input_shape) in self.input_shapes:
+            return True
+        return self.any_size and len(input_shape) == len(self.input_shapes[0]) and min(input_shape) >= 1
 
 
 def _spec(shapes: tuple[tuple[int, ...], ...], num_classes: int, make: Callable[..., nn.Module]) -> Spec:
@@ -48,6 +72,21 @@ _SPECS = {
     "resnet": _spec(resnet.INPUT_SHAPES, resnet.NUM_CLASSES, resnet.ResNet),
     "resnet18": _spec(resnet.INPUT_SHAPES, resnet.NUM_CLASSES, resnet.ResNet18),
     "vit": _spec(vit.INPUT_SHAPES, vit.NUM_CLASSES, vit.ViT),
+    "vgg19": _spec(vgg.INPUT_SHAPES, vgg.NUM_CLASSES, vgg.VGG19),
+    "googlenet": _spec(googlenet.INPUT_SHAPES, googlenet.NUM_CLASSES, googlenet.GoogLeNet),
+    "resnext29": _spec(resnext.INPUT_SHAPES, resnext.NUM_CLASSES, resnext.ResNeXt29),
+    "densenet121": _spec(densenet.INPUT_SHAPES, densenet.NUM_CLASSES, densenet.DenseNet121),
+    "mobilenet": _spec(mobilenet.INPUT_SHAPES, mobilenet.NUM_CLASSES, mobilenet.MobileNet),
+    "senet18": _spec(senet.INPUT_SHAPES, senet.NUM_CLASSES, senet.SENet18),
+    "mobilenet_v2": _spec(mobilenet.INPUT_SHAPES, mobilenet.NUM_CLASSES, mobilenet.MobileNetV2),
+    "shufflenet": _spec(shufflenet.INPUT_SHAPES, shufflenet.NUM_CLASSES, shufflenet.ShuffleNet),
+    "efficientnet_b0": _spec(efficientnet.INPUT_SHAPES, efficientnet.NUM_CLASSES, efficientnet.EfficientNetB0),
+    "speech_lstm": Spec(
+        input_shapes=speech_lstm.INPUT_SHAPES,
+        num_classes=speech_lstm.NUM_CLASSES,
+        make=speech_lstm.SpeechLSTM,
+        any_size=True,
+    ),
 }
 
 
@@ -65,12 +104,13 @@ def spec(name: str) -> Spec:
 
 def check_input(name: str, input_shape: tuple[int, ...]) -> None:
     """ValueError, saying which models do, unless the model takes samples of this shape (without the batch)."""
-    if tuple(input_shape) in spec(name).input_shapes:
+    if spec(name).fits(input_shape):
         return
     shape = _spell(input_shape)
-    fitting = [other for other in names() if tuple(input_shape) in _SPECS[other].input_shapes]
+    fitting = [other for other in names() if _SPECS[other].fits(input_shape)]
     advice = f"models that do: {', '.join(fitting)}" if fitting else "no model does"
     takes = " or ".join(_spell(allowed) for allowed in _SPECS[name].input_shapes)
+    takes += ", or other sizes" if _SPECS[name].any_size else ""
     raise ValueError(f"model '{name}' takes samples of {takes} and does not fit {shape}: {advice}")
 
 

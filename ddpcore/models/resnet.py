@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from ddpcore.models.blocks import conv_norm, conv_norm_relu, shortcut
+
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32), (1, 28, 28))
 NUM_CLASSES = 10
 
@@ -32,9 +34,8 @@ class ResNet(nn.Module):
         widths: Sequence[int] = (16, 32, 64, 128),
     ) -> None:
         super().__init__()
-        if not blocks or len(blocks) != len(widths) or min(*blocks, *widths) < 1:
-            raise ValueError(f"blocks {list(blocks)} and widths {list(widths)} must be as many, each at least 1")
-        self.stem = nn.Sequential(_conv3x3(input_shape[0], widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU())
+        check_stages(blocks, widths)
+        self.stem = nn.Sequential(*conv_norm_relu(input_shape[0], widths[0], 3))
         stages: list[nn.Module] = []
         channels = widths[0]
         for stage, (count, width) in enumerate(zip(blocks, widths, strict=True)):
@@ -64,13 +65,10 @@ class BasicBlock(nn.Module):
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
         self.residual = nn.Sequential(
-            *(_conv3x3(channels_in, channels_out, stride), nn.BatchNorm2d(channels_out), nn.ReLU()),
-            *(_conv3x3(channels_out, channels_out), nn.BatchNorm2d(channels_out)),
+            *conv_norm_relu(channels_in, channels_out, 3, stride=stride),
+            *conv_norm(channels_out, channels_out, 3),
         )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != channels_out:
-            projection = nn.Conv2d(channels_in, channels_out, kernel_size=1, stride=stride, bias=False)
-            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels_out))
+        self.shortcut = shortcut(channels_in, channels_out, stride)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
@@ -78,6 +76,7 @@ class BasicBlock(nn.Module):
         return outputs.relu()
 
 
-def _conv3x3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
-    """Without bias: batch normalization follows."""
-    return nn.Conv2d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1, bias=False)
+def check_stages(blocks: Sequence[int], widths: Sequence[int]) -> None:
+    """ValueError unless there is a stage, and a number of blocks and of channels for each, all at least 1."""
+    if not blocks or len(blocks) != len(widths) or min(*blocks, *widths) < 1:
+        raise ValueError(f"blocks {list(blocks)} and widths {list(widths)} must be as many, each at least 1")

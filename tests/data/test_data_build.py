@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ddpcore import data, models
+from tests.helpers.models import small
 
 
 def test_synthetic_passes_everything_on() -> None:
@@ -20,7 +21,7 @@ def test_synthetic_serves_every_model(name: str) -> None:
     spec = models.spec(name)
     built = data.build("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
     inputs, labels = built.train.batch(torch.arange(4))
-    model = models.build(name, input_shape=built.input_shape, num_classes=built.num_classes)
+    model = small(name, input_shape=built.input_shape, num_classes=built.num_classes)
     assert torch.nn.functional.cross_entropy(model(inputs), labels).isfinite()
 
 

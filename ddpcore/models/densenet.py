@@ -1,0 +1,76 @@
+"""DenseNet for small images (Huang et al. 2017, "Densely Connected Convolutional Networks")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ddpcore.models.blocks import PooledHead
+
+INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
+NUM_CLASSES = 10
+BOTTLENECK = 4  # channels between a layer's two convolutions, in growth rates
+COMPRESSION = 0.5  # share of the channels that a transition leaves
+
+
+class DenseNet121(nn.Module):
+    """Four dense blocks, whose layers see all layers before them, with halving transitions in between (DenseNet-BC).
+
+    Inputs [B, 3, 32, 32] to logits [B, C]; the stem is a 3 x 3 convolution that neither strides nor pools. 6956298
+    parameters for 10 classes.
+
+    Args:
+        blocks: layers of each dense block.
+        growth_rate: channels that a layer adds.
+
+    ValueError unless there is a block and every number is at least 1.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
+        num_classes: int = NUM_CLASSES,
+        *,
+        blocks: Sequence[int] = (6, 12, 24, 16),
+        growth_rate: int = 32,
+    ) -> None:
+        super().__init__()
+        if not blocks or min(*blocks, growth_rate) < 1:
+            raise ValueError(f"blocks {list(blocks)} and growth_rate {growth_rate}: each must be at least 1")
+        channels = 2 * growth_rate
+        layers: list[nn.Module] = [nn.Conv2d(input_shape[0], channels, 3, padding=1, bias=False)]
+        for block, count in enumerate(blocks):
+            if block > 0:
+                compressed = int(channels * COMPRESSION)
+                layers += [*_norm_relu_conv(channels, compressed), nn.AvgPool2d(2)]
+                channels = compressed
+            for _ in range(count):
+                layers.append(DenseLayer(channels, growth_rate))
+                channels += growth_rate
+        self.features = nn.Sequential(*layers, nn.BatchNorm2d(channels), nn.ReLU())
+        self.head = PooledHead(channels, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.head(self.features(inputs))
+        return logits
+
+
+class DenseLayer(nn.Module):
+    """A 1 x 1 and a 3 x 3 convolution, each after norm and ReLU; their output joins the input's channels."""
+
+    def __init__(self, channels: int, growth_rate: int) -> None:
+        super().__init__()
+        hidden = BOTTLENECK * growth_rate
+        self.grow = nn.Sequential(*_norm_relu_conv(channels, hidden), *_norm_relu_conv(hidden, growth_rate, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, channels, H, W] to [B, channels + growth_rate, H, W]."""
+        return torch.cat([inputs, self.grow(inputs)], dim=1)
+
+
+def _norm_relu_conv(channels_in: int, channels_out: int, kernel_size: int = 1) -> tuple[nn.Module, ...]:
+    convolution = nn.Conv2d(channels_in, channels_out, kernel_size, padding=kernel_size // 2, bias=False)
+    return nn.BatchNorm2d(channels_in), nn.ReLU(), convolution

@@ -1,0 +1,78 @@
+"""ResNeXt for small images (Xie et al. 2017, "Aggregated Residual Transformations for Deep Neural Networks")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ddpcore.models.blocks import PooledHead, conv_norm, conv_norm_relu, shortcut
+
+INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
+NUM_CLASSES = 10
+STEM_CHANNELS = 64
+EXPANSION = 4  # channels of a block's output over those of one group
+
+
+class ResNeXt29(nn.Module):
+    """Three stages of three bottleneck blocks with grouped 3 x 3 convolutions, 29 layers deep: 2 x 64d.
+
+    Inputs [B, 3, 32, 32] to logits [B, C]. The stem is a 1 x 1 convolution, where the paper's is 3 x 3. 9128778
+    parameters for 10 classes; the paper's 8 x 64d is cardinality=8.
+
+    Args:
+        blocks: of each stage; each stage but the first halves height and width and doubles the channels.
+        cardinality: groups of a grouped convolution.
+        base_width: channels of a group in the first stage.
+
+    ValueError unless there is a stage and every number is at least 1.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
+        num_classes: int = NUM_CLASSES,
+        *,
+        blocks: Sequence[int] = (3, 3, 3),
+        cardinality: int = 2,
+        base_width: int = 64,
+    ) -> None:
+        super().__init__()
+        if not blocks or min(*blocks, cardinality, base_width) < 1:
+            raise ValueError(
+                f"blocks {list(blocks)}, cardinality {cardinality} and base_width {base_width}: each must be at least 1"
+            )
+        layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], STEM_CHANNELS)]
+        channels = STEM_CHANNELS
+        for stage, count in enumerate(blocks):
+            group_width = base_width * 2**stage
+            for block in range(count):
+                stride = 2 if stage > 0 and block == 0 else 1
+                layers.append(GroupedBottleneck(channels, group_width, cardinality, stride))
+                channels = EXPANSION * group_width
+        self.features = nn.Sequential(*layers)
+        self.head = PooledHead(channels, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.head(self.features(inputs))
+        return logits
+
+
+class GroupedBottleneck(nn.Module):
+    """1 x 1, grouped 3 x 3 and 1 x 1 convolutions around which the input is carried."""
+
+    def __init__(self, channels_in: int, group_width: int, groups: int, stride: int) -> None:
+        super().__init__()
+        width, channels_out = groups * group_width, EXPANSION * group_width
+        self.residual = nn.Sequential(
+            *conv_norm_relu(channels_in, width),
+            *conv_norm_relu(width, width, 3, stride=stride, groups=groups),
+            *conv_norm(width, channels_out),
+        )
+        self.shortcut = shortcut(channels_in, channels_out, stride)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, channels_in, H, W] to [B, 4 group_width, H / stride, W / stride]."""
+        outputs: Tensor = self.residual(inputs) + self.shortcut(inputs)
+        return outputs.relu()

@@ -1,0 +1,77 @@
+"""Squeeze-and-excitation networks for small images (Hu et al. 2018, "Squeeze-and-Excitation Networks")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ddpcore.models.blocks import PooledHead, SqueezeExcitation, conv_norm_relu
+from ddpcore.models.resnet import check_stages
+
+INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
+NUM_CLASSES = 10
+
+
+class SENet18(nn.Module):
+    """ResNet-18 of pre-activation blocks, each with a squeeze-and-excitation gate on what it adds.
+
+    Inputs [B, 3, 32, 32] to logits [B, C]. 11260354 parameters for 10 classes.
+
+    Args:
+        blocks: of each stage.
+        widths: channels of each stage; as many as blocks.
+
+    ValueError unless both have the same length, at least 1, and whole numbers of at least 1.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
+        num_classes: int = NUM_CLASSES,
+        *,
+        blocks: Sequence[int] = (2, 2, 2, 2),
+        widths: Sequence[int] = (64, 128, 256, 512),
+    ) -> None:
+        super().__init__()
+        check_stages(blocks, widths)
+        channels = widths[0]
+        layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3)]
+        for stage, (count, width) in enumerate(zip(blocks, widths, strict=True)):
+            for block in range(count):
+                layers.append(PreActivationBlock(channels, width, stride=2 if stage > 0 and block == 0 else 1))
+                channels = width
+        self.features = nn.Sequential(*layers)
+        self.head = PooledHead(channels, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.head(self.features(inputs))
+        return logits
+
+
+class PreActivationBlock(nn.Module):
+    """Norm, ReLU and 3 x 3 convolution, twice, gated and added to the input (He et al. 2016, "Identity Mappings").
+
+    Where shapes differ a 1 x 1 convolution of the activated input is added in the input's place.
+    """
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.activation = nn.Sequential(nn.BatchNorm2d(channels_in), nn.ReLU())
+        self.residual = nn.Sequential(
+            nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False),
+            *(nn.BatchNorm2d(channels_out), nn.ReLU()),
+            nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
+            SqueezeExcitation(channels_out),
+        )
+        self.projection: nn.Module | None = None
+        if stride != 1 or channels_in != channels_out:
+            self.projection = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
+        active = self.activation(inputs)
+        carried = inputs if self.projection is None else self.projection(active)
+        outputs: Tensor = self.residual(active) + carried
+        return outputs

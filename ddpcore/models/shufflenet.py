@@ -1,0 +1,100 @@
+"""ShuffleNet V2 for small images (Ma et al. 2018, "ShuffleNet V2: Practical Guidelines")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ddpcore.models.blocks import PooledHead, conv_norm, conv_norm_relu
+from ddpcore.models.resnet import check_stages
+
+INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
+NUM_CLASSES = 10
+STEM_CHANNELS = 24
+
+
+class ShuffleNet(nn.Module):
+    """ShuffleNet V2 1x: three stages of units that work on half of the channels and shuffle them.
+
+    Inputs [B, 3, 32, 32] to logits [B, C]; the stem neither strides nor pools. 1263854 parameters for 10 classes.
+
+    Args:
+        blocks: units of each stage; the first of each halves height and width.
+        widths: channels of each stage, even; as many as blocks. The paper's 0.5x is (48, 96, 192).
+        head_width: channels of the last convolution.
+
+    ValueError unless blocks and widths are as many and every number is at least 1, widths even.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
+        num_classes: int = NUM_CLASSES,
+        *,
+        blocks: Sequence[int] = (4, 8, 4),
+        widths: Sequence[int] = (116, 232, 464),
+        head_width: int = 1024,
+    ) -> None:
+        super().__init__()
+        check_stages(blocks, widths)
+        if any(width % 2 for width in widths):
+            raise ValueError(f"widths is {list(widths)}, each must be even: units split the channels in halves")
+        if head_width < 1:
+            raise ValueError(f"head_width is {head_width}, it must be at least 1")
+        layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], STEM_CHANNELS, 3)]
+        channels = STEM_CHANNELS
+        for count, width in zip(blocks, widths, strict=True):
+            layers.append(DownUnit(channels, width))
+            layers += [Unit(width) for _ in range(count - 1)]
+            channels = width
+        self.features = nn.Sequential(*layers, *conv_norm_relu(channels, head_width))
+        self.head = PooledHead(head_width, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        logits: Tensor = self.head(self.features(inputs))
+        return logits
+
+
+class Unit(nn.Module):
+    """One half of the channels passes, the other goes through three convolutions; then they are shuffled."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.branch = _separable(channels // 2, channels // 2, stride=1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, channels, H, W] to the same."""
+        kept, changed = inputs.chunk(2, dim=1)
+        return shuffle(kept, self.branch(changed))
+
+
+class DownUnit(nn.Module):
+    """All channels go both ways, each with stride 2, and the ways' halves of the output are shuffled."""
+
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        half = channels_out // 2
+        self.short = nn.Sequential(
+            *conv_norm(channels_in, channels_in, 3, stride=2, groups=channels_in), *conv_norm_relu(channels_in, half)
+        )
+        self.branch = _separable(channels_in, half, stride=2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[B, channels_in, H, W] to [B, channels_out, H / 2, W / 2]."""
+        return shuffle(self.short(inputs), self.branch(inputs))
+
+
+def _separable(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(
+        *conv_norm_relu(channels_in, channels_out),
+        *conv_norm(channels_out, channels_out, 3, stride=stride, groups=channels_out),
+        *conv_norm_relu(channels_out, channels_out),
+    )
+
+
+def shuffle(one: Tensor, other: Tensor) -> Tensor:
+    """Two halves [B, channels, H, W] to [B, 2 channels, H, W], their channels in turn: one, other, one, other ..."""
+    return torch.stack([one, other], dim=2).flatten(1, 2)

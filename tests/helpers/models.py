@@ -1,0 +1,48 @@
+"""Small versions of the models, for tests that run each of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from ddpcore import models
+from ddpcore.models.blocks import SqueezeExcitation
+
+SMALL: dict[str, dict[str, Any]] = {
+    "vgg19": {"width": 1 / 16},
+    "googlenet": {"width": 1 / 16},
+    "resnext29": {"blocks": (1, 2), "base_width": 4},
+    "densenet121": {"blocks": (2, 2), "growth_rate": 4},
+    "mobilenet": {"width": 1 / 8},
+    "senet18": {"blocks": (1, 2), "widths": (8, 16)},
+    "mobilenet_v2": {"width": 1 / 8},
+    "shufflenet": {"blocks": (2, 2), "widths": (8, 16), "head_width": 16},
+    "efficientnet_b0": {"width": 1 / 8, "depth": 0.5},
+    "speech_lstm": {"depth": 2, "width": 8, "bottleneck": 6},
+}
+
+
+def small(name: str, **options: Any) -> nn.Module:
+    """The model of a name, with as few parameters as show what it does."""
+    return models.build(name, **{**SMALL.get(name, {}), **options})
+
+
+def awake(model: nn.Module) -> nn.Module:
+    """The same model, with no gate whose few hidden units all happen to be zero at the start."""
+    for module in model.modules():
+        if isinstance(module, SqueezeExcitation):
+            nn.init.ones_(module.gate[0].bias)
+    return model
+
+
+def idle(model: nn.Module) -> set[str]:
+    """Biases that a batch normalization takes away again: their gradient is rounding, or nothing."""
+    names = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.Sequential):
+            for (name, layer), (_, after) in pairwise(module.named_children()):
+                if isinstance(layer, nn.Conv2d) and layer.bias is not None and isinstance(after, nn.BatchNorm2d):
+                    names.add(f"{prefix}.{name}.bias")
+    return names

@@ -1,0 +1,45 @@
+"""EfficientNet-B0: stages, gates, and the multipliers of compound scaling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddpcore.models.blocks import SqueezeExcitation
+from ddpcore.models.efficientnet import EfficientNetB0
+from ddpcore.models.mobilenet import InvertedResidual
+
+
+def shapes_of(model: EfficientNetB0) -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = []
+    for module in model.features:
+        if isinstance(module, InvertedResidual):
+            assert isinstance(module.residual[-1], SqueezeExcitation)
+            module.register_forward_hook(lambda module, inputs, outputs: shapes.append(tuple(outputs.shape[1:3])))
+    model(torch.randn(2, 3, 32, 32))
+    return shapes
+
+
+def test_stages() -> None:
+    sizes = [(2, 16), *[(3, 16)] * 2, *[(5, 8)] * 2, *[(10, 4)] * 3, *[(14, 4)] * 3, *[(24, 2)] * 4, (40, 1)]
+    assert shapes_of(EfficientNetB0(width=0.125)) == sizes
+
+
+def test_depth_multiplies_blocks_and_rounds_up() -> None:
+    assert [channels for channels, _ in shapes_of(EfficientNetB0(width=0.125, depth=0.5))] == [
+        *(2, 3, 5, 10, 10, 14, 14, 24, 24, 40)
+    ]
+    assert len(shapes_of(EfficientNetB0(width=0.125, depth=1.1))) == 2 + 3 + 3 + 4 + 4 + 5 + 2
+
+
+def test_the_gate_acts_before_the_input_is_added() -> None:
+    gate = SqueezeExcitation(4)
+    block, inputs = InvertedResidual(4, 4, 2, 1, gate).eval(), torch.randn(2, 4, 8, 8)
+    torch.testing.assert_close(block(inputs), gate(block.residual[:-1](inputs)) + inputs)
+
+
+def test_impossible_multipliers() -> None:
+    with pytest.raises(ValueError, match="width is 0"):
+        EfficientNetB0(width=0)
+    with pytest.raises(ValueError, match="depth is -1"):
+        EfficientNetB0(depth=-1)
