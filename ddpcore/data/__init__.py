@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ddpcore.data import cifar, mnist, synthetic
+from ddpcore.data import cifar, features, mnist, speech, synthetic
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.download import download as _download
 from ddpcore.data.shards import SAMPLERS, ShardedBatches
 from ddpcore.data.transforms import Augmentation, Normalization
 
-__all__ = ["Augmentation", "Dataset", "Normalization", "SAMPLERS", "ShardedBatches", "Split", "build", "names"]
+__all__ = [
+    "Augmentation",
+    "Dataset",
+    "Normalization",
+    "SAMPLERS",
+    "ShardedBatches",
+    "Split",
+    "build",
+    "names",
+    "options",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """A data set that is read from files."""
+    """Images that are read from the canonical files."""
 
     load: Callable[[Path, bool], Dataset]  # (data_dir, verify)
     folders: str
@@ -51,11 +63,27 @@ _FILES = {
     "cifar10": _cifar(cifar.CIFAR10),
     "cifar100": _cifar(cifar.CIFAR100),
 }
+# The others: samples that are no images.
+_LOADERS: dict[str, Callable[..., Dataset]] = {
+    "synthetic": synthetic.load,
+    "synthetic_speech": speech.load,
+    "features": features.load,
+}
 
 
 def names() -> tuple[str, ...]:
     """The names `build` knows."""
-    return ("synthetic", *_FILES)
+    return (*_LOADERS, *_FILES)
+
+
+def options(name: str) -> dict[str, Any]:
+    """What `build` takes for this data set alone, by name, with the defaults. ValueError lists the names."""
+    if name not in names():
+        raise ValueError(f"unknown data set '{name}': choose one of {', '.join(names())}")
+    if name in _FILES:
+        return {}
+    parameters = inspect.signature(_LOADERS[name]).parameters.values()
+    return {p.name: p.default for p in parameters if p.name not in ("data_dir", "seed")}
 
 
 def build(
@@ -70,11 +98,13 @@ def build(
     num_validation: int = 0,
     download: bool = False,
     verify: bool = True,
+    **more: Any,
 ) -> Dataset:
     """The data set of a name, on the CPU.
 
-    synthetic takes any input_shape (of one sample) and num_classes; the others are read from data_dir and have a shape
-    and classes of their own. The seed decides the synthetic samples, the augmentation and what is held out.
+    input_shape (of one sample), num_classes and more are for those data sets that have such `options`; the images that
+    are read from data_dir have a shape and classes of their own. The seed decides synthetic samples, the augmentation
+    and what is held out.
 
     normalize: subtract the channel's mean over the training set and divide by its standard deviation, all splits.
     augment: crop at random from a border of 4 pixels and, but for digits, mirror at random; the training split alone.
@@ -84,15 +114,13 @@ def build(
 
     ValueError if the name is unknown, a file is missing or damaged, or the rest does not fit the name.
     """
-    if name not in names():
-        raise ValueError(f"unknown data set '{name}': choose one of {', '.join(names())}")
-    if name == "synthetic":
+    shape = {"input_shape": input_shape, "num_classes": num_classes}
+    given = {option: value for option, value in shape.items() if value is not None} | more
+    _check(name, more if name in _FILES else given)  # images of another shape are refused where they are read
+    if name in _LOADERS:
         if normalize or augment:
-            raise ValueError(
-                "synthetic samples are no images, standard normal already: leave normalize and augment out"
-            )
-        shape = synthetic.INPUT_SHAPE if input_shape is None else tuple(input_shape)
-        dataset = synthetic.load(shape, synthetic.NUM_CLASSES if num_classes is None else num_classes, seed)
+            raise ValueError(f"{name} samples are no images: leave normalize and augment out")
+        dataset = _load(name, data_dir, seed, given)
     else:
         dataset = _read(name, data_dir, input_shape, num_classes, download, verify)
         augmentation = replace(_FILES[name].augmentation, seed=seed)
@@ -100,6 +128,22 @@ def build(
             _FILES[name].normalization if normalize else None, augmentation if augment else None
         )
     return dataset.hold_out(num_validation, seed) if num_validation else dataset
+
+
+def _check(name: str, given: dict[str, Any]) -> None:
+    known = options(name)
+    for option in given:
+        if option not in known:
+            advice = f"choose from {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"data set '{name}' has no option '{option}': {advice}")
+
+
+def _load(name: str, data_dir: str | Path | None, seed: int, given: dict[str, Any]) -> Dataset:
+    if name != "features":
+        return _LOADERS[name](seed=seed, **given)
+    if data_dir is None:
+        raise ValueError("features are read from files: pass --data-dir with the folder that holds train")
+    return features.load(data_dir, **given)
 
 
 def _read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,21 +74,22 @@ def build_dataset(place: Place) -> Dataset:
         ValueError: files are missing or damaged, or the model does not take such samples.
     """
     config, first = place.config, place.world.local_rank == 0
-    made_to_measure = config.dataset == "synthetic"
     spec = models.spec(config.model)
+    options: dict[str, Any] = {}
+    if config.dataset == "synthetic":  # made to measure
+        options = {"input_shape": spec.input_shapes[0], "num_classes": spec.num_classes}
     if not first:
         place.barrier()
     dataset = data.build(
         config.dataset,
         data_dir=config.data_dir,
-        input_shape=spec.input_shapes[0] if made_to_measure else None,
-        num_classes=spec.num_classes if made_to_measure else None,
         seed=config.seed,
         normalize=config.normalize,
         augment=config.augment,
         num_validation=config.num_validation,
         download=config.download and first,
         verify=first,
+        **{**options, **config.dataset_options},
     )
     if first:
         place.barrier()

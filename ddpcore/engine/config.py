@@ -35,6 +35,7 @@ class TrainConfig:
         model_options: of that model, such as ``{"dropout": 0.2}``.
         channels_last: keep the weights of convolutions in channels-last order, which GPUs and bf16 like.
         dataset: a name of :func:`ddpcore.data.names`; ``synthetic`` takes the shape that the model takes.
+        dataset_options: of that data set, see :func:`ddpcore.data.options`.
         data_dir: the folder of its files.
         download: fetch missing files into ``data_dir`` first.
         normalize: images to mean 0 and standard deviation 1 a channel.
@@ -91,6 +92,7 @@ class TrainConfig:
     model_options: Mapping[str, Any] = field(default_factory=dict)
     channels_last: bool = False
     dataset: str = "synthetic"
+    dataset_options: Mapping[str, Any] = field(default_factory=dict)
     data_dir: str | None = None
     download: bool = False
     normalize: bool = False
@@ -201,6 +203,7 @@ class TrainConfig:
         """Options belong to what they are options of, which builds it here once and throws it away."""
         for name, known in (
             ("model_options", models.spec(self.model).options),
+            ("dataset_options", data.options(self.dataset)),
             ("optimizer_options", optimizers.options(self.optimizer)),
             ("strategy_options", strategies.options(self.strategy)),
             ("topology_options", topology_options()),
@@ -254,7 +257,7 @@ class TrainConfig:
             ValueError: as in :meth:`from_dict`.
         """
         merged = {**self.to_dict(), **overrides}
-        for name in ("model", "optimizer", "strategy", "topology"):
+        for name in ("model", "dataset", "optimizer", "strategy", "topology"):
             options = f"{name}_options"
             merged[options] = {**({} if name in overrides else getattr(self, options)), **overrides.get(options, {})}
         merged["policies"] = {**self.policies, **overrides.get("policies", {})}

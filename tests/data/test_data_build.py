@@ -26,11 +26,12 @@ def test_synthetic_serves_every_model(name: str) -> None:
 
 
 def test_refusals() -> None:
-    assert data.names() == ("synthetic", "mnist", "cifar10", "cifar100")
-    with pytest.raises(
-        ValueError, match="unknown data set 'imagenet': choose one of synthetic, mnist, cifar10, cifar100"
-    ):
-        data.build("imagenet")
+    assert data.names() == ("synthetic", "synthetic_speech", "features", "mnist", "cifar10", "cifar100")
+    for ask in (data.build, data.options):
+        with pytest.raises(
+            ValueError, match="unknown data set 'imagenet': choose one of synthetic, synthetic_speech, fe"
+        ):
+            ask("imagenet")
     with pytest.raises(ValueError, match="pass --data-dir"):
         data.build("mnist")
     with pytest.raises(ValueError, match=r"mnist is \[1, 28, 28\] a sample, not \[10\]"):
@@ -39,3 +40,21 @@ def test_refusals() -> None:
         data.build("mnist", data_dir="anywhere", num_classes=2)
     with pytest.raises(ValueError, match="anywhere/MNIST/raw"):
         data.build("mnist", data_dir="anywhere", input_shape=(1, 28, 28), num_classes=10)
+
+
+def test_options_of_each_data_set() -> None:
+    assert data.options("mnist") == {}
+    assert data.options("synthetic") == {"input_shape": (10,), "num_classes": 2}
+    assert data.options("features") == {"num_classes": None}
+    speech = {"num_classes": 32, "num_frames": 21, "num_features": 40, "num_samples": 10_000}
+    assert data.options("synthetic_speech") == speech
+    with pytest.raises(ValueError, match="data set 'mnist' has no option 'num_frames': it has none"):
+        data.build("mnist", data_dir="anywhere", num_frames=3)
+    with pytest.raises(
+        ValueError, match="'synthetic_speech' has no option 'input_shape': choose from num_classes, num_fr"
+    ):
+        data.build("synthetic_speech", input_shape=(3, 4))
+    for name in ("synthetic", "synthetic_speech", "features"):
+        for option in ("normalize", "augment"):
+            with pytest.raises(ValueError, match=f"{name} samples are no images: leave normalize and augment out"):
+                data.build(name, data_dir="anywhere", **{option: True})

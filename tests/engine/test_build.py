@@ -98,3 +98,30 @@ def test_options_reach_their_parts() -> None:
 
 def place_of(config: TrainConfig, **fields: Any) -> Place:
     return Place.of(config.overridden(fields), None)
+
+
+def test_options_reach_the_data_set() -> None:
+    """Synthetic speech, and an LSTM that takes its size from it, on two virtual learners."""
+    config = TrainConfig(
+        steps=2,
+        model="speech_lstm",
+        model_options={"depth": 1, "width": 4, "bottleneck": 3},
+        dataset="synthetic_speech",
+        dataset_options={"num_classes": 6, "num_frames": 5, "num_features": 3, "num_samples": 50},
+        strategy="dpsgd",
+        learners=2,
+        batch_size=8,
+        device="cpu",
+    )
+    place = Place.of(config, None)
+    dataset = build_dataset(place)
+    assert (dataset.num_classes, dataset.input_shape, len(dataset.train)) == (6, (5, 3), 40)
+    trainer, model = build_trainer(place, dataset)
+    assert (model.lstm.input_size, model.head[1].out_features) == (3, 6)
+    before = [parameter.clone() for parameter in model.parameters()]
+    trainer.step()
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    measured = build_dataset(place_of(config, dataset="synthetic", model="mlp"))
+    assert (measured.num_classes, measured.input_shape) == (10, (1, 28, 28))
+    other = build_dataset(place_of(config, dataset="synthetic", model="mlp", dataset_options={"num_classes": 3}))
+    assert (other.num_classes, other.input_shape) == (3, (1, 28, 28))

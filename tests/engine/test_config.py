@@ -53,6 +53,10 @@ from ddpcore.engine.config import BOOKKEEPING
         ({"schedule": "step", "milestones": [2, 1]}, "milestones is (2.0, 1.0): they must ascend"),
         ({"model_options": {"dropuot": 0.1}}, "model_options has no 'dropuot' here: did you mean 'dropout'?"),
         (
+            {"dataset_options": {"num_classes": 3}, "dataset": "mnist"},
+            "dataset_options has no 'num_classes' here: it takes",
+        ),
+        (
             {"optimizer_options": {"momentun": 0.1}},
             "optimizer_options has no 'momentun' here: did you mean 'momentum'?",
         ),
@@ -112,6 +116,12 @@ def test_overrides() -> None:
     assert row.optimizer_options == {"momentum": 0.9, "weight_decay": 0.0}
     assert row.policies == {"rng": "reset", "momentum": "average"}
     assert base.overridden({"optimizer": "adamw"}).optimizer_options == {}, "another optimizer, other options"
+    speech = TrainConfig(epochs=3, dataset="synthetic_speech", dataset_options={"num_frames": 3})
+    assert speech.overridden({"dataset_options": {"num_classes": 4}}).dataset_options == {
+        "num_frames": 3,
+        "num_classes": 4,
+    }
+    assert speech.overridden({"dataset": "mnist"}).dataset_options == {}
     short = base.overridden({"steps": 7})
     assert (short.epochs, short.steps) == (None, 7)
     assert (short.overridden({"epochs": 2}).epochs, short.overridden({"epochs": 2}).steps) == (2, None)

@@ -1,0 +1,93 @@
+"""Feature frames of your own: a folder of NumPy or HDF5 files."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddpcore.data.base import Dataset, Split
+
+try:
+    import h5py
+except ImportError:  # the extra `hdf5`: only HDF5 files need it
+    h5py = None
+
+NUMPY = (".npz",)
+HDF5 = (".h5", ".hdf5")
+ARRAYS = ("inputs", "labels")
+
+
+def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
+    """data_dir/train and, if it is there, data_dir/test: the files of each, by name in order, one after the other.
+
+    A file is an .npz or, with h5py, an .h5 or .hdf5, and holds `inputs` float32 [N, frames, features] and `labels`
+    int64 [N]. All of it is read into memory. Without num_classes the classes are counted: the largest label and one.
+
+    ValueError, one line that names the file or folder, if there is none, one cannot be read, an array is missing, is of
+    another type or shape, holds a number that is not finite or a negative label, or labels do not fit num_classes.
+    """
+    root = Path(data_dir)
+    train = _split(root / "train")
+    test = _split(root / "test") if (root / "test").exists() else None
+    splits = [split for split in (train, test) if split is not None]
+    shapes = [tuple(split.inputs.shape[1:]) for split in splits]
+    if shapes[0] != shapes[-1]:
+        raise ValueError(f"{root}: train has samples of {list(shapes[0])}, test of {list(shapes[1])}, make them alike")
+    found = 1 + max(int(split.labels.max()) for split in splits)
+    if num_classes is not None and found > num_classes:
+        raise ValueError(f"{root}: there is a label {found - 1} for {num_classes} classes, raise num_classes")
+    return Dataset("features", train, test, max(2, found) if num_classes is None else num_classes, shapes[0])
+
+
+def _split(folder: Path) -> Split:
+    paths = sorted(path for path in folder.glob("*") if path.suffix in (*NUMPY, *HDF5))
+    if not paths:
+        raise ValueError(f"{folder}: holds no .npz, .h5 or .hdf5 file, pass as --data-dir the folder that holds train")
+    parts = [_checked(path, _read(path)) for path in paths]
+    shape = parts[0][0].shape[1:]
+    for path, (inputs, _) in zip(paths, parts, strict=True):
+        if inputs.shape[1:] != shape:
+            raise ValueError(
+                f"{path}: samples are {list(inputs.shape[1:])}, those of {paths[0].name} {list(shape)}, make them alike"
+            )
+    inputs, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Split(torch.from_numpy(inputs), torch.from_numpy(labels))
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """Those of ARRAYS that a file holds."""
+    if path.suffix in HDF5 and h5py is None:
+        raise ValueError(f"{path}: HDF5 needs h5py: pip install 'ddpcore[hdf5]', or write .npz files")
+    try:
+        if path.suffix in HDF5:
+            with h5py.File(path, "r") as file:
+                return {name: file[name][()] for name in ARRAYS if isinstance(file.get(name), h5py.Dataset)}
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in ARRAYS if name in file}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: cannot be read ({reason}), write it again") from error
+
+
+def _checked(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels of a file, once they are what they must be."""
+    for name, dtype, axes in (("inputs", np.float32, "[N, frames, features]"), ("labels", np.int64, "[N]")):
+        if name not in arrays:
+            raise ValueError(f"{path}: holds no array '{name}', save inputs and labels")
+        array = arrays[name]
+        if array.dtype != dtype or array.ndim != axes.count(",") + 1:
+            raise ValueError(
+                f"{path}: {name} are {array.dtype} {list(array.shape)}, they must be {np.dtype(dtype)} {axes}"
+            )
+    inputs, labels = arrays["inputs"], arrays["labels"]
+    if len(inputs) != len(labels) or inputs.size == 0:
+        raise ValueError(f"{path}: {list(inputs.shape)} inputs and {len(labels)} labels, save as many, at least one")
+    if not np.isfinite(inputs).all():
+        raise ValueError(f"{path}: inputs hold numbers that are not finite, leave those samples out")
+    if labels.min() < 0:
+        raise ValueError(f"{path}: there is a label {labels.min()}, number the classes from 0")
+    return inputs, labels

@@ -1,0 +1,124 @@
+"""Synthetic speech: hidden Markov states that emit correlated feature frames. Nothing in it was ever spoken.
+
+It has what makes acoustic modelling hard for large batches, uneven classes and frames that only make sense together.
+As its source is known, so is the smallest error that any classifier can reach: `Source.log_posterior`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddpcore.data.base import Dataset, Split
+
+NUM_CLASSES = 32
+TEST_SHARE = 0.2  # of the samples, the last ones
+STAY = 0.75  # probability that a state lasts another frame: four frames on average
+LATENT = 8  # dimensions in which states differ, at most
+SPREAD = 0.75  # standard deviation of the states' means in each of them; that of the noise is 1
+CORRELATION = 0.5  # of the noise of a frame with that of the frame before
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A generator of sequences of frames.
+
+    States s_t are a Markov chain that stays with probability STAY and else draws a state anew, k with a probability
+    proportional to 1 / (k + 1) (Zipf's law), which is therefore the frequency of k at each frame. In a latent space a
+    frame is m[s_t] + e_t with noise e_t = r e_{t-1} + sqrt(1 - r^2) n_t, r = CORRELATION, and n_t standard normal; what
+    is seen is that times a random matrix, features of mean 0 and variance about 1.
+
+    Attributes:
+        prior_C: probabilities of the states.
+        means_CD: m, one row a state.
+        mixing_DF: from latent dimensions to features; D is at most F.
+    """
+
+    prior_C: Tensor
+    means_CD: Tensor
+    mixing_DF: Tensor
+
+    @staticmethod
+    def draw(num_classes: int, num_features: int, generator: torch.Generator) -> Source:
+        """Means and mixing matrix at random."""
+        latent = min(LATENT, num_features)
+        weights = 1 / torch.arange(1, num_classes + 1, dtype=torch.float64)
+        prior = weights / weights.sum()
+        means = SPREAD * torch.randn(num_classes, latent, generator=generator, dtype=torch.float64)
+        means -= prior @ means
+        mixing = torch.randn(latent, num_features, generator=generator, dtype=torch.float64)
+        return Source(prior, means, mixing / math.sqrt(latent * (1 + SPREAD**2)))
+
+    def sample(self, num_samples: int, num_frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Frames float64 [N, frames, F] and states int64 [N, frames], each sample a sequence of its own."""
+        size = (num_samples, num_frames)
+        fresh = torch.multinomial(self.prior_C, num_samples * num_frames, replacement=True, generator=generator)
+        states = fresh.view(size)
+        stays = torch.rand(size, generator=generator) < STAY
+        noise = torch.randn(*size, self.means_CD.shape[1], generator=generator, dtype=torch.float64)
+        for t in range(1, num_frames):
+            states[:, t] = torch.where(stays[:, t], states[:, t - 1], states[:, t])
+            noise[:, t] = CORRELATION * noise[:, t - 1] + math.sqrt(1 - CORRELATION**2) * noise[:, t]
+        return (self.means_CD[states] + noise) @ self.mixing_DF, states
+
+    def log_posterior(self, inputs: Tensor) -> Tensor:
+        """Log probabilities float64 [N, C] of the middle frame's state, given all frames [N, frames, F].
+
+        Exact, by the forward-backward recursion; its maximum is the classifier that no other beats. Takes N C^2 numbers
+        of memory.
+        """
+        latent = inputs.double() @ torch.linalg.pinv(self.mixing_DF)
+        middle = latent.shape[1] // 2
+        forward = self.prior_C.log() - 0.5 * _squares(latent[:, 0, None] - self.means_CD)
+        for t in range(1, middle + 1):
+            forward = torch.logsumexp(forward[:, :, None] + self._log_step(latent, t), dim=1)
+        backward = torch.zeros_like(forward)
+        for t in range(latent.shape[1] - 1, middle, -1):
+            backward = torch.logsumexp(self._log_step(latent, t) + backward[:, None, :], dim=2)
+        return torch.log_softmax(forward + backward, dim=1)
+
+    def _log_step(self, latent: Tensor, t: int) -> Tensor:
+        """Of state j at t and frame t, given state i and frame t - 1: [N, C, C], but for a constant."""
+        move = (1 - STAY) * self.prior_C.expand(len(self.prior_C), -1) + STAY * torch.eye(len(self.prior_C))
+        before = CORRELATION * (latent[:, t - 1, None] - self.means_CD)
+        now = latent[:, t, None] - self.means_CD
+        return move.log() - _squares(now[:, None, :] - before[:, :, None]) / (2 * (1 - CORRELATION**2))
+
+
+def load(
+    num_classes: int = NUM_CLASSES,
+    seed: int = 0,
+    *,
+    num_frames: int = 21,
+    num_features: int = 40,
+    num_samples: int = 10_000,
+) -> Dataset:
+    """Samples float32 [frames, features], each with the state of frame frames // 2; the last fifth is the test split.
+
+    The seed decides states, frames and what they are made of; the global generator is left alone. The source of them is
+    `Source.draw(num_classes, num_features, torch.Generator().manual_seed(seed))`.
+    ValueError for fewer than 2 classes, 1 frame, 1 feature or 5 samples, or a negative seed.
+    """
+    for name, value, least in (
+        ("num_classes", num_classes, 2),
+        ("num_frames", num_frames, 1),
+        ("num_features", num_features, 1),
+        ("num_samples", num_samples, 5),
+        ("seed", seed, 0),
+    ):
+        if value < least:
+            raise ValueError(f"synthetic_speech: {name} is {value}, it must be at least {least}")
+    generator = torch.Generator().manual_seed(seed)
+    inputs, states = Source.draw(num_classes, num_features, generator).sample(num_samples, num_frames, generator)
+    samples, labels = inputs.float(), states[:, num_frames // 2].contiguous()
+    num_train = num_samples - int(num_samples * TEST_SHARE)
+    train = Split(samples[:num_train], labels[:num_train])
+    test = Split(samples[num_train:], labels[num_train:])
+    return Dataset("synthetic_speech", train, test, num_classes, (num_frames, num_features))
+
+
+def _squares(vectors: Tensor) -> Tensor:
+    return vectors.square().sum(dim=-1)

@@ -1,0 +1,129 @@
+"""Features from files made here, whole and damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpcore import data
+from ddpcore.data import features
+
+
+def arrays(num_samples: int, seed: int = 0, frames: int = 3, num_features: int = 4) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    inputs = rng.standard_normal((num_samples, frames, num_features)).astype(np.float32)
+    return {"inputs": inputs, "labels": np.arange(num_samples, dtype=np.int64) % 5}
+
+
+def write(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".npz":
+        np.savez(path, **values)
+        return
+    h5py = pytest.importorskip("h5py", reason="h5py is not installed: pip install 'ddpcore[hdf5]'")
+    with h5py.File(path, "w") as file:
+        for name, value in values.items():
+            file[name] = value
+
+
+@pytest.mark.parametrize("suffix", ["npz", "h5", "hdf5"])
+def test_files_of_a_folder_follow_each_other_by_name(tmp_path: Path, suffix: str) -> None:
+    second, first, test = arrays(2, 1), arrays(7, 2), arrays(3, 3)
+    write(tmp_path / "train" / f"b.{suffix}", second)
+    write(tmp_path / "train" / f"a.{suffix}", first)
+    write(tmp_path / "test" / f"only.{suffix}", test)
+    (tmp_path / "train" / "notes.txt").write_text("not a file of features")
+    built = data.build("features", data_dir=tmp_path)
+    assert (built.name, built.num_classes, built.input_shape) == ("features", 5, (3, 4))
+    assert built.test is not None
+    expected = np.concatenate([first["inputs"], second["inputs"]])
+    np.testing.assert_array_equal(built.train.inputs.numpy(), expected)
+    np.testing.assert_array_equal(built.train.labels.numpy(), [0, 1, 2, 3, 4, 0, 1, 0, 1])
+    np.testing.assert_array_equal(built.test.inputs.numpy(), test["inputs"])
+    assert built.train.inputs.dtype == torch.float32 and built.train.labels.dtype == torch.int64
+
+
+def test_without_a_test_folder_there_is_no_test_split_and_more_classes_may_be_named(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "a.npz", arrays(4))
+    built = data.build("features", data_dir=str(tmp_path), num_classes=9, num_validation=1)
+    assert built.test is None and built.num_classes == 9 and built.validation is not None
+    with pytest.raises(ValueError, match="there is a label 3 for 3 classes, raise num_classes"):
+        data.build("features", data_dir=tmp_path, num_classes=3)
+
+
+def refused(root: Path, *words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        data.build("features", data_dir=root)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_missing_folders(tmp_path: Path) -> None:
+    refused(tmp_path, str(tmp_path / "train"), "holds no .npz, .h5 or .hdf5 file", "--data-dir")
+    write(tmp_path / "train" / "a.npz", arrays(4))
+    (tmp_path / "test").mkdir()
+    refused(tmp_path, str(tmp_path / "test"), "holds no .npz")
+    with pytest.raises(ValueError, match="pass --data-dir"):
+        data.build("features")
+
+
+@pytest.mark.parametrize("suffix", ["npz", "h5"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": None}, "holds no array 'labels', save inputs and labels"),
+        ({"inputs": None}, "holds no array 'inputs'"),
+        ({"inputs": np.zeros((4, 3, 4))}, "inputs are float64 [4, 3, 4], they must be float32 [N, frames, features]"),
+        ({"inputs": np.zeros((4, 3), np.float32)}, "inputs are float32 [4, 3], they must be"),
+        ({"labels": np.zeros(4, np.int32)}, "labels are int32 [4], they must be int64 [N]"),
+        ({"labels": np.zeros((4, 1), np.int64)}, "labels are int64 [4, 1], they must be int64 [N]"),
+        ({"labels": np.zeros(3, np.int64)}, "[4, 3, 4] inputs and 3 labels, save as many"),
+        ({"labels": np.array([0, 1, -1, 2])}, "there is a label -1, number the classes from 0"),
+        ({"inputs": np.full((4, 3, 4), np.nan, np.float32)}, "not finite, leave those samples out"),
+        ({"inputs": np.zeros((0, 3, 4), np.float32), "labels": np.zeros(0, np.int64)}, "at least one"),
+    ],
+)
+def test_wrong_arrays_are_named(tmp_path: Path, suffix: str, change: dict[str, Any], message: str) -> None:
+    values = {name: value for name, value in (arrays(4) | change).items() if value is not None}
+    path = tmp_path / "train" / f"a.{suffix}"
+    write(path, values)
+    refused(tmp_path, f"{path}: ", message)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "h5"])
+@pytest.mark.parametrize("content", [b"", b"rubbish that is no archive", None])
+def test_damaged_files_are_named(tmp_path: Path, suffix: str, content: bytes | None) -> None:
+    path = tmp_path / "train" / f"a.{suffix}"
+    write(path, arrays(4))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    refused(tmp_path, f"{path}: cannot be read (", "write it again")
+
+
+def test_pickles_in_an_archive_are_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "train" / "a.npz"
+    write(path, arrays(4) | {"labels": np.array([print], dtype=object)})
+    refused(tmp_path, f"{path}: cannot be read (", "allow_pickle")
+
+
+def test_samples_of_different_sizes(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "a.npz", arrays(4))
+    write(tmp_path / "train" / "b.npz", arrays(4, frames=2))
+    refused(tmp_path, "b.npz: samples are [2, 4], those of a.npz [3, 4], make them alike")
+    write(tmp_path / "train" / "b.npz", arrays(4))
+    write(tmp_path / "test" / "c.npz", arrays(4, num_features=5))
+    refused(tmp_path, "train has samples of [3, 4], test of [3, 5], make them alike")
+
+
+def test_hdf5_without_h5py_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "train" / "a.h5"
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    monkeypatch.setattr(features, "h5py", None)
+    refused(tmp_path, f"{path}: HDF5 needs h5py: pip install 'ddpcore[hdf5]'")
