@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -66,9 +67,11 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         if path.suffix in HDF5:
             with h5py.File(path, "r") as file:
                 return {name: file[name][()] for name in ARRAYS if isinstance(file.get(name), h5py.Dataset)}
+        if not zipfile.is_zipfile(path):
+            raise ValueError("no zip archive")
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in ARRAYS if name in file}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: cannot be read ({reason}), write it again") from error
 

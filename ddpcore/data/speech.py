@@ -16,7 +16,7 @@ from ddpcore.data.base import Dataset, Split
 
 NUM_CLASSES = 32
 TEST_SHARE = 0.2  # of the samples, the last ones
-STAY = 0.75  # probability that a state lasts another frame: four frames on average
+STAY = 0.75  # probability that a state lasts another frame: some four frames in all
 LATENT = 8  # dimensions in which states differ, at most
 SPREAD = 0.75  # standard deviation of the states' means in each of them; that of the noise is 1
 CORRELATION = 0.5  # of the noise of a frame with that of the frame before

@@ -106,6 +106,20 @@ def test_damaged_files_are_named(tmp_path: Path, suffix: str, content: bytes | N
     refused(tmp_path, f"{path}: cannot be read (", "write it again")
 
 
+def test_archives_that_only_look_whole(tmp_path: Path) -> None:
+    path = tmp_path / "train" / "a.npz"
+    write(path, arrays(4))
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+    refused(tmp_path, f"{path}: cannot be read (no zip archive)")
+    np.savez_compressed(path, **arrays(200))
+    spoiled = bytearray(path.read_bytes())
+    for i in range(200, len(spoiled) // 2):
+        spoiled[i] ^= 0x5A
+    path.write_bytes(spoiled)
+    refused(tmp_path, f"{path}: cannot be read (", "write it again")
+
+
 def test_pickles_in_an_archive_are_not_run(tmp_path: Path) -> None:
     path = tmp_path / "train" / "a.npz"
     write(path, arrays(4) | {"labels": np.array([print], dtype=object)})
