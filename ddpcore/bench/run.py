@@ -48,6 +48,7 @@ def build_dataset(plan: Plan, *, first: bool) -> data.Dataset:
         verify=first,
     )
     models.check_input(config.model, dataset.input_shape)
+    models.check_options(config.model, config.model_options or {})
     data.ShardedBatches(len(dataset.train), config.batch_size, plan.world_size, config.seed)
     return dataset
 
