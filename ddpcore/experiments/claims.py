@@ -1,10 +1,10 @@
 """Published claims as predicates over rows: ``mean("lars-8192") > mean("sgdm-8192") + 5``.
 
-A predicate is an expression of Python's grammar, of which these nodes alone are known: numbers, ``+ - * /``, comparisons,
-``and``, ``or``, ``not``, and the functions below. Nothing of it is run as Python.
+A predicate is an expression of Python's grammar, of which these nodes alone are known: numbers, ``+ - * /``,
+comparisons, ``and``, ``or``, ``not``, and the functions below. Nothing of it is run as Python.
 
-- ``mean(row)``, ``min(row)``, ``max(row)``, ``std(row)``: of the row's metric over seeds, of the study's first metric or of
-  the one named second: ``mean("single", "seconds")``; ``std`` divides by one less than the number of seeds.
+- ``mean(row)``, ``min(row)``, ``max(row)``, ``std(row)``: over seeds, of the study's first metric or of the one
+  named second, as in ``mean("single", "seconds")``; ``std`` divides by one less than the number of seeds.
 - ``abs(number)``.
 - ``diverged(row)``: whether the loss of every seed left the finite numbers, or went above the row's bound.
 - ``all_seeds(truth)``: whether it holds for each seed that all of its rows have; ``value(row)`` is that seed's number.
@@ -188,22 +188,22 @@ class _Evaluation:
             if not common:
                 raise _NotRun("its rows have no seed in common")
             return all(replace(self, seed=seed).of(args[0]) for seed in sorted(common))
-        row, *more = [arg.value for arg in args if isinstance(arg, ast.Constant)]
-        seeds = self.outcomes[str(row)]
+        row, metric = [*(str(ast.literal_eval(arg)) for arg in args), self.metric][:2]
+        seeds = self.outcomes[row]
         if name == "diverged":
             return all(outcome.diverged for outcome in seeds.values())
         if name == "value":
             assert self.seed is not None
-            return next(self._values(str(row), {self.seed: seeds[self.seed]}, *more))
-        values = list(self._values(str(row), seeds, *more))
+            return next(self._values(row, {self.seed: seeds[self.seed]}, metric))
+        values = list(self._values(row, seeds, metric))
         if name == "std" and len(values) < 2:
             raise _NotRun(f"the spread of {row} needs two seeds")
         return _OVER_SEEDS[name](values)
 
-    def _values(self, row: str, seeds: Mapping[int, Outcome], metric: Any = None) -> Iterator[float]:
+    def _values(self, row: str, seeds: Mapping[int, Outcome], metric: str) -> Iterator[float]:
         for seed, outcome in seeds.items():
-            value = outcome.metrics.get(metric or self.metric)
+            value = outcome.metrics.get(metric)
             if value is None:
                 why = "diverged" if outcome.diverged else f"has none with seed {seed}"
-                raise _NotRun(f"no {metric or self.metric} of {row}: it {why}")
+                raise _NotRun(f"no {metric} of {row}: it {why}")
             yield value

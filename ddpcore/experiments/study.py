@@ -67,7 +67,9 @@ class Row:
         try:
             config = TrainConfig.from_dict(values)
             if self.kill_rank is not None and not (self.ranks and self.kill_rank < config.learners):
-                raise ValueError(f"kill_rank is {self.kill_rank}: its {config.learners} learners must be ranks above it")
+                raise ValueError(
+                    f"kill_rank is {self.kill_rank}: its {config.learners} learners must be ranks above it"
+                )
             if config.learners % self.hosts:
                 raise ValueError(f"learners is {config.learners}: it must be a multiple of hosts, {self.hosts}")
         except ValueError as error:
@@ -181,7 +183,9 @@ def _study(name: str, values: Mapping[str, Any]) -> Study:
     return study
 
 
-def _row(name: str, entries: Any, shared: Mapping[str, Any], groups: Mapping[str, Any], scales: Mapping[str, Any]) -> Row:
+def _row(
+    name: str, entries: Any, shared: Mapping[str, Any], groups: Mapping[str, Any], scales: Mapping[str, Any]
+) -> Row:
     where = f"row {name}"
     _check(where, entries, _ROW, _FIELDS)
     if not name or name.startswith(".") or set(name) & set('/\\,"'):
