@@ -36,6 +36,19 @@ def mix(numel: int, options: argparse.Namespace) -> Case:
     )
 
 
+def noise(numel: int, options: argparse.Namespace) -> Case:
+    """Reads and writes weights: 8 bytes an element in fp32. What it costs is arithmetic."""
+    left, right = randn(numel, options), randn(numel, options)
+    drawn = ops.Noise(std=1e-3, seed=0, step=0)
+    return Case(
+        "mix_, noise alone",
+        lambda: ops.mix_(left, [], 1.0, [], drawn),
+        lambda: right.add_(torch.randn_like(right), alpha=1e-3),
+        "torch eager",
+        2 * itemsize(options) * numel,
+    )
+
+
 def mix_stacked_eager(weights: Tensor, matrix: Tensor) -> Tensor:
     """What one would write without the kernel."""
     distances = torch.linalg.vector_norm(weights - weights.mean(dim=0), dim=1, dtype=torch.float32).square()
@@ -68,4 +81,4 @@ def mix_tall_stack(numel: int, options: argparse.Namespace) -> Case:
 
 
 if __name__ == "__main__":
-    main(__doc__, [mix, mix_stacked, mix_tall_stack])
+    main(__doc__, [mix, noise, mix_stacked, mix_tall_stack])

@@ -153,7 +153,15 @@ struct LambArgs {
     int64_t updates_block;   // first block of that batch
 };
 
-// weights <- self_weight * weights + sum_k peer_weights[k] * peers[k], added in the order of k.
+// std * the standard normals of random.h: element i of a tensor takes number first + i.
+struct Noise {
+    float std;  // 0: none
+    uint64_t seed;
+    uint64_t step;
+    int64_t first;  // of the elements' numbers, not negative
+};
+
+// weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise, added in the order of k.
 struct MixArgs {
     void* weights;
     const void* const* peers;   // host memory, num_peers pointers of the same dtype and numel as weights
@@ -164,6 +172,7 @@ struct MixArgs {
     DType dtype;
     double* partials;  // scratch [num_blocks, num_peers]: one row a block
     double* sums;      // [num_peers]: squared distance of the weights (before mixing) to each peer
+    Noise noise{};
 };
 
 // MixArgs followed by one SGD step on the mixed weights.

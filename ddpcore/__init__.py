@@ -1,6 +1,7 @@
 """Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
 
-from ddpcore.parallel import Distributed, distribute
+from ddpcore.distributed import Distributed
+from ddpcore.parallel import distribute
 from ddpcore.policies import Policies
 from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, NoisySSGD, PushSum, Single, SlowMo
 from ddpcore.topology import (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -155,12 +156,11 @@ class Published:
             self._error_LP = wanted - self.rows_LP
         return message
 
-    def prepare(self, weights_LP: Tensor, neighbors: tuple[int, ...]) -> None:
-        """Before the first message: estimates of the neighbours, where differences are sent."""
-        if self.codec.differences:
-            for neighbor in neighbors:
-                if neighbor not in self._neighbors:
-                    self._neighbors[neighbor] = weights_LP[:1].clone()
+    def prepare(self, weights_LP: Tensor, neighbors: Iterable[int]) -> None:
+        """Before the first message, where differences are sent: estimates of the neighbours, which start as we do."""
+        for neighbor in neighbors:
+            if neighbor not in self._neighbors:
+                self._neighbors[neighbor] = weights_LP[:1].clone()
 
     def decode(self, neighbor: int, message: Tensor, like_LP: Tensor) -> Tensor:
         """A neighbour's published row ``[P]`` after its message, uint8 ``[X]``."""

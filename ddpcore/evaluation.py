@@ -31,12 +31,13 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
     views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
     if isinstance(model, StackedModel):
         values = {name: stack[0].clone() for name, stack in views.items()}
-        return single_model(model.module, values, average_buffers=batch_norm != "local")
-    result = copy.deepcopy(model)
-    for name, parameter in result.named_parameters():
-        if name in views:
-            parameter.data = views[name].clone()
-    if batch_norm != "local":
+        result = single_model(model.module, values, average_buffers=batch_norm != "local")
+    else:
+        result = copy.deepcopy(model)
+        for name, parameter in result.named_parameters():
+            if name in views:
+                parameter.data = views[name].clone()
+    if batch_norm != "local" and len(comm.learners) < comm.num_learners:
         average_buffers(result, learner)
     return result
 
@@ -45,9 +46,9 @@ def average_buffers(model: nn.Module, learner: Learner) -> None:
     """Floating-point buffers become their mean over the ranks. Collective."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            row = row_of(buffer)
-            learner.comm.average_(row).wait()
-            buffer.data = row.view(buffer.shape)
+            rows = row_of(buffer).repeat(len(learner.comm.learners), 1)
+            learner.comm.average_(rows).wait()
+            buffer.data = rows[0].view(buffer.shape)
 
 
 @torch.no_grad()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ddpcore.buckets import GradientBuckets
 from ddpcore.comm.base import Communicator
+from ddpcore.comm.grid import GridCommunicator
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
-from ddpcore.evaluation import BATCH_NORM, average_buffers, averaged_model, recalibrate, row_of
+from ddpcore.distributed import Distributed, Engine
+from ddpcore.evaluation import row_of
 from ddpcore.flat import FlatParameters, MiB
 from ddpcore.learner import Learner
 from ddpcore.optim import FusedOptimizer
@@ -46,14 +43,13 @@ def distribute(
         model: its parameters that need a gradient must all be in ``optimizer``.
         optimizer: any ``torch.optim.Optimizer``; ddpcore's fused ones take the one-pass path.
         strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
-        learners: None, one learner a rank of ``group``. A number, that many virtual learners in this process: call the
-            returned ``.model`` with ``[learners, batch, ...]`` and add up the learners' losses.
-        group: the process group; None is the default one.
+        learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
+            ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.
+        group: the process group; None is the default one for real ranks, and none for virtual learners.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
-        first_bucket_bytes: size of the first one.
-        policies: what becomes of momentum, batch normalisation statistics, scaler and random numbers when learners
-            average; None keeps each learner's own.
+        first_bucket_bytes: size of the first.
+        policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
         scaler: of mixed precision, for the policy of that name.
 
     Returns:
@@ -70,6 +66,43 @@ def distribute(
             raise ValueError(f"{strategy.name} averages nothing of its own: leave policies= out")
         comm = strategy.connect(group)
         return Distributed(strategy.wrap(model, group), comm)
+    _check(model, optimizer, strategy, scaler)
+    comm = _connect(learners, group)
+    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    flat = FlatParameters(model.named_parameters(), stack=learners, **buckets)
+    learner = Learner(flat, comm, optimizer)
+    strategy.setup(learner)
+    strategy.in_use = True
+    _IN_USE.add(optimizer)
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.bind(flat)
+    comm.broadcast_(flat.param_LP)
+    if learners is None:
+        _broadcast_buffers(model, comm)
+    else:
+        model = StackedModel(model, learners, vectorize)
+    return Engine(model, learner, strategy, Companions(policies or Policies(), model, learner, strategy, scaler))
+
+
+_IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _connect(learners: int | None, group: dist.ProcessGroup | None) -> Communicator:
+    if learners is None:
+        return ProcessGroupCommunicator(group)
+    return VirtualCommunicator(learners) if group is None else GridCommunicator(learners, group)
+
+
+def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+    for buffer in model.buffers():
+        row = row_of(buffer)
+        comm.broadcast_(row)
+        buffer.data = row.view(buffer.shape)
+
+
+def _check(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, scaler: torch.amp.GradScaler | None
+) -> None:
     _check_optimizer(model, optimizer)
     if scaler is not None and not strategy.averages_gradients and not scales_inside(optimizer):
         raise ValueError(
@@ -78,276 +111,6 @@ def distribute(
         )
     if strategy.in_use or optimizer in _IN_USE:
         raise ValueError("the strategy or the optimizer already serves a distribute() call: make a new one for this")
-    comm = ProcessGroupCommunicator(group) if learners is None else VirtualCommunicator(learners)
-    flat = FlatParameters(
-        model.named_parameters(), stack=learners, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bucket_bytes
-    )
-    learner = Learner(flat, comm, optimizer)
-    strategy.setup(learner)
-    strategy.in_use = True
-    _IN_USE.add(optimizer)
-    if isinstance(optimizer, FusedOptimizer):
-        optimizer.bind(flat)
-    comm.broadcast_(flat.param_LP)
-    if learners is not None:
-        model = StackedModel(model, learners, vectorize)
-    else:
-        for buffer in model.buffers():
-            row = row_of(buffer)
-            comm.broadcast_(row)
-            buffer.data = row.view(buffer.shape)
-    companions = Companions(policies or Policies(), model, learner, strategy, scaler)
-    return _Engine(model, learner, strategy, companions)
-
-
-class Distributed:
-    """A model in training. This class alone serves the baselines; a strategy's own is made by :func:`distribute`.
-
-    Attributes:
-        model: the module to call in the loop.
-        comm: the connection of its learners.
-        learner: weights, gradients and optimizer; None for the baselines.
-    """
-
-    learner: Learner | None = None
-
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.model = model
-        self.comm = comm
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients without averaging them."""
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            with self.model.no_sync():
-                yield
-        else:
-            yield
-
-    def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
-        """A copy of the model with the average of all learners' weights.
-
-        The model in training is not touched, whatever happens. Every rank must call this, and every rank gets the copy.
-
-        Args:
-            batch_norm: what becomes of floating-point buffers: ``average`` them, keep the ``local`` ones, or
-                ``recalibrate`` batch normalisation with the averaged weights.
-            batches: training inputs of this rank, for ``recalibrate``; see :func:`ddpcore.evaluation.recalibrate`.
-
-        Raises:
-            ValueError: no such choice, or one without the other.
-        """
-        if batch_norm not in BATCH_NORM:
-            raise ValueError(f"unknown batch_norm {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
-        if (batch_norm == "recalibrate") != (batches is not None):
-            raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
-        model = self._copy(batch_norm)
-        if batches is not None:
-            recalibrate(model, batches)
-            self._share_buffers(model)
-        return model
-
-    def _copy(self, batch_norm: str) -> nn.Module:
-        inner: nn.Module = self.model
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            inner = self.model.module
-        return copy.deepcopy(inner)
-
-    def _share_buffers(self, model: nn.Module) -> None:
-        """Bring what ranks found apart together."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the states of model, optimizer and random numbers."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave, after model and optimizer have been loaded. Every rank must call it.
-
-        Raises:
-            ValueError: it is the state of another model.
-        """
-
-    @torch.no_grad()
-    def consensus_distance(self) -> float:
-        """Root mean square, over learners, of the distance between a learner's weights and the average weights.
-
-        ``sqrt(1/n sum_j |w_j - w_a|^2)``, Kong et al. 2021. Every rank must call this.
-        """
-        weights_LP = self._weights_LP()
-        average_LP = weights_LP.clone()
-        self.comm.average_(average_LP).wait()
-        distances = (weights_LP.double() - average_LP.double()).square().sum(dim=1)
-        return float(self.comm.gather(distances).mean().sqrt())
-
-    def _weights_LP(self) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])[None]
-
-
-class _Engine(Distributed):
-    """Sets the hooks and passes their events on to the strategy."""
-
-    learner: Learner
-
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, companions: Companions) -> None:
-        super().__init__(model, learner.comm)
-        self.learner = learner
-        self.strategy = strategy
-        self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
-        self._new_order: list[int] | None = None
-        self._laid_out = False  # by a checkpoint, whose state belongs to its layout
-        self._buckets: GradientBuckets | None = None
-        if strategy.averages_gradients:
-            self._buckets = GradientBuckets(
-                learner.flat, lambda columns: strategy.bucket_ready(learner, columns), self._after_backward
-            )
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-            if closure is not None and not strategy.takes_closure:
-                raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
-            self._before_step()
-
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            learner.step += 1
-            with torch.no_grad():
-                strategy.after_step(learner)
-                if strategy.meets(learner.step):
-                    companions.meet()
-            # The kernels write through the flat buffer: autograd must know, to refuse a graph of the old weights.
-            torch.autograd.graph.increment_version(learner.flat.parameters)
-
-        self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(model, learner, strategy))
-        learner.optimizer.register_step_pre_hook(before_step)
-        learner.optimizer.register_step_post_hook(after_step)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See :class:`Distributed`."""
-        if self._buckets is None:
-            yield
-            return
-        paused, self._buckets.paused = self._buckets.paused, True
-        try:
-            yield
-        finally:
-            self._buckets.paused = paused
-
-    @torch.no_grad()
-    def _copy(self, batch_norm: str) -> nn.Module:
-        model = averaged_model(self.model, self.learner, batch_norm)
-        for module in model.modules():
-            module._forward_pre_hooks.pop(self._forward_hook.id, None)
-        return model
-
-    @torch.no_grad()
-    def _share_buffers(self, model: nn.Module) -> None:
-        if not isinstance(self.model, StackedModel):  # one process has seen all batches
-            average_buffers(model, self.learner)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See :class:`Distributed`: the step, the layout of the flat buffer, and the strategy's state."""
-        learner = self.learner
-        return {"step": learner.step, "layout": list(learner.flat.names), "strategy": self.strategy.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`Distributed`."""
-        flat = self.learner.flat
-        if sorted(state["layout"]) != sorted(flat.names):
-            raise ValueError("the state is of a model with other parameters: load it into the model it came from")
-        self._lay_out([flat.names.index(name) for name in state["layout"]])
-        self._laid_out = True
-        self.learner.step = state["step"]
-        self.strategy.load_state_dict(self.learner, state["strategy"])
-
-    def _weights_LP(self) -> Tensor:
-        return self.learner.flat.param_LP
-
-    @torch.no_grad()
-    def _after_backward(self, order: list[int]) -> None:
-        self.strategy.after_backward(self.learner)
-        flat = self.learner.flat
-        seen = {index for index, parameter in enumerate(flat.parameters) if parameter.grad is not None}
-        if self._used is None:
-            self._agree(order, seen)
-        assert self._used is not None
-        for index, (parameter, used) in enumerate(zip(flat.parameters, self._used, strict=True)):
-            if used and index not in seen and parameter.requires_grad:
-                parameter.grad = flat.grad_views[index]  # a gradient on another rank: step alike
-            elif index in seen and not used:
-                raise RuntimeError(
-                    f"parameter {flat.names[index]} got a gradient after a first backward pass in which it had none on "
-                    "any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
-                )
-
-    def _agree(self, order: list[int], seen: set[int]) -> None:
-        """Agree on which parameters are in use and, for the buckets, on rank 0's order of gradients."""
-        flat, comm = self.learner.flat, self.learner.comm
-        num = len(flat.segments)
-        complete = order + sorted(set(range(num)).difference(order))
-        rows = flat.param_LP.shape[0]
-        mask = torch.zeros(num, dtype=torch.int64, device=flat.param_LP.device)
-        mask[list(seen)] = 1
-        self._used = comm.gather(mask.expand(rows, num)).any(dim=0).tolist()
-        agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
-        comm.broadcast_(agreed)
-        self._new_order = None if self._laid_out else agreed[0].tolist()
-
-    def _check_parameters(self) -> None:
-        """What the user may have changed since distribute() and would otherwise go wrong in silence."""
-        flat = self.learner.flat
-        for name, parameter, pointer in zip(flat.names, flat.parameters, flat.param_pointers, strict=True):
-            if parameter.data_ptr() != pointer:
-                raise RuntimeError(
-                    f"parameter {name} has left the flat buffer (.to(), .data = or vector_to_parameters): "
-                    "change weights in place, with copy_"
-                )
-        for group in self.learner.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._members:
-                    raise RuntimeError(
-                        f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute(): "
-                        "do so before it, and freeze by a zero learning rate"
-                    )
-
-    @torch.no_grad()
-    def _before_step(self) -> None:
-        self._check_parameters()
-        if self._new_order is not None:
-            self._lay_out(self._new_order)  # between backward and step nothing is in flight, no graph needs old places
-            self._new_order = None
-        self.strategy.before_step(self.learner)
-
-    def _lay_out(self, order: list[int]) -> None:
-        self.learner.flat.reorder(order)
-        if self._used is not None:
-            self._used = [self._used[index] for index in order]
-        if self._buckets is not None:
-            self._buckets.rebuild()
-
-
-class _ForwardHook:
-    """Tells the strategy of a forward pass that trains. A copy of the model, or a saved one, has nothing to tell."""
-
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy) -> None:
-        self._model, self._learner, self._strategy = model, learner, strategy
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._strategy.before_forward(self._learner)
-
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        return
-
-
-_IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

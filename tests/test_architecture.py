@@ -24,6 +24,7 @@ FLOORS: dict[str, float] = {
     "learner": 4.5,
     "strategies": 5, "diagnostics": 5, "evaluation": 5,
     "policies": 5.5,
+    "distributed": 5.7,
     "parallel": 6,
     "": 6.5,  # ddpcore/__init__.py: what a user imports
     "launch": 6.7,
@@ -40,6 +41,7 @@ EXCEPTIONS: dict[str, str] = {
     "ddpcore/ops/sgd.py:sgd_step_": "one argument a line: its name, what it means, and how it is passed on",
     "ddpcore/ops/lars.py:lars_step_": "as sgd_step_",
     "ddpcore/ops/lamb.py:lamb_step_": "as sgd_step_",
+    "ddpcore/ops/mix_sgd.py:mix_sgd_step_": "as sgd_step_",
 }
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
 # Where other people's libraries are imported, by name and only if they are installed.

@@ -5,6 +5,10 @@
 
 namespace ddpcore {
 
+inline Noise noise_of(double std, int64_t seed, int64_t step, int64_t first) {
+    return {static_cast<float>(std), static_cast<uint64_t>(seed), static_cast<uint64_t>(step), first};
+}
+
 struct MixCall {
     std::vector<const void*> peers;
     std::vector<float> peer_weights;
@@ -14,7 +18,7 @@ struct MixCall {
 
     MixCall(
         const Tensor& weights, const Tensors& peer_tensors, double self_weight,
-        const std::vector<double>& weights_of_peers)
+        const std::vector<double>& weights_of_peers, const Noise& noise)
         : partials(new_sums(weights, {num_blocks_of(weights.numel()), static_cast<int64_t>(peer_tensors.size())})),
           sums(new_sums(weights, {static_cast<int64_t>(peer_tensors.size())})) {
         check_flat(weights, "weights");
@@ -29,15 +33,17 @@ struct MixCall {
             peers.push_back(peer.const_data_ptr());
         }
         for (double weight : weights_of_peers) peer_weights.push_back(static_cast<float>(weight));
-        args = {weights.mutable_data_ptr(),
-                peers.data(),
-                peer_weights.data(),
-                static_cast<int64_t>(peers.size()),
-                static_cast<float>(self_weight),
-                weights.numel(),
-                dtype_of(weights, "weights"),
-                partials.mutable_data_ptr<double>(),
-                sums.mutable_data_ptr<double>()};
+        args = {
+            weights.mutable_data_ptr(),
+            peers.data(),
+            peer_weights.data(),
+            static_cast<int64_t>(peers.size()),
+            static_cast<float>(self_weight),
+            weights.numel(),
+            dtype_of(weights, "weights"),
+            partials.mutable_data_ptr<double>(),
+            sums.mutable_data_ptr<double>(),
+            noise};
     }
 };
 

@@ -1,5 +1,5 @@
-// mix_: weights <- self_weight * weights + sum_k peer_weights[k] * peers[k]; 12 bytes an element with one peer in fp32.
-// mix_stacked_: the same for a stack of learners held in one process.
+// mix_: weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise; 12 bytes an element with one peer
+// in fp32. mix_stacked_: the same for a stack of learners held in one process.
 #include "mix.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ DDPCORE_CLONES void mix_(const MixArgs& args, int64_t begin_block, int64_t end_b
     with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
         T* weights = static_cast<T*>(args.weights);
-        if (args.num_peers == 1) {
+        if (args.num_peers == 1 && args.noise.std == 0.0f) {
             mix_one_peer<T>(args, begin_block, end_block, [=](int64_t first) __attribute__((always_inline)) {
                 T* out = weights + first;
                 return [=](int64_t i, float mixed) __attribute__((always_inline)) { out[i] = store<T>(mixed); };

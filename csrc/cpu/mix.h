@@ -4,15 +4,16 @@
 #include <algorithm>
 #include <vector>
 
+#include "../random.h"
 #include "dispatch.h"
 
 namespace ddpcore::cpu {
 
 inline constexpr int64_t kTile = 256;  // elements of unfinished mix, in L1 while there are several peers
 
-// One peer, the common case, in a single loop: all buffers are read side by side and written where they stand, which
-// the memory serves better than one after the other. use_at(first) gives the function that takes (i, mixed element
-// first + i).
+// One peer and no noise, the common case, in a single loop: all buffers are read side by side and written where they
+// stand, which the memory serves better than one after the other. use_at(first) gives the function that takes (i, mixed
+// element first + i).
 template <typename T, typename UseAt>
 DDPCORE_INLINE void mix_one_peer(const MixArgs& args, int64_t begin_block, int64_t end_block, UseAt&& use_at) {
     const float self_weight = args.self_weight, peer_weight = args.peer_weights[0];
@@ -48,7 +49,20 @@ DDPCORE_INLINE void mix_tile(const MixArgs& args, int64_t first, int64_t numel, 
     }
 }
 
-// Any number of peers: use(first, numel, mixed) takes a finished tile.
+// mixed[0:numel] += the noise of elements [first, first + numel), numel <= kTile. Numbers come in fours, so that the
+// first and the last four may reach beyond the elements.
+DDPCORE_INLINE void add_noise(const Noise& noise, int64_t first, int64_t numel, float* mixed) {
+    const auto index = static_cast<uint64_t>(noise.first + first), skipped = index % 4;
+    const uint64_t num_fours = (skipped + static_cast<uint64_t>(numel) + 3) / 4;
+    float normals[kTile + 4];
+    for (uint64_t i = 0; i < num_fours; ++i) {
+        const Normals four = four_normals(noise.seed, noise.step, index / 4 + i);
+        for (int k = 0; k < 4; ++k) normals[4 * i + k] = four.values[k];
+    }
+    for (int64_t i = 0; i < numel; ++i) mixed[i] = mix_element(mixed[i], noise.std, (normals + skipped)[i]);
+}
+
+// Any number of peers, and noise: use(first, numel, mixed) takes a finished tile.
 template <typename T, typename Use>
 DDPCORE_INLINE void mix_tiles(const MixArgs& args, int64_t begin_block, int64_t end_block, Use&& use) {
     std::vector<double> lanes(static_cast<size_t>(args.num_peers * kLanes));
@@ -59,6 +73,7 @@ DDPCORE_INLINE void mix_tiles(const MixArgs& args, int64_t begin_block, int64_t 
         for (int64_t first = block * kBlock; first < end; first += kTile) {
             const int64_t numel = std::min(kTile, end - first);
             mix_tile<T>(args, first, numel, mixed, lanes.data());
+            if (args.noise.std != 0.0f) add_noise(args.noise, first, numel, mixed);
             use(first, numel, mixed);
         }
         for (int64_t k = 0; k < args.num_peers; ++k) {

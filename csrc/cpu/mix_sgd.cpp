@@ -37,7 +37,7 @@ DDPCORE_CLONES void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, i
     const int flags = sgd_flags(args.rule, args.group);
     with_storage(args.mix.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
-        if (args.mix.num_peers == 1) {
+        if (args.mix.num_peers == 1 && args.mix.noise.std == 0.0f) {
             with_sgd_flags(flags, [&]<int constant>() __attribute__((always_inline)) {
                 mix_one_peer<T>(args.mix, begin_block, end_block, [&](int64_t first) __attribute__((always_inline)) {
                     const Place<T> place(args, scales, first);

@@ -1,5 +1,5 @@
-// mix_: weights <- self_weight * weights + sum_k peer_weights[k] * peers[k]. Traffic with one peer: 12 bytes an element
-// in fp32, 6 in bf16 and fp16; 4 or 2 for each further peer.
+// mix_: weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise. Traffic with one peer: 12 bytes an
+// element in fp32, 6 in bf16 and fp16; 4 or 2 for each further peer.
 // mix_stacked_: the same for a stack of learners on one device. Traffic: 8 bytes an element and learner in fp32, 4 in
 // bf16 and fp16, and half as much for each entry that is a row of others. Arithmetic and shared-memory reads follow the
 // entries.

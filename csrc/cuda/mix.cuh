@@ -1,6 +1,7 @@
 // A mix over one block, shared by mix_ and mix_sgd_step_: one thread's share of it, and the peers in kernel arguments.
 #pragma once
 
+#include "../random.h"
 #include "sum.cuh"
 
 namespace ddpcore::cuda {
@@ -19,6 +20,7 @@ struct MixTable {
     bool aligned;  // weights, all peers and, in mix_sgd_step_, the gradient and momentum
     const void* peers[capacity];
     float peer_weights[capacity];
+    Noise noise;
 };
 
 // Which part of the tensors a CUDA block is at.
@@ -32,6 +34,35 @@ template <int capacity>
 __device__ __forceinline__ Place place_of_block(const MixTable<capacity>& table, int64_t block) {
     const int64_t first = block * kBlock;
     return {block, first, static_cast<int>(min(kBlock, table.numel - first))};
+}
+
+// values[k] = number index + k: from one draw where index is a multiple of 4, as in all of a block or in none.
+__device__ __forceinline__ void normals_from(const Noise& noise, uint64_t index, float (&values)[4]) {
+    const Normals here = four_normals(noise.seed, noise.step, index / 4);
+    Normals next{};
+    if (index % 4 != 0) next = four_normals(noise.seed, noise.step, index / 4 + 1);
+    float both[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) both[k] = k < 4 ? here.values[k] : next.values[k - 4];
+#pragma unroll
+    for (int k = 0; k < 7; ++k) both[k] = (index & 1) != 0 ? both[k + 1] : both[k];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) values[k] = (index & 2) != 0 ? both[k + 2] : both[k];
+}
+
+// Four elements of the share at a time, in a loop that is not unrolled: drawing them is some hundred instructions, and
+// a share holds sixteen. `mixed` must stay in registers, so every turn names all of it.
+template <typename T>
+__device__ __forceinline__ void add_noise(float (&mixed)[kShare], const Noise& noise, int64_t first) {
+#pragma unroll 1
+    for (int four = 0; four < kShare; four += 4) {
+        float normals[4];
+        normals_from(noise, static_cast<uint64_t>(noise.first + first + place_of<kVector<T>>(four)), normals);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            if (i / 4 * 4 == four) mixed[i] = mix_element(mixed[i], noise.std, normals[i % 4]);
+        }
+    }
 }
 
 // weights <- the mix, rounded to the storage type; writes the block's row of partial sums. One peer at a time: to load
@@ -57,6 +88,7 @@ __device__ __forceinline__ void mix_share(
         const double total = block_sum(sum);
         if (threadIdx.x == 0) table.partials[place.block * table.num_peers + k] = total;
     }
+    if (table.noise.std != 0.0f) add_noise<T>(mixed, table.noise, place.first);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) weights[i] = store<T>(mixed[i]);
 }
@@ -70,6 +102,7 @@ MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
     table.num_blocks = num_blocks_of(args.numel);
     table.num_peers = static_cast<int32_t>(args.num_peers);
     table.self_weight = args.self_weight;
+    table.noise = args.noise;
     std::copy(args.peers, args.peers + args.num_peers, table.peers);
     std::copy(args.peer_weights, args.peer_weights + args.num_peers, table.peer_weights);
     table.aligned =

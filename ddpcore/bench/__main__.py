@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench``: strategies side by side, alone or under torchrun; ``... bench optim``: optimizers."""
+"""``python -m ddpcore.bench``: strategies side by side, alone or under torchrun; further benches by first word."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ddpcore import launch
-from ddpcore.bench import optim
+from ddpcore.bench import optim, topology
 from ddpcore.bench.config import parse, resolve
 from ddpcore.bench.run import build_dataset, run_rank
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"optim": optim.main}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"optim": optim.main, "topology": topology.main}
 """Further benches by the first word of the command line. Each raises ValueError where it cannot be run as it stands."""
 
 

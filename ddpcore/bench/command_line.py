@@ -19,7 +19,7 @@ Config = TypeVar("Config")
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A field that is a flag. ``more`` goes to ``argparse``."""
+    """A field that is a flag, or with ``positional=True`` a word without one. ``more`` goes to ``argparse``."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -51,7 +51,10 @@ def parse(config: type[Config], argv: Sequence[str] | None, *, prog: str, descri
         options = dict(item.metadata)
         default = ",".join(item.default) if isinstance(item.default, tuple) else item.default
         options["help"] += "" if default in (None, MISSING) else f" (default: {default})"
-        parser.add_argument(flag(item.name), dest=item.name, default=argparse.SUPPRESS, **options)
+        if options.pop("positional", False):
+            parser.add_argument(item.name, nargs="?", default=argparse.SUPPRESS, **options)
+        else:
+            parser.add_argument(flag(item.name), dest=item.name, default=argparse.SUPPRESS, **options)
     return config(**vars(parser.parse_args(argv)))
 
 

@@ -12,9 +12,13 @@ from ddpcore.bench import command_line
 from ddpcore.bench.command_line import BOOLEAN, check_choice, check_names, check_writable, flag, names, option
 from ddpcore.comm import choose_backend
 from ddpcore.comm.choice import BACKENDS, Choice
+from ddpcore.compression import CODECS
 from ddpcore.data import ShardedBatches
+from ddpcore.strategies import Baseline, Strategy
 
 TOPOLOGIES = topology.names()
+ORDERS = strategies.ORDERS
+COMPRESSIONS = ("none", *CODECS)
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -34,16 +38,21 @@ class BenchConfig:
         type=names,
     )
     topology: str = option("random_pair", f"who averages with whom in dpsgd: {', '.join(TOPOLOGIES)}")
+    order: str = option(ORDERS[0], f"of dpsgd: {', '.join(ORDERS)}")
+    staleness: int = option(0, "of dpsgd: 1 lets an exchange take a further step", type=int)
+    compression: str = option("none", f"of dpsgd's messages: {', '.join(COMPRESSIONS)}")
+    noise_std: float = option(0.01, "of noisy_ssgd", type=float)
+    local_size: int = option(2, "learners a host, of --topology hierarchical", type=int)
     model: str = option("simplenet", ", ".join(models.names()))
     dataset: str = option("synthetic", ", ".join(data.names()))
-    data_dir: Path | None = option(None, "folder that holds MNIST/raw or the like", type=Path)
+    data_dir: Path | None = option(None, "folder that holds MNIST/raw, cifar-10-batches-py or the like", type=Path)
     download: bool = option(False, "fetch missing files into --data-dir first", action=BOOLEAN)
     normalize: bool = option(False, "images to mean 0 and std 1 a channel", action=BOOLEAN)
     augment: bool = option(False, "random crops, and flips but for digits", action=BOOLEAN)
     batch_size: int = option(256, "global, over all learners", type=int)
     lr: float = option(0.05, "learning rate", type=float)
     momentum: float = option(0.9, "momentum", type=float)
-    period: int = option(8, "steps between two averages in local_sgd", type=int)
+    period: int = option(8, "steps between two averages in local_sgd and slowmo", type=int)
     steps: int = option(300, "steps of each strategy", type=int)
     seed: int = option(0, "of weights, batches and pairs", type=int)
     device: str = option("auto", ", ".join(DEVICES))
@@ -51,11 +60,11 @@ class BenchConfig:
     json: Path | None = option(None, "write the result to this file", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "batch_size", "steps", "period"):
+        for name in ("world_size", "batch_size", "steps", "period", "local_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{flag(name)} is {value}: it must be at least 1")
-        for name in ("lr", "momentum"):
+        for name in ("lr", "momentum", "noise_std"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{flag(name)} is {value}: it must be a number of at least 0")
@@ -63,6 +72,7 @@ class BenchConfig:
             raise ValueError(f"--seed is {self.seed}: it must be at least 0 and below 2^62")
         for name, allowed in (
             ("topology", TOPOLOGIES),
+            ("compression", COMPRESSIONS),
             ("model", models.names()),
             ("dataset", data.names()),
             ("device", DEVICES),
@@ -71,8 +81,31 @@ class BenchConfig:
             check_choice(name, getattr(self, name), allowed)
         if self.strategies is not None:
             check_names("strategies", self.strategies, strategies.names(), "strategy")
+        for name in self.strategies or ():
+            self.strategy(name)
         if self.json is not None:
             check_writable(self.json.resolve())
+
+    def strategy(self, name: str) -> Strategy | Baseline:
+        """A new strategy of that name, with the options of this run.
+
+        Raises:
+            ValueError: its options do not go together.
+        """
+        given = {
+            "period": self.period,
+            "order": self.order,
+            "staleness": self.staleness,
+            "compression": self.compression,
+            "std": self.noise_std,
+            "seed": self.seed,
+        }
+        known = strategies.options(name)
+        return strategies.build(
+            name,
+            topology=topology.build(self.topology, self.seed, self.local_size),
+            **{option: value for option, value in given.items() if option in known},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +134,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int) -> Plan:
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)
     if choice.backend == "gloo" and device == "cuda" and num_gpus < world_size:
         raise ValueError(f"--backend gloo: {world_size} ranks would share {num_gpus} GPU: use --backend virtual")
-    topology.build(config.topology, config.seed).validate(world_size)
+    topology.build(config.topology, config.seed, config.local_size).validate(world_size)
     chosen = config.strategies or ("ddp", "ssgd", "dpsgd", "local_sgd")
     notes = []
     if choice.backend == "virtual" and "ddp" in chosen:
@@ -127,5 +160,5 @@ def parse(argv: Sequence[str] | None = None) -> BenchConfig:
         argv,
         prog="python -m ddpcore.bench",
         description="Train one model with several strategies, interleaved, and print what each costs and reaches.",
-        epilog="Further benches, each with its own --help: python -m ddpcore.bench optim",
+        epilog="Further benches, each with its own --help: python -m ddpcore.bench optim|topology",
     )

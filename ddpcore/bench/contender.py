@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddpcore import models, parallel, strategies, topology
+from ddpcore import models, parallel, strategies
 from ddpcore.bench.config import Plan
 from ddpcore.comm.base import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
@@ -78,9 +78,7 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
         optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, fused=True)
     else:
         optimizer = FusedSGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    chosen = strategies.Single.name if alone else name
-    options = {"period": config.period} if "period" in strategies.options(chosen) else {}
-    strategy = strategies.build(chosen, topology=topology.build(config.topology, config.seed), **options)
+    strategy = config.strategy(strategies.Single.name if alone else name)
     handle = parallel.distribute(
         model, optimizer, strategy, learners=plan.world_size if virtual and not alone else None
     )

@@ -161,7 +161,7 @@ def _rows(plan: Plan, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "strategy": result["name"],
-                "topology": plan.config.topology if result["name"] == "dpsgd" else None,
+                "topology": plan.config.topology if result["name"] in ("dpsgd", "slowmo", "push_sum") else None,
                 "world_size": 1 if alone else plan.world_size,
                 "samples_per_s": quantiles(rates)["p50"],
                 "step_ms": result["step_ms"],

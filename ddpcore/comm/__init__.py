@@ -2,6 +2,7 @@
 
 from .base import Communicator, Exchange, Work
 from .choice import Choice, choose_backend
+from .grid import GridCommunicator
 from .process import ProcessGroupCommunicator
 from .virtual import VirtualCommunicator
 
@@ -9,6 +10,7 @@ __all__ = [
     "Choice",
     "Communicator",
     "Exchange",
+    "GridCommunicator",
     "ProcessGroupCommunicator",
     "VirtualCommunicator",
     "Work",

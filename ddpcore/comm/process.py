@@ -25,6 +25,22 @@ from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
 
+def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or the default one.
+
+    Raises:
+        ValueError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised: start the script with torchrun and call "
+            "torch.distributed.init_process_group(), or pass learners= for virtual learners"
+        )
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None
+    return chosen
+
+
 class ProcessGroupCommunicator(Communicator):
     """Learner j is rank j of the group.
 
@@ -33,12 +49,7 @@ class ProcessGroupCommunicator(Communicator):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if not dist.is_initialized():
-            raise ValueError(
-                "torch.distributed is not initialised: start the script with torchrun and call "
-                "torch.distributed.init_process_group(), or pass learners= for virtual learners"
-            )
-        self.group = group if group is not None else dist.group.WORLD
+        self.group = default_group(group)
         self.rank = dist.get_rank(self.group)
         self.num_learners = dist.get_world_size(self.group)
         self.learners = (self.rank,)

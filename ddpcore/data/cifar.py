@@ -110,14 +110,15 @@ def _split(variant: Variant, folder: Path, names: tuple[str, ...], verify: bool)
 def _read(variant: Variant, folder: Path, name: str, verify: bool) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 [N, 3072] and labels int64 [N] of one file."""
     binary = folder.name == variant.binary_folder
-    path = folder / (name + ".bin" if binary else name)
-    path, content = files.read(path, variant.md5 if verify else {}, f"unpack the whole archive into {folder}")
-    images, labels = _parse_binary(variant, path, content) if binary else _parse_pickle(variant, path, content)
+    file = files.read(folder / (name + ".bin" if binary else name), f"unpack the whole archive into {folder.parent}")
+    path, parse = file.path, _parse_binary if binary else _parse_pickle
+    images, labels = parse(variant, path, file.content)
     if len(labels) == 0:
         raise ValueError(f"{path}: it holds no samples, fetch it again")
     if labels.min() < 0 or labels.max() >= variant.num_classes:
         wrong = labels.max() if labels.max() >= variant.num_classes else labels.min()
         raise ValueError(f"{path}: label {wrong} is outside 0..{variant.num_classes - 1}, fetch it again")
+    files.compare(file, variant.md5 if verify else {})
     return images, labels
 
 

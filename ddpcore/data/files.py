@@ -8,12 +8,20 @@ import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 
-def read(path: Path, md5: Mapping[str, str], advice: str) -> tuple[Path, bytes]:
-    """The content of a file, or of its .gz unpacked, and the path it came from; the plain file wins.
+class File(NamedTuple):
+    """What was read: where from, the content, and the bytes as they lie there, packed or not."""
 
-    md5 has canonical checksums by file name: another content is a warning with both sums, and is read all the same.
+    path: Path
+    content: bytes
+    stored: bytes
+
+
+def read(path: Path, advice: str) -> File:
+    """A file, or its .gz unpacked; the plain file wins.
+
     ValueError, ending with the advice where there is no file, if it is missing, unreadable or a corrupt gzip.
     """
     packed = path.with_name(path.name + ".gz")
@@ -21,22 +29,20 @@ def read(path: Path, md5: Mapping[str, str], advice: str) -> tuple[Path, bytes]:
     if not found.exists():
         raise ValueError(f"{path}: no such file, nor its .gz, {advice}")
     try:
-        content = found.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{found}: cannot be read ({error.strerror}), make it a readable file") from error
-    _compare(found, content, md5)
-    if found == path:
-        return path, content
-    try:
-        return packed, gzip.decompress(content)
+        stored = found.read_bytes()
+        return File(found, stored if found == path else gzip.decompress(stored), stored)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{packed}: corrupt gzip ({error}), fetch it again") from error
+    except OSError as error:
+        raise ValueError(f"{found}: cannot be read ({error.strerror}), make it a readable file") from error
 
 
-def _compare(path: Path, content: bytes, md5: Mapping[str, str]) -> None:
-    expected = md5.get(path.name)
+def compare(file: File, md5: Mapping[str, str]) -> None:
+    """Warn, with both sums, if a file, once it made sense, is not the canonical one of its name."""
+    expected = md5.get(file.path.name)
     if expected is None:
         return
-    actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    actual = hashlib.md5(file.stored, usedforsecurity=False).hexdigest()
     if actual != expected:
-        warnings.warn(f"{path}: MD5 {actual} is not {expected}, the canonical file's: reading it anyway", stacklevel=5)
+        text = f"{file.path}: MD5 {actual} is not {expected}, the canonical file's: using it all the same"
+        warnings.warn(text, stacklevel=2)

@@ -48,17 +48,18 @@ def load(data_dir: str | Path, verify: bool = True) -> Dataset:
 
 def _split(folder: Path, names: Sequence[str], md5: Mapping[str, str]) -> Split:
     advice = "pass as --data-dir the folder that holds MNIST/raw"
-    (images_path, images_bytes), (labels_path, labels_bytes) = (
-        files.read(folder / name, md5, advice) for name in names
-    )
-    images = _parse(images_path, images_bytes, _IMAGES_MAGIC, INPUT_SHAPE[1:])
-    labels = _parse(labels_path, labels_bytes, _LABELS_MAGIC, ())
+    images_file, labels_file = (files.read(folder / name, advice) for name in names)
+    images = _parse(images_file.path, images_file.content, _IMAGES_MAGIC, INPUT_SHAPE[1:])
+    labels = _parse(labels_file.path, labels_file.content, _LABELS_MAGIC, ())
     if len(images) != len(labels):
         raise ValueError(
-            f"{images_path}: {len(images)} images, but {labels_path.name} has {len(labels)} labels, fetch both again"
+            f"{images_file.path}: {len(images)} images, but {labels_file.path.name} has {len(labels)} labels, "
+            "fetch both again"
         )
     if int(labels.max()) >= NUM_CLASSES:
-        raise ValueError(f"{labels_path}: label {int(labels.max())} is above {NUM_CLASSES - 1}, fetch it again")
+        raise ValueError(f"{labels_file.path}: label {int(labels.max())} is above {NUM_CLASSES - 1}, fetch it again")
+    files.compare(images_file, md5)
+    files.compare(labels_file, md5)
     return Split(images.unsqueeze(1), labels.long())
 
 

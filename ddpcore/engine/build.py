@@ -21,11 +21,7 @@ from ddpcore.strategies import Baseline
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the learners of a config live: in this process all, or one in each rank of a process group.
-
-    Raises:
-        ValueError: the ranks are not as many as the learners, or are not connected, or the device is not there.
-    """
+    """Where the learners of a config live: in this process all, or equally many in each rank of a process group."""
 
     config: TrainConfig
     world: World
@@ -33,14 +29,18 @@ class Place:
 
     @classmethod
     def of(cls, config: TrainConfig, world: World | None) -> Place:
-        """The place of this process."""
+        """The place of this process.
+
+        Raises:
+            ValueError: learners and ranks do not fit, ranks are not connected, or the device is not there.
+        """
         world = World() if world is None else world
         if world.world_size > 1 and not dist.is_initialized():
             raise ValueError(
                 f"a world of {world.world_size} needs a process group: start ranks with ddpcore.launch.run"
             )
-        if world.world_size > 1 and world.world_size != config.learners:
-            raise ValueError(f"learners is {config.learners} and there are {world.world_size} ranks: make them equal")
+        if config.learners % world.world_size:
+            raise ValueError(f"learners is {config.learners}: make it a multiple of the {world.world_size} ranks")
         kind = config.device
         if kind == "auto":
             kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,8 +51,14 @@ class Place:
 
     @property
     def real(self) -> bool:
-        """Whether each learner is a rank."""
+        """Whether there are other processes."""
         return self.world.world_size > 1
+
+    @property
+    def learners(self) -> list[int]:
+        """Those of this process."""
+        each = self.config.learners // self.world.world_size
+        return list(range(self.world.rank * each, (self.world.rank + 1) * each))
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -143,12 +149,13 @@ def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
         max_grad_norm=config.max_grad_norm,
     )
     strategy = config.make_strategy()
-    stacked = not place.real and not isinstance(strategy, Baseline)
+    stacked = not isinstance(strategy, Baseline) and (not place.real or len(place.learners) > 1)
     handle = parallel.distribute(
         model,
         optimizer,
         strategy,
-        learners=config.learners if stacked else None,
+        learners=len(place.learners) if stacked else None,
+        group=dist.group.WORLD if place.real else None,
         policies=Policies(**config.policies) if config.policies else None,
     )
     torch.manual_seed(config.seed + 1 + rank)  # the weights are made: dropout differs from rank to rank
@@ -157,7 +164,7 @@ def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
         optimizer,
         dataset.to(place.device),
         batches,
-        learners=list(range(config.learners)) if stacked else [rank],
+        learners=place.learners,
         stacked=stacked,
         schedule=schedule,
         accumulation=config.accumulation,

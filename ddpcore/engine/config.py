@@ -319,7 +319,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return _plain(value)  # a copy, as a file would hold it
     if hint is str and isinstance(value, Path):
         return str(value)
-    if type(value) is hint:
+    if type(value) is hint and hint is not float:
         return value
     spoken = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
     wanted = spoken.get(hint, "a mapping" if get_origin(hint) is Mapping else "a list of numbers")

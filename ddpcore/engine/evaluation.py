@@ -49,18 +49,16 @@ def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicato
         num_classes: C.
         comm: who takes part.
     """
-    device = split.labels.device
-    samples = torch.arange(len(split), device=device)
-    shared = len(comm.learners) < comm.num_learners
-    if shared:
-        samples = samples.tensor_split(comm.num_learners)[comm.learners[0]]
-    loss = torch.zeros(1, dtype=torch.float64, device=device)
-    confusion = torch.zeros(num_classes, num_classes + 1, dtype=torch.int64, device=device)
-    for chunk in samples.split(BATCH_SIZE) if len(samples) else ():
+    device, num_rows = split.labels.device, len(comm.learners)
+    samples = torch.arange(len(split), device=device).tensor_split(comm.num_learners // num_rows)
+    mine = samples[comm.learners[0] // num_rows]
+    loss = torch.zeros(num_rows, dtype=torch.float64, device=device)  # a row a learner, and all of it in the first
+    confusion = torch.zeros(num_rows, num_classes, num_classes + 1, dtype=torch.int64, device=device)
+    for chunk in mine.split(BATCH_SIZE) if len(mine) else ():
         inputs, labels = split.batch(chunk)
         logits = model(inputs).float()
-        loss += F.cross_entropy(logits, labels, reduction="sum")
-        confusion += confusion_matrix(logits, labels)
-    if shared:
-        loss, confusion = comm.gather(loss).sum(0, keepdim=True), comm.gather(confusion[None]).sum(0)
-    return Evaluation(loss=loss.item() / len(split), confusion=confusion.cpu())
+        loss[0] += F.cross_entropy(logits, labels, reduction="sum")
+        confusion[0] += confusion_matrix(logits, labels)
+    return Evaluation(
+        loss=comm.gather(loss).sum().item() / len(split), confusion=comm.gather(confusion).sum(dim=0).cpu()
+    )

@@ -18,9 +18,9 @@ class RunRecord:
     Attributes:
         path: the file.
         header: ``kind`` "run": config, num_parameters, num_samples, device, versions, commit, date.
-        epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training), samples_per_s,
-            consensus_distance, evaluation_seconds, total_seconds, and where there was an evaluation split, loss,
-            accuracy, precision, recall, f1, specificity, all of that split and 0..1.
+        epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training),
+            samples_per_s, consensus_distance, evaluation_seconds, total_seconds, and where there was an evaluation
+            split, loss, accuracy, precision, recall, f1, specificity, all of that split and 0..1.
         final: ``kind`` "end": step, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch,
             total_seconds, and test, the scores of the test split, of a run that was evaluated on the validation split;
             empty while the run is not over.

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.distributed import Distributed
 from ddpcore.engine.evaluation import Evaluation, evaluate
-from ddpcore.parallel import Distributed
 from ddpcore.schedules import Schedule
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,10 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define
 
+NOISE_SCHEMA = "float noise_std, int noise_seed, int noise_step, int noise_first"
 
-def _fake_mix(weights: Tensor, peers: list[Tensor], self_weight: float, peer_weights: list[float]) -> Tensor:
+
+def _fake_mix(weights: Tensor, peers: list[Tensor], *args: Any, **noise: Any) -> Tensor:
     return weights.new_empty((len(peers),), dtype=torch.float64)
 
 
@@ -23,7 +27,7 @@ def _fake_mix_stacked(
 
 
 _mix = define(
-    "mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights) -> Tensor",
+    f"mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, *, {NOISE_SCHEMA}) -> Tensor",
     reference.mix_,
     _fake_mix,
 )
@@ -36,22 +40,53 @@ _mix_stacked = define(
 
 @dataclass(frozen=True)
 class Noise:
-    """STUB"""
+    """Gaussian noise of constant variance, the last term of an average: ``std`` times standard normals.
+
+    The normal of an element depends on (``seed``, ``step``, its index) alone: it has the same bits on every rank,
+    device and instruction set, for any number of threads, and wherever a buffer is cut.
+
+    Args:
+        std: standard deviation; 0 is no noise.
+        seed: from 0 to 2**63 - 1. Another seed is another sequence.
+        step: from 0 to 2**63 - 1; so is another step.
+        first: the index of the first element, not negative: where the tensor begins in the buffer that it is a part of.
+
+    Raises:
+        ValueError: one of them is out of its range.
+    """
 
     std: float
     seed: int
     step: int
     first: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.std < math.inf:
+            raise ValueError(f"std must be finite and not negative, got {self.std}")
+        for name in ("seed", "step", "first"):
+            if not 0 <= getattr(self, name) < 2**63:
+                raise ValueError(f"{name} must be from 0 to 2**63 - 1, got {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class Mixture:
-    """What ``mix_`` takes beside the learner's own weights: the neighbours' weights and what each counts."""
+    """What ``mix_`` takes beside the learner's own weights: the neighbours' weights, what each counts, and noise."""
 
     peers: Sequence[Tensor]
     self_weight: float
     peer_weights: Sequence[float]
     noise: Noise | None = None
+
+    def columns(self, begin: int, end: int) -> Mixture:
+        """The mixture of elements ``[begin, end)`` alone; all have the noise that they have in the whole."""
+        noise = None if self.noise is None else replace(self.noise, first=self.noise.first + begin)
+        return replace(self, peers=[peer[begin:end] for peer in self.peers], noise=noise)
+
+
+def noise_arguments(noise: Noise | None) -> dict[str, Any]:
+    """Noise as the operators take it."""
+    noise = noise or Noise(std=0.0, seed=0, step=0)
+    return {f"noise_{name}": getattr(noise, name) for name in ("std", "seed", "step", "first")}
 
 
 def mix_(
@@ -61,13 +96,15 @@ def mix_(
     peer_weights: Sequence[float],
     noise: Noise | None = None,
 ) -> Tensor:
-    """``weights <- self_weight * weights + sum_k peer_weights[k] * peers[k]``, in place, in one pass.
+    """``weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise``, in place, in one pass.
 
     Args:
         weights: contiguous, of any shape; float32, bfloat16 or float16 (arithmetic is fp32).
         peers: any number of tensors like ``weights``, none of them ``weights`` itself. Added in this order.
         self_weight: the learner's weight for itself.
         peer_weights: one a peer.
+        noise: added in fp32, before the result is rounded to the storage type; None: none. A captured CUDA graph
+            repeats the noise of its own step.
 
     Returns:
         float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
@@ -75,7 +112,7 @@ def mix_(
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not fit.
     """
-    return _mix(weights, peers, self_weight, peer_weights)
+    return _mix(weights, peers, self_weight, peer_weights, **noise_arguments(noise))
 
 
 def mix_stacked_(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddpcore.ops import reference
 from ddpcore.ops.library import define
+from ddpcore.ops.mix import NOISE_SCHEMA, Noise, noise_arguments
 
 
 def _fake(weights: Tensor, peers: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -19,7 +20,7 @@ def _fake(weights: Tensor, peers: list[Tensor], *args: Any, **kwargs: Any) -> Te
 _mix_sgd_step = define(
     "mix_sgd_step_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, Tensor grad, "
     "Tensor(b!)? momentum_buffer, Tensor(c!)? step, *, float lr, float momentum, float dampening, "
-    "float weight_decay, bool nesterov, bool decoupled, bool maximize) -> Tensor",
+    f"float weight_decay, bool nesterov, bool decoupled, bool maximize, {NOISE_SCHEMA}) -> Tensor",
     reference.mix_sgd_step_,
     _fake,
 )
@@ -41,6 +42,7 @@ def mix_sgd_step_(
     nesterov: bool = False,
     decoupled: bool = False,
     maximize: bool = False,
+    noise: Noise | None = None,
 ) -> Tensor:
     """``mix_`` and then ``sgd_step_``, bit for bit, with ``weights`` read and written once.
 
@@ -55,13 +57,14 @@ def mix_sgd_step_(
         grad: like ``weights``. Not changed.
         momentum_buffer: like ``weights``, changed in place; None where ``momentum`` is 0.
         step: None, or one float32: steps taken so far, raised by one. At 0 the buffer holds nothing yet.
-        lr: and all that follow: as in :func:`ddpcore.ops.sgd_step_`.
+        lr: and all to ``maximize``: as in :func:`ddpcore.ops.sgd_step_`.
         momentum: see there.
         dampening: see there.
         weight_decay: see there.
         nesterov: see there.
         decoupled: see there.
         maximize: see there.
+        noise: of the mix: see :func:`ddpcore.ops.mix_`.
 
     Returns:
         float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
@@ -84,4 +87,5 @@ def mix_sgd_step_(
         nesterov=nesterov,
         decoupled=decoupled,
         maximize=maximize,
+        **noise_arguments(noise),
     )

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ddpcore.ops.random import add_noise
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -314,13 +317,15 @@ def _bounded(value: float, low: float, high: float) -> float:
     return high if value > high else value
 
 
-def mix_(weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weights: Sequence[float]) -> Tensor:
+def mix_(
+    weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weights: Sequence[float], **noise: Any
+) -> Tensor:
     """Twin of :func:`ddpcore.ops.mix_`."""
     distances = [(_wide(weights) - _wide(peer)).double().square().sum() for peer in peers]
     mixed = self_weight * _wide(weights)
     for peer_weight, peer in zip(peer_weights, peers, strict=True):
         mixed = mixed + peer_weight * _wide(peer)
-    weights.copy_(mixed)
+    weights.copy_(add_noise(mixed, **noise))
     return torch.stack(distances) if distances else weights.new_empty((0,), dtype=torch.float64)
 
 
@@ -357,9 +362,10 @@ def mix_sgd_step_(
     nesterov: bool,
     decoupled: bool,
     maximize: bool,
+    **noise: Any,
 ) -> Tensor:
     """Twin of :func:`ddpcore.ops.mix_sgd_step_`: one after the other."""
-    distances = mix_(weights, peers, self_weight, peer_weights)
+    distances = mix_(weights, peers, self_weight, peer_weights, **noise)
     sgd_step_(
         [weights],
         [grad],

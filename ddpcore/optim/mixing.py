@@ -52,8 +52,9 @@ class MixingOptimizer(FusedOptimizer):
                 continue
             if mixture is not None:
                 for begin, end in self._runs_of(group, flat):
-                    peers = [peer[begin:end] for peer in mixture.peers]
-                    ops.mix_(flat.param_LP[0, begin:end], peers, mixture.self_weight, mixture.peer_weights)
+                    part = mixture.columns(begin, end)
+                    weights = flat.param_LP[0, begin:end]
+                    ops.mix_(weights, part.peers, part.self_weight, part.peer_weights, part.noise)
             others.append(group)
         if others:
             self.step_lists(others)
@@ -105,16 +106,18 @@ class MixingOptimizer(FusedOptimizer):
         else:
             for index, (begin, end) in enumerate(runs):
                 weights, grad, momentum = columns[index]
+                part = mixture.columns(begin, end)
                 ops.mix_sgd_step_(
                     weights[0],
-                    [peer[begin:end] for peer in mixture.peers],
-                    mixture.self_weight,
-                    mixture.peer_weights,
+                    part.peers,
+                    part.self_weight,
+                    part.peer_weights,
                     grad[0],
                     None if momentum is None else momentum[0],
                     None if step is None else step if index == len(runs) - 1 else step.clone(),  # counted once
                     lr=group["lr"],
                     weight_decay=group["weight_decay"],
+                    noise=part.noise,
                     **rule,
                 )
         if not torch.compiler.is_compiling():

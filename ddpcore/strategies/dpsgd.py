@@ -134,9 +134,8 @@ class DPSGD(Strategy):
         weights_LP = learner.flat.param_LP
         rows, published = weights_LP, None
         if self._published is not None:
-            # What no learner does at a step, a neighbour need not know of.
-            neighbors = self.topology.round(step, learner.comm.learners[0], learner.comm.num_learners).sources
-            self._published.prepare(weights_LP, neighbors)
+            if self._published.codec.differences:
+                self._published.prepare(weights_LP, self._neighbors(learner, step))
             rows = self._published.encode(weights_LP)
             published = self._published.rows_LP
         elif self.staleness:
@@ -144,6 +143,12 @@ class DPSGD(Strategy):
         else:
             self._versions = [parameter._version for parameter in learner.flat.parameters]
         self._under_way.append(_Pending(learner.comm.exchange(rows, self.topology, step), rows, published))
+
+    def _neighbors(self, learner: Learner, step: int) -> set[int]:
+        """Of the learners held here, those that are held elsewhere."""
+        comm = learner.comm
+        rounds = (self.topology.round(step, rank, comm.num_learners) for rank in comm.learners)
+        return {source for plan in rounds for source in plan.sources}.difference(comm.learners)
 
     def _finish(self, learner: Learner, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Use the oldest exchange; in the optimizer's next step if it can."""

@@ -134,7 +134,8 @@ class Hypercube(Static):
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         """The learners one bit away, weights 1 / (log2 n + 1)."""
         check(step, rank, num_learners)
-        return _both_ways(rank ^ (1 << bit) for bit in range(len(self.translations(num_learners))))
+        num_bits = sum(length > 1 for length in self.translations(num_learners))
+        return _both_ways(rank ^ (1 << bit) for bit in range(num_bits))
 
     def translations(self, num_learners: int) -> tuple[int, ...]:
         """The cube, two a side."""

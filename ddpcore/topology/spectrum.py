@@ -19,7 +19,8 @@ from ddpcore.topology.rounds import TOLERANCE, sums
 Vector = npt.NDArray[np.float64]
 
 MAX_DENSE = 512  # learners up to which a dense matrix is the simplest and quickest
-_OUTSIDE = 1e-6  # how far beyond [-1, 1] a shift lies: it is no eigenvalue, and so (W - shift) can be inverted
+_OUTSIDE = 1e-6  # how far above 1 a shift lies: it is no eigenvalue, and so W less the shift can be inverted
+_ROUGH = 1e-4  # tolerance of a first guess
 
 
 def is_doubly_stochastic(mixing: csr_array) -> bool:
@@ -72,7 +73,7 @@ def extreme_eigenvalue(mixing: csr_array, which: str) -> float:
     """The smallest eigenvalue (SA) of a symmetric W, or the largest (LA) beside that of the mean.
 
     Lanczos iteration is slow where eigenvalues crowd at the end, as those of long paths do. Such graphs fall apart at
-    few edges, so that their inverse is cheap, and in it a crowd near 1 or -1 is far apart.
+    few edges, so that W less a shift is cheap to invert, and in the inverse the crowd near the shift is far apart.
     """
     num_learners = mixing.shape[0]
     if num_learners <= MAX_DENSE:
@@ -82,9 +83,12 @@ def extreme_eigenvalue(mixing: csr_array, which: str) -> float:
         start -= start.mean()
     operator = mixing if which == "SA" else _deviation([mixing])
     try:
-        return float(eigsh(operator, k=1, which=which, v0=start, maxiter=300, return_eigenvectors=False)[0])
+        return float(eigsh(operator, k=1, which=which, v0=start, maxiter=100, return_eigenvectors=False)[0])
     except ArpackNoConvergence:
-        shift = 1 + _OUTSIDE if which == "LA" else -1 - _OUTSIDE
+        shift = 1 + _OUTSIDE
+        if which == "SA":  # what iteration finds lies inside the spectrum, by the tolerance at most
+            shift = _converged(lambda: eigsh(mixing, k=1, which="SA", v0=start, tol=_ROUGH, return_eigenvectors=False))
+            shift -= 2 * _ROUGH
         # Of the two nearest the lesser one: the other is 1, or the last but one. The error is 1e-8 of their distance.
         nearest = eigsh(csc_array(mixing), k=2, sigma=shift, v0=start, tol=1e-8, return_eigenvectors=False)
         return float(nearest.min())

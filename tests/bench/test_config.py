@@ -24,6 +24,7 @@ def test_defaults() -> None:
 def test_every_flag(tmp_path: Path) -> None:
     line = (
         "--world-size 3 --strategies dpsgd,ssgd --topology ring --model mlp --dataset mnist --data-dir /somewhere "
+        "--order adapt_then_combine --compression int8 --noise-std 0.5 --staleness 0 "
         f"--batch-size 96 --lr 0.5 --momentum 0 --period 4 --steps 7 --seed 11 --device cpu --backend gloo "
         f"--json {tmp_path / 'out.json'}"
     )
@@ -31,6 +32,9 @@ def test_every_flag(tmp_path: Path) -> None:
         world_size=3,
         strategies=("dpsgd", "ssgd"),
         topology="ring",
+        order="adapt_then_combine",
+        compression="int8",
+        noise_std=0.5,
         model="mlp",
         dataset="mnist",
         data_dir=Path("/somewhere"),
@@ -64,7 +68,8 @@ def test_spaces_between_strategies() -> None:
         ({"lr": -0.1}, "--lr is -0.1"),
         ({"momentum": -0.1}, "--momentum is -0.1"),
         ({"momentum": float("nan")}, "--momentum is nan"),
-        ({"topology": "star"}, "--topology 'star': choose from complete, ring, random_pair"),
+        ({"topology": "spiral"}, "--topology 'spiral': choose from complete, ring, star"),
+        ({"local_size": 0}, "--local-size is 0"),
         ({"model": "vgg"}, "--model 'vgg': choose from"),
         ({"dataset": "cifar"}, "--dataset 'cifar': choose from"),
         ({"device": "tpu"}, "--device 'tpu': choose from"),

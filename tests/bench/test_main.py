@@ -140,9 +140,11 @@ REFUSED = [
     ("--world-size 0", "--world-size is 0"),
     ("--world-size -2", "--world-size is -2"),
     ("--strategies sgd", "unknown strategy 'sgd'"),
-    ("--model resnet", "unknown --model 'resnet'"),
+    ("--model vgg", "unknown --model 'vgg'"),
     ("--dataset imagenet", "unknown --dataset 'imagenet'"),
-    ("--topology star", "unknown --topology 'star'"),
+    ("--topology moebius", "unknown --topology 'moebius'"),
+    ("--topology hypercube --world-size 6 --batch-size 12", "6 learners are no power of two"),
+    ("--local-size 0", "--local-size is 0"),
     ("--backend mpi", "unknown --backend 'mpi'"),
     ("--device tpu", "unknown --device 'tpu'"),
     ("--lr nan", "--lr is nan"),
@@ -155,6 +157,11 @@ REFUSED = [
     ("--device cuda", "--device cuda"),
     ("--dataset mnist --model lenet5", "--data-dir"),
     ("--dataset mnist --model lenet5 --data-dir nowhere", "no such file"),
+    ("--dataset cifar10 --model lenet5", "--data-dir"),
+    ("--dataset cifar100 --model resnet18 --data-dir nowhere", "holds neither cifar-100-python nor cifar-100-binary"),
+    ("--dataset mnist --model mlp --download", "--data-dir"),
+    ("--normalize", "leave normalize and augment out"),
+    ("--augment", "leave normalize and augment out"),
     ("--backend virtual --strategies ddp", "ddp needs real ranks"),
     ("--steps 0", "--steps is 0"),
     ("--period 0", "--period is 0"),
@@ -288,6 +295,36 @@ def test_virtual_learners_have_the_losses_of_real_ranks(tmp_path: Path) -> None:
         assert row["bytes_per_step"] == real[name]["bytes_per_step"], f"{name}: virtual learners count as real ones"
         assert row["consensus_distance"] == pytest.approx(real[name]["consensus_distance"], rel=1e-4, abs=1e-6)
         assert row["ratio_to_ddp"] is None
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_ranks_of_torchrun_do_not_download(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They would all write the same files."""
+    variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(bench, "build_dataset", lambda *args, **more: pytest.fail("data were read"))
+    assert bench.main(["--dataset", "mnist", "--model", "mlp", "--data-dir", ".", "--download"]) == 2
+    assert "--download under torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", ["", "--augment --normalize"])
+def test_cifar_on_ranks_and_as_virtual_learners(options: str, tmp_path: Path) -> None:
+    """Augmented batches too are the same on real ranks and in one process: LeNet-5 would drop, this model does not."""
+    folder = tmp_path / "data" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    records = np.random.default_rng(0).integers(0, 256, (6, 10, 3073), dtype=np.uint8)
+    records[:, :, 0] %= 10
+    for name, part in zip([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], records, strict=True):
+        (folder / f"{name}.bin").write_bytes(part.tobytes())
+    line = f"--world-size 2 --steps 6 --batch-size 20 --dataset cifar10 --data-dir {folder.parent} --model simple_cnn"
+    rows = {}
+    for backend in ("gloo", "virtual"):
+        _, rows[backend], _ = rows_of(f"{line} --strategies ssgd --backend {backend} {options}", tmp_path)
+    real, virtual = (rows[backend]["ssgd"] for backend in ("gloo", "virtual"))
+    assert (real["test_error_pct"] * 10 / 100) % 1 == 0, "a share of 10 images"
+    assert virtual["loss_first"] == pytest.approx(real["loss_first"], rel=1e-6)
+    assert virtual["loss_last"] == pytest.approx(real["loss_last"], rel=1e-5)
 
 
 def test_virtual_learners_on_mnist_leave_ddp_out_and_say_so(mnist: Path) -> None:

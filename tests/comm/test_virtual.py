@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpcore import Complete, OnePeerExponential, RandomPair, Ring
+from ddpcore import Complete, Hierarchical, OnePeerExponential, RandomPair, Ring, Star, Topology, Torus2D
 from ddpcore.comm import VirtualCommunicator
 from ddpcore.flat import FlatParameters
 from ddpcore.stacked import StackedModel
@@ -59,6 +60,39 @@ def test_exchange_is_the_matrix(n: int, topology: Complete) -> None:
         to_mean = (before - before.mean(dim=0)).square().sum(dim=1)
         assert distances.shape == (n, 1)
         torch.testing.assert_close(distances[:, 0], to_mean, rtol=1e-5, atol=1e-5)
+
+
+def test_a_static_matrix_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another one for another topology, or where the steps differ; never a dense one."""
+    made: list[tuple[str, int]] = []
+    original = Topology.sparse_matrix
+
+    def counted(self: Topology, step: int, n: int) -> Any:
+        made.append((type(self).__name__, step))
+        return original(self, step, n)
+
+    monkeypatch.setattr(Topology, "sparse_matrix", counted)
+    monkeypatch.setattr(Topology, "matrix", lambda *args: pytest.fail("a dense matrix"))
+    comm, rows, ring = VirtualCommunicator(4), rows_of(4), Ring()
+    for step in range(3):
+        comm.exchange(rows, ring, step).mix_()
+    for step in range(2):
+        comm.exchange(rows, OnePeerExponential(), step).mix_()
+    star = Star()
+    for step in range(2):
+        comm.exchange(rows, star, step).mix_()
+    assert made == [("Ring", 0), ("OnePeerExponential", 0), ("OnePeerExponential", 1), ("Star", 0)]
+
+
+def test_thousands_of_learners() -> None:
+    """4096 learners of three topologies; float32 rounding apart, the sparse product in float64."""
+    n = 4096
+    comm = VirtualCommunicator(n)
+    for topology in (RandomPair(1), Torus2D(), Hierarchical(8)):
+        rows = rows_of(n, 5)
+        expected = topology.sparse_matrix(2, n) @ rows.double().numpy()
+        comm.exchange(rows, topology, 2).mix_()
+        torch.testing.assert_close(rows.double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_bytes_are_those_of_real_learners() -> None:

@@ -9,6 +9,7 @@
 namespace ddpcore::test {
 
 #define ASSERT_CUDA(call) ASSERT_STREQ(cudaGetErrorString(call), cudaGetErrorString(cudaSuccess))
+#define EXPECT_CUDA(call) EXPECT_STREQ(cudaGetErrorString(call), cudaGetErrorString(cudaSuccess))
 
 // tests/cuda_on_cpu compiles these tests too: fewer elements and learners there, still several blocks with a rest.
 #ifdef DDPCORE_FEW_ELEMENTS

@@ -32,7 +32,8 @@ struct MixProblem {
             .numel = weights.numel(),
             .dtype = dtype_of<T>(),
             .partials = partials.data(),
-            .sums = nullptr};
+            .sums = nullptr,
+            .noise = noise};
     }
 
     int64_t num_blocks() const { return num_blocks_of(weights.numel()); }
@@ -42,7 +43,13 @@ struct MixProblem {
     std::vector<const void*> pointers;
     std::vector<float> peer_weights;
     std::vector<double> partials;
+    Noise noise{};
 };
+
+// Of a step and an index beyond 32 bits; the remainder of `first` says where in its four the first number stands.
+inline Noise some_noise(int64_t first) {
+    return {0.3f, 0x123456789abcdef0, (uint64_t{5} << 32) + 7, (int64_t{3} << 40) + first};
+}
 
 // The hyperparameters of a mix_sgd_step_ and the tensors that it has beside the mix.
 template <typename T>

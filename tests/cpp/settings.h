@@ -1,4 +1,4 @@
-// The hyperparameters that tests of SGD and LARS go through.
+// The hyperparameters that tests of the optimizers go through.
 #pragma once
 
 #include "steps.h"
@@ -40,6 +40,39 @@ inline std::vector<ScalingSetting> all_scalings() {
         {.norm_squared = 4.0, .max_norm = 2.5f},
         {.norm_squared = 1e4, .max_norm = 0.0f},
         {.grad_scale = 0.7f, .norm_squared = 0.0, .max_norm = 1.0f}};
+}
+
+inline constexpr LarsVariant kVariants[] = {LarsVariant::kYou2017, LarsVariant::kScaledGrad, LarsVariant::kScaledLr};
+
+struct LambSetting {
+    LambRule rule;
+    float weight_decay;
+    bool adapt;
+};
+
+inline constexpr LambDecay kDecays[] = {LambDecay::kInUpdate, LambDecay::kCoupled, LambDecay::kDecoupled};
+
+// An eps far above the rounding of a gradient: where the gradient and coupled decay cancel, what is left of them is
+// rounding, and eps alone keeps the quotient of the moments from being nothing else.
+inline LambRule rule_of(LambDecay decay, bool debias) {
+    return {0.9, 0.999, 1e-3f, debias, decay, 0.0f, INFINITY, 0.0f, INFINITY};
+}
+
+inline std::vector<LambSetting> all_lamb_settings() {
+    std::vector<LambSetting> settings;
+    for (const LambDecay decay : kDecays) {
+        for (int bits = 0; bits < 8; ++bits) {
+            const auto has = [&](int bit) { return (bits >> bit & 1) != 0; };
+            settings.push_back({rule_of(decay, has(0)), has(1) ? 0.03f : 0.0f, has(2)});
+        }
+    }
+    return settings;
+}
+
+inline std::string name_of(const LambSetting& setting) {
+    return "decay mode " + std::to_string(static_cast<int>(setting.rule.decay)) +
+           (setting.rule.debias ? " debias" : "") + (setting.weight_decay != 0.0f ? " decay" : "") +
+           (setting.adapt ? " adapt" : "");
 }
 
 }  // namespace ddpcore::test

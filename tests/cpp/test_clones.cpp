@@ -1,14 +1,16 @@
-// The optimizer kernels compiled for one instruction set each must leave the same bits as the library's, for which the
+// The kernels compiled for one instruction set each must leave the same bits as the library's, for which the
 // loader has picked one. CMakeLists.txt compiles them in namespaces of their own.
 #include "settings.h"
 
-#define DDPCORE_DECLARE_KERNELS(name)                      \
-    namespace ddpcore::name {                              \
-    void sgd_step_(const SgdArgs&, int64_t, int64_t);      \
-    void lars_norms(const LarsArgs&, int64_t, int64_t);    \
-    void lars_step_(const LarsArgs&, int64_t, int64_t);    \
-    void lamb_moments_(const LambArgs&, int64_t, int64_t); \
-    void lamb_step_(const LambArgs&, int64_t, int64_t);    \
+#define DDPCORE_DECLARE_KERNELS(name)                        \
+    namespace ddpcore::name {                                \
+    void sgd_step_(const SgdArgs&, int64_t, int64_t);        \
+    void lars_norms(const LarsArgs&, int64_t, int64_t);      \
+    void lars_step_(const LarsArgs&, int64_t, int64_t);      \
+    void lamb_moments_(const LambArgs&, int64_t, int64_t);   \
+    void lamb_step_(const LambArgs&, int64_t, int64_t);      \
+    void mix_(const MixArgs&, int64_t, int64_t);             \
+    void mix_sgd_step_(const MixSgdArgs&, int64_t, int64_t); \
     }
 DDPCORE_DECLARE_KERNELS(x86_64)
 DDPCORE_DECLARE_KERNELS(x86_64_v3)
@@ -25,12 +27,14 @@ struct Clone {
     void (*lars_step)(const LarsArgs&, int64_t, int64_t);
     void (*lamb_moments)(const LambArgs&, int64_t, int64_t);
     void (*lamb_step)(const LambArgs&, int64_t, int64_t);
+    void (*mix)(const MixArgs&, int64_t, int64_t);
+    void (*mix_sgd_step)(const MixSgdArgs&, int64_t, int64_t);
 };
 
 #define DDPCORE_CLONE(name, runs_here)                                                                                 \
     Clone {                                                                                                            \
         #name, static_cast<bool>(runs_here), name::sgd_step_, name::lars_norms, name::lars_step_, name::lamb_moments_, \
-            name::lamb_step_                                                                                           \
+            name::lamb_step_, name::mix_, name::mix_sgd_step_                                                          \
     }
 
 std::vector<Clone> clones() {
@@ -74,6 +78,35 @@ TYPED_TEST(CloneTest, EveryInstructionSetHasTheSameBits) {
             clone.lamb_step(own_lamb.args(), 0, own_lamb.num_blocks);
             own_lamb.count_step();
             ASSERT_TRUE(own_lamb.same_bits(lamb));
+        }
+    }
+}
+
+template <typename T>
+class MixCloneTest : public ::testing::Test {};
+TYPED_TEST_SUITE(MixCloneTest, Storages);
+
+TYPED_TEST(MixCloneTest, EveryInstructionSetHasTheSameBitsAndNoise) {
+    const SgdRule rule{0.9f, 0.7f, true, false};
+    for (const Clone& clone : clones()) {
+        if (!clone.runs_here) continue;
+        for (const int64_t num_peers : {0, 1, 3}) {
+            for (const Noise& noise : {Noise{}, some_noise(0), some_noise(3)}) {
+                SCOPED_TRACE(::testing::Message() << clone.name << " peers " << num_peers << " std " << noise.std);
+                MixProblem<TypeParam> mix(100003, num_peers, 0), own_mix(100003, num_peers, 0);
+                mix.noise = own_mix.noise = noise;
+                cpu::mix_(mix.args(), 0, mix.num_blocks());
+                clone.mix(own_mix.args(), 0, own_mix.num_blocks());
+                ASSERT_TRUE(own_mix.weights.same_bits(mix.weights));
+                ASSERT_EQ(own_mix.partials, mix.partials);
+
+                MixSgdProblem<TypeParam> both(9001, num_peers, 0, rule, 0.03f, false);
+                MixSgdProblem<TypeParam> own_both(9001, num_peers, 0, rule, 0.03f, false);
+                both.mix.noise = own_both.mix.noise = noise;
+                cpu::mix_sgd_step_(both.args(), 0, both.mix.num_blocks());
+                clone.mix_sgd_step(own_both.args(), 0, own_both.mix.num_blocks());
+                ASSERT_NO_FATAL_FAILURE(own_both.expect_same_bits(both));
+            }
         }
     }
 }

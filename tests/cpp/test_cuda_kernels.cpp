@@ -2,7 +2,7 @@
 // another order. Skipped, with the reason, where there is no CUDA device.
 #include <numeric>
 
-#include "device.h"
+#include "device_problems.h"
 
 namespace ddpcore::test {
 namespace {
@@ -15,31 +15,6 @@ void expect_near(const std::vector<double>& device, const std::vector<double>& h
 TYPED_TEST_SUITE(CudaTest, Storages);
 
 // ---- mix_ and mix_sgd_step_ ----
-
-// MixProblem's tensors on the device and the arguments that point there.
-template <typename T>
-struct DeviceMix {
-    DeviceMix(MixProblem<T>& host, int64_t offset)
-        : weights(host.weights, offset),
-          partials(host.num_blocks() * static_cast<int64_t>(host.peers.size())),
-          sums(static_cast<int64_t>(host.peers.size())),
-          args(host.args()) {
-        for (const auto& peer : host.peers) {
-            peers.push_back(std::make_unique<DeviceBuffer<T>>(*peer, offset));
-            pointers.push_back(peers.back()->data());
-        }
-        args.weights = weights.data();
-        args.peers = pointers.data();
-        args.partials = partials.data();
-        args.sums = sums.data();
-    }
-
-    DeviceBuffer<T> weights;
-    DeviceBuffer<double> partials, sums;
-    std::vector<std::unique_ptr<DeviceBuffer<T>>> peers;
-    std::vector<const void*> pointers;
-    MixArgs args;
-};
 
 // Leaves the sums of the device in `sums`.
 template <typename T>
@@ -61,6 +36,39 @@ TYPED_TEST(CudaTest, Mix) {
             ASSERT_NO_FATAL_FAILURE(expect_twin_mix<TypeParam>(numel, num_peers, 0, aligned));
             ASSERT_NO_FATAL_FAILURE(expect_twin_mix<TypeParam>(numel, num_peers, 1, misaligned));
             ASSERT_EQ(aligned, misaligned);
+        }
+    }
+}
+
+// A first number of every place in its four; more peers than mix_sgd_step_ takes in one pass.
+TYPED_TEST(CudaTest, Noise) {
+    const SgdRule rule{0.9f, 1.0f, false, false};
+    for (const int64_t numel : kDeviceSizes) {
+        for (const int64_t num_peers : {0, 1, 9}) {
+            for (const int64_t first : {0, 1, 2, 3}) {
+                SCOPED_TRACE(::testing::Message() << "numel " << numel << " peers " << num_peers << " from " << first);
+                MixProblem<TypeParam> host(numel, num_peers, 0);
+                host.noise = some_noise(first);
+                const DeviceMix<TypeParam> device(host, first % 2);
+                ASSERT_CUDA(cuda::mix_(device.args, nullptr));
+                cpu::mix_(host.args(), 0, host.num_blocks());
+                ASSERT_TRUE(device.weights.same_bits(host.weights));
+
+                MixSgdProblem<TypeParam> step(numel, num_peers, 0, rule, 0.03f, false);
+                step.mix.noise = some_noise(first);
+                const DeviceMix<TypeParam> mix(step.mix, first % 2);
+                const DeviceBuffer<TypeParam> grad(step.grad, 0), momentum(step.momentum, 0);
+                MixSgdArgs args = step.args();
+                args.mix = mix.args;
+                args.grad = grad.data();
+                args.momentum = momentum.data();
+                args.group.step = nullptr;
+                step.group.step = nullptr;
+                ASSERT_CUDA(cuda::mix_sgd_step_(args, nullptr));
+                cpu::mix_sgd_step_(step.args(), 0, step.mix.num_blocks());
+                ASSERT_TRUE(mix.weights.same_bits(step.mix.weights));
+                ASSERT_TRUE(momentum.same_bits(step.momentum));
+            }
         }
     }
 }
@@ -156,29 +164,11 @@ void expect_twin_stacked(
     int64_t num_learners, int64_t numel, int64_t offset, std::vector<double>& sums, int64_t num_others = 0) {
     StackedProblem<T> host(num_learners, numel, 0, num_others);
     host.randomize_matrix();
-    const DeviceBuffer<T> weights(host.weights, offset);
-    std::vector<std::unique_ptr<DeviceBuffer<T>>> others;
-    std::vector<const void*> pointers;
-    for (const auto& other : host.others) {
-        others.push_back(std::make_unique<DeviceBuffer<T>>(*other, num_learners % 2));  // not where weights are
-        pointers.push_back(others.back()->data());
-    }
-    const DeviceBuffer<double> partials(host.num_blocks() * num_learners), device_sums(num_learners);
-    StackedMixArgs args = host.args();
-    const DeviceBuffer<int64_t> offsets(args.offsets, num_learners + 1);
-    const DeviceBuffer<int64_t> columns(args.columns, args.offsets[num_learners]);
-    const DeviceBuffer<float> values(args.values, args.offsets[num_learners]);
-    cpu::mix_stacked_(args, 0, host.num_blocks());
-    args.weights = weights.data();
-    args.others = pointers.data();
-    args.offsets = offsets.data();
-    args.columns = columns.data();
-    args.values = values.data();
-    args.partials = partials.data();
-    args.sums = device_sums.data();
-    ASSERT_CUDA(cuda::mix_stacked_(args, nullptr));
-    ASSERT_TRUE(weights.same_bits(host.weights));
-    sums = device_sums.download();
+    const DeviceStacked<T> device(host, offset);
+    cpu::mix_stacked_(host.args(), 0, host.num_blocks());
+    ASSERT_CUDA(cuda::mix_stacked_(device.args, nullptr));
+    ASSERT_TRUE(device.weights.same_bits(host.weights));
+    sums = device.sums.download();
     ASSERT_NO_FATAL_FAILURE(expect_near(sums, summed(host.partials, num_learners)));
 }
 
@@ -207,25 +197,6 @@ TYPED_TEST(CudaTest, MixStacked) {
 }
 
 // ---- segment_norms and total_norm_ ----
-
-// NormProblem's tensors on the device and the arguments that point there, but for the sums.
-template <typename T>
-struct DeviceNorms {
-    DeviceNorms(NormProblem<T>& host, int64_t offset)
-        : partials(host.num_blocks()), segments(host.segments), args(host.args()) {
-        for (size_t s = 0; s < segments.size(); ++s) {
-            data.push_back(std::make_unique<DeviceBuffer<T>>(*host.data[s], offset));
-            segments[s].data = data[s]->data();
-        }
-        args.segments = segments.data();
-        args.partials = partials.data();
-    }
-
-    DeviceBuffer<double> partials;
-    std::vector<std::unique_ptr<DeviceBuffer<T>>> data;
-    std::vector<NormSegment> segments;
-    NormArgs args;
-};
 
 // After the norms of the host are formed.
 template <typename T>

@@ -1,40 +1,9 @@
 // The kernels of lamb_step_ against LAMB in real numbers: moments, trust ratios, and weights.
-#include "oracle.h"
+#include "exact_steps.h"
 #include "settings.h"
 
 namespace ddpcore::test {
 namespace {
-
-struct LambSetting {
-    LambRule rule;
-    float weight_decay;
-    bool adapt;
-};
-
-constexpr LambDecay kDecays[] = {LambDecay::kInUpdate, LambDecay::kCoupled, LambDecay::kDecoupled};
-
-// An eps far above the rounding of a gradient: where the gradient and coupled decay cancel, what is left of them is
-// rounding, and eps alone keeps the quotient of the moments from being nothing else.
-LambRule rule_of(LambDecay decay, bool debias) {
-    return {0.9, 0.999, 1e-3f, debias, decay, 0.0f, INFINITY, 0.0f, INFINITY};
-}
-
-std::vector<LambSetting> all_lamb_settings() {
-    std::vector<LambSetting> settings;
-    for (const LambDecay decay : kDecays) {
-        for (int bits = 0; bits < 8; ++bits) {
-            const auto has = [&](int bit) { return (bits >> bit & 1) != 0; };
-            settings.push_back({rule_of(decay, has(0)), has(1) ? 0.03f : 0.0f, has(2)});
-        }
-    }
-    return settings;
-}
-
-std::string name_of(const LambSetting& setting) {
-    return "decay mode " + std::to_string(static_cast<int>(setting.rule.decay)) +
-           (setting.rule.debias ? " debias" : "") + (setting.weight_decay != 0.0f ? " decay" : "") +
-           (setting.adapt ? " adapt" : "");
-}
 
 // Moments as earlier steps leave them.
 template <typename Kind>
@@ -46,48 +15,6 @@ void randomize_moments(LambProblem<Kind>& problem) {
             problem.exp_avg_sqs.set(s, i, std::abs(problem.exp_avg_sqs.at(s, i)));
         }
     }
-}
-
-template <typename Kind>
-std::vector<std::vector<LambElement>> exact_updates(const LambProblem<Kind>& problem, const std::vector<int>& steps) {
-    const Real factor = gradient_factor(problem.scaling);
-    std::vector<std::vector<LambElement>> exact(problem.sizes.size());
-    for (size_t s = 0; s < exact.size(); ++s) {
-        const size_t g = problem.group_of[s];
-        for (int64_t i = 0; i < problem.sizes[s]; ++i) {
-            const LambElement from{
-                {problem.weight(s, i)}, {problem.exp_avgs.at(s, i)}, {problem.exp_avg_sqs.at(s, i)}, {}};
-            exact[s].push_back(exact_lamb_update(
-                from, factor * Real{problem.grads.at(s, i)}, problem.settings[g], problem.rule, steps[g]));
-        }
-    }
-    return exact;
-}
-
-// One step from what is stored, against the equations; see test_sgd.cpp. `steps` of each group, this one included.
-template <typename Kind>
-void expect_exact_step(LambProblem<Kind>& problem, const std::vector<int>& steps, uint32_t seed = 0) {
-    const auto exact = exact_updates(problem, steps);
-    const auto grads = problem.grads.copy();
-    take_step(problem, seed);
-    for (size_t s = 0; s < exact.size(); ++s) {
-        const GroupSetting& group = problem.settings[problem.group_of[s]];
-        const ExactTrust trust = exact_lamb_trust(exact[s], group, problem.rule);
-        ASSERT_NO_FATAL_FAILURE(expect_trust(problem.trust[s], trust, s));
-        for (int64_t i = 0; i < problem.sizes[s]; ++i) {
-            const LambElement& element = exact[s][static_cast<size_t>(i)];
-            if (!agrees<float>(problem.exp_avgs.at(s, i), element.exp_avg) ||
-                !agrees<float>(problem.exp_avg_sqs.at(s, i), element.exp_avg_sq)) {
-                FAIL() << "moments " << i << " of segment " << s << " are " << problem.exp_avgs.at(s, i) << " and "
-                       << problem.exp_avg_sqs.at(s, i) << ", not " << element.exp_avg.value << " and "
-                       << element.exp_avg_sq.value;
-            }
-            const Real weight = exact_lamb_weight(element, group, problem.rule, trust.ratio);
-            ASSERT_NO_FATAL_FAILURE(problem.expect_weight(s, i, weight));
-        }
-    }
-    ASSERT_TRUE(problem.guards_untouched());
-    ASSERT_TRUE(problem.grads.same_bits(grads));
 }
 
 template <typename Kind>

@@ -1,47 +1,9 @@
 // The kernels of lars_step_ against LARS in real numbers: trust ratios, and then element by element.
-#include "oracle.h"
+#include "exact_steps.h"
 #include "settings.h"
 
 namespace ddpcore::test {
 namespace {
-
-constexpr LarsVariant kVariants[] = {LarsVariant::kYou2017, LarsVariant::kScaledGrad, LarsVariant::kScaledLr};
-
-// One step from what is stored, against the equations; see test_sgd.cpp.
-template <typename Kind>
-void expect_exact_step(LarsProblem<Kind>& problem, bool first_step, uint32_t seed = 0) {
-    const Real factor = gradient_factor(problem.scaling);
-    std::vector<ExactTrust> trust;
-    std::vector<std::vector<SgdElement>> exact(problem.sizes.size());
-    for (size_t s = 0; s < exact.size(); ++s) {
-        const GroupSetting& group = problem.settings[problem.group_of[s]];
-        trust.push_back(exact_lars_trust(problem, s));
-        for (int64_t i = 0; i < problem.sizes[s]; ++i) {
-            const SgdElement from{{problem.weight(s, i)}, {problem.momenta.at(s, i)}};
-            exact[s].push_back(exact_lars(
-                from, factor * Real{problem.grads.at(s, i)}, group, problem.rule, first_step, problem.lars.variant,
-                trust[s].ratio));
-        }
-    }
-    const auto grads = problem.grads.copy();
-    const auto momenta = problem.momenta.copy();
-    take_step(problem, seed);
-    for (size_t s = 0; s < exact.size(); ++s) {
-        ASSERT_NO_FATAL_FAILURE(expect_trust(problem.trust[s], trust[s], s));
-        for (int64_t i = 0; i < problem.sizes[s]; ++i) {
-            const SgdElement& element = exact[s][static_cast<size_t>(i)];
-            ASSERT_NO_FATAL_FAILURE(problem.expect_weight(s, i, element.weight));
-            const float momentum = problem.momenta.at(s, i);
-            if (problem.rule.momentum != 0.0f && !agrees<typename Kind::Momentum>(momentum, element.momentum)) {
-                FAIL() << "momentum " << i << " of segment " << s << " is " << momentum << ", not "
-                       << element.momentum.value << " +- " << element.momentum.error;
-            }
-        }
-    }
-    ASSERT_TRUE(problem.guards_untouched());
-    ASSERT_TRUE(problem.grads.same_bits(grads));
-    ASSERT_TRUE(problem.rule.momentum != 0.0f || problem.momenta.same_bits(momenta));
-}
 
 template <typename Kind>
 class LarsTest : public ::testing::Test {};

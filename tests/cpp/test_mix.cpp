@@ -1,33 +1,17 @@
 // mix_ and mix_stacked_ against weighted sums in double.
-#include "problems.h"
+#include "exact_averages.h"
+#include "random.h"
 
 namespace ddpcore::test {
 namespace {
 
 template <typename T>
 void expect_exact_mix(int64_t numel, int64_t num_peers, int64_t offset) {
-    const MixProblem<T> before(numel, num_peers, offset);
-    MixProblem<T> after(numel, num_peers, offset);
-    const MixArgs args = after.args();
-    cpu::mix_(args, 0, after.num_blocks());
-    std::vector<double> distances(static_cast<size_t>(num_peers));
-    for (int64_t i = 0; i < numel; ++i) {
-        double exact = static_cast<double>(args.self_weight) * before.weights[i], magnitude = std::abs(exact);
-        for (size_t k = 0; k < distances.size(); ++k) {
-            const double peer = (*before.peers[k])[i], term = before.peer_weights[k] * peer;
-            exact += term;
-            magnitude += std::abs(term);
-            distances[k] += (before.weights[i] - peer) * (before.weights[i] - peer);
-        }
-        // One product for the own term, a product and a sum for each peer.
-        ASSERT_NEAR(after.weights[i], exact, tolerance<T>(exact, magnitude, static_cast<int>(1 + 2 * num_peers))) << i;
-    }
-    const std::vector<double> sums = summed(after.partials, num_peers);
-    for (size_t k = 0; k < distances.size(); ++k) {
-        ASSERT_NEAR(sums[k], distances[k], distance_tolerance(distances[k])) << "peer " << k;
-        ASSERT_TRUE(after.peers[k]->same_bits(*before.peers[k]));
-    }
-    ASSERT_TRUE(after.weights.guards_untouched());
+    MixProblem<T> problem(numel, num_peers, offset);
+    expect_exact(problem, [&] {
+        cpu::mix_(problem.args(), 0, problem.num_blocks());
+        return summed(problem.partials, num_peers);
+    });
 }
 
 template <typename T>
@@ -55,39 +39,64 @@ TYPED_TEST(MixTest, AnySplitIntoRangesHasTheSameBits) {
     }
 }
 
+// ---- noise ----
+
+// The noise is one more peer, the last one, whose elements are the normals of random.h.
+template <typename T>
+void expect_noise_is_a_term(int64_t numel, int64_t num_peers, int64_t first) {
+    MixProblem<T> noisy(numel, num_peers, 1);
+    const Buffer<T> before = noisy.weights;
+    noisy.noise = some_noise(first);
+    const MixArgs args = noisy.args();
+    cpu::mix_(args, 0, noisy.num_blocks());
+    for (int64_t i = 0; i < numel; ++i) {
+        float mixed = args.self_weight * before[i];
+        for (size_t k = 0; k < noisy.peers.size(); ++k) {
+            mixed = mix_element(mixed, noisy.peer_weights[k], (*noisy.peers[k])[i]);
+        }
+        const auto index = static_cast<uint64_t>(args.noise.first + i);
+        const Normals four = four_normals(args.noise.seed, args.noise.step, index / 4);
+        const T expected = cpu::store<T>(mix_element(mixed, args.noise.std, four.values[index % 4]));
+        ASSERT_TRUE(same_bits(noisy.weights.data() + i, &expected, 1)) << i;
+    }
+    MixProblem<T> silent(numel, num_peers, 0);
+    cpu::mix_(silent.args(), 0, silent.num_blocks());
+    ASSERT_EQ(noisy.partials, silent.partials);
+    ASSERT_TRUE(noisy.weights.guards_untouched());
+}
+
+TYPED_TEST(MixTest, NoiseIsTheLastTerm) {
+    for (const int64_t numel : kSizes) {
+        for (const int64_t num_peers : {0, 1, 3}) {
+            for (const int64_t first : {0, 1, 2, 3, 64}) {
+                SCOPED_TRACE(::testing::Message() << "numel " << numel << " peers " << num_peers << " from " << first);
+                ASSERT_NO_FATAL_FAILURE(expect_noise_is_a_term<TypeParam>(numel, num_peers, first));
+            }
+        }
+    }
+}
+
+TYPED_TEST(MixTest, AnySplitIntoRangesHasTheSameNoise) {
+    for (uint32_t seed = 0; seed < 5; ++seed) {
+        MixProblem<TypeParam> whole(50001, 1, 0), split(50001, 1, 1);
+        whole.noise = split.noise = some_noise(seed);
+        cpu::mix_(whole.args(), 0, whole.num_blocks());
+        for (const auto& [begin, end] : random_ranges(split.num_blocks(), seed)) cpu::mix_(split.args(), begin, end);
+        ASSERT_TRUE(split.weights.same_bits(whole.weights));
+        ASSERT_EQ(split.partials, whole.partials);
+    }
+}
+
 // ---- stacks ----
 
 template <typename T>
 void expect_exact_stacked(int64_t num_learners, int64_t numel, int64_t offset, int64_t num_others = 0) {
-    StackedProblem<T> before(num_learners, numel, offset, num_others), after(num_learners, numel, offset, num_others);
-    before.randomize_matrix();
-    after.randomize_matrix();
-    cpu::mix_stacked_(after.args(), 0, after.num_blocks());
-    std::vector<double> distances(static_cast<size_t>(num_learners)), slack(distances);
-    for (int64_t i = 0; i < numel; ++i) {
-        double mean = 0.0;
-        for (int64_t j = 0; j < num_learners; ++j) mean += before.value(j, i) / static_cast<double>(num_learners);
-        for (int64_t j = 0; j < num_learners; ++j) {
-            double exact = 0.0, magnitude = 0.0;
-            for (int64_t k = 0; k < before.num_rows; ++k) {
-                exact += before.entry(j, k) * before.value(k, i);
-                magnitude += std::abs(before.entry(j, k) * before.value(k, i));
-            }
-            ASSERT_NEAR(after.value(j, i), exact, tolerance<T>(exact, magnitude, static_cast<int>(2 * before.num_rows)))
-                << "learner " << j << " element " << i;
-            const double difference = std::abs(before.value(j, i) - mean);
-            // Values are at most 2 and so is the mean: L sums, the share's rounding, its product and the difference.
-            const double error = static_cast<double>(num_learners + 3) * half_ulp<float>(2.0);
-            distances[static_cast<size_t>(j)] += difference * difference;
-            slack[static_cast<size_t>(j)] += (2.0 * difference + error) * error;
-        }
-    }
-    const std::vector<double> sums = summed(after.partials, num_learners);
-    for (size_t j = 0; j < sums.size(); ++j) {
-        ASSERT_NEAR(sums[j], distances[j], distance_tolerance(distances[j]) + slack[j]) << "learner " << j;
-    }
-    for (size_t k = 0; k < after.others.size(); ++k) ASSERT_TRUE(after.others[k]->same_bits(*before.others[k]));
-    ASSERT_TRUE(after.weights.guards_untouched());
+    StackedProblem<T> problem(num_learners, numel, offset, num_others);
+    problem.randomize_matrix();
+    expect_exact(problem, [&] {
+        cpu::mix_stacked_(problem.args(), 0, problem.num_blocks());
+        return summed(problem.partials, num_learners);
+    });
 }
 
 TYPED_TEST(MixTest, StacksOfEverySizeAlignmentAndNumberOfLearners) {

@@ -21,6 +21,7 @@ TYPED_TEST(MixSgdTest, EverySettingSizeAlignmentAndNumberOfPeers) {
                     numel, num_peers, offset, setting.rule, setting.weight_decay, setting.maximize);
                 MixSgdProblem<TypeParam> apart(
                     numel, num_peers, 0, setting.rule, setting.weight_decay, setting.maximize);
+                if (turn % 3 == 0) fused.mix.noise = apart.mix.noise = some_noise(numel);
                 fused.steps = apart.steps = static_cast<float>(turn++ % 2);  // the first step, and a later one
                 cpu::mix_sgd_step_(fused.args(), 0, fused.mix.num_blocks());
                 apart.mix_then_step();

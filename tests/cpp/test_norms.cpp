@@ -1,23 +1,14 @@
 // segment_norms against sums of squares in long double.
-#include "problems.h"
+#include "exact_averages.h"
 
 namespace ddpcore::test {
 namespace {
 
 template <typename T>
-void expect_exact(const std::vector<int64_t>& sizes, int64_t offset, float scale = 2.0f) {
+void expect_exact_norms(const std::vector<int64_t>& sizes, int64_t offset, float scale = 2.0f) {
     NormProblem<T> problem(sizes, offset, scale);
     cpu::segment_norms(problem.args(), 0, problem.num_blocks());
-    const std::vector<double> sums = problem.sums();
-    for (size_t s = 0; s < sizes.size(); ++s) {
-        long double exact = 0.0L;
-        for (int64_t i = 0; i < sizes[s]; ++i) {
-            exact += static_cast<long double>((*problem.data[s])[i]) * static_cast<long double>((*problem.data[s])[i]);
-        }
-        // The square of an fp32 value is exact in double; each addition errs by at most 2^-53 of the sum so far.
-        const double reference = static_cast<double>(exact);
-        ASSERT_NEAR(sums[s], reference, reference * 0x1p-53 * static_cast<double>(sizes[s] + 1)) << "segment " << s;
-    }
+    expect_exact(problem, problem.sums());
 }
 
 template <typename T>
@@ -28,23 +19,23 @@ TYPED_TEST(NormsTest, EverySizeAndAlignment) {
     for (const int64_t numel : kSizes) {
         for (const int64_t offset : kOffsets) {
             SCOPED_TRACE(::testing::Message() << "numel " << numel << "+" << offset);
-            ASSERT_NO_FATAL_FAILURE(expect_exact<TypeParam>({numel}, offset));
+            ASSERT_NO_FATAL_FAILURE(expect_exact_norms<TypeParam>({numel}, offset));
         }
     }
 }
 
 TYPED_TEST(NormsTest, ManySegmentsSomeEmpty) {
-    ASSERT_NO_FATAL_FAILURE(expect_exact<TypeParam>(kManySizes, 1));
-    ASSERT_NO_FATAL_FAILURE(expect_exact<TypeParam>({}, 0));
-    ASSERT_NO_FATAL_FAILURE(expect_exact<TypeParam>({0, 0}, 0));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_norms<TypeParam>(kManySizes, 1));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_norms<TypeParam>({}, 0));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_norms<TypeParam>({0, 0}, 0));
 }
 
 // Squares that leave the range of fp32 on either side, where the type has such values.
 TYPED_TEST(NormsTest, SquaresNeitherOverflowNorUnderflow) {
     const float large = std::is_same_v<TypeParam, Float16> ? 60000.0f : 1e30f;
     const float small = std::is_same_v<TypeParam, Float16> ? 1e-7f : 1e-30f;
-    ASSERT_NO_FATAL_FAILURE(expect_exact<TypeParam>({5000}, 0, large));
-    ASSERT_NO_FATAL_FAILURE(expect_exact<TypeParam>({5000}, 0, small));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_norms<TypeParam>({5000}, 0, large));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_norms<TypeParam>({5000}, 0, small));
 }
 
 TYPED_TEST(NormsTest, AnySplitIntoRangesHasTheSameBits) {

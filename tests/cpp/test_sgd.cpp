@@ -1,41 +1,9 @@
 // sgd_step_ against momentum SGD in real numbers, element by element.
-#include "oracle.h"
+#include "exact_steps.h"
 #include "settings.h"
 
 namespace ddpcore::test {
 namespace {
-
-// One step from what is stored, against the equations: errors of earlier steps are part of what is stored, so that the
-// bounds are those of one step, and 20 steps are right because each one is.
-template <typename Kind>
-void expect_exact_step(SgdProblem<Kind>& problem, bool first_step, uint32_t seed = 0) {
-    const Real factor = gradient_factor(problem.scaling);
-    std::vector<std::vector<SgdElement>> exact(problem.sizes.size());
-    for (size_t s = 0; s < exact.size(); ++s) {
-        const GroupSetting& group = problem.settings[problem.group_of[s]];
-        for (int64_t i = 0; i < problem.sizes[s]; ++i) {
-            const SgdElement from{{problem.weight(s, i)}, {problem.momenta.at(s, i)}};
-            exact[s].push_back(exact_sgd(from, factor * Real{problem.grads.at(s, i)}, group, problem.rule, first_step));
-        }
-    }
-    const auto grads = problem.grads.copy();
-    const auto momenta = problem.momenta.copy();
-    take_step(problem, seed);
-    for (size_t s = 0; s < exact.size(); ++s) {
-        for (int64_t i = 0; i < problem.sizes[s]; ++i) {
-            const SgdElement& element = exact[s][static_cast<size_t>(i)];
-            ASSERT_NO_FATAL_FAILURE(problem.expect_weight(s, i, element.weight));
-            if (problem.rule.momentum != 0.0f &&
-                !agrees<typename Kind::Momentum>(problem.momenta.at(s, i), element.momentum)) {
-                FAIL() << "momentum " << i << " of segment " << s << " is " << problem.momenta.at(s, i) << ", not "
-                       << element.momentum.value << " +- " << element.momentum.error;
-            }
-        }
-    }
-    ASSERT_TRUE(problem.guards_untouched());
-    ASSERT_TRUE(problem.grads.same_bits(grads));
-    ASSERT_TRUE(problem.rule.momentum != 0.0f || problem.momenta.same_bits(momenta));
-}
 
 template <typename Kind>
 class SgdTest : public ::testing::Test {};

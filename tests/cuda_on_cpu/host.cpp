@@ -1,4 +1,4 @@
-// The host functions of the stand-in: launches, memory, streams and graphs.
+// The host functions of the stand-in but for streams and graphs: launches, attributes and memory.
 #include <link.h>
 
 #include <cstdlib>
@@ -7,6 +7,7 @@
 
 #include "cuda_on_cpu.h"
 #include "scheduler.h"
+#include "stream.h"
 
 #include <sanitizer/asan_interface.h>
 
@@ -14,16 +15,6 @@
 extern "C" const char* __asan_default_options() {
     return "detect_leaks=0";
 }
-
-struct CUgraph_st {
-    std::vector<std::function<void()>> work;
-};
-struct CUgraphExec_st {
-    std::vector<std::function<void()>> work;
-};
-struct CUstream_st {
-    std::unique_ptr<CUgraph_st> capture;
-};
 
 namespace ddpcore::cuda {
 
@@ -47,11 +38,6 @@ std::map<const void*, size_t> shared_limits;
 // Base and size of what cudaMalloc gave. While host code runs it is poisoned, so that a host that reads device memory
 // is an error, as on a machine with a GPU.
 std::map<char*, size_t> allocations;
-
-cudaError_t report(cudaError_t error) {
-    if (error != cudaSuccess) last_error = error;
-    return error;
-}
 
 class DeviceMemoryOpen {
   public:
@@ -84,15 +70,6 @@ class AllocationOpen {
     std::map<char*, size_t>::iterator entry_;
 };
 
-// Does the work at once, or keeps it for the graph that the stream records.
-void submit(cudaStream_t stream, std::function<void()> work) {
-    if (stream != nullptr && stream->capture) {
-        stream->capture->work.push_back(std::move(work));
-    } else {
-        work();
-    }
-}
-
 size_t shared_limit_of(const void* kernel) {
     const auto entry = shared_limits.find(kernel);
     return entry == shared_limits.end() ? kSharedBytes : entry->second;
@@ -106,6 +83,11 @@ bool is_cooperative(const cudaLaunchConfig_t& config) {
 }
 
 }  // namespace
+
+cudaError_t report(cudaError_t error) {
+    if (error != cudaSuccess) last_error = error;
+    return error;
+}
 
 Device& device() {
     static Device instance;
@@ -161,12 +143,11 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
             return report(cudaErrorCooperativeLaunchTooLarge);
         }
     }
-    submit(config.stream, [launch] {
-        static Scheduler scheduler;
-        const DeviceMemoryOpen open;
-        scheduler.run(launch, next_seed++);
-    });
-    return cudaSuccess;
+    return submit(config.stream, {cudaGraphNodeTypeKernel, launch.cooperative, [launch] {
+                                      static Scheduler scheduler;
+                                      const DeviceMemoryOpen open;
+                                      scheduler.run(launch, next_seed++);
+                                  }});
 }
 
 cudaError_t max_active_blocks(int* num_blocks, const void* kernel, int threads, size_t shared_bytes) {
@@ -200,6 +181,10 @@ const char* cudaGetErrorString(cudaError_t error) {
         case cudaErrorMemoryAllocation: return "out of memory";
         case cudaErrorInvalidConfiguration: return "invalid configuration argument";
         case cudaErrorCooperativeLaunchTooLarge: return "too many blocks in cooperative launch";
+        case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+        case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+        case cudaErrorStreamCaptureImplicit:
+            return "operation would make the legacy stream depend on a capturing stream";
     }
     return "unrecognized error code";
 }
@@ -229,16 +214,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     return cudaSuccess;
 }
 
-cudaError_t cudaDeviceSynchronize() {
-    return cudaSuccess;
-}
-
 // ---- memory ----
 
 // Exactly as large as asked for, on 256 bytes as CUDA's, and full of garbage.
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     *pointer = nullptr;
-    if (bytes == 0) return cudaSuccess;
+    if (const cudaError_t error = refuse_while_capturing(); error != cudaSuccess || bytes == 0) return error;
     if (posix_memalign(pointer, 256, bytes) != 0) return report(cudaErrorMemoryAllocation);
     std::memset(*pointer, garbage_of(next_seed), bytes);
     allocations[static_cast<char*>(*pointer)] = bytes;
@@ -247,7 +228,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 }
 
 cudaError_t cudaFree(void* pointer) {
-    if (pointer == nullptr) return cudaSuccess;
+    if (const cudaError_t error = refuse_while_capturing(); error != cudaSuccess || pointer == nullptr) return error;
     const auto entry = allocations.find(static_cast<char*>(pointer));
     if (entry == allocations.end()) return report(cudaErrorInvalidValue);
     __asan_unpoison_memory_region(entry->first, entry->second);
@@ -258,77 +239,24 @@ cudaError_t cudaFree(void* pointer) {
 
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
     if (bytes == 0) return cudaSuccess;
-    submit(stream, [=] {
-        const AllocationOpen open_target(target), open_source(source);
-        std::memmove(target, source, bytes);
-    });
-    return cudaSuccess;
+    return submit(stream, {cudaGraphNodeTypeMemcpy, false, [=] {
+                               const AllocationOpen open_target(target), open_source(source);
+                               std::memmove(target, source, bytes);
+                           }});
 }
 
 cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind kind) {
+    if (const cudaError_t error = refuse_while_capturing(); error != cudaSuccess) return error;
     return cudaMemcpyAsync(target, source, bytes, kind, nullptr);
 }
 
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
-    submit(stream, [=] {
-        const AllocationOpen open(target);
-        std::memset(target, value, bytes);
-    });
-    return cudaSuccess;
+    return submit(stream, {cudaGraphNodeTypeMemset, false, [=] {
+                               const AllocationOpen open(target);
+                               std::memset(target, value, bytes);
+                           }});
 }
 
 cudaError_t cudaMemset(void* target, int value, size_t bytes) {
     return cudaMemsetAsync(target, value, bytes, nullptr);
-}
-
-// ---- streams and graphs ----
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-    *stream = new CUstream_st;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamCreate(cudaStream_t* stream) {
-    return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-    delete stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t) {
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-    if (stream == nullptr || stream->capture) return report(cudaErrorInvalidValue);
-    stream->capture = std::make_unique<CUgraph_st>();
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-    if (stream == nullptr || !stream->capture) return report(cudaErrorInvalidValue);
-    *graph = stream->capture.release();
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
-    *executable = new CUgraphExec_st{graph->work};
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t) {
-    for (const auto& work : executable->work) work();
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-    delete executable;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-    delete graph;
-    return cudaSuccess;
 }

@@ -21,7 +21,7 @@ SEEDS = (1, 2, 3)  # those of CMakeLists.txt
 
 
 class Mutation(NamedTuple):
-    """``new`` in place of the only ``old`` in a file of csrc/cuda, and the ``program:test`` that must see it."""
+    """``new`` in place of the only ``old`` in a file, by its path from csrc/cuda; ``program:test`` must see it."""
 
     name: str
     file: str
@@ -140,8 +140,46 @@ MUTATIONS = [
              "optimizers:GroupsOfWholeBlocks"),
     Mutation("no tail guard of an update", "lamb.cu",
              "if (!whole && i >= count) continue;", "", "optimizers:LambWithoutEps"),
+    Mutation("noise of every block from the first element", "mix.cuh",
+             "noise.first + first + place_of", "noise.first + place_of", "kernels:Noise"),
+    Mutation("noise within one four alone", "mix.cuh",
+             "    if (index % 4 != 0) next = four_normals(noise.seed, noise.step, index / 4 + 1);\n", "",
+             "kernels:Noise"),
+    Mutation("noise not shifted by two", "mix.cuh",
+             "(index & 2) != 0 ? both[k + 2] : both[k]", "both[k]", "kernels:Noise"),
     Mutation("norm of one element of a share", "lars.cu",
              "squared(load(grads[i]))", "squared(load(grads[0]))", "optimizers:EverySettingSizeAndAlignment"),
+    Mutation("turns of finish", "two_pass.cuh",
+             "row < num_blocks; row += kUnroll * kThreads", "row < num_blocks; row += kThreads",
+             "exact:TrustOfATensorOfManyBlocks"),
+    Mutation("one turn of finish", "two_pass.cuh",
+             "row < num_blocks; row +=", "row < kThreads; row +=", "exact:TrustOfATensorOfManyBlocks"),
+    Mutation("finish adds a row for each thread", "two_pass.cuh",
+             "if (mine >= num_blocks) continue;", "if (mine >= min(num_blocks, kThreads)) continue;",
+             "exact:TrustOfATensorOfManyBlocks"),
+    Mutation("a launch that does nothing", "sgd.cu",
+             "if (num_blocks == 0 && table.finished == nullptr) return cudaSuccess;", "",
+             "graphs:AStepOfNothingIsOneLaunchIfItIsCounted"),
+    Mutation("no cooperative launch", "two_pass.cuh",
+             "    if (cooperative != 0) {\n", "    if (cooperative < 0) {\n", "graphs:AStepOfLeNet5*"),
+    Mutation("tables never full", "segments.cuh",
+             "end - first < many && args", "end - first < kFewSegments && args",
+             "graphs:AStepTakesOneLaunchForEachTable*"),
+    Mutation("a launch on another stream", "launch.cuh",
+             "config.stream = stream;", "config.stream = nullptr;", "graphs:ReplayedSteps*"),
+    Mutation("a step that allocates", "two_pass.cuh",
+             "    cudaError_t error = cudaGetDevice(&device);\n",
+             "    cudaError_t error = cudaGetDevice(&device);\n"
+             "    void* room = nullptr;\n    cudaMalloc(&room, 8);\n    cudaFree(room);\n",
+             "graphs:ReplayedSteps*"),
+    Mutation("arguments that count calls", "lamb.cu",
+             "two_passes<Lamb<T, Master>>(args, args, args.rule, stream);",
+             "[&] {\n            static int calls = 0;\n            LambRule rule = args.rule;\n"
+             "            rule.beta1 -= 1e-3 * calls++;\n"
+             "            return two_passes<Lamb<T, Master>>(args, args, rule, stream);\n        }();",
+             "graphs:ReplayedSteps*"),
+    Mutation("both twins without decay in R", "../math.h",
+             "(grad_norm + decay * weight_norm + ", "(grad_norm + ", "exact:LarsOfEvery*"),
 ]  # fmt: skip
 
 

@@ -303,5 +303,74 @@ TEST(CudaOnCpu, LaunchesThatCudaRefusesAreRefused) {
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 
+// ---- graphs ----
+
+__global__ void add_kernel(int* out, int value) {
+    *out += value;
+}
+
+class CudaOnCpuGraph : public ::testing::Test {
+  protected:
+    void SetUp() override {
+        cudaStreamCreate(&stream_);
+        ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), cudaSuccess);
+    }
+    void TearDown() override {
+        if (graph_ != nullptr) cudaGraphDestroy(graph_);
+        cudaStreamDestroy(stream_);
+        cudaGetLastError();
+    }
+    cudaError_t add(int value) { return launch_grid(add_kernel, 1, 1, 0, stream_, false, out_.data(), value); }
+    cudaError_t end() { return cudaStreamEndCapture(stream_, &graph_); }
+
+    const Array<int> out_{1};
+    cudaStream_t stream_ = nullptr;
+    cudaGraph_t graph_ = nullptr;
+};
+
+TEST_F(CudaOnCpuGraph, KeepsArgumentsByValueAndItsNodesTell) {
+    int value = 3, from_host = 40;
+    ASSERT_EQ(add(value), cudaSuccess);
+    value = 1000;
+    ASSERT_EQ(cudaMemcpyAsync(out_.data(), &from_host, sizeof(int), cudaMemcpyHostToDevice, stream_), cudaSuccess);
+    ASSERT_EQ(launch_grid(add_kernel, 1, 1, 0, stream_, true, out_.data(), 2), cudaSuccess);
+    ASSERT_EQ(end(), cudaSuccess);
+    EXPECT_EQ(out_.download()[0], 0);  // recorded, not done
+    cudaGraphExec_t executable = nullptr;
+    ASSERT_EQ(cudaGraphInstantiate(&executable, graph_), cudaSuccess);
+    from_host = 50;
+    EXPECT_EQ(cudaGraphLaunch(executable, stream_), cudaSuccess);
+    EXPECT_EQ(out_.download()[0], 52);
+    cudaGraphExecDestroy(executable);
+    cudaGraphNode_t nodes[4];
+    size_t num_nodes = 4;
+    ASSERT_EQ(cudaGraphGetNodes(graph_, nodes, &num_nodes), cudaSuccess);
+    ASSERT_EQ(num_nodes, 3u);
+    cudaGraphNodeType type;
+    cudaLaunchAttributeValue attribute;
+    for (const int i : {0, 2}) {
+        ASSERT_EQ(cudaGraphKernelNodeGetAttribute(nodes[i], cudaLaunchAttributeCooperative, &attribute), cudaSuccess);
+        EXPECT_EQ(attribute.cooperative, i == 2);
+    }
+    cudaGraphNodeGetType(nodes[1], &type);
+    EXPECT_EQ(type, cudaGraphNodeTypeMemcpy);
+}
+
+// What is no work of the stream is refused, and the capture is lost.
+TEST_F(CudaOnCpuGraph, RefusesWhatCannotBeRecorded) {
+    int host = 0;
+    void* pointer = nullptr;
+    EXPECT_EQ(cudaMalloc(&pointer, 4), cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(cudaFree(out_.data()), cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(cudaMemcpy(&host, out_.data(), sizeof host, cudaMemcpyDeviceToHost), cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(launch_grid(add_kernel, 1, 1, 0, nullptr, false, out_.data(), 1), cudaErrorStreamCaptureImplicit);
+    EXPECT_EQ(add(1), cudaErrorStreamCaptureInvalidated);
+    EXPECT_EQ(end(), cudaErrorStreamCaptureInvalidated);
+    EXPECT_EQ(graph_, nullptr);
+    EXPECT_EQ(out_.download()[0], 0);
+}
+
 }  // namespace
 }  // namespace ddpcore::cuda

@@ -126,6 +126,14 @@ def test_fixed_shards_belong_to_their_learner(drop_last: bool) -> None:
     assert sorted(owned[0]) != sorted(range(20)), "the parts are random"
 
 
+def test_learners_with_fixed_shards_shuffle_on_their_own() -> None:
+    """From one epoch to the next the same reordering of each part would tie the learners together."""
+    batches = ShardedBatches(60, 60, 3, seed=4, sampler="fixed")
+    before, after = batches.indices(0).tolist(), batches.indices(1).tolist()
+    moves = {tuple(row.index(sample) for sample in later) for row, later in zip(before, after, strict=True)}
+    assert len(moves) == 3
+
+
 def test_fixed_shards_follow_from_the_seed_alone() -> None:
     one, other = (ShardedBatches(60, 12, 3, seed=seed, sampler="fixed") for seed in (1, 2))
     assert not torch.equal(one.indices(0), other.indices(0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import networkx as nx
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -21,7 +22,10 @@ from ddpcore.optim import FusedSGD
 
 STEPS = 6
 LARGEST = 6
-TOPOLOGIES = ("complete", "ring", "random_pair", "one_peer_exponential", "from_matrix")
+TOPOLOGIES = (
+    "complete", "ring", "random_pair", "one_peer_exponential", "from_matrix", "star", "static_exponential", "matching",
+    "from_graph", "torus_2d", "hypercube", "hierarchical",
+)  # fmt: skip
 AVERAGES = ("all_gather", "all_reduce")  # how gloo carries them: small ones are gathered, large ones reduced
 
 
@@ -64,17 +68,28 @@ def _topologies(strategy: str) -> tuple[str, ...]:
     return AVERAGES if strategy in ALL_REDUCING else AVERAGES[:1]
 
 
+def fits(topology: str, n: int) -> bool:
+    """Some need factors."""
+    numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6)}
+    return n in numbers.get(topology, range(1, LARGEST + 1))
+
+
 CASES = [
     Case(strategy, topology, world_size, optimizer)
     for strategy in MAKERS
     for topology in _topologies(strategy)
     for world_size in range(1, LARGEST + 1)
-    for optimizer in ("fused", "torch")
+    for optimizer in (("fused", "torch") if strategy in ("ssgd", "local_sgd", "dpsgd") else ("fused",))
+    if fits(topology, world_size)
 ] + [
     Case(strategy, _topologies(strategy)[0], world_size, "fused", "batch_norm")
     for strategy in MAKERS
     for world_size in (1, 2, 3, LARGEST)
 ]
+
+
+GRIDS = [case for case in CASES if case.world_size in (4, LARGEST) and case.optimizer == "fused"]
+"""Run with two virtual learners on each of half as many ranks, too."""
 
 
 def outer(tensors: Any) -> torch.optim.Optimizer:
@@ -89,18 +104,31 @@ def mixing_matrix(n: int) -> np.ndarray:
 
 
 def topology_of(case: Case) -> Any:
+    n = case.world_size
     return {
-        "complete": ddpcore.Complete(),
-        "ring": ddpcore.Ring(1),
-        "random_pair": ddpcore.RandomPair(seed=5),
-        "one_peer_exponential": ddpcore.OnePeerExponential(),
-        "from_matrix": ddpcore.FromMatrix(mixing_matrix(case.world_size)),
-    }.get(case.topology)
+        "complete": ddpcore.Complete,
+        "ring": lambda: ddpcore.Ring(1),
+        "random_pair": lambda: ddpcore.RandomPair(seed=5),
+        "one_peer_exponential": ddpcore.OnePeerExponential,
+        "from_matrix": lambda: ddpcore.FromMatrix(mixing_matrix(n)),
+        "star": ddpcore.Star,
+        "static_exponential": ddpcore.StaticExponential,
+        "matching": lambda: ddpcore.Matching([pairs(n, 0), pairs(n, 1)]),
+        "from_graph": lambda: ddpcore.FromGraph(nx.path_graph(n)),
+        "torus_2d": ddpcore.Torus2D,
+        "hypercube": ddpcore.Hypercube,
+        "hierarchical": lambda: ddpcore.Hierarchical(2, ddpcore.OnePeerExponential()),
+    }.get(case.topology, lambda: None)()
 
 
 def model_of(case: Case) -> nn.Sequential:
     middle = (nn.BatchNorm1d(7),) if case.model == "batch_norm" else ()
     return nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Linear(7, 3))
+
+
+def pairs(n: int, first: int) -> list[tuple[int, int]]:
+    """Neighbours on a path, every second edge of it."""
+    return [(left, left + 1) for left in range(first, n - 1, 2)]
 
 
 def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
@@ -114,11 +142,18 @@ def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
 GATHER_BYTES = base.GATHER_BYTES
 
 
-def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages."""
+def train(case: Case, group: dist.ProcessGroup | None = None, num_rows: int | None = None) -> dict[str, Any]:
+    """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages.
+
+    Without a group all are virtual, with one each rank is one, or with ``num_rows`` so many.
+    """
     base.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
-    real = group is not None
-    rank = dist.get_rank(group) if real else 0
+    rank = 0 if group is None else dist.get_rank(group)
+    real = group is not None and num_rows is None
+    held = [rank]
+    if not real:
+        num_rows = case.world_size if num_rows is None else num_rows
+        held = list(range(rank * num_rows, (rank + 1) * num_rows))
     torch.manual_seed(17 + rank)  # all must start from learner 0's weights
     model = model_of(case)
     rule: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
@@ -128,13 +163,12 @@ def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         model,
         optimizer,
         MAKERS[case.strategy](topology_of(case)),
-        learners=None if real else case.world_size,
+        learners=num_rows,
         group=group,
         vectorize=None if real else False,
         bucket_bytes=128,  # several buckets, cut inside tensors
         first_bucket_bytes=64,
     )
-    held = [rank] if real else list(range(case.world_size))
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -142,7 +176,7 @@ def train(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         for part in parts:
             with handle.no_sync() if part != parts[-1] else nullcontext():
                 inputs, labels = (x[:, part] for x in batch(step, case.world_size))
-                outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs)
+                outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs[held[0] : held[-1] + 1])
                 each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
                 each.sum().backward()
         optimizer.step()
@@ -169,11 +203,13 @@ def main() -> None:
 
     path, rank, world_size = join()
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}  # every rank takes part in each
-    results = {}
+    results: dict[Any, Any] = {}
     for case in CASES:
         if rank < case.world_size:
-            results[case] = train(case, groups[case.world_size])
-    torch.save({tuple(case): result for case, result in results.items()}, path)
+            results[tuple(case)] = train(case, groups[case.world_size])
+        if case in GRIDS and rank < case.world_size // 2:
+            results[("grid", *case)] = train(case, groups[case.world_size // 2], num_rows=2)
+    torch.save(results, path)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -40,7 +40,7 @@ def load(name: str) -> ModuleType:
     return sys.modules[qualified]
 
 
-def run(script: str, world_size: int, timeout: float = 120.0) -> list[Any]:
+def run(script: str, world_size: int, timeout: float = 300.0) -> list[Any]:
     """What ``script`` saves on each rank. A rank that fails, or a run that lasts too long, is a RuntimeError."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / f"{script}.py"), folder, str(world_size)]

@@ -34,7 +34,7 @@ def results() -> dict[str, Any]:
                 found |= {f"{rule} {kind} {name} {index}": tensor for index, tensor in enumerate(tensors)}
     weights, peer, grad, buffer = torch.randn(4, 5000).unbind(0)
     stack, elsewhere, values = torch.randn(2, 500), torch.randn(500), torch.rand(6)
-    found["mix_"] = ops.mix_(weights, [peer], 0.5, [0.5])
+    found["mix_"] = ops.mix_(weights, [peer], 0.5, [0.5], noise=ops.Noise(0.1, seed=1, step=2))
     rows = torch.tensor([0, 3, 6]), torch.tensor([0, 1, 2, 1, 0, 2]), values
     found["mix_stacked_"] = ops.mix_stacked_(stack, [elsewhere], *rows)
     count = torch.zeros(1)

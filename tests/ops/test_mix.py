@@ -239,8 +239,9 @@ def test_nan_and_infinity(dtype, device, assert_same_bits):
 
 def test_opcheck(randn, device):
     peers = [randn(33), randn(33)]
-    torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), peers, 0.5, [0.25, 0.25]))
-    torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), [], 0.5, []))
+    noise = {"noise_std": 0.5, "noise_seed": 1, "noise_step": 2, "noise_first": 3}
+    torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), peers, 0.5, [0.25, 0.25]), noise)
+    torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), [], 0.5, []), {**noise, "noise_std": 0.0})
     rows = compressed(sparse_matrix(3, device)[:2])
     torch.library.opcheck(torch.ops.ddpcore.mix_stacked_.default, (randn(22).view(2, 11), [randn(11)], *rows))
 

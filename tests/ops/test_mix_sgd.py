@@ -149,8 +149,9 @@ def test_nan_and_infinity(dtype, device, assert_same_bits):
 def test_opcheck(randn, device):
     op = torch.ops.ddpcore.mix_sgd_step_.default
     tensors = (randn(33), [randn(33)], 0.5, [0.5], randn(33), randn(33), torch.ones(1, device=device))
-    torch.library.opcheck(op, tensors, RULE_OF_OP)
-    plain = {**RULE_OF_OP, "momentum": 0.0}
+    noise = {"noise_std": 0.5, "noise_seed": 1, "noise_step": 2, "noise_first": 3}
+    torch.library.opcheck(op, tensors, {**RULE_OF_OP, **noise})
+    plain = {**RULE_OF_OP, **noise, "momentum": 0.0, "noise_std": 0.0}
     torch.library.opcheck(op, (randn(33), [randn(33)], 0.5, [0.5], randn(33), None, None), plain)
 
 

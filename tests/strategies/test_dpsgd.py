@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring
+from ddpcore import Complete, FromGraph, FromMatrix, OnePeerExponential, RandomPair, Ring
 from ddpcore.strategies import DPSGD
 
 ROLLED = FromMatrix(0.7 * np.eye(4) + 0.3 * np.roll(np.eye(4), 1, axis=0))
@@ -72,6 +73,13 @@ def test_the_world_is_checked() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="4 learners"):
         ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), DPSGD(ROLLED), learners=3)
+
+
+def test_an_unbalanced_digraph_is_refused_and_push_sum_named() -> None:
+    model = nn.Linear(1, 1)
+    topology = FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
+    with pytest.raises(ValueError, match="push-sum"):
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), DPSGD(topology), learners=3)
 
 
 def test_the_default_is_a_random_pair() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from ddpcore import topology
 from ddpcore.topology import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Round, Topology
+from ddpcore.topology.pairs import random_matching
 
 ALL = [Complete(), Ring(), RandomPair(), RandomPair(7), OnePeerExponential()]
 SIZES = range(1, 10)
@@ -77,7 +78,7 @@ def test_random_pair_is_stateless_and_leaves_global_generators_alone() -> None:
     asked = [(step, rank) for step in range(40) for rank in range(7)]
     in_order = {key: RandomPair(5).round(*key, 7) for key in asked}
     random.Random(0).shuffle(asked)
-    topology._matching.cache_clear()
+    random_matching.cache_clear()
     python_state, numpy_state = random.getstate(), str(np.random.get_state())
     assert {key: RandomPair(5).round(*key, 7) for key in asked} == in_order
     assert random.getstate() == python_state
@@ -236,7 +237,7 @@ def test_from_matrix_allows_float32_rounding() -> None:
         (np.ones((0, 0)), "square"),
         ([[1, np.nan], [0, 1]], "NaN or infinity"),
         ([[1.5, -0.5], [-0.5, 1.5]], "negative"),
-        ([[0.9, 0.2], [0.1, 0.8]], "row 0 sums to 1.1"),
+        ([[0.9, 0.2], [0.1, 0.8]], "row 0 sums to 1.1, make it sum to 1, or use push-sum: the columns do"),
         ([[0.9, 0.1], [0.2, 0.8]], "column 0 sums to 1.1"),
         ([[0.5, 0.5 + 3e-6], [0.5, 0.5]], "sums to"),
         (np.eye(3), "not connected"),
@@ -321,9 +322,20 @@ def test_impossible_fields() -> None:
 
 
 def test_build_by_name() -> None:
-    assert topology.names() == ("complete", "ring", "random_pair", "one_peer_exponential")
-    built = [topology.build(name, seed=4) for name in topology.names()]
-    assert built == [Complete(), Ring(), RandomPair(4), OnePeerExponential()]
+    built = [topology.build(name, seed=4, local_size=3) for name in topology.names()]
+    assert built == [
+        Complete(),
+        Ring(),
+        topology.Star(),
+        topology.Torus2D(),
+        topology.Hypercube(),
+        topology.StaticExponential(),
+        RandomPair(4),
+        OnePeerExponential(),
+        topology.Hierarchical(3),
+    ]
     assert topology.build("random_pair") == RandomPair(0)
-    with pytest.raises(ValueError, match="complete, ring, random_pair, one_peer_exponential"):
-        topology.build("star")
+    with pytest.raises(ValueError, match=r"topology 'rnig', did you mean ring\? choose one of complete, ring, "):
+        topology.build("rnig")
+    with pytest.raises(ValueError, match="unknown topology 'xyz': choose one of complete"):
+        topology.build("xyz")

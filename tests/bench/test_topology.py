@@ -1,0 +1,91 @@
+"""``python -m ddpcore.bench topology``: what it prints, refuses and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore import topology
+from ddpcore.bench import __main__ as bench
+from ddpcore.bench.topology import TopologyConfig, measure
+from ddpcore.metrics import to_json
+
+
+def run(line: str, folder: Path) -> dict[str, Any]:
+    assert bench.main([*line.split(), "--json", str(folder / "out.json")]) == 0
+    result = json.loads((folder / "out.json").read_text())
+    assert {entry.name for entry in folder.iterdir()} == {"out.json"}
+    return result
+
+
+@pytest.mark.parametrize("line", ["topology", "topology all", "topology --world-size 8"])
+def test_all_names_at_once(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(line, tmp_path)
+    assert set(result) == {"environment", "world_size", "seed", "local_size", "rows", "refused"}
+    assert [row["topology"] for row in result["rows"]] == list(topology.names())
+    assert result["refused"] == []
+    for row in result["rows"]:
+        described = topology.describe(topology.build(row["topology"]), 8)
+        assert row == {"topology": row["topology"], **to_json(described)}
+    text = capsys.readouterr().out
+    assert all(name in text for name in topology.names())
+
+
+def test_one_name_and_its_options(tmp_path: Path) -> None:
+    result = run("topology hierarchical --world-size 24 --local-size 6 --seed 3", tmp_path)
+    (row,) = result["rows"]
+    assert row == {"topology": "hierarchical", **to_json(topology.describe(topology.Hierarchical(6), 24))}
+    assert (result["world_size"], result["local_size"], result["seed"]) == (24, 6, 3)
+    seeds = [measure(TopologyConfig(name="random_pair", world_size=64, seed=seed))["rows"] for seed in (1, 1, 2)]
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0]["num_edges"] != seeds[2][0]["num_edges"]
+
+
+def test_what_does_not_fit_is_said_below_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run("topology --world-size 7", tmp_path)
+    assert [entry["topology"] for entry in result["refused"]] == ["torus_2d", "hypercube", "hierarchical"]
+    assert len(result["rows"]) == len(topology.names()) - 3
+    text = capsys.readouterr().out
+    for entry in result["refused"]:
+        assert f"{entry['topology']}: {entry['reason']}" in text
+
+
+REFUSED = [
+    ("topology rnig", "unknown topology 'rnig', did you mean ring? choose one of complete, ring, star"),
+    ("topology qqq", "unknown topology 'qqq': choose one of complete"),
+    ("topology hypercube --world-size 12", "Hypercube: 12 learners are no power of two: take 16"),
+    ("topology ring star", "unrecognized arguments: star"),
+    ("topology ring --world-size 0", "--world-size is 0: it must be at least 1"),
+    ("topology ring --local-size 0", "--local-size is 0"),
+    ("topology ring --seed -1", "--seed is -1"),
+    ("topology ring --json nowhere/out.json", "does not exist"),
+    ("topology ring --steps 3", "--steps"),
+    ("topologies", "unknown command 'topologies': choose from optim, topology"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refused(
+    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line on standard error, exit code 2, nothing written."""
+    monkeypatch.chdir(tmp_path)
+    assert bench.main(line.split()) == 2
+    out, errors = capsys.readouterr()
+    assert not out
+    assert errors.count("\n") == 1
+    assert errors.startswith("ddpcore.bench")
+    assert says in errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["topology", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for part in ("[NAME]", "one_peer_exponential", "--world-size", "--seed", "--local-size", "--json"):
+        assert part in text

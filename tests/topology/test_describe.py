@@ -1,0 +1,210 @@
+"""Descriptions: every number against its definition, on matrices of a few learners and for thousands."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ddpcore.topology import (
+    Complete,
+    FromGraph,
+    FromMatrix,
+    Hierarchical,
+    Hypercube,
+    Matching,
+    OnePeerExponential,
+    RandomPair,
+    Ring,
+    Star,
+    StaticExponential,
+    Topology,
+    Torus2D,
+    base,
+    describe,
+)
+from ddpcore.topology.spectrum import MAX_DENSE
+
+PATH = Matching([[(0, 1), (2, 3), (4, 5)], [(1, 2), (3, 4)]])
+OF_SIX = [
+    Complete(), Ring(), Ring(2), Star(), Torus2D(), StaticExponential(), RandomPair(1), OnePeerExponential(),
+    Hierarchical(2), Hierarchical(3, RandomPair()), PATH, FromGraph(nx.path_graph(6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", OF_SIX, ids=repr)
+def test_numbers_are_those_of_the_matrices(chosen: Topology) -> None:
+    n = 6
+    found = describe(chosen, n)
+    steps = chosen.period(n) or base.RANDOM_STEPS
+    matrices = [chosen.matrix(step, n) for step in range(steps)]
+    sent = np.array([((mixing > 0) & ~np.eye(n, dtype=bool)).sum(axis=0) for mixing in matrices])
+    union = sum(matrices) > 0
+    assert found.num_learners == n
+    assert found.period == chosen.period(n)
+    assert found.num_edges == union.sum() - union.trace()
+    assert (found.degree_min, found.degree_max) == (sent.min(), sent.max())
+    assert found.degree_mean == found.models_sent_per_step == pytest.approx(sent.mean())
+    assert found.messages_per_step == pytest.approx(sent.sum() / steps)
+    assert found.doubly_stochastic
+    assert found.spectral_gap == chosen.spectral_gap(n)
+    if len(matrices) == 1 and np.array_equal(matrices[0], matrices[0].T):
+        assert found.smallest_eigenvalue == pytest.approx(np.linalg.eigvalsh(matrices[0])[0], abs=1e-12)
+    else:
+        assert found.smallest_eigenvalue is None
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1 / math.e, 1e-3])
+@pytest.mark.parametrize("chosen", [Ring(), Star(), StaticExponential(), OnePeerExponential(), PATH], ids=repr)
+def test_mixing_time_is_the_first_period_that_suffices(chosen: Topology, epsilon: float) -> None:
+    """The norm of a power of a normal product is the power of its norm; of the path, which is none, that is a bound."""
+    n = 6
+    found, period = describe(chosen, n, epsilon=epsilon), chosen.period(n) or 0
+    product = np.eye(n)
+    for step in range(period):
+        product = chosen.matrix(step, n) @ product
+
+    def left(steps: float) -> float:
+        return float(np.linalg.norm(np.linalg.matrix_power(product, int(steps) // period) - 1 / n, 2))
+
+    assert found.epsilon == epsilon
+    assert found.mixing_time % period == 0
+    assert left(found.mixing_time) <= epsilon * (1 + 1e-9)
+    if chosen is not PATH and found.mixing_time > period:
+        assert left(found.mixing_time - period) > epsilon
+
+
+def test_mixing_time_of_random_pairs() -> None:
+    """(1 - gap)^t is the expected square: for 4 learners a third remains after each step."""
+    assert describe(RandomPair(), 4, epsilon=1 / 3).mixing_time == 2
+    assert describe(RandomPair(), 4, epsilon=0.33).mixing_time == 3
+    assert describe(RandomPair(), 2).mixing_time == 1
+
+
+def test_mixing_time_of_what_never_and_what_need_not_mix() -> None:
+    assert describe(FromMatrix([[0, 1], [1, 0]]), 2).mixing_time == math.inf
+    assert describe(Ring(), 1).mixing_time == 0
+    assert describe(Complete(), 9).mixing_time == 1
+    assert describe(OnePeerExponential(), 8).mixing_time == 3
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.0, -1.0, math.nan])
+def test_impossible_epsilon(epsilon: float) -> None:
+    with pytest.raises(ValueError, match="epsilon is"):
+        describe(Ring(), 4, epsilon=epsilon)
+
+
+def test_impossible_numbers() -> None:
+    with pytest.raises(ValueError, match="num_learners"):
+        describe(Ring(), 0)
+    with pytest.raises(ValueError, match="no power of two"):
+        describe(Hypercube(), 12)
+
+
+# --- invariants of any topology, world and step ------------------------------------------------------------------
+
+ANY = st.one_of(
+    st.sampled_from([Complete(), Star(), Torus2D(), Hypercube(), StaticExponential(), OnePeerExponential()]),
+    st.builds(Ring, st.integers(1, 4)),
+    st.builds(RandomPair, st.integers(0, 2**40)),
+    st.builds(
+        Hierarchical,
+        st.integers(1, 4),
+        st.sampled_from([Ring(), Complete(), RandomPair(3), OnePeerExponential(), Star(), Hypercube()]),
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ANY, st.integers(1, 24), st.integers(0, 10**6), st.integers(0, 2**32 - 1))
+def test_invariants(chosen: Topology, n: int, step: int, seed: int) -> None:
+    """Sends meet receives, the mean stays, and over a period differences shrink by the gap at least."""
+    try:
+        chosen.validate(n)
+    except ValueError:
+        assume(False)
+    rounds = chosen.rounds(step, n)
+    sends = {(rank, reader) for rank, turn in enumerate(rounds) for reader in turn.destinations}
+    receives = {(source, rank) for rank, turn in enumerate(rounds) for source in turn.sources}
+    assert sends == receives
+    assert len(sends) == sum(len(turn.destinations) for turn in rounds)
+
+    values = np.random.default_rng(seed).standard_normal((n, 3))
+    mean, start = values.mean(axis=0), values - values.mean(axis=0)
+    period, gap = chosen.period(n), chosen.spectral_gap(n)
+    first = step if period is None else step - step % period
+    for later in range(first, first + (period or 1)):
+        before, values = values, chosen.sparse_matrix(later, n) @ values
+        np.testing.assert_allclose(values.mean(axis=0), mean, atol=1e-14)
+        assert np.linalg.norm(values - mean) <= np.linalg.norm(before - mean) * (1 + 1e-12) + 1e-13
+    if period is not None:
+        assert np.linalg.norm(values - mean) <= ((1 - gap) ** period + 1e-12) * np.linalg.norm(start)
+
+
+# --- thousands ---------------------------------------------------------------------------------------------------
+
+
+def random_regular(n: int) -> FromGraph:
+    return FromGraph(nx.random_regular_graph(4, n, seed=1))
+
+
+@pytest.mark.parametrize("n", [64, 1000, 4096])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Complete(), lambda n: Ring(), lambda n: Star(), lambda n: Torus2D(), lambda n: StaticExponential(),
+        lambda n: OnePeerExponential(), lambda n: RandomPair(), lambda n: Hierarchical(8),
+        lambda n: FromGraph(nx.path_graph(n)), random_regular,
+    ],
+    ids=["complete", "ring", "star", "torus", "exponential", "one_peer", "pairs", "hosts", "path",
+         "regular"],
+)  # fmt: skip
+def test_thousands_need_no_dense_matrix(make, n: int) -> None:
+    """Validated, described and stepped in less memory than a quarter of a float64 [n, n] has (of 64 it is free to)."""
+    tracemalloc.start()
+    try:
+        chosen = make(n)
+        chosen.validate(n)
+        found = describe(chosen, n)
+        if chosen != Complete():
+            chosen.sparse_matrix(3, n)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 0 < found.spectral_gap <= 1
+    assert n < 1000 or peak < max(8 * n * n / 4, 2**24)
+
+
+def test_iteration_finds_what_dense_algebra_finds() -> None:
+    """Above the limit, on symmetric, directed, slow and several-step matrices; a gap of 1e-5 to ten digits of sigma."""
+    n = MAX_DENSE + 88
+    ring = [[(j, (j + 1) % n) for j in range(first, n, 2)] for first in range(2)]
+    digraph = nx.gnp_random_graph(n, 0.02, seed=2, directed=True)
+    nx.add_cycle(digraph, range(n))
+    hops = FromMatrix((np.eye(n) + np.roll(np.eye(n), 1, 0) + np.roll(np.eye(n), 37, 0)) / 3)  # no name, no grid
+    cases = [FromGraph(nx.path_graph(n)), random_regular(n), Matching(ring), hops, FromGraph(digraph)]
+    for chosen in cases:
+        product = np.eye(n)
+        for step in range(chosen.period(n) or 0):
+            product = chosen.matrix(step, n) @ product
+        deviation = product - 1 / n
+        balanced = describe(chosen, n).doubly_stochastic
+        assert balanced == (chosen is not cases[-1])
+        dense = np.linalg.norm(deviation, 2) if balanced else abs(np.linalg.eigvals(deviation)).max()
+        assert chosen.spectral_gap(n) == pytest.approx(1 - dense ** (1 / (chosen.period(n) or 1)), abs=1e-10)
+    mixing = cases[0].matrix(0, n)
+    assert describe(cases[0], n).smallest_eigenvalue == pytest.approx(np.linalg.eigvalsh(mixing)[0], abs=1e-10)
+    assert describe(cases[1], n).smallest_eigenvalue == pytest.approx(
+        np.linalg.eigvalsh(cases[1].matrix(0, n))[0], abs=1e-10
+    )
+
+
+def test_an_exact_mean_of_many_is_found_without_a_direction_to_iterate_in() -> None:
+    n = 1024
+    chosen = Matching([[(j, j ^ 1 << bit) for j in range(n) if j < j ^ 1 << bit] for bit in range(10)])
+    assert chosen.spectral_gap(n) == 1.0
