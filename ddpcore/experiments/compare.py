@@ -84,7 +84,7 @@ def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str,
         **{key: manifest[key] for key in ("scale", "seeds", "set")},
         "devices": devices,
         "commits": sorted({result["commit"] or f"ddpcore {result['ddpcore']}" for result in finished}),
-        "stand_ins": sorted({result["place"] for result in finished if "standing for" in result["place"]}),
+        "stand_ins": sorted({result["place"] for result in finished if "of one machine" in result["place"]}),
         "failures": [
             {key: result[key] for key in ("row", "seed", "error")}
             for result in results.values()

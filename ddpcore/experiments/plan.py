@@ -30,6 +30,7 @@ class Job:
         path: the folder of the run.
         ranks: processes that it takes; 0 is none but the one that runs the study.
         hosts: machines that they stand for.
+        apart: whether the hosts are network namespaces, see :mod:`ddpcore.experiments.hosts`.
         kill_rank: see :class:`Row`.
         recovered: how ranks died that the run has outlived.
     """
@@ -40,6 +41,7 @@ class Job:
     path: Path
     ranks: int = 0
     hosts: int = 1
+    apart: bool = False
     kill_rank: int | None = None
     recovered: tuple[str, ...] = ()
 
@@ -49,6 +51,8 @@ class Job:
         learners = self.config.learners
         if self.ranks:
             alone = f"{self.ranks} process" + ("es" if self.ranks > 1 else "")
+            if self.apart:
+                return f"{alone} of one machine, in {self.hosts} network namespaces that stand for hosts"
             return alone if self.hosts == 1 else f"{alone} of one machine, standing for {self.hosts} hosts"
         return "1 process" if learners == 1 else f"{learners} virtual learners of 1 process"
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from ddpcore import launch
 from ddpcore.engine import Interrupted, train
 from ddpcore.engine.build import Place
 from ddpcore.engine.checkpoint import Checkpoints
+from ddpcore.experiments import hosts
 from ddpcore.experiments.folder import FAILED, FINISHED, Folder
 from ddpcore.experiments.plan import Datasets, Job, Plan, backend_of
 from ddpcore.experiments.results import metrics_of
@@ -40,9 +43,26 @@ def run(plan: Plan, folder: Folder, datasets: Datasets) -> None:
     for job in pending:
         if not job.ranks:
             _conclude(folder, _run_here(job, datasets))
-    worlds = dict.fromkeys((job.ranks, backend_of(job)) for job in pending if job.ranks)
-    for ranks, backend in worlds:
-        _run_ranks([job for job in pending if job.ranks == ranks], ranks, backend, folder)
+    pending = [_placed(job) for job in pending if job.ranks]
+    for ranks, apart, backend in dict.fromkeys((job.ranks, job.apart, backend_of(job)) for job in pending):
+        start = hosts.run if apart else partial(launch.run, backend=backend)
+        _run_ranks([job for job in pending if (job.ranks, job.apart) == (ranks, apart)], ranks, start, folder)
+
+
+@cache
+def _why_not_apart() -> str:
+    try:
+        hosts.check()
+    except hosts.NotPermitted as error:
+        print(f"hosts are processes of this machine, not network namespaces: {error}", file=sys.stderr, flush=True)
+        return str(error)
+    return ""
+
+
+def _placed(job: Job) -> Job:
+    """The job with its hosts in namespaces, where that can be: over gloo, where they may be made."""
+    possible = job.hosts == hosts.NUM_HOSTS and backend_of(job) == "gloo" and not _why_not_apart()
+    return replace(job, apart=possible)
 
 
 def _run_here(job: Job, datasets: Datasets) -> dict[str, Any]:
@@ -54,12 +74,12 @@ def _run_here(job: Job, datasets: Datasets) -> dict[str, Any]:
         return _failure(job, f"{type(error).__name__}: {error}")
 
 
-def _run_ranks(jobs: Sequence[Job], ranks: int, backend: str, folder: Folder) -> None:
+def _run_ranks(jobs: Sequence[Job], ranks: int, start: Callable[..., None], folder: Folder) -> None:
     """All jobs in one world of ranks; a job that ends the world is noted, and a new world goes on after it."""
     pending = list(jobs)
     while pending:
         try:
-            launch.run(_work, (pending, folder), world_size=ranks, backend=backend)
+            start(_work, (pending, folder), world_size=ranks)
         except launch.RankFailed as error:
             finished = folder.finished()
             pending = [job for job in pending if (job.row, job.seed) not in finished]
