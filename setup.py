@@ -66,12 +66,12 @@ def extensions():
     if torch is None:  # pip asks for the metadata before it builds; the build itself says what is missing
         from setuptools import Extension
 
-        return [Extension("ddpcore._C", sources("bindings/plans.cpp"))]
+        return [Extension("ddpcore._C", sources("bindings/plans.cpp", "bindings/flags.cpp"))]
     import pybind11
 
     plans = cpp_extension.CppExtension(
         "ddpcore._C",
-        sources("bindings/plans.cpp"),
+        sources("bindings/plans.cpp", "bindings/flags.cpp"),
         include_dirs=[pybind11.get_include()],
         extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
     )

@@ -112,7 +112,7 @@ class Engine(Distributed):
         self.strategy = strategy
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
-        self._laid_out = False  # by a checkpoint, whose state belongs to its layout
+        self._laid_out = strategy.fixed_layout  # or by a checkpoint, whose state belongs to its layout
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(

@@ -31,22 +31,32 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
     views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
     if isinstance(model, StackedModel):
         values = {name: stack[0].clone() for name, stack in views.items()}
-        result = single_model(model.module, values, average_buffers=batch_norm != "local")
-    else:
-        result = copy.deepcopy(model)
-        for name, parameter in result.named_parameters():
-            if name in views:
-                parameter.data = views[name].clone()
-    if batch_norm != "local" and len(comm.learners) < comm.num_learners:
+        if batch_norm != "local":
+            values |= {name: _mean_of(stack, learner) for name, stack in model.module.named_buffers()}
+        return single_model(model.module, values)
+    result = copy.deepcopy(model)
+    for name, parameter in result.named_parameters():
+        if name in views:
+            parameter.data = views[name].clone()
+    if batch_norm != "local":
         average_buffers(result, learner)
     return result
+
+
+def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
+    """Of a buffer of virtual learners, one; counters are the first learner's."""
+    if not stack.is_floating_point():
+        return stack[0].clone()
+    rows = stack.reshape(len(stack), -1).clone()
+    learner.comm.average_(rows).wait()
+    return rows[0].view(stack.shape[1:])
 
 
 def average_buffers(model: nn.Module, learner: Learner) -> None:
     """Floating-point buffers become their mean over the ranks. Collective."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            rows = row_of(buffer).repeat(len(learner.comm.learners), 1)
+            rows = row_of(buffer).repeat(len(learner.comm.learners), 1)  # alike for all learners of a rank
             learner.comm.average_(rows).wait()
             buffer.data = rows[0].view(buffer.shape)
 

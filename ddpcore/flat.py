@@ -5,7 +5,7 @@ Shapes: L learners held by this process, P elements of one learner's buffer (pad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from ddpcore.plans import plan_buckets
 
 ALIGNMENT = 16  # elements: every parameter, row and bucket starts on a vector boundary
 MiB = 2**20
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class FlatParameters:
             stack ``[L, *S]`` of L virtual learners, all starting from the same values.
         bucket_bytes: largest bucket of the averaged gradients.
         first_bucket_bytes: the first bucket, smaller so that communication starts early.
+        allocate: makes the zeros ``(shape, dtype, device)`` of the buffers; called again, alike, by :meth:`reorder`.
 
     Raises:
         ValueError: no parameters, parameters on two devices or of two dtypes, on the meta device, sparse, complex, not
@@ -59,12 +61,14 @@ class FlatParameters:
         stack: int | None = None,
         bucket_bytes: int = 25 * MiB,
         first_bucket_bytes: int = MiB,
+        allocate: Allocate | None = None,
     ) -> None:
         if stack is not None and stack < 1:
             raise ValueError(f"stack is {stack}: it must be at least 1 learner")
         named = _unique_trainable(parameters)
         _check(named)
         self.stack = stack
+        self._new = _zeros if allocate is None else allocate
         # Gradients come about in the reverse of the order in which parameters are used, which is a first guess at the
         # reverse of the order in which they were registered. reorder() makes it exact.
         self.names = tuple(name for name, _ in reversed(named))
@@ -153,8 +157,8 @@ class FlatParameters:
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         last = self.segments[-1]
         shape = (self.stack or 1, _aligned(last.offset + last.numel))
-        self.param_LP = torch.zeros(shape, dtype=dtype, device=device)
-        self.grad_LP = torch.zeros(shape, dtype=dtype, device=device)
+        self.param_LP = self._new(shape, dtype, device)
+        self.grad_LP = self._new(shape, dtype, device)
         self.param_views = self.views_of(self.param_LP)
         self.grad_views = self.views_of(self.grad_LP)
         self.param_pointers = tuple(view.data_ptr() for view in self.param_views)
@@ -166,6 +170,10 @@ class FlatParameters:
         if gradient is not None:
             view.copy_(gradient)
             parameter.grad = view
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 _SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
+from ddpcore.comm.connect import connect
 from ddpcore.comm.grid import GridCommunicator
-from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.comm.process import default_group
 from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.distributed import Distributed, Engine
 from ddpcore.evaluation import row_of
@@ -29,7 +31,8 @@ def distribute(
     *,
     learners: int | None = None,
     group: dist.ProcessGroup | None = None,
-    vectorize: bool | None = None,
+    transport: str = "auto",
+    vectorize: bool | str | None = None,
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
     policies: Policies | None = None,
@@ -46,6 +49,7 @@ def distribute(
         learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
             ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.
         group: the process group; None is the default one for real ranks, and none for virtual learners.
+        transport: what carries bytes between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
         first_bucket_bytes: size of the first.
@@ -60,16 +64,11 @@ def distribute(
         ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
     """
     if isinstance(strategy, Baseline):
-        if learners is not None:
-            raise ValueError(f"{strategy.name} takes no virtual learners: leave learners= out")
-        if policies not in (None, Policies()):
-            raise ValueError(f"{strategy.name} averages nothing of its own: leave policies= out")
-        comm = strategy.connect(group)
-        return Distributed(strategy.wrap(model, group), comm)
+        return _baseline(model, strategy, learners, group, transport, policies)
     _check(model, optimizer, strategy, scaler)
-    comm = _connect(learners, group)
+    comm = _connect(model, optimizer, strategy, learners, group, transport)
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    flat = FlatParameters(model.named_parameters(), stack=learners, **buckets)
+    flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
     learner = Learner(flat, comm, optimizer)
     strategy.setup(learner)
     strategy.in_use = True
@@ -84,13 +83,42 @@ def distribute(
     return Engine(model, learner, strategy, Companions(policies or Policies(), model, learner, strategy, scaler))
 
 
+def _baseline(
+    model: nn.Module,
+    strategy: Baseline,
+    learners: int | None,
+    group: dist.ProcessGroup | None,
+    transport: str,
+    policies: Policies | None,
+) -> Distributed:
+    if learners is not None or transport != "auto":
+        raise ValueError(f"{strategy.name} takes no virtual learners and no transport: leave them out")
+    if policies not in (None, Policies()):
+        raise ValueError(f"{strategy.name} averages nothing of its own: leave policies= out")
+    comm = strategy.connect(group)
+    return Distributed(strategy.wrap(model, group), comm)
+
+
 _IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def _connect(learners: int | None, group: dist.ProcessGroup | None) -> Communicator:
-    if learners is None:
-        return ProcessGroupCommunicator(group)
-    return VirtualCommunicator(learners) if group is None else GridCommunicator(learners, group)
+def _connect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    learners: int | None,
+    group: dist.ProcessGroup | None,
+    transport: str,
+) -> Communicator:
+    """The learners' connection; of real ranks once it is known that they are about to train the same."""
+    if learners is not None:
+        if transport != "auto":
+            raise ValueError("virtual learners take no transport: leave transport= out")
+        return VirtualCommunicator(learners) if group is None else GridCommunicator(learners, group)
+    group = default_group(group)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    check_agreement(group, facts_of(model, optimizer, strategy, transport), device)
+    return connect(group, transport, device)
 
 
 def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+
+TRIALS = 3  # of each way, where the faster one is to be found
 
 
 class StackedModel(nn.Module):
@@ -18,11 +21,14 @@ class StackedModel(nn.Module):
             buffers become stacks too, each learner with its own.
         num_learners: L. A parameter that takes part for one learner takes part for all: the others see zero gradients.
         vectorize: True runs all learners in one ``torch.func.vmap``, False one after the other with the arithmetic of a
-            real learner bit for bit. None takes vmap where the model has no buffers, convolutions or randomness.
+            real learner bit for bit. None takes vmap where the model has no buffers, convolutions or randomness, so the
+            same model runs alike each time. ``"measure"`` times both on the first batch and takes the faster.
     """
 
-    def __init__(self, model: nn.Module, num_learners: int, vectorize: bool | None = None) -> None:
+    def __init__(self, model: nn.Module, num_learners: int, vectorize: bool | str | None = None) -> None:
         super().__init__()
+        if isinstance(vectorize, str) and vectorize != "measure":
+            raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None, 'measure'")
         self.module = model
         self.num_learners = num_learners
         self._stacks = {name for name, p in model.named_parameters() if p.requires_grad}  # also if frozen later
@@ -42,12 +48,18 @@ class StackedModel(nn.Module):
             )
         parameters: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if n in self._stacks}
         buffers = dict(self.module.named_buffers())
-        if self.vectorize:
+        if self.vectorize == "measure":
+            self.vectorize = self._is_faster_vectorized(parameters, buffers, inputs)
+        run = self._together if self.vectorize else self._in_turn
+        return run(parameters, buffers, inputs)
 
-            def one(p: dict[str, Tensor], b: dict[str, Tensor], x: Tensor) -> Tensor:
-                return functional_call(self.module, (p, b), (x,))
+    def _together(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        def one(p: dict[str, Tensor], b: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(self.module, (p, b), (x,))
 
-            return vmap(one, randomness="different")(parameters, buffers, inputs)
+        return vmap(one, randomness="different")(parameters, buffers, inputs)
+
+    def _in_turn(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:
         # unbind has one gradient for the whole stack; indexing row by row would add up L gradients of the size of it.
         rows = {name: p.unbind(0) for name, p in parameters.items()}
         return torch.stack(
@@ -61,21 +73,39 @@ class StackedModel(nn.Module):
             ]
         )
 
+    def _is_faster_vectorized(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> bool:
+        """Forward and backward passes of copies, in turn; random numbers and buffers stay as they were."""
+        copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        devices = [inputs.device] if inputs.is_cuda else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            for _ in range(1 + TRIALS):  # the first is a warm-up
+                for together, run in ((True, self._together), (False, self._in_turn)):
+                    start = time.perf_counter()
+                    try:
+                        outputs = run(copies, {name: b.clone() for name, b in buffers.items()}, inputs)
+                        torch.autograd.grad(outputs.float().sum(), list(copies.values()), allow_unused=True)
+                    except RuntimeError:
+                        if not together:
+                            raise
+                        return False  # vmap cannot run every model
+                    if inputs.is_cuda:
+                        torch.cuda.synchronize()
+                    seconds[together].append(time.perf_counter() - start)
+        return min(seconds[True][1:]) < min(seconds[False][1:])
 
-def single_model(stacked: nn.Module, values: dict[str, Tensor], average_buffers: bool = True) -> nn.Module:
-    """A copy of a stacked model for one learner: parameters from ``values``, buffers the mean over learners.
 
-    Integer buffers (counters) are learner 0's, and so are all without ``average_buffers``.
-    """
+def single_model(stacked: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """A copy of a stacked model for one learner: parameters and buffers from ``values``, else buffers of learner 0."""
     model = copy.deepcopy(stacked)
     for name, parameter in model.named_parameters():
         if name in values:
             parameter.grad = None
             parameter.data = values[name]
-    for owner in model.modules():
+    for prefix, owner in model.named_modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
-            average = average_buffers and buffer.is_floating_point()
-            setattr(owner, name, buffer.mean(0) if average else buffer[0].clone())
+            full = f"{prefix}.{name}" if prefix else name
+            setattr(owner, name, values[full] if full in values else buffer[0].clone())
     return model
 
 

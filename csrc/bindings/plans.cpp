@@ -1,4 +1,5 @@
-// ddpcore._C: host-side plans that are no tensors. Where buckets begin and end, and which are complete during backward.
+// ddpcore._C: host-side plans that are no tensors. Where buckets begin and end, and which are complete during backward;
+// and, from flags.cpp, the counters by which processes that share memory wait for each other.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -84,9 +85,12 @@ class BucketTracker {
 
 }  // namespace
 
+void bind_flags(pybind11::module_& module);  // flags.cpp
+
 PYBIND11_MODULE(_C, module) {
     namespace py = pybind11;
-    module.doc() = "Host-side plans: bucket boundaries and bucket readiness.";
+    module.doc() = "Host-side plans: bucket boundaries and bucket readiness; flags in shared memory.";
+    bind_flags(module);
     module.def(
         "plan_buckets", &plan_buckets, py::arg("numel"), py::arg("size"), py::arg("first_size"),
         py::arg("alignment") = 1,

@@ -45,7 +45,8 @@ def _run_strategies(argv: Sequence[str]) -> int:
         config = parse(argv)
         started = 4 if joined is None else joined.world_size
         world_size = started if config.world_size is None else config.world_size
-        plan = resolve(config, world_size=world_size, num_gpus=torch.cuda.device_count())
+        num_hosts = 1 if joined is None else -(-joined.world_size // joined.local_world_size)
+        plan = resolve(config, world_size=world_size, num_gpus=torch.cuda.device_count(), num_hosts=num_hosts)
         if config.download and joined is not None:
             raise ValueError("--download under torchrun: ranks would write the same files, run once without torchrun")
         build_dataset(plan, first=True)  # before any process starts, so that a damaged file is one line

@@ -10,8 +10,8 @@ from pathlib import Path
 from ddpcore import data, models, strategies, topology
 from ddpcore.bench import command_line
 from ddpcore.bench.command_line import BOOLEAN, check_choice, check_names, check_writable, flag, names, option
-from ddpcore.comm import choose_backend
-from ddpcore.comm.choice import BACKENDS, Choice
+from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
+from ddpcore.comm.choice import BACKENDS, TRANSPORTS
 from ddpcore.compression import CODECS
 from ddpcore.data import ShardedBatches
 from ddpcore.strategies import Baseline, Strategy
@@ -57,6 +57,7 @@ class BenchConfig:
     seed: int = option(0, "of weights, batches and pairs", type=int)
     device: str = option("auto", ", ".join(DEVICES))
     backend: str = option("auto", ", ".join(BACKENDS))
+    transport: str = option("auto", f"what carries bytes between ranks: {', '.join(TRANSPORTS)}")
     json: Path | None = option(None, "write the result to this file", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class BenchConfig:
             ("dataset", data.names()),
             ("device", DEVICES),
             ("backend", BACKENDS),
+            ("transport", TRANSPORTS),
         ):
             check_choice(name, getattr(self, name), allowed)
         if self.strategies is not None:
@@ -117,11 +119,12 @@ class Plan:
     strategies: tuple[str, ...]
     device: str
     choice: Choice
+    transport: Transport | None  # None of virtual learners
     notes: tuple[str, ...]
 
 
-def resolve(config: BenchConfig, *, world_size: int, num_gpus: int) -> Plan:
-    """Settle the device, the backend and the strategies, and check that topology and batch fit the world.
+def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: int = 1) -> Plan:
+    """Settle the device, the connection and the strategies, and check that topology and batch fit the world.
 
     Raises:
         ValueError: they do not fit, or what was requested is not on this machine.
@@ -134,6 +137,11 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int) -> Plan:
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)
     if choice.backend == "gloo" and device == "cuda" and num_gpus < world_size:
         raise ValueError(f"--backend gloo: {world_size} ranks would share {num_gpus} GPU: use --backend virtual")
+    transport = None
+    if choice.backend != "virtual":
+        transport = choose_transport(config.transport, world_size=world_size, device=device, num_hosts=num_hosts)
+    elif config.transport != "auto":
+        raise ValueError(f"--transport {config.transport} is for real ranks: leave it out, or use --backend gloo")
     topology.build(config.topology, config.seed, config.local_size).validate(world_size)
     chosen = config.strategies or ("ddp", "ssgd", "dpsgd", "local_sgd")
     notes = []
@@ -145,7 +153,13 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int) -> Plan:
     # A sample count no smaller than the batch: this checks the batch against the world only.
     ShardedBatches(config.batch_size, config.batch_size, world_size, config.seed)
     return Plan(
-        config=config, world_size=world_size, strategies=chosen, device=device, choice=choice, notes=tuple(notes)
+        config=config,
+        world_size=world_size,
+        strategies=chosen,
+        device=device,
+        choice=choice,
+        transport=transport,
+        notes=tuple(notes),
     )
 
 

@@ -79,8 +79,11 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
     else:
         optimizer = FusedSGD(model.parameters(), lr=config.lr, momentum=config.momentum)
     strategy = config.strategy(strategies.Single.name if alone else name)
+    num_rows = plan.world_size if virtual and not alone else None
+    vectorize = None if num_rows is None else "measure"
+    transport = "auto" if baseline or plan.transport is None else plan.transport.name
     handle = parallel.distribute(
-        model, optimizer, strategy, learners=plan.world_size if virtual and not alone else None
+        model, optimizer, strategy, learners=num_rows, transport=transport, vectorize=vectorize
     )
     num_learners = 1 if whole_batch else plan.world_size
     batches = ShardedBatches(len(dataset.train), config.batch_size, num_learners, config.seed)

@@ -22,6 +22,8 @@ def environment(plan: Plan) -> dict[str, Any]:
         "oversubscribed": processes > launch.num_cores() if plan.device == "cpu" else False,
         "backend": plan.choice.backend,
         "backend_reason": plan.choice.reason,
+        "transport": None if plan.transport is None else plan.transport.name,
+        "transport_reason": None if plan.transport is None else plan.transport.reason,
         "notes": list(plan.notes),
     }
 

@@ -1,18 +1,29 @@
-"""The learners' connection: real ranks over a process group, or virtual learners in one process."""
+"""The learners' connection: real ranks over shared memory or a process group, or virtual learners in one process."""
 
+from .agreement import check_agreement, facts_of
 from .base import Communicator, Exchange, Work
-from .choice import Choice, choose_backend
+from .choice import Choice, Transport, choose_backend, choose_transport
+from .connect import connect
 from .grid import GridCommunicator
+from .ipc import CudaIpcCommunicator
 from .process import ProcessGroupCommunicator
+from .shared_memory import SharedMemoryCommunicator
 from .virtual import VirtualCommunicator
 
 __all__ = [
     "Choice",
     "Communicator",
+    "CudaIpcCommunicator",
     "Exchange",
     "GridCommunicator",
     "ProcessGroupCommunicator",
+    "SharedMemoryCommunicator",
+    "Transport",
     "VirtualCommunicator",
     "Work",
+    "check_agreement",
     "choose_backend",
+    "choose_transport",
+    "connect",
+    "facts_of",
 ]

@@ -1,10 +1,12 @@
-"""Which connection serves a world of learners on this machine, and why."""
+"""Which backend and which transport serve a world of learners on this machine, and why."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 BACKENDS = ("auto", "nccl", "gloo", "virtual")
+TRANSPORTS = ("auto", "shm", "ipc", "pg")
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,45 @@ def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: in
     if num_gpus >= world_size:
         return Choice("nccl", f"a GPU for each of {world_size} ranks")
     return Choice("virtual", f"{world_size} learners would share {num_gpus} GPU" + ("s" if num_gpus != 1 else ""))
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What carries bytes between real ranks, ``shm``, ``ipc`` or ``pg``, and the reason in one clause."""
+
+    name: str
+    reason: str
+
+
+def choose_transport(requested: str, *, world_size: int, device: str, num_hosts: int) -> Transport:
+    """Shared memory between ranks on the CPU of one host, the process group elsewhere; CUDA IPC on request.
+
+    Args:
+        requested: one of ``TRANSPORTS``.
+        world_size: number of ranks.
+        device: ``cpu`` or ``cuda``, where the model trains.
+        num_hosts: machines that the ranks are on.
+
+    Raises:
+        ValueError: what was requested cannot connect these ranks; the message names the flag that helps.
+    """
+    if requested not in TRANSPORTS:
+        raise ValueError(f"unknown transport {requested!r}: choose from {', '.join(TRANSPORTS)}")
+    for name, wanted in (("shm", "cpu"), ("ipc", "cuda")):
+        if requested == name and device != wanted:
+            raise ValueError(
+                f"--transport {name} is for ranks on {wanted} and the model is on {device}: use --transport pg"
+            )
+        if requested == name and num_hosts > 1:
+            raise ValueError(f"--transport {name} is for one host and the ranks are on {num_hosts}: use --transport pg")
+    if requested != "auto":
+        return Transport(requested, "as requested")
+    if device != "cpu":
+        return Transport("pg", f"ranks on {device}")
+    if world_size == 1:
+        return Transport("pg", "one rank has nobody to share memory with")
+    if num_hosts > 1:
+        return Transport("pg", f"ranks on {num_hosts} hosts")
+    if sys.platform != "linux":
+        return Transport("pg", "shared memory is for Linux")
+    return Transport("shm", f"{world_size} ranks on the CPU of one host")

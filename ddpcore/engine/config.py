@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ddpcore import data, models, strategies, topology
+from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import SAMPLERS
 from ddpcore.engine import optimizers
 from ddpcore.evaluation import BATCH_NORM
@@ -75,6 +76,7 @@ class TrainConfig:
         policies: fields of :class:`ddpcore.Policies`.
         learners: how many; virtual ones of one process, or as many as there are ranks.
         device: ``cpu``, ``cuda``, or ``auto``.
+        transport: what carries bytes between real ranks, see :func:`ddpcore.distribute`.
         evaluate_every: epochs between two evaluations of the averaged model; 0 evaluates at the end alone.
         evaluate_on: ``test``, or ``validation``, which leaves the test split to the very end.
         evaluation_batch_norm: how the averaged model comes by its statistics, see
@@ -131,6 +133,7 @@ class TrainConfig:
     policies: Mapping[str, str] = field(default_factory=dict)
     learners: int = 1
     device: str = DEVICES[0]
+    transport: str = TRANSPORTS[0]
     evaluate_every: int = 1
     evaluate_on: str = EVALUATION_SPLITS[0]
     evaluation_batch_norm: str = BATCH_NORM[0]
@@ -177,6 +180,7 @@ class TrainConfig:
             ("strategy", strategies.names()),
             ("topology", topology.names()),
             ("device", DEVICES),
+            ("transport", TRANSPORTS),
             ("evaluate_on", EVALUATION_SPLITS),
             ("evaluation_batch_norm", BATCH_NORM),
         ):

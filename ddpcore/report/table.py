@@ -27,6 +27,9 @@ def print_report(result: dict[str, Any], config: Any, console: Console | None = 
         soft_wrap=True,
     )
     out.print(f"backend {environment['backend']}: {environment['backend_reason']}", highlight=False, soft_wrap=True)
+    if environment["transport"] is not None:
+        transport = f"transport {environment['transport']}: {environment['transport_reason']}"
+        out.print(transport, highlight=False, soft_wrap=True)
     if environment["oversubscribed"]:
         out.print(
             "oversubscribed: more ranks than cores. Compare strategies within this table; it says nothing of scaling.",

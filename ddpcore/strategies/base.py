@@ -23,6 +23,7 @@ class Strategy(ABC):
     averages_gradients: bool = False
     in_use: bool = False  # set by distribute()
     takes_closure: ClassVar[bool] = True  # whether step(closure) may compute the gradient inside the step
+    fixed_layout: ClassVar[bool] = False  # whether the flat buffer may not be laid out in the order of the gradients
     topology: Topology | None = None  # who averages with whom, where a strategy has neighbours
 
     def setup(self, learner: Learner) -> None:

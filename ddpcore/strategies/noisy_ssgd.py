@@ -39,6 +39,7 @@ class NoisySSGD(Strategy):
     name: ClassVar[str] = "noisy_ssgd"
     averages_gradients: bool = True
     takes_closure: ClassVar[bool] = False
+    fixed_layout: ClassVar[bool] = True  # a place in the buffer is what the noise belongs to
 
     def __init__(self, std: float = 0.01, *, seed: int = 0, where: str = "shared") -> None:
         if not (math.isfinite(std) and std >= 0):

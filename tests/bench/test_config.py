@@ -151,3 +151,20 @@ def test_batches_that_do_not_divide(batch: int, world: int, says: str) -> None:
 def test_every_topology_fits_every_world(topology: str, world_size: int) -> None:
     config = BenchConfig(topology=topology, batch_size=30)
     assert resolve(config, world_size=world_size, num_gpus=0).world_size == world_size
+
+
+def test_the_transport() -> None:
+    """Settled before a process starts; virtual learners have none."""
+    plan = resolve(BenchConfig(), world_size=4, num_gpus=0)
+    assert plan.transport is not None
+    assert plan.transport.name == "shm"
+    apart = resolve(BenchConfig(), world_size=4, num_gpus=0, num_hosts=2)
+    assert apart.transport is not None
+    assert apart.transport.name == "pg"
+    assert resolve(BenchConfig(backend="virtual"), world_size=4, num_gpus=0).transport is None
+    with pytest.raises(ValueError, match="--transport shm is for real ranks"):
+        resolve(BenchConfig(backend="virtual", transport="shm"), world_size=4, num_gpus=0)
+    with pytest.raises(ValueError, match="--transport ipc"):
+        resolve(BenchConfig(transport="ipc"), world_size=4, num_gpus=0)
+    with pytest.raises(ValueError, match="unknown --transport"):
+        BenchConfig(transport="tcp")

@@ -43,6 +43,8 @@ ENVIRONMENT = {
     "oversubscribed",
     "backend",
     "backend_reason",
+    "transport",
+    "transport_reason",
     "ddpcore",
     "commit",
     "torch",
@@ -259,8 +261,9 @@ def test_default_strategies_twice(tmp_path: Path) -> None:
     line = "--world-size 2 --steps 6 --batch-size 32 --seed 3 --period 2"
     environment, rows, text = rows_of(line, tmp_path)
     assert list(rows) == ["ddp", "ssgd", "dpsgd", "local_sgd"]
-    assert environment["backend"] == "gloo"
-    assert environment["backend"] in text
+    assert (environment["backend"], environment["transport"]) == ("gloo", "shm")
+    assert "backend gloo: ranks on the CPU" in text
+    assert "transport shm: 2 ranks on the CPU of one host" in text
     assert len({row["loss_first"] for row in rows.values()}) == 1
     for row in rows.values():
         assert row["world_size"] == 2
@@ -287,8 +290,8 @@ def test_default_strategies_twice(tmp_path: Path) -> None:
 def test_virtual_learners_have_the_losses_of_real_ranks(tmp_path: Path) -> None:
     line = "--world-size 3 --steps 5 --batch-size 30 --strategies ssgd,dpsgd,local_sgd --period 2"
     environment, virtual, _ = rows_of(f"{line} --backend virtual", tmp_path)
-    assert environment["backend"] == "virtual"
-    _, real, _ = rows_of(f"{line} --backend gloo", tmp_path)
+    assert (environment["backend"], environment["transport"]) == ("virtual", None)
+    _, real, _ = rows_of(f"{line} --backend gloo --transport pg", tmp_path)
     for name, row in virtual.items():
         assert row["loss_first"] == pytest.approx(real[name]["loss_first"], rel=1e-6)
         assert row["loss_last"] == pytest.approx(real[name]["loss_last"], rel=1e-5)

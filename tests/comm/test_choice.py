@@ -1,11 +1,11 @@
-"""Which backend serves a world, and what is said where none does."""
+"""Which backend and which transport serve a world, and what is said where none does."""
 
 from __future__ import annotations
 
 import pytest
 
-from ddpcore.comm import choose_backend
-from ddpcore.comm.choice import BACKENDS, Choice
+from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
+from ddpcore.comm.choice import BACKENDS, TRANSPORTS
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,46 @@ def test_what_was_asked_for(requested: str) -> None:
 def test_refusals_name_what_helps(requested: str, device: str, num_gpus: int, helps: str) -> None:
     with pytest.raises(ValueError, match=helps) as caught:
         choose_backend(requested, world_size=4, device=device, num_gpus=num_gpus)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "device", "num_hosts", "transport", "why"),
+    [
+        (4, "cpu", 1, "shm", "4 ranks on the CPU of one host"),
+        (1, "cpu", 1, "pg", "nobody"),
+        (4, "cpu", 2, "pg", "2 hosts"),
+        (4, "cuda", 1, "pg", "cuda"),
+    ],
+)
+def test_auto_transport(world_size: int, device: str, num_hosts: int, transport: str, why: str) -> None:
+    choice = choose_transport("auto", world_size=world_size, device=device, num_hosts=num_hosts)
+    assert choice.name == transport
+    assert why in choice.reason
+
+
+def test_auto_transport_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert choose_transport("auto", world_size=2, device="cpu", num_hosts=1).name == "pg"
+
+
+@pytest.mark.parametrize(("requested", "device"), [("shm", "cpu"), ("ipc", "cuda"), ("pg", "cpu"), ("pg", "cuda")])
+def test_the_transport_that_was_asked_for(requested: str, device: str) -> None:
+    choice = choose_transport(requested, world_size=2, device=device, num_hosts=1)
+    assert choice == Transport(requested, "as requested")
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "num_hosts", "helps"),
+    [
+        ("shm", "cuda", 1, "use --transport pg"),
+        ("ipc", "cpu", 1, "use --transport pg"),
+        ("shm", "cpu", 2, "use --transport pg"),
+        ("ipc", "cuda", 3, "use --transport pg"),
+        ("rdma", "cpu", 1, ", ".join(TRANSPORTS)),
+    ],
+)
+def test_transports_that_cannot_be(requested: str, device: str, num_hosts: int, helps: str) -> None:
+    with pytest.raises(ValueError, match=helps) as caught:
+        choose_transport(requested, world_size=4, device=device, num_hosts=num_hosts)
     assert "\n" not in str(caught.value)

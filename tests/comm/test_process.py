@@ -1,4 +1,4 @@
-"""Real learners: a world of one in this process, and two ranks."""
+"""Real learners: a world of one in this process, and three ranks, over a process group and over shared memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcore import Complete, RandomPair
-from ddpcore.comm import ProcessGroupCommunicator
+from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
 
 _spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
 ranks = importlib.util.module_from_spec(_spec)
@@ -20,21 +20,22 @@ _spec.loader.exec_module(ranks)
 
 
 def test_without_a_process_group() -> None:
-    with pytest.raises(ValueError, match=r"torchrun.*learners="):
-        ProcessGroupCommunicator()
+    for make in (ProcessGroupCommunicator, SharedMemoryCommunicator):
+        with pytest.raises(ValueError, match=r"torchrun.*learners="):
+            make()
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[ProcessGroupCommunicator]:
+@pytest.fixture(params=[ProcessGroupCommunicator, SharedMemoryCommunicator])
+def alone(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Communicator]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield ProcessGroupCommunicator()
+    yield request.param()
     dist.destroy_process_group()
 
 
-def test_a_world_of_one(alone: ProcessGroupCommunicator) -> None:
+def test_a_world_of_one(alone: Communicator) -> None:
     """Nothing is sent and nothing changes."""
     assert (alone.num_learners, tuple(alone.learners)) == (1, (0,))
-    assert "gloo" in alone.description
+    assert ("gloo" if isinstance(alone, ProcessGroupCommunicator) else "shared memory") in alone.description
     rows = torch.randn(1, 32)
     before = rows.clone()
     alone.average_(rows).wait()
@@ -50,8 +51,19 @@ def test_a_world_of_one(alone: ProcessGroupCommunicator) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen() -> list[dict[str, Any]]:
-    return [one["communicator"] for one in ranks.run("communicator_ranks", 3)]
+def everything() -> list[dict[str, Any]]:
+    return ranks.run("communicator_ranks", 3)
+
+
+@pytest.fixture(params=["pg", "shm"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def seen(transport: str, everything: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What three ranks saw of a connection."""
+    return [one[transport] for one in everything]
 
 
 def test_average(seen: list[dict[str, Any]]) -> None:
@@ -85,9 +97,12 @@ def test_exchange(seen: list[dict[str, Any]]) -> None:
         assert one["distance"].tolist() == [[16.0 * (rank - peer) ** 2 for peer in range(3) if peer != rank]]
 
 
-def test_bytes(seen: list[dict[str, Any]]) -> None:
-    """Of 4 floats an all-reduce sends 2 * 2/3 of 16 bytes and a gathered average twice 16; an exchange twice 64."""
+def test_bytes(transport: str, seen: list[dict[str, Any]]) -> None:
+    """Of 4 floats an all-reduce sends 2 * 2/3 of 16 bytes and a gathered average twice 16; an exchange twice 64.
+
+    Shared memory gathers nothing: of every average a rank's row is read, and written, but for its own third.
+    """
     for one in seen:
         assert one["bytes_by_reduce"] == 2 * 2 * 16 // 3
         assert one["bytes_exchange"] == 2 * 64
-        assert one["bytes_by_gather"] == 2 * 16
+        assert one["bytes_by_gather"] == (2 * 16 if transport == "pg" else 2 * 2 * 16 // 3)

@@ -184,3 +184,28 @@ def test_dropout_differs_between_learners() -> None:
         stack = stacked(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 2, vectorize)
         outputs = stack(torch.ones(2, 1, 4))
         assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
+
+
+def test_the_faster_way_is_found_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials work on copies: weights, gradients, buffers and random numbers are those of a run that did not measure."""
+    measure = StackedModel._is_faster_vectorized
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    seen = []
+    for vectorize in ("measure", False):
+        stack = stacked(copy.deepcopy(model), 3, vectorize)  # type: ignore[arg-type]
+        if vectorize == "measure":
+            monkeypatch.setattr(StackedModel, "_is_faster_vectorized", lambda *args: measure(*args) and False)
+        torch.manual_seed(5)
+        stack(torch.ones(3, 6, 4)).square().sum().backward()
+        seen.append([*(p.grad for p in stack.parameters()), *(b.clone() for b in stack.buffers()), torch.rand(3)])
+        assert stack.vectorize is False
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_measuring_decides_once() -> None:
+    stack = stacked(nn.Linear(4, 2), 64, "measure")  # type: ignore[arg-type]
+    stack(torch.ones(64, 1, 4))
+    assert stack.vectorize is True, "64 tiny layers one after the other cannot be faster than one product"
+    with pytest.raises(ValueError, match="unknown vectorize 'fast'"):
+        stacked(nn.Linear(4, 2), 2, "fast")  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ ALONE = {
     "lars": {"optimizer": "lars", "param_groups": True, "optimizer_options": {"weight_decay": 1e-4}},
     "bf16": {"precision": "bf16", "label_smoothing": 0.1},
     "channels_last": {"channels_last": True},
+    "bf16 learners": {"learners": 2, "strategy": "dpsgd", "precision": "bf16"},
     "recalibrated": {"evaluation_batch_norm": "recalibrate", "recalibration_batches": 2},
 }
 RUNS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""One of three real ranks that try each call of the connection once."""
+"""One of three real ranks that try each call of the connection once, over each transport."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch.distributed as dist
 from ranks import join
 
 import ddpcore
-from ddpcore.comm import ProcessGroupCommunicator, base
+from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, base
 
 
-def communicator(rank: int) -> dict[str, Any]:
-    comm = ProcessGroupCommunicator()
+def communicator(comm: Communicator, rank: int) -> dict[str, Any]:
     seen: dict[str, Any] = {"learners": comm.learners, "n": comm.num_learners}
     gather_bytes = base.GATHER_BYTES
     for way, limit in (("by_gather", gather_bytes), ("by_reduce", 0)):
@@ -42,7 +41,11 @@ def communicator(rank: int) -> dict[str, Any]:
 
 def main() -> None:
     path, rank, _ = join()
-    torch.save({"communicator": communicator(rank)}, path)
+    seen = {
+        "pg": communicator(ProcessGroupCommunicator(), rank),
+        "shm": communicator(SharedMemoryCommunicator(timeout=60.0), rank),
+    }
+    torch.save(seen, path)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -142,7 +142,9 @@ def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
 GATHER_BYTES = base.GATHER_BYTES
 
 
-def train(case: Case, group: dist.ProcessGroup | None = None, num_rows: int | None = None) -> dict[str, Any]:
+def train(
+    case: Case, group: dist.ProcessGroup | None = None, num_rows: int | None = None, transport: str = "auto"
+) -> dict[str, Any]:
     """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages.
 
     Without a group all are virtual, with one each rank is one, or with ``num_rows`` so many.
@@ -165,6 +167,7 @@ def train(case: Case, group: dist.ProcessGroup | None = None, num_rows: int | No
         MAKERS[case.strategy](topology_of(case)),
         learners=num_rows,
         group=group,
+        transport=transport,
         vectorize=None if real else False,
         bucket_bytes=128,  # several buckets, cut inside tensors
         first_bucket_bytes=64,
@@ -206,7 +209,8 @@ def main() -> None:
     results: dict[Any, Any] = {}
     for case in CASES:
         if rank < case.world_size:
-            results[tuple(case)] = train(case, groups[case.world_size])
+            for transport in ("pg", "shm"):
+                results[tuple(case), transport] = train(case, groups[case.world_size], transport=transport)
         if case in GRIDS and rank < case.world_size // 2:
             results[("grid", *case)] = train(case, groups[case.world_size // 2], num_rows=2)
     torch.save(results, path)

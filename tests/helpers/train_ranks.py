@@ -20,6 +20,7 @@ from ddpcore.launch import World
 RUNS = {
     **images.STRATEGIES,
     "ddp": {"strategy": "ddp", "optimizer": "torch_sgd"},
+    "process group": {"strategy": "dpsgd", "transport": "pg"},
     "two each": {"strategy": "dpsgd", "learners": 4, "evaluation_batch_norm": "recalibrate"},
 }
 

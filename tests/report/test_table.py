@@ -44,6 +44,8 @@ def text_of(*rows: dict[str, Any], **environment: Any) -> str:
         "commit": "abc123",
         "backend": "gloo",
         "backend_reason": "ranks on the CPU",
+        "transport": "shm",
+        "transport_reason": "4 ranks on one host",
         "oversubscribed": False,
         "notes": [],
     }
@@ -116,3 +118,8 @@ def test_reports_need_no_torch(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_transport_is_told_where_there_is_one() -> None:
+    assert "transport shm: 4 ranks on one host" in text_of(row())
+    assert "transport" not in text_of(row(), transport=None)

@@ -20,6 +20,7 @@ from ddpcore.strategies import (
     Strategy,
     build,
     names,
+    options,
 )
 
 
@@ -57,6 +58,20 @@ def test_options_reach_the_strategy_of_the_name() -> None:
     assert (slow.period, slow.topology) == (5, Ring())
     with pytest.raises(ValueError, match="unknown compression 'zip': choose from none, bf16"):
         build("dpsgd", topology=Ring(), compression="zip")
+
+
+def test_options_that_a_strategy_does_not_have_are_refused() -> None:
+    assert set(options("local_sgd")) == {"period", "warmup_steps", "switch_step", "outer", "fragments"}
+    assert "topology" not in options("dpsgd")
+    with pytest.raises(ValueError, match="ssgd has no option 'period': choose from none"):
+        build("ssgd", period=5)
+    with pytest.raises(ValueError, match="dpsgd has no option 'period': choose from order, staleness, compression"):
+        build("dpsgd", topology=Ring(), period=5)
+    with pytest.raises(ValueError, match="slowmo: unknown base 'ssgd': choose from dpsgd, none"):
+        build("slowmo", base="ssgd")
+    codec = build("dpsgd", topology=Ring(), compression={"name": "topk", "ratio": 0.5}).compression
+    assert (codec.name, codec.ratio) == ("topk", 0.5)
+    assert build("dpsgd", compression="none").compression is None
 
 
 def test_who_averages_gradients() -> None:

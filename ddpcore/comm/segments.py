@@ -1,0 +1,304 @@
+"""Learners whose ranks reach each other's memory: they read neighbours' weights and add gradients where these lie.
+
+Shapes: n learners, P elements of a learner's row. Every rank holds one learner (L = 1).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpcore import ops
+from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, all_reduce_bytes, correction
+from ddpcore.comm.meeting import NUM_TEXTS, Meeting
+from ddpcore.comm.memory import Memory
+from ddpcore.ops import Mixture
+from ddpcore.topology import Round, Topology
+
+STAGING_BYTES = 4 * 2**20  # of each rank, through which go tensors that no other rank can reach, in pieces
+CHUNK = 2**15  # elements that are added at a time, so that a sum stays in cache until it is written
+_ALIGNMENT = 64  # elements: shares of two ranks do not meet in a cache line
+
+
+@dataclass
+class _Shared:
+    """A buffer that every rank has allocated: where this rank's lies, and those of all (None for its own)."""
+
+    start: int
+    num_bytes: int
+    views: list[Tensor | None]
+
+
+@dataclass
+class _Snapshot:
+    """Room for rows that neighbours read: of each rank one. ``used`` is the operation before which reading ended."""
+
+    views: list[Tensor]
+    readers: Sequence[int] = ()
+    is_handed_out: bool = False
+    used: int | None = None  # None: under way
+
+
+class SegmentCommunicator(Communicator):
+    """Learner j is rank j of the group, and reads the others' memory.
+
+    An exchange copies the rows into a snapshot, and neighbours mix from it where it lies. Two take turns, more where
+    several exchanges are under way. A rank overwrites one that it has itself done with reading from, once the readers
+    have come to a later operation: they call the same in the same order, so they have done with it too.
+
+    An average of columns that lie in memory from :meth:`allocate` waits until all ranks came to it; then each rank
+    forms the mean of one share of the columns, adding in ascending order, writes it into everyone's row, and waits
+    until all have. Other tensors go through a staging area.
+
+    Args:
+        group: the process group, for setting up.
+        memory: how ranks reach each other's buffers.
+        timeout: seconds that a rank which lives may let the others wait; one that is gone is noticed at once.
+        description: see :class:`Communicator`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, memory: Memory, timeout: float, description: str) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
+        self._meeting = Meeting(group, timeout)
+        self._memory = memory
+        self.rank, self.num_learners = self._meeting.rank, self._meeting.num_ranks
+        self.learners = (self.rank,)
+        self.description = description
+        self._shared: dict[int, _Shared] = {}
+        self._num_shared = 0
+        self._pending: deque[_Average] = deque()
+        own, views = self._allocate(STAGING_BYTES)
+        self._staging: list[Tensor] = [own if view is None else view for view in views]
+        self._snapshots: dict[tuple[int, torch.dtype, torch.device], list[_Snapshot]] = {}
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See :class:`Communicator`."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        own, views = self._allocate(num_bytes)
+        number = self._num_shared
+        self._num_shared += 1
+        self._shared[number] = _Shared(own.data_ptr(), num_bytes, views)
+        # The others' memory is held exactly as long as one's own, so that a layout that was given up is freed.
+        weakref.finalize(own.untyped_storage(), self._shared.pop, number, None).atexit = False
+        return own[:num_bytes].view(dtype).view(shape)
+
+    def broadcast_(self, rows: Tensor) -> None:
+        """See :class:`Communicator`."""
+        for piece, staged in self._staged("broadcast", rows):
+            if self.rank != 0:
+                piece.copy_(staged[0])
+
+    def average_(self, rows: Tensor) -> Work:
+        """See :class:`Communicator`. Learners are added in ascending order. Of shared memory nothing waits here."""
+        if self.num_learners == 1:
+            return Done()
+        self.bytes_sent += all_reduce_bytes(rows.numel() * rows.element_size(), self.num_learners)
+        found = self._find(rows)
+        if found is None:
+            for piece, staged in self._staged("average", rows):
+                total = staged[0].view(rows.dtype).clone()
+                for other in staged[1:]:
+                    total += other.view(rows.dtype)
+                piece.copy_(total.div_(self.num_learners).view(torch.uint8))
+            return Done()
+        if len(self._pending) >= NUM_TEXTS // 2:  # the others must still be able to read what they came to
+            self.complete(self._pending[0].number)
+        where, columns = found
+        self._memory.publish()
+        number = self._meeting.arrive(f"an average of {_describe(rows)} {where}")
+        work = _Average(self, number, columns)
+        self._pending.append(work)
+        return work
+
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        """See :class:`Communicator`."""
+        weights, plan = weights_LP[0], topology.round(step, self.rank, self.num_learners)
+        if self.num_learners == 1:
+            return _InPlace(self, -1, weights, plan, _Snapshot([weights]))
+        snapshot = self._free_snapshot(weights)
+        if plan.destinations:
+            snapshot.views[self.rank].copy_(weights)
+        self._memory.publish()
+        number = self._meeting.arrive(f"the exchange of {_describe(weights)} at step {step}")
+        snapshot.readers = plan.destinations
+        self.bytes_sent += len(plan.destinations) * weights.numel() * weights.element_size()
+        return _InPlace(self, number, weights, plan, snapshot)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """See :class:`Communicator`."""
+        values = values.contiguous()
+        result = values.new_empty((self.num_learners, *values.shape[1:]))
+        columns = result.view(-1).view(torch.uint8).view(self.num_learners, -1)
+        begin = 0
+        for piece, staged in self._staged("gather", values):
+            for row, other in zip(columns, staged, strict=True):
+                row[begin : begin + len(piece)].copy_(other)
+            begin += len(piece)
+        return result
+
+    # --- for the works ---------------------------------------------------------------------------------------------
+
+    def complete(self, number: int) -> None:
+        """Finish the averages that were started, up to an operation, and what others need of later ones already."""
+        meeting = self._meeting
+        while self._pending and (self._pending[0].number <= number or meeting.have_arrived(self._pending[0].number)):
+            work = self._pending[0]
+            self.arrived(range(self.num_learners), work.number)
+            average_share_(work.columns, self.rank)
+            self._memory.publish()
+            meeting.finish(work.number)
+            self._pending.popleft()
+        self._finished(number)
+
+    def arrived(self, ranks: Sequence[int], number: int) -> None:
+        """Return when what these ranks gave to an operation can be read."""
+        self._meeting.await_arrived(ranks, number)
+        for rank in ranks:
+            self._memory.follow(rank)
+
+    # --- parts -----------------------------------------------------------------------------------------------------
+
+    def _finished(self, number: int) -> None:
+        self._meeting.await_finished(number)
+        for rank in self._meeting.others:
+            self._memory.follow(rank)
+
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, list[Tensor | None]]:
+        """A buffer of this rank, zeros, and those of all others. Collective."""
+        num_bytes = max(num_bytes, 1)  # what is empty cannot be mapped
+        own, handle = self._memory.allocate(num_bytes)
+        number = self._meeting.arrive(f"the allocation of {num_bytes} bytes", handle)
+        self._meeting.await_arrived(range(self.num_learners), number)
+        views: list[Tensor | None] = [None] * self.num_learners
+        for rank in self._meeting.others:
+            handle = self._meeting.handle_of(rank)
+            try:
+                views[rank] = self._memory.open(self._meeting.pids[rank], handle, num_bytes)
+            except (OSError, ValueError) as error:  # it came, and died before it was read
+                self._meeting.lose(rank, number, error)
+        self._meeting.finish(number)
+        self._meeting.await_finished(number)
+        return own, views
+
+    def _free_snapshot(self, like: Tensor) -> _Snapshot:
+        """One that nobody reads any more, now under way; a new one, made by all ranks alike, where there is none."""
+        now = self._meeting.num_operations
+        for snapshots in self._snapshots.values():
+            for one in snapshots:
+                if one.is_handed_out:  # and used by now: a mixture is used before the next exchange starts
+                    one.is_handed_out, one.used = False, now
+        known = self._snapshots.setdefault((like.numel(), like.dtype, like.device), [])
+        # What was read until this very operation is not free: its readers would wait for us, and we for them.
+        free = [one for one in known if one.used is not None and one.used < now]
+        if free:
+            snapshot = min(free, key=lambda one: one.used or 0)
+            self._meeting.await_passed(snapshot.readers, snapshot.used or 0)
+            for reader in snapshot.readers:
+                self._memory.follow(reader)
+        else:
+            first, *more = self._new_snapshots(like, 1 if known else 2)
+            known += [first, *more]
+            snapshot = first
+        snapshot.used = None
+        return snapshot
+
+    def _new_snapshots(self, like: Tensor, num: int) -> list[_Snapshot]:
+        num_bytes = like.numel() * like.element_size()
+        own, views = self._allocate(num * num_bytes)
+        areas = [own if view is None else view for view in views]
+        return [
+            _Snapshot([area[i * num_bytes : (i + 1) * num_bytes].view(like.dtype) for area in areas], used=-1)
+            for i in range(num)
+        ]
+
+    def _find(self, rows: Tensor) -> tuple[str, list[Tensor]] | None:
+        """Where in a shared buffer a row lies, and the same columns of all ranks; None where in none."""
+        first, num_bytes = rows.data_ptr(), rows.numel() * rows.element_size()
+        for number, shared in self._shared.items():
+            start = first - shared.start
+            if start >= 0 and start + num_bytes <= shared.num_bytes and num_bytes > 0:
+                columns = [
+                    rows[0] if view is None else view[start : start + num_bytes].view(rows.dtype)
+                    for view in shared.views
+                ]
+                return f"at byte {start} of buffer {number}", columns
+        return None
+
+    def _staged(self, what: str, rows: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Piece by piece, as bytes: one's own, and the same of every rank in the staging area. Collective."""
+        if self._pending:
+            self.complete(self._pending[-1].number)
+        own = rows.view(-1).view(torch.uint8)
+        for piece in own.split(STAGING_BYTES) if len(own) else ():
+            staged = [area[: len(piece)] for area in self._staging]
+            staged[self.rank].copy_(piece)
+            self._memory.publish()
+            number = self._meeting.arrive(f"a piece of {len(piece)} bytes of the {what} of {_describe(rows)}")
+            self.arrived(range(self.num_learners), number)
+            yield piece, staged
+            self._memory.publish()
+            self._meeting.finish(number)
+            self._finished(number)
+
+
+class _Average(Work):
+    def __init__(self, comm: SegmentCommunicator, number: int, columns: list[Tensor]) -> None:
+        self._comm, self.number, self.columns = comm, number, columns
+
+    def wait(self) -> None:
+        self._comm.complete(self.number)
+
+
+class _InPlace(Exchange):
+    def __init__(
+        self, comm: SegmentCommunicator, number: int, weights: Tensor, plan: Round, snapshot: _Snapshot
+    ) -> None:
+        self._comm, self._number, self._weights, self._plan, self._snapshot = comm, number, weights, plan, snapshot
+
+    def mix_(self) -> Tensor:
+        mixture = self.mixture()
+        return ops.mix_(self._weights, mixture.peers, mixture.self_weight, mixture.peer_weights)[None]
+
+    def mixture(self) -> Mixture:
+        return Mixture(self._peers(), self._plan.self_weight, self._plan.weights)
+
+    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
+        mixture = self.correction(published_LP, factor, decode)
+        ops.mix_(weights_LP[0], mixture.peers, mixture.self_weight, mixture.peer_weights)
+
+    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture:
+        peers = self._peers()
+        if decode is not None:
+            peers = [decode(source, peer) for source, peer in zip(self._plan.sources, peers, strict=True)]
+        return correction(self._plan, published_LP[0], peers, factor)
+
+    def _peers(self) -> list[Tensor]:
+        self._comm.arrived(self._plan.sources, self._number)
+        self._snapshot.is_handed_out = True
+        return [self._snapshot.views[source] for source in self._plan.sources]
+
+
+@torch.no_grad()
+def average_share_(columns: Sequence[Tensor], rank: int) -> None:
+    """Overwrite one of n shares of ``columns``, n rows alike, with its mean, added in ascending order of the rows."""
+    num_rows, numel = len(columns), len(columns[0])
+    bounds = [min(numel, -(-numel * share // num_rows // _ALIGNMENT) * _ALIGNMENT) for share in (rank, rank + 1)]
+    begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
+    for first in range(begin, end, CHUNK):
+        total, *others = [row[first : min(first + CHUNK, end)] for row in columns]
+        for other in others:
+            total += other
+        total.div_(num_rows)
+        for other in others:
+            other.copy_(total)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
