@@ -61,7 +61,7 @@ class Row:
         Raises:
             ValueError: it is no valid run; the message names the row.
         """
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"transport": "pg"} if self.hosts > 1 else {}  # hosts share no memory
         for layer in (*self.layers, *self.scales.get(scale, ()), overrides or {}):
             values = merged(values, layer)
         try:
