@@ -61,7 +61,7 @@ class Row:
         Raises:
             ValueError: it is no valid run; the message names the row.
         """
-        values: dict[str, Any] = {"transport": "pg"} if self.hosts > 1 else {}  # hosts share no memory
+        values: dict[str, Any] = {}
         for layer in (*self.layers, *self.scales.get(scale, ()), overrides or {}):
             values = merged(values, layer)
         try:
@@ -72,6 +72,8 @@ class Row:
                 )
             if config.learners % self.hosts:
                 raise ValueError(f"learners is {config.learners}: it must be a multiple of hosts, {self.hosts}")
+            if self.hosts > 1 and config.strategy != "ddp" and config.transport != "pg":
+                raise ValueError(f"transport is {config.transport!r}: hosts share no memory, set it to 'pg'")
         except ValueError as error:
             raise ValueError(f"row {self.name}, scale {scale}: {error}") from None
         return config

@@ -54,17 +54,12 @@ def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: p
     assert backend_of(job) == "nccl"
 
 
-def test_hosts_share_no_memory(tiny: Path) -> None:
-    tiny.write_text(tiny.read_text().replace('"ssgd" = {', '"ssgd" = { ranks = true, hosts = 2,'))
-    rows = study.load(str(tiny)).rows
-    assert (rows["ssgd"].config("full").transport, rows["a"].config("full").transport) == ("pg", "auto")
-
-
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
         ("kill_rank = 1", "row ssgd, scale full: kill_rank is 1"),
         ("ranks = true, kill_rank = 2", "kill_rank is 2"),
+        ("ranks = true, hosts = 2", "transport is 'auto': hosts share no memory, set it to 'pg'"),
         ("ranks = true, hosts = 3", "learners is 2: it must be a multiple of hosts, 3"),
     ],
 )

@@ -146,6 +146,7 @@ RANKS = """
 strategy = "ssgd"
 ranks = true
 hosts = 2
+transport = "pg"
 learners = 2
 
 [rows]
