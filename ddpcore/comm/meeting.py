@@ -158,9 +158,9 @@ class Meeting:
         """Return when these ranks have come as far as this operation, whatever they came with."""
         self._wait(ranks, ARRIVED, number)
 
-    def await_finished(self, number: int) -> None:
-        """Return when all ranks are through with this operation."""
-        self._wait(self.others, FINISHED, number)
+    def await_finished(self, number: int, ranks: Iterable[int] | None = None) -> None:
+        """Return when these ranks, or all, are through with this operation."""
+        self._wait(self.others if ranks is None else ranks, FINISHED, number)
 
     def handle_of(self, rank: int) -> bytes:
         """What a rank last gave to ``arrive``."""
