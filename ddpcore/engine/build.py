@@ -86,6 +86,9 @@ def build_dataset(place: Place) -> Dataset:
         normalize=config.normalize,
         augment=config.augment,
         num_validation=config.num_validation,
+        num_train=config.num_train,
+        num_test=config.num_test,
+        random_labels=config.random_labels,
         download=config.download and first,
         verify=first,
     )
