@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -na
 BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest hypothesis networkx ruff mypy clang-format
+TOOLS := pytest hypothesis networkx matplotlib ruff mypy clang-format
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: bench test check lint types cpp mutations build clean
@@ -71,7 +71,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	  .venv/bin/pip install -q "torch==$(TORCH)+cpu" 2> /dev/null || \
 	    .venv/bin/pip install -q --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy scipy rich nvidia-ml-py safetensors pooch h5py tensorboard $(TOOLS)
+	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard $(TOOLS)
 	@touch $@
 
 clean:

@@ -34,20 +34,22 @@ def build_dataset(plan: Plan, *, first: bool) -> data.Dataset:
         ValueError: files are missing or damaged, the model does not take such samples, or the batch is too large.
     """
     config = plan.config
-    made_to_measure = config.dataset == "synthetic"
     spec = models.spec(config.model)
+    options: dict[str, Any] = {}
+    if config.dataset == "synthetic":  # made to measure
+        options = {"input_shape": spec.input_shapes[0], "num_classes": spec.num_classes}
     dataset = data.build(
         config.dataset,
         data_dir=config.data_dir,
-        input_shape=spec.input_shapes[0] if made_to_measure else None,
-        num_classes=spec.num_classes if made_to_measure else None,
         seed=config.seed,
         normalize=config.normalize,
         augment=config.augment,
         download=config.download and first,
         verify=first,
+        **{**options, **(config.dataset_options or {})},
     )
     models.check_input(config.model, dataset.input_shape)
+    models.check_options(config.model, config.model_options or {})
     data.ShardedBatches(len(dataset.train), config.batch_size, plan.world_size, config.seed)
     return dataset
 

@@ -96,6 +96,9 @@ def build(
     normalize: bool = False,
     augment: bool = False,
     num_validation: int = 0,
+    num_train: int | None = None,
+    num_test: int | None = None,
+    random_labels: bool = False,
     download: bool = False,
     verify: bool = True,
     **more: Any,
@@ -109,6 +112,8 @@ def build(
     normalize: subtract the channel's mean over the training set and divide by its standard deviation, all splits.
     augment: crop at random from a border of 4 pixels and, but for digits, mirror at random; the training split alone.
     num_validation: samples held out of the training set, see `Dataset.hold_out`; the test split is never touched.
+    num_train, num_test: only so many samples of what is left, and of the test split, see `Dataset.limit`.
+    random_labels: labels of the training split drawn from the seed: only the samples can be learned.
     download: fetch the files that are missing (needs pooch).
     verify: warn of files that are not the canonical ones.
 
@@ -127,7 +132,10 @@ def build(
         dataset = dataset.transformed(
             _FILES[name].normalization if normalize else None, augmentation if augment else None
         )
-    return dataset.hold_out(num_validation, seed) if num_validation else dataset
+    if num_validation:
+        dataset = dataset.hold_out(num_validation, seed)
+    dataset = dataset.limit(num_train, num_test, seed)
+    return dataset.with_random_labels(seed) if random_labels else dataset
 
 
 def _check(name: str, given: dict[str, Any]) -> None:

@@ -122,3 +122,27 @@ class Dataset:
         order = torch.from_numpy(permutation(total, seed, 0, 0, 0).copy())  # a key that no ShardedBatches uses
         validation = replace(self.train.take(order[-num_samples:]), augmentation=None)
         return replace(self, train=self.train.take(order[:-num_samples]), validation=validation)
+
+    def limit(self, num_train: int | None = None, num_test: int | None = None, seed: int = 0) -> Dataset:
+        """A random part of the training and of the test split; None leaves one whole.
+
+        The training part follows from the seed; the test part is the same for every seed, so that runs are comparable.
+        ValueError for more samples than there are, and for a test split that is not there.
+        """
+        splits = self.splits()
+        changed: dict[str, Split] = {}
+        for name, wanted, key in (("train", num_train, (seed, 0, 0, 0, 1)), ("test", num_test, (0, 0, 0, 0, 2))):
+            if wanted is None:
+                continue
+            total = len(splits[name]) if name in splits else 0
+            if not 1 <= wanted <= total:
+                raise ValueError(f"{self.name}: cannot take {wanted} of {total} {name} samples")
+            order = torch.from_numpy(permutation(total, *key).copy())
+            changed[name] = splits[name].take(order[:wanted])
+        return replace(self, **changed)  # type: ignore[arg-type]
+
+    def with_random_labels(self, seed: int = 0) -> Dataset:
+        """Training labels drawn uniformly, so that only the samples can be learned (Zhang et al. 2017, section 2)."""
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randint(self.num_classes, (len(self.train),), generator=generator)
+        return replace(self, train=replace(self.train, labels=labels.to(self.train.labels.device)))

@@ -25,6 +25,11 @@ EVALUATION_SPLITS = ("test", "validation")
 # Where and how often things are written changes no result: a run may be resumed with other values of these.
 BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best")
 
+# A mapping, and the field that it holds the options of.
+_OPTIONS = {f"{name}_options": name for name in ("model", "dataset", "optimizer", "strategy", "topology")} | {
+    "policies": ""
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -41,6 +46,9 @@ class TrainConfig:
         normalize: images to mean 0 and standard deviation 1 a channel.
         augment: random crops, and flips but for digits, of training images.
         num_validation: training samples that are held out for validation.
+        num_train: train on so many of the others alone, see :meth:`ddpcore.data.Dataset.limit`.
+        num_test: test on so many samples alone.
+        random_labels: draw the training labels at random: only the samples can be learned.
         sampler: how samples are dealt to learners, see :class:`ddpcore.data.ShardedBatches`.
         drop_last: leave the incomplete batch at the end of an epoch out.
         batch_size: global, over all learners, of one optimizer step.
@@ -98,6 +106,9 @@ class TrainConfig:
     normalize: bool = False
     augment: bool = False
     num_validation: int = 0
+    num_train: int | None = None
+    num_test: int | None = None
+    random_labels: bool = False
     sampler: str = SAMPLERS[0]
     drop_last: bool = True
     batch_size: int = 128
@@ -144,7 +155,8 @@ class TrainConfig:
             _check_at_least(name, getattr(self, name), 1)
         for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup"):
             _check_at_least(name, getattr(self, name), 0)
-        _check_at_least("reference_batch_size", self.reference_batch_size, 1)
+        for name in ("reference_batch_size", "num_train", "num_test"):
+            _check_at_least(name, getattr(self, name), 1)
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0")
         if not 0 < self.gamma <= 1:
@@ -178,7 +190,7 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name} is {value!r}: {_advice(value, allowed)}")
+                raise ValueError(f"{name} is {value!r}: {advice(value, allowed)}")
 
     def _check_combinations(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -211,7 +223,7 @@ class TrainConfig:
         ):
             for key in getattr(self, name):
                 if key not in known:
-                    raise ValueError(f"{name} has no {key!r} here: {_advice(key, tuple(known))}")
+                    raise ValueError(f"{name} has no {key!r} here: {advice(key, tuple(known))}")
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         Policies(**self.policies)
@@ -243,28 +255,16 @@ class TrainConfig:
         known = tuple(item.name for item in fields(cls))
         for key in values:
             if key not in known:
-                raise ValueError(f"a training run has no field {key!r}: {_advice(key, known)}")
+                raise ValueError(f"a training run has no field {key!r}: {advice(key, known)}")
         return cls(**values)
 
     def overridden(self, overrides: Mapping[str, Any]) -> TrainConfig:
-        """This config with some fields changed.
-
-        Mappings (``optimizer_options`` and the like) are merged key by key, unless what they are options of is
-        overridden too: the options of another optimizer begin anew. ``steps`` takes the place of ``epochs``, and the
-        other way round.
+        """This config with some fields changed, see :func:`merged`.
 
         Raises:
             ValueError: as in :meth:`from_dict`.
         """
-        merged = {**self.to_dict(), **overrides}
-        for name in ("model", "dataset", "optimizer", "strategy", "topology"):
-            options = f"{name}_options"
-            merged[options] = {**({} if name in overrides else getattr(self, options)), **overrides.get(options, {})}
-        merged["policies"] = {**self.policies, **overrides.get("policies", {})}
-        for name, other in (("epochs", "steps"), ("steps", "epochs")):
-            if overrides.get(name) is not None and other not in overrides:
-                merged[other] = None
-        return TrainConfig.from_dict(merged)
+        return TrainConfig.from_dict(merged(self.to_dict(), overrides))
 
     def difference(self, other: Mapping[str, Any]) -> list[str]:
         """What of another config's :meth:`to_dict` would give other results, as ``name is x, not y``."""
@@ -276,12 +276,30 @@ class TrainConfig:
         ]
 
 
+def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config, all or some, with others laid over them; nothing is checked.
+
+    Mappings (``optimizer_options`` and the like) are merged key by key, unless what they are options of is overridden
+    too: the options of another optimizer begin anew. ``steps`` takes the place of ``epochs``, and the other way round.
+    """
+    result = {**values, **overrides}
+    for name, owner in _OPTIONS.items():
+        if name in result:
+            kept = {} if owner in overrides else values.get(name, {})
+            result[name] = {**kept, **overrides.get(name, {})}
+    for name, other in (("epochs", "steps"), ("steps", "epochs")):
+        if overrides.get(name) is not None and other not in overrides:
+            result[other] = None
+    return result
+
+
 def topology_options() -> tuple[str, ...]:
     """Options of :func:`ddpcore.topology.build` beside the name and the seed."""
     return tuple(name for name in topology.build.__annotations__ if name not in ("name", "seed", "return"))
 
 
-def _advice(value: Any, allowed: tuple[str, ...] | list[str]) -> str:
+def advice(value: Any, allowed: tuple[str, ...] | list[str]) -> str:
+    """What to do about a value that is none of those allowed: the nearest one, or all of them."""
     nearest = get_close_matches(str(value), allowed, n=1)
     if nearest:
         return f"did you mean {nearest[0]!r}?"

@@ -373,3 +373,16 @@ def test_a_run_that_diverges(tmp_path: Path) -> None:
         assert row["loss_first"] is not None
         assert row["test_error_pct"] is None
     assert text.count("diverged") == len(rows)
+
+
+def test_options_reach_the_model_and_the_data_set(tmp_path: Path) -> None:
+    line = (
+        "--model speech_lstm --model-options depth=1,width=4,bottleneck=3 --dataset synthetic_speech "
+        "--dataset-options num_classes=5,num_frames=3,num_features=6,num_samples=50 "
+        "--backend virtual --world-size 2 --strategies ssgd --batch-size 8 --steps 10"
+    )
+    _, rows, _ = rows_of(line, tmp_path)
+    num_parameters, num_tensors = 2 * 4 * 4 * (6 + 4 + 2) + (8 * 3 + 3) + (3 * 5 + 5), 12
+    padding = rows["ssgd"]["bytes_per_step"] - 4 * num_parameters  # two ranks reduce and gather halves
+    assert 0 <= padding < 4 * 16 * num_tensors
+    assert rows["ssgd"]["test_error_pct"] is not None

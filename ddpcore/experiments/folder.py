@@ -1,0 +1,126 @@
+"""The folder of a study that was run: what it is, a line for each (row, seed) that ended, and the runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpcore.engine import RunRecord, TrainConfig, record
+from ddpcore.engine.checkpoint import Checkpoints
+from ddpcore.engine.files import replace_file
+from ddpcore.metrics import Record, to_json
+
+FORMAT = 1
+FINISHED, FAILED = "finished", "failed"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """``manifest.json``, ``results.jsonl`` and ``runs/ROW/seed-N``, each of the last as ``train`` makes it.
+
+    The manifest holds all that a comparison needs: the study may change, the folder stays what it was.
+    """
+
+    path: Path
+
+    @property
+    def manifest_path(self) -> Path:
+        """Its file."""
+        return self.path / "manifest.json"
+
+    def run_path(self, row: str, seed: int) -> Path:
+        """The folder of one run."""
+        return self.path / "runs" / row / f"seed-{seed}"
+
+    def manifest(self) -> dict[str, Any]:
+        """study, title, source, notes, metrics, claims, scale, set, seeds, and rows: for each its config (with seed 0),
+        published, about, ranks, hosts and kill_rank.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        try:
+            values: dict[str, Any] = json.loads(self.manifest_path.read_text())
+            if values["format"] != FORMAT:
+                raise ValueError(f"it is of format {values['format']} and this version reads {FORMAT}")
+        except OSError:
+            raise ValueError(f"{self.path}: there is no study in this folder: run one into it first") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.manifest_path} is damaged ({error}): take another folder") from None
+        return values
+
+    def results(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """The last line of each (row, seed).
+
+        Raises:
+            ValueError: a line is no JSON.
+        """
+        return {(row["row"], row["seed"]): row for row in record.rows(self.path / "results.jsonl")}
+
+    def finished(self) -> set[tuple[str, int]]:
+        """The (row, seed) that are done."""
+        return {key for key, row in self.results().items() if row["status"] == FINISHED}
+
+    def append(self, result: Mapping[str, Any]) -> None:
+        """Add a line, whole or not at all."""
+        with Record(self.path / "results.jsonl") as file:
+            file.append(result)
+
+    def check(self, manifest: Mapping[str, Any], resume: bool) -> None:
+        """Raise ValueError unless the study can be run into it: it is new, or holds this study and is resumed."""
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file: name a folder")
+        known = self.manifest()
+        for key in ("study", "scale"):
+            if known[key] != manifest[key]:
+                raise ValueError(
+                    f"{self.path} holds {key} {known[key]!r}, not {manifest[key]!r}: take another folder with --out"
+                )
+        for name, row in manifest["rows"].items():
+            differences = differing(row, known["rows"][name]) if name in known["rows"] else []
+            if differences:
+                raise ValueError(f"{self.path} holds another row {name}: {'; '.join(differences)}: take another folder")
+        if not resume:
+            raise ValueError(f"{self.path} holds this study already: go on with --resume, or take another folder")
+        self.results()
+
+    def begin(self, manifest: Mapping[str, Any]) -> None:
+        """Write the manifest; rows and seeds that the folder held before stay in it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        known = self.manifest() if self.manifest_path.exists() else {"rows": {}, "seeds": []}
+        whole = {
+            **manifest,
+            "format": FORMAT,
+            "rows": {**known["rows"], **manifest["rows"]},
+            "seeds": sorted({*known["seeds"], *manifest["seeds"]}),
+        }
+        replace_file(self.manifest_path, (json.dumps(to_json(whole), indent=2) + "\n").encode())
+
+    def check_runs(self, runs: Iterable[tuple[str, int, TrainConfig]]) -> None:
+        """Raise ValueError where an unfinished run, or a checkpoint of it, is of another config."""
+        for row, seed, config in runs:
+            path = self.run_path(row, seed)
+            if not path.exists():
+                continue
+            said = [RunRecord.read(path).header["config"]] if (path / record.FILE).exists() else []
+            checkpoints = Checkpoints(folder=path / "checkpoints", config=config.to_dict())
+            for step in checkpoints.steps():
+                try:
+                    said.append(checkpoints.manifest(step)["config"])
+                except (OSError, ValueError, KeyError, TypeError):
+                    continue  # train passes damaged ones over, and says so
+            for other in said:
+                differences = config.difference(other)
+                if differences:
+                    raise ValueError(f"{path} is another run: {'; '.join(differences)}: take another folder")
+
+
+def differing(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
+    """Where two rows of manifests would give other results."""
+    places = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in ("ranks", "kill_rank") if row[key] != known[key]]
+    return places + TrainConfig.from_dict(row["config"]).difference(known["config"])

@@ -1,0 +1,120 @@
+"""Published beside measured as text: a table for the terminal, the same in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+WIDTH = 160
+_WARNINGS = {"smoke": "says that the rows run; its numbers say nothing of the study", "cpu": "is a shortened run"}
+
+
+def print_comparison(comparison: dict[str, Any], console: Console | None = None) -> None:
+    """Print the rows of a study, then its claims.
+
+    Args:
+        comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
+        console: where to; standard output by default. Sources and predicates of claims are in :func:`markdown` alone.
+    """
+    out = console or Console()
+    if not out.is_terminal:  # a pipe or a file has no width to fit
+        out = Console(file=out.file, width=WIDTH)
+    for line in (comparison["title"], f"published: {comparison['source']}", *_about_runs(comparison)):
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    out.print(_table(*_rows(comparison), num_left=2))
+    if comparison["claims"]:
+        heading, rows = _claims(comparison)
+        out.print(_table([heading[0], *heading[3:]], [[row[0], *row[3:]] for row in rows], num_left=len(heading)))
+
+
+def markdown(comparisons: list[dict[str, Any]], plots: list[str] | None = None) -> str:
+    """The same as a Markdown page, with the files of plots, one a study, where there are any."""
+    parts: list[str] = []
+    for number, comparison in enumerate(comparisons):
+        parts += [f"# {comparison['title']}", comparison["question"], f"Published: {comparison['source']}."]
+        parts.append("\n".join(f"- {line}" for line in _about_runs(comparison)))
+        parts.append(_markdown_table(*_rows(comparison)))
+        if plots:
+            parts.append(f"![published and measured]({plots[number]})")
+        if comparison["claims"]:
+            parts += ["## Claims", _markdown_table(*_claims(comparison))]
+        if comparison["notes"]:
+            parts += ["## Notes", "\n".join(f"- {note}" for note in comparison["notes"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def run_label(run: dict[str, Any]) -> str:
+    """How a run is headed, in tables and plots."""
+    return f"measured: {run['name']} ({run['scale']})"
+
+
+def _about_runs(comparison: dict[str, Any]) -> list[str]:
+    lines = []
+    for run in comparison["runs"]:
+        name, seeds = run["name"], ", ".join(map(str, run["seeds"]))
+        machines = "; ".join(run["devices"]) or "nothing finished yet"
+        lines.append(
+            f"{name}: scale {run['scale']}, seeds {seeds}; {machines}; {', '.join(run['commits'])}".rstrip("; ")
+        )
+        if run["scale"] in _WARNINGS:
+            lines.append(f"{name}: the scale {run['scale']} {_WARNINGS[run['scale']]}")
+        if run["set"]:
+            lines.append(f"{name}: set {', '.join(f'{key}={value}' for key, value in run['set'].items())}")
+        lines += [f"{name}: {place}" for place in run["stand_ins"]]
+        lines += [f"{name}: row {item['row']}, seed {item['seed']} failed: {item['error']}" for item in run["failures"]]
+    return lines
+
+
+def _rows(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    heading = ["row", "metric", "published", *(run_label(run) for run in comparison["runs"])]
+    rows = []
+    for line in comparison["lines"]:
+        published = "-" if line["published"] is None else f"{line['published']:g}"
+        rows.append([line["row"], line["metric"], published, *(_measured(cell) for cell in line["measured"])])
+    return heading, rows
+
+
+def _measured(cell: dict[str, Any] | None) -> str:
+    """``mean ± std [min, max] n=3``, and what became of the seeds that have no number."""
+    if cell is None:
+        return "not run"
+    parts = []
+    if cell["num_seeds"]:
+        parts.append(f"{cell['mean']:.4g}")
+        if cell["std"] is not None:
+            parts.append(f"± {cell['std']:.2g} [{cell['min']:.4g}, {cell['max']:.4g}]")
+        parts.append(f"n={cell['num_seeds']}")
+    for count, word in ((cell["num_diverged"], "diverged"), (cell["num_failed"], "failed")):
+        if count:
+            parts.append(f"{count} {word}")
+    return " ".join(parts) or "-"
+
+
+def _claims(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    heading = ["claim", "source", "predicate", "published numbers", *(run_label(run) for run in comparison["runs"])]
+    rows = []
+    for claim in comparison["claims"]:
+        verdicts = [_verdict(verdict) for verdict in (claim["on_published"], *claim["verdicts"])]
+        rows.append([claim["text"], claim["source"], " ".join(claim["predicate"].split()), *verdicts])
+    return heading, rows
+
+
+def _verdict(verdict: dict[str, str]) -> str:
+    return f"{verdict['word']} ({verdict['reason']})" if verdict["reason"] else verdict["word"]
+
+
+def _table(heading: list[str], rows: list[list[str]], num_left: int) -> Table:
+    table = Table()
+    for number, cell in enumerate(heading):
+        table.add_column(escape(cell), justify="left" if number < num_left else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _markdown_table(heading: list[str], rows: list[list[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,102 @@
+"""The language of claims: what it says of made-up results, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpcore.experiments.claims import FAILS, HOLDS, NOT_RUN, Outcome, check, judge
+
+ROWS = ("a", "b", "c", "gone")
+METRICS = ("loss", "seconds")
+OUTCOMES = {
+    "a": {0: Outcome(metrics={"loss": 1.0, "seconds": 10.0}), 1: Outcome(metrics={"loss": 3.0, "seconds": 20.0})},
+    "b": {0: Outcome(metrics={"loss": 2.0, "seconds": 5.0}), 1: Outcome(metrics={"loss": 5.0, "seconds": 6.0})},
+    "c": {0: Outcome(metrics={"loss": None, "seconds": 1.0}, diverged=True)},
+}
+TRUE = [
+    'mean("a") == 2',
+    'mean("b") == 3.5 and mean("a", "seconds") == 15',
+    'min("a") == 1 and max("a") == 3',
+    'std("a") > 1.4142 and std("a") < 1.4143',
+    'abs(mean("a") - mean("b")) == 1.5',
+    '-mean("a") < 0 < mean("a") <= 2 != 3',
+    '(mean("a") + 1) * 2 / 3 - 2 >= 0',
+    'diverged("c") and not diverged("a")',
+    'all_seeds(value("a") < value("b"))',
+    'all_seeds(value("a") < value("b") and value("a", "seconds") > value("b", "seconds"))',
+    'diverged("c") or mean("c") < 1',
+    'mean("a") > 1\nand mean("a") < 3',
+]
+FALSE = [
+    'mean("a") > 2',
+    'not diverged("c")',
+    'all_seeds(value("a") > 1)',
+    'max("a") < min("b")',
+    'mean("a") < mean("b") < 3',
+]
+UNKNOWN = {
+    'mean("gone") > 1': "no finished run of gone",
+    'mean("a") > 1 or mean("gone") > 1': "no finished run of gone",
+    'mean("c") > 1': "no loss of c: it diverged",
+    'std("c", "seconds") > 1': "two seeds",
+    'mean("a") / (mean("a") - 2) > 1': "divides by zero",
+}
+REFUSED = {
+    'mean("a")': "it is a number",
+    '"a" > 1': "not of the language",
+    'mean("d") > 1': "unknown row 'd'",
+    'mean("gon") > 1': "did you mean 'gone'?",
+    'mean("a", "second") > 1': "did you mean 'seconds'?",
+    'avg("a") > 1': "unknown function 'avg'",
+    'means("a") > 1': "did you mean 'mean'?",
+    'mean(a) > 1': "in quotes",
+    'mean() > 1': "in quotes",
+    'mean("a", "loss", "b") > 1': "in quotes",
+    'diverged("a", "loss")': "in quotes",
+    'mean("a") > 1 +': "no expression",
+    'mean("a") ** 9 > 1': "not of the language",
+    'mean("a") in 3': "not of the language",
+    'diverged("a") > 1': "must be a number",
+    'not mean("a")': "must be true or false",
+    'mean("a") and diverged("b")': "must be true or false",
+    'value("a") > 1': "wrong place",
+    'all_seeds(mean("a") > 1)': "wrong place",
+    'all_seeds(1)': "must be true or false",
+    'True': "not of the language",
+    '__import__("os").system("true") > 1': "unknown function",
+    '(lambda: 1)() > 1': "unknown function",
+    'mean("a").real > 1': "not of the language",
+    '[x for x in (1,)] > 1': "not of the language",
+    'mean(row="a") > 1': "unknown function",
+    'abs(mean("a"), 1) > 1': "takes one expression",
+    '1 if 1 > 0 else 2': "not of the language",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("predicate", "word"), [*((p, HOLDS) for p in TRUE), *((p, FAILS) for p in FALSE)])
+def test_verdicts(predicate: str, word: str) -> None:
+    check(predicate, ROWS, METRICS)
+    assert judge(predicate, OUTCOMES, "loss").word == word
+
+
+@pytest.mark.parametrize("predicate", UNKNOWN)
+def test_what_was_not_run_is_not_judged(predicate: str) -> None:
+    check(predicate, ROWS, METRICS)
+    verdict = judge(predicate, OUTCOMES, "loss")
+    assert verdict.word == NOT_RUN
+    assert UNKNOWN[predicate] in verdict.reason
+
+
+def test_seeds_that_rows_do_not_share() -> None:
+    apart = {"a": {0: OUTCOMES["a"][0]}, "b": {1: OUTCOMES["b"][1]}}
+    assert judge('all_seeds(value("a") < value("b"))', apart, "loss").word == NOT_RUN
+    both = {"a": OUTCOMES["a"], "b": {1: OUTCOMES["b"][1]}}
+    assert judge('all_seeds(value("b") - value("a") == 2)', both, "loss").word == HOLDS, "seed 1 alone"
+
+
+@pytest.mark.parametrize("predicate", REFUSED)
+def test_refused(predicate: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(predicate, ROWS, METRICS)
+    assert REFUSED[predicate] in str(caught.value)
+    assert "\n" not in str(caught.value)

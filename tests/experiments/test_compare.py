@@ -1,0 +1,102 @@
+"""``compare`` on made-up results, and ``list``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.experiments.compare import compare
+from ddpcore.experiments.folder import Folder
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(main: Main, tiny: Path, tmp_path: Path) -> Folder:
+    """A manifest of all rows, with results that nobody measured."""
+    out = Folder(tmp_path / "out")
+    assert main("run", tiny, "--out", out.path, "--rows", "a", "--seeds", 1)[0] == 0
+    assert main("run", tiny, "--out", out.path, "--seeds", 1, "--resume", "--set", "device=cpu")[0] == 0
+    result = out.results()["a", 0]
+    lines = [
+        *(made_up(result, "a", seed, loss) for seed, loss in enumerate((1.0, 2.0, 6.0))),
+        made_up(result, "b", 0, 2.5),
+        made_up(result, "b", 1, None) | {"diverged": True},
+        {"row": "b", "seed": 2, "status": "failed", "error": "ValueError: gone", "metrics": {}, "diverged": False},
+    ]
+    (out.path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out
+
+
+def made_up(result: dict[str, Any], row: str, seed: int, loss: float | None) -> dict[str, Any]:
+    return {**result, "row": row, "seed": seed, "metrics": {**result["metrics"], "train_loss": loss}}
+
+
+def test_numbers(folder: Folder) -> None:
+    (result,) = compare([folder.path])
+    lines = {line["row"]: line for line in result["lines"]}
+    assert lines["a"]["published"] == 0.7
+    (measured,) = lines["a"]["measured"]
+    assert (measured["mean"], measured["min"], measured["max"], measured["num_seeds"]) == (3.0, 1.0, 6.0, 3)
+    assert measured["std"] == pytest.approx(7**0.5)
+    (measured,) = lines["b"]["measured"]
+    assert (measured["mean"], measured["std"]) == (2.5, None)
+    assert (measured["num_seeds"], measured["num_diverged"], measured["num_failed"]) == (1, 1, 1)
+    assert (lines["ssgd"]["published"], lines["ssgd"]["measured"]) == (None, [None])
+
+
+def test_verdicts(folder: Folder) -> None:
+    """A diverged seed has no mean to compare; a row that was not run is not judged; published numbers stand apart."""
+    (result,) = compare([folder.path])
+    first, second = result["claims"]
+    assert first["on_published"]["word"] == "holds"
+    assert first["verdicts"][0]["word"] == "not run"
+    assert "b: it diverged" in first["verdicts"][0]["reason"]
+    assert second["verdicts"][0] == {"word": "not run", "reason": "no finished run of ssgd"}
+    lines = (folder.path / "results.jsonl").read_text().splitlines()
+    (folder.path / "results.jsonl").write_text("\n".join([*lines[:4], lines[5]]) + "\n")
+    assert compare([folder.path])[0]["claims"][0]["verdicts"][0]["word"] == "holds", "a failed seed has no part"
+
+
+def test_two_runs_of_one_study_stand_side_by_side(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert main("run", tiny, "--out", other, "--rows", "ssgd", "--scale", "smoke")[0] == 0
+    (result,) = compare([folder.path, other])
+    lines = {line["row"]: line for line in result["lines"]}
+    assert lines["a"]["measured"][1] is None
+    assert lines["ssgd"]["measured"][0] is None
+    assert lines["ssgd"]["measured"][1]["num_seeds"] == 1
+    assert [verdict["word"] for verdict in result["claims"][1]["verdicts"]] == ["not run", "holds"]
+
+
+def test_the_command(main: Main, folder: Folder) -> None:
+    page = folder.path / "page.md"
+    code, out, error = main("compare", folder.path, "--markdown", page)
+    assert (code, error) == (0, "")
+    assert "not run" in out
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.read_text().splitlines()]
+    assert ["a", "train_loss", "0.7", "3 ± 2.6 [1, 6] n=3"] in cells
+    assert ["b", "train_loss", "0.6", "2.5 n=1 1 diverged 1 failed"] in cells
+    assert ["ssgd", "train_loss", "-", "not run"] in cells
+    assert "row b, seed 2 failed: ValueError: gone" in page.read_text()
+    assert "Nobody, Table 1" in page.read_text()
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_plots(suffix: str, magic: bytes, main: Main, folder: Folder) -> None:
+    pytest.importorskip("matplotlib")
+    plot, page = folder.path / f"plot.{suffix}", folder.path / "page.md"
+    assert main("compare", folder.path, "--plot", plot, "--markdown", page)[0] == 0
+    assert plot.read_bytes().startswith(magic)
+    assert f"(plot.{suffix})" in page.read_text()
+
+
+def test_lists(main: Main, tiny: Path) -> None:
+    code, out, _ = main("list")
+    assert code == 0 and "lr-sweep-synthetic" in out and "large-batch-cifar100" in out
+    code, out, _ = main("list", tiny)
+    assert code == 0 and "train_loss 0.6" in out and "ssgd" in out

@@ -1,0 +1,63 @@
+"""Two network namespaces: what stands for two hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpcore.experiments import hosts
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+
+def process(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    try:
+        hosts.check()
+    except hosts.NotPermitted as error:
+        pytest.skip(f"network namespaces: {error}")
+    environment = ranks.environment()
+    environment["PYTHONPATH"] += os.pathsep + str(ranks.HERE)
+    code = f"import hosts_worker; hosts_worker.main({name!r}, {str(folder)!r})"
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_two_networks_and_one_cable(tmp_path: Path) -> None:
+    done = process("look", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [one["sum"] for one in found] == [15.0] * 4
+    spaces = [one["namespace"] for one in found]
+    assert spaces[0] == spaces[1] != spaces[2] == spaces[3]
+    assert os.readlink("/proc/self/ns/net") not in spaces
+    assert [one["devices"] for one in found] == [["ddpcore0", "lo"]] * 2 + [["ddpcore1", "lo"]] * 2
+    assert [one["world"] for one in found] == [[0, 0, 2], [1, 1, 2], [2, 0, 2], [3, 1, 2]]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not set(found[0]["cores"]) & set(found[2]["cores"]), "hosts share no core"
+
+
+def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
+    done = process("fail", tmp_path)
+    assert "RankFailed: rank 1 failed" in done.stderr
+    assert "rank 1 cannot count" in done.stderr
+    for rank in range(4):
+        pid = int((tmp_path / f"{rank}.pid").read_text())
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tools are missing: one line, and nothing is left."""
+    monkeypatch.setattr(hosts, "_inside", lambda keeper: ["no-such-tool"])
+    before = set(Path("/proc").glob("[0-9]*"))
+    with pytest.raises(hosts.NotPermitted) as caught:
+        hosts.check()
+    assert "\n" not in str(caught.value)
+    children = [path for path in set(Path("/proc").glob("[0-9]*")) - before if (path / "comm").exists()]
+    assert not [path for path in children if (path / "comm").read_text().strip() in ("cat", "unshare")]

@@ -1,0 +1,69 @@
+"""What a command will run: jobs, data sets that are kept, ranks and hosts that are possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpcore.engine import TrainConfig
+from ddpcore.engine.build import Place
+from ddpcore.experiments import study
+from ddpcore.experiments.folder import Folder
+from ddpcore.experiments.plan import Datasets, backend_of, make_plan
+
+
+def place(**fields: Any) -> Place:
+    return Place.of(TrainConfig(model="simplenet", steps=1, device="cpu", batch_size=10, **fields), None)
+
+
+def test_a_data_set_is_kept_for_runs_that_take_the_same() -> None:
+    datasets = Datasets()
+    first = datasets.of(place())
+    assert datasets.of(place(lr=0.5)) is first
+    for change in ({"seed": 1}, {"num_train": 50}, {"random_labels": True}, {"num_validation": 10}):
+        kept = Datasets()
+        before = kept.of(place())
+        after = kept.of(place(**change))
+        same = after.train.labels.shape == before.train.labels.shape
+        assert not (same and torch.equal(after.train.labels, before.train.labels)), change
+
+
+def test_jobs(tiny: Path, tmp_path: Path) -> None:
+    """Seed after seed, so that a study that is stopped has whole tables."""
+    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2)
+    assert [(job.seed, job.row) for job in plan.jobs] == [(s, r) for s in (3, 4) for r in ("a", "b", "ssgd")]
+    assert [job.ranks for job in plan.jobs[:3]] == [0, 0, 2]
+    assert [job.config.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
+    assert plan.jobs[5].path == tmp_path / "runs" / "ssgd" / "seed-4"
+    assert plan.manifest["rows"]["ssgd"]["config"]["seed"] == 0, "a row is one config for all seeds"
+    assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
+
+
+def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    loaded, folder = study.load(str(tiny)), Folder(tmp_path)
+    words = {"rows": ["ssgd"], "world_size": 2}
+    (job, *_) = make_plan(loaded, folder, overrides={"device": "auto"}, **words).jobs
+    with pytest.raises(ValueError, match=r"2 learners would share 1 GPU: run it with --set device=cpu"):
+        backend_of(job)
+    assert backend_of(make_plan(loaded, folder, **words).jobs[0]) == "gloo", "the tiny study is of the CPU"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert backend_of(job) == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ("kill_rank = 1", "row ssgd, scale full: kill_rank is 1"),
+        ("ranks = true, kill_rank = 2", "kill_rank is 2"),
+        ("ranks = true, hosts = 2", "transport is 'auto': hosts share no memory, set it to 'pg'"),
+        ("ranks = true, hosts = 3", "learners is 2: it must be a multiple of hosts, 3"),
+    ],
+)
+def test_ranks_that_are_not_there(entries: str, says: str, tiny: Path) -> None:
+    tiny.write_text(tiny.read_text().replace('"ssgd" = {', f'"ssgd" = {{ {entries},'))
+    with pytest.raises(ValueError, match=says):
+        study.load(str(tiny)).rows["ssgd"].config("full")

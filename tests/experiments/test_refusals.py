@@ -1,0 +1,147 @@
+"""What cannot be run: one line on standard error, exit code 2, nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddpcore.engine.checkpoint import Checkpoints
+from ddpcore.experiments.folder import Folder
+
+Main = Callable[..., tuple[int, str, str]]
+
+REFUSED = {
+    "": "list | run | compare",
+    "walk": "walk",
+    "run": "study",
+    "run lr-sweep-syntetic": "did you mean 'lr-sweep-synthetic'?",
+    "list lr-sweep": "unknown study 'lr-sweep'",
+    "run no/such.toml": "no/such.toml: cannot be read",
+    "run TINY --rows a,sgd": "no row 'sgd': did you mean 'ssgd'?",
+    "run TINY --rows ,": "--rows is empty",
+    "run TINY --scale smok": "did you mean 'smoke'?",
+    "run TINY --seeds 0": "--seeds is 0",
+    "run TINY --seed -1": "--seed is -1",
+    "run TINY --seeds many": "--seeds",
+    "run TINY --world-size 3": "--world-size is 3: these rows have 1, 2 learners",
+    "run TINY --set optimiser=adam": "did you mean 'optimizer'?",
+    "run TINY --set lr": "KEY=VALUE",
+    "run TINY --set lr=fast": "row a, scale full: lr is 'fast'",
+    "run TINY --set seed=3": "--seeds",
+    "run TINY --set optimizer_options.momentun=0.5": "did you mean 'momentum'?",
+    "run TINY --set batch_size=2000": "row a: the batch size is 2000",
+    "run TINY --set dataset=mnist --set model=lenet5": "--data-dir",
+    "run TINY --set dataset=mnist --set model=lenet5 --data-dir nowhere": "nowhere",
+    "run TINY --frobnicate": "--frobnicate",
+    "compare": "RUN",
+    "compare nowhere": "there is no study in this folder",
+    "compare nowhere --plot no/folder.png": "--plot",
+    "compare nowhere --markdown .": "--markdown",
+}
+
+
+def check(answer: tuple[int, str, str], says: str) -> None:
+    code, out, error = answer
+    assert (code, out) == (2, "")
+    assert error.startswith("ddpcore.experiments: ")
+    assert len(error.splitlines()) == 1, error
+    assert says in error
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused(line: str, main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    check(main(*line.replace("TINY", str(tiny)).split()), REFUSED[line])
+    assert not list(empty.iterdir())
+
+
+def test_a_damaged_file(main: Main, tiny: Path) -> None:
+    tiny.write_text(tiny.read_text().replace("steps = 4", "steps = "))
+    check(main("run", tiny), "tiny.toml: Invalid value (at line 12")
+
+
+def test_under_torchrun(main: Main, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check(main("run", tiny), "without torchrun")
+
+
+@pytest.fixture
+def done(main: Main, tiny: Path, tmp_path: Path) -> Path:
+    """A folder with one run."""
+    out = tmp_path / "out"
+    assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
+    return out
+
+
+def test_folders_in_use(main: Main, tiny: Path, done: Path) -> None:
+    """Of this study without --resume, of another scale, config or study, of something else altogether."""
+    before = files(done)
+    check(main("run", tiny, "--out", done, "--rows", "a"), "--resume")
+    check(main("run", tiny, "--out", done, "--rows", "a", "--scale", "smoke", "--resume"), "scale 'full', not 'smoke'")
+    check(main("run", tiny, "--out", done, "--rows", "a", "--set", "lr=2", "--resume"), "lr is 2.0, not 0.1")
+    check(main("run", "lr-sweep-synthetic", "--rows", "single-0.1", "--out", done, "--resume"), "study 'tiny', not")
+    assert files(done) == before
+    check(main("run", tiny, "--out", tiny), "is a file")
+    stranger = done.parent / "stranger"
+    stranger.mkdir()
+    (stranger / "thesis.tex").write_text("mine")
+    check(main("run", tiny, "--out", stranger, "--resume"), "no study in this folder")
+    assert files(stranger) == {str(stranger / "thesis.tex"): b"mine"}
+
+
+def test_damaged_folders(main: Main, tiny: Path, done: Path) -> None:
+    for name, text in (("results.jsonl", "{"), ("manifest.json", "{"), ("manifest.json", "[]")):
+        (done / name).write_text(text)
+        before = files(done)
+        for words in (("compare", done), ("run", tiny, "--out", done, "--rows", "a", "--resume")):
+            check(main(*words), name)
+        assert files(done) == before
+
+
+def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path, tmp_path: Path) -> None:
+    """A run of the folder that is not over was put there from elsewhere."""
+    other = tmp_path / "other"
+    words = ("--rows", "a", "--seeds", 1, "--set", "checkpoint_every=2")
+    assert main("run", tiny, "--out", other, *words, "--set", "model=mlp")[0] == 0
+    (done / "results.jsonl").write_text("")
+    theirs, ours = Folder(other).run_path("a", 0), Folder(done).run_path("a", 0)
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    before = files(done)
+    check(main("run", tiny, "--out", done, *words, "--resume"), "model is 'simplenet', not 'mlp'")
+    (ours / "record.jsonl").unlink()
+    before = files(done)
+    assert Checkpoints(folder=ours / "checkpoints", config={}).steps()
+    check(main("run", tiny, "--out", done, *words, "--resume"), "model is 'simplenet', not 'mlp'")
+    assert files(done) == before
+
+
+def test_no_matplotlib(main: Main, done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpcore.report.plot.Figure", None)
+    check(main("compare", done, "--plot", done / "x.png"), "pip install 'ddpcore[plot]'")
+    assert not (done / "x.png").exists()
+
+
+def test_a_plot_of_another_kind(main: Main, done: Path) -> None:
+    pytest.importorskip("matplotlib")
+    check(main("compare", done, "--plot", done / "x.gif"), ".png nor .svg")
+
+
+def test_other_published_numbers_under_one_name(main: Main, done: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(done, copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["rows"]["a"]["published"]["train_loss"] = 0.5
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    check(main("compare", done, copy), "other published numbers")

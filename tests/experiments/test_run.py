@@ -1,0 +1,195 @@
+"""``run``: what it writes, how it goes on, and what becomes of rows that fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.engine import RunRecord
+from ddpcore.experiments import hosts
+from ddpcore.experiments.folder import Folder
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "ddpcore.experiments", *map(str, words)]
+
+
+def process(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words), env=ranks.environment(), capture_output=True, text=True, timeout=240)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_every_row_and_seed(main: Main, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, text, error = main("run", tiny, "--out", out)
+    assert (code, error) == (0, "")
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert [(line["seed"], line["row"]) for line in lines] == [(s, r) for s in (0, 1) for r in ("a", "b", "ssgd")]
+    for line in lines:
+        record = RunRecord.read(out / "runs" / line["row"] / f"seed-{line['seed']}")
+        assert line["status"] == "finished"
+        assert line["metrics"]["train_loss"] == record.epochs[-1]["train_loss"]
+        assert line["metrics"]["accuracy"] is None, "synthetic data have no test split"
+        assert record.header["config"]["seed"] == line["seed"]
+        assert record.header["total_steps"] == 4
+        assert f"{line['row']}, seed {line['seed']}" in text
+    assert lines[0]["metrics"]["train_loss"] != lines[3]["metrics"]["train_loss"], "another seed, another run"
+    assert lines[2]["place"] == "2 virtual learners of 1 process"
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["study"], manifest["scale"], manifest["seeds"]) == ("tiny", "full", [0, 1])
+    assert manifest["rows"]["b"]["published"] == {"train_loss": 0.6}
+
+
+def test_scale_rows_seeds_and_set(main: Main, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("--scale", "smoke", "--rows", "b,a", "--seed", 5, "--seeds", 2, "--set", "optimizer_options.momentum=0.5")
+    assert main("run", tiny, "--out", out, *words)[0] == 0
+    assert list(Folder(out).results()) == [("a", 5), ("b", 5), ("a", 6), ("b", 6)]
+    config = RunRecord.read(Folder(out).run_path("b", 6)).header["config"]
+    assert (config["lr"], config["steps"], config["seed"]) == (0.25, 2, 6)
+    assert config["optimizer_options"] == {"momentum": 0.5}
+    assert Folder(out).manifest()["set"] == {"optimizer_options": {"momentum": 0.5}}
+
+
+def test_finished_runs_are_left_alone(main: Main, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
+    before = files(out / "runs")
+    code, text, _ = main("run", tiny, "--out", out, "--rows", "a,b", "--seeds", 2, "--resume")
+    assert code == 0
+    assert "1 runs of" in text and "a, seed 0" not in text
+    assert {name: files(out / "runs")[name] for name in before} == before
+    assert set(Folder(out).results()) == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
+    manifest = Folder(out).manifest()
+    assert (list(manifest["rows"]), manifest["seeds"]) == (["a", "b"], [0, 1])
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(main: Main, tiny: Path, tmp_path: Path) -> None:
+    """By SIGKILL in the middle of a row: resumed, it ends with the numbers of one that was left in peace."""
+    words = ("--rows", "a,b", "--seeds", 1, "--set", "steps=1500", "--set", "checkpoint_every=100")
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main("run", tiny, "--out", whole, *words)[0] == 0
+    started = subprocess.Popen(
+        command("run", tiny, "--out", out, *words), env=ranks.environment(), stdout=-3, stderr=-3
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list((out / "runs" / "b").glob("seed-0/checkpoints/step-*")):
+            assert started.poll() is None and time.monotonic() < deadline, "it ended before it could be killed"
+            time.sleep(0.005)
+        os.kill(started.pid, signal.SIGKILL)
+    finally:
+        started.kill()
+        started.wait()
+    assert set(Folder(out).results()) == {("a", 0)}, "row a was over, b was not"
+    before = files(out / "runs" / "a")
+    assert main("run", tiny, "--out", out, *words, "--resume")[0] == 0
+    assert files(out / "runs" / "a") == before
+    lines = [json.loads(line) for line in (Folder(out).run_path("b", 0) / "record.jsonl").read_text().splitlines()]
+    assert [line["step"] > 0 for line in lines if line["kind"] == "resume"] == [True]
+    for row in ("a", "b"):
+        ends = [Folder(folder).results()[row, 0]["metrics"]["train_loss"] for folder in (whole, out)]
+        assert ends[0] == ends[1]
+
+
+def break_row(tiny: Path) -> None:
+    """Row a cannot be built: a config does not know what an optimizer takes."""
+    tiny.write_text(tiny.read_text().replace('"a" = {', '"a" = { optimizer_options = { momentum = -1.0 },'))
+
+
+def test_a_failed_row_does_not_lose_the_others(main: Main, tiny: Path, tmp_path: Path) -> None:
+    break_row(tiny)
+    out = tmp_path / "out"
+    code, text, _ = main("run", tiny, "--out", out, "--seeds", 1)
+    assert code == 1
+    results = Folder(out).results()
+    assert {key: result["status"] for key, result in results.items()} == {
+        ("a", 0): "failed", ("b", 0): "finished", ("ssgd", 0): "finished",
+    }  # fmt: skip
+    assert "momentum" in results["a", 0]["error"] and "\n" not in results["a", 0]["error"]
+    assert "a, seed 0, 1 process: failed" in text
+    assert "2 of 3 runs finished" in text
+    code, text, _ = main("run", tiny, "--out", out, "--seeds", 1, "--resume")
+    assert code == 1, "it is tried again, and fails again"
+    assert "b, seed 0" not in text
+
+
+def test_a_diverged_row_is_a_result(main: Main, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1, "--set", "lr=1e30", "--set", "steps=60")[0] == 0
+    result = Folder(out).results()["a", 0]
+    assert (result["status"], result["diverged"]) == ("finished", True)
+    assert result["metrics"]["train_loss"] is None
+
+
+RANKS = """
+[groups.two]
+strategy = "ssgd"
+ranks = true
+hosts = 2
+transport = "pg"
+learners = 2
+
+[rows]
+"here" = {}
+"broken" = { groups = ["two"], optimizer_options = { momentum = -1.0 } }
+"killed" = { groups = ["two"], kill_rank = 1, steps = 400, checkpoint_every = 40 }
+"left alone" = { groups = ["two"], steps = 400, checkpoint_every = 40 }
+"""
+
+
+def permitted() -> bool:
+    try:
+        hosts.check()
+    except hosts.NotPermitted:
+        return False
+    return True
+
+
+def test_ranks_that_fail_and_ranks_that_are_killed(tiny: Path, tmp_path: Path) -> None:
+    """A row that fails on its ranks is noted; one that loses a rank goes on, and ends as the one that did not."""
+    text = tiny.read_text()
+    tiny.write_text(text[: text.index("[rows]")] + RANKS)
+    out = tmp_path / "out"
+    done = process("run", tiny, "--out", out, "--seeds", 1)
+    results: dict[Any, Any] = Folder(out).results()
+    assert done.returncode == 1, done.stderr
+    assert results["here", 0]["place"] == "1 process"
+    assert results["broken", 0]["status"] == "failed"
+    assert "momentum" in results["broken", 0]["error"]
+    killed, alone = results["killed", 0], results["left alone", 0]
+    assert killed["recovered"] == ["rank 1 was ended by SIGKILL"]
+    assert (killed["metrics"]["recoveries"], alone["metrics"]["recoveries"]) == (1, 0)
+    assert killed["metrics"]["train_loss"] == alone["metrics"]["train_loss"]
+    apart = "in 2 network namespaces that stand for hosts" if permitted() else "standing for 2 hosts"
+    assert killed["place"].startswith("2 processes of one machine") and killed["place"].endswith(apart)
+    assert ("not network namespaces" in done.stderr) != permitted(), "said where they are not"
+
+
+def test_virtual_learners_as_real_ranks(main: Main, tiny: Path, tmp_path: Path) -> None:
+    words = ("--rows", "ssgd", "--seeds", 1)
+    assert main("run", tiny, "--out", tmp_path / "virtual", *words)[0] == 0
+    done = process("run", tiny, "--out", tmp_path / "real", *words, "--world-size", 2)
+    assert done.returncode == 0, done.stderr
+    real, virtual = (Folder(tmp_path / name).results()["ssgd", 0] for name in ("real", "virtual"))
+    assert (real["place"], virtual["place"]) == ("2 processes", "2 virtual learners of 1 process")
+    assert real["metrics"]["train_loss"] == pytest.approx(virtual["metrics"]["train_loss"], rel=1e-5)

@@ -1,0 +1,100 @@
+"""The studies of the package: every row is a run, and published numbers are those of the documents, entered by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpcore.experiments import study
+from ddpcore.experiments.claims import Outcome, judge
+
+NAMES = ("gpu-configs-cifar10", "large-batch-cifar100", "local-sgd-cifar100", "lr-sweep-synthetic", "single-vs-two")
+
+# Typed from the tables of the documents.
+PUBLISHED = [
+    ("lr-sweep-synthetic", "single-0.0001", "train_loss", 0.7400),
+    ("lr-sweep-synthetic", "ddp-0.001", "train_loss", 0.7114),
+    ("lr-sweep-synthetic", "single-1.0", "train_loss", 0.6760),
+    ("lr-sweep-synthetic", "ddp-1.0", "train_loss", 0.6940),
+    ("large-batch-cifar100", "sgdm-256", "accuracy_pct", 52.71),
+    ("large-batch-cifar100", "lars-2048", "accuracy_pct", 56.91),
+    ("large-batch-cifar100", "lamb-512", "accuracy_pct", 54.93),
+    ("large-batch-cifar100", "sgdm-8192", "accuracy_pct", 19.74),
+    ("large-batch-cifar100", "lars-8192", "accuracy_pct", 48.0),
+    ("large-batch-cifar100", "lamb-8192", "accuracy_pct", 46.0),
+    ("local-sgd-cifar100", "samples-J10-K4", "accuracy_pct", 29.75),
+    ("local-sgd-cifar100", "steps-J20-K12", "accuracy_pct", 44.73),
+    ("local-sgd-cifar100", "rounds-J30-K12", "accuracy_pct", 42.96),
+    ("gpu-configs-cifar10", "simple-cnn-1x1-16", "seconds", 393.81),
+    ("gpu-configs-cifar10", "simple-cnn-1x1-16", "precision", 0.39407),
+    ("gpu-configs-cifar10", "simple-cnn-2x2-64", "f1", 0.0333),
+    ("gpu-configs-cifar10", "resnet-1x1-64", "accuracy", 0.8548),
+    ("gpu-configs-cifar10", "resnet-2x2-16", "seconds", 298.57),
+    ("gpu-configs-cifar10", "vit-1x2-64", "specificity", 0.9615),
+    ("gpu-configs-cifar10", "vit-2x2-64", "recall", 0.6271),
+]
+NUM_PUBLISHED = {
+    "gpu-configs-cifar10": 18,
+    "large-batch-cifar100": 18,
+    "local-sgd-cifar100": 18,
+    "lr-sweep-synthetic": 10,
+}
+
+
+def test_names() -> None:
+    assert study.names() == NAMES
+
+
+@pytest.mark.parametrize("scale", study.SCALES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_row_is_a_valid_run(name: str, scale: str) -> None:
+    loaded = study.load(name)
+    assert loaded.seeds[scale] >= 1
+    for row in loaded.rows.values():
+        config = row.config(scale)
+        assert config.make_strategy() is not None
+        if config.strategy == "ddp":
+            assert row.ranks, f"{row.name}: ddp needs real ranks"
+
+
+@pytest.mark.parametrize(("name", "row", "metric", "value"), PUBLISHED)
+def test_published_numbers(name: str, row: str, metric: str, value: float) -> None:
+    assert study.load(name).rows[row].published[metric] == value
+
+
+@pytest.mark.parametrize("name", NUM_PUBLISHED)
+def test_as_many_rows_as_the_table_has_are_published(name: str) -> None:
+    assert sum(bool(row.published) for row in study.load(name).rows.values()) == NUM_PUBLISHED[name]
+
+
+def test_rows_are_what_the_documents_say() -> None:
+    rows = study.load("large-batch-cifar100").rows
+    lars = rows["lars-8192"].config("full")
+    assert (lars.optimizer, lars.batch_size, lars.epochs, lars.warmup) == ("lars", 8192, 100, 5.0)
+    assert (lars.schedule, lars.reference_batch_size, lars.param_groups) == ("cosine", 128, True)
+    lamb = rows["lamb-8192"].config("full")
+    assert (lamb.lr, lamb.warmup, lamb.reference_batch_size) == (0.02, 10.0, None)
+    assert rows["sgdm-8192"].config("full").schedule == "step"
+    assert rows["sgdm-8192"].config("cpu").epochs == 30
+    sweep = study.load("lr-sweep-synthetic")
+    assert sweep.seeds["full"] == 20
+    two = sweep.rows["ddp2-0.1"].config("full")
+    assert (two.learners, two.batch_size, two.sampler, two.epochs) == (2, 32, "distributed", 10)
+    local = study.load("local-sgd-cifar100").rows["samples-J20-K12"].config("full")
+    assert (local.learners, local.sampler, local.strategy_options) == (12, "fixed", {"period": 20})
+    hosts = study.load("gpu-configs-cifar10").rows["vit-2x2-64"]
+    assert (hosts.hosts, hosts.config("full").learners, hosts.config("full").batch_size) == (2, 4, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "claim", "word"),
+    [
+        ("large-batch-cifar100", 'mean("lars-8192") > mean("sgdm-8192") + 5', "holds"),
+        ("lr-sweep-synthetic", 'mean("ddp-1.0") < mean("single-1.0")', "does not hold"),
+    ],
+)
+def test_claims_on_the_published_numbers(name: str, claim: str, word: str) -> None:
+    """The second is a claim of a document that its own table contradicts."""
+    loaded = study.load(name)
+    published = {row.name: {0: Outcome(metrics=row.published)} for row in loaded.rows.values() if row.published}
+    assert any(claim in one.predicate for one in loaded.claims)
+    assert judge(claim, published, loaded.metrics[0]).word == word
