@@ -1,0 +1,5 @@
+"""Stub."""
+
+
+def prepare(a, b):
+    """."""
