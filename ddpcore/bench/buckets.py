@@ -192,7 +192,7 @@ def _gather(swept: Swept) -> dict[str, Any]:
 
 
 def row_of(seen: dict[str, Any], compute_seconds: Sequence[float], steps: int) -> dict[str, Any]:
-    """What the JSON file holds of a size: exposed is the median, over rounds, of its turn less that of compute alone."""
+    """What the JSON file holds of a size; exposed is the median over rounds of its turn less that of compute."""
     turns = zip(seen["round_seconds"], compute_seconds, strict=True)
     exposed = max(0.0, quantiles(1e3 * (own - alone) / steps for own, alone in turns)["p50"])
     return {
