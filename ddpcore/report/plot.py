@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
+
+from ddpcore.report.buckets import size_name
 
 try:
     from matplotlib.figure import Figure
@@ -23,7 +26,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot_buckets(result: dict[str, Any], path: Path) -> None:
-    """The step time over the largest bucket that was built, and the communication alone and exposed, by strategy.
+    """The step time of each bucket size, and the communication alone and exposed, by strategy.
 
     Args:
         result: as in the JSON file.
@@ -31,19 +34,18 @@ def plot_buckets(result: dict[str, Any], path: Path) -> None:
     """
     figure = Figure(figsize=(10, 4), layout="constrained")
     steps, comm = figure.subplots(1, 2)
+    sizes = sorted({_size(row) for row in result["rows"]})
     for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
         rows = [row for row in result["rows"] if row["strategy"] == strategy]
-        x = [max(row["bucket_bytes"]) / 2**20 for row in rows]
-        middle = [row["step_ms"]["p50"] for row in rows]
-        spread = [
-            [y - row["step_ms"]["p20"] for y, row in zip(middle, rows, strict=True)],
-            [row["step_ms"]["p80"] - y for y, row in zip(middle, rows, strict=True)],
-        ]
+        x = [sizes.index(_size(row)) for row in rows]
+        low, middle, high = ([row["step_ms"][q] for row in rows] for q in ("p20", "p50", "p80"))
+        spread = [[m - q for m, q in zip(middle, low, strict=True)], [q - m for m, q in zip(middle, high, strict=True)]]
         steps.errorbar(x, middle, yerr=spread, marker="o", capsize=3, color=f"C{number}", label=strategy)
         comm.plot(x, [row["comm_ms"] for row in rows], "o--", color=f"C{number}", label=f"{strategy}, alone")
         comm.plot(x, [row["exposed_comm_ms"] for row in rows], "o-", color=f"C{number}", label=f"{strategy}, exposed")
     for axes, what in ((steps, "step, ms (median, p20 to p80)"), (comm, "communication, ms")):
-        axes.set(xscale="log", xlabel="largest bucket built, MiB", ylabel=what, ylim=(0, None))
+        axes.set(xlabel="largest bucket", ylabel=what, ylim=(0, None))
+        axes.set_xticks(range(len(sizes)), [size_name(size) for size in sizes])
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}")
@@ -53,3 +55,7 @@ def plot_buckets(result: dict[str, Any], path: Path) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _size(row: dict[str, Any]) -> float:
+    return math.inf if row["bucket_mb"] is None else row["bucket_mb"]

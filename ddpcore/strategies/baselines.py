@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -48,5 +48,5 @@ class DDP(Baseline):
 
     def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
         """``DistributedDataParallel(model)``."""
-        options = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
+        options: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
         return DistributedDataParallel(model, process_group=group, **options)
