@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ddpcore.bench.contender import Contender
+from ddpcore.bench.step_model import Compute
 
 
 class Phases:
@@ -58,16 +59,13 @@ class Phases:
             when = self._arrivals[key][arrived]
             self._arrivals[key][arrived] = min(1.0, max(0.0, (when - start - forward) / (backward - forward)))
 
-    def shares(self) -> tuple[float, float, float]:
-        """Of a step: forward, backward, update."""
+    def compute(self, seconds: float, cpu: float = 0.0) -> Compute:
+        """A step that lasts so long, in the phases that were seen."""
         parts = [median(part) for part in zip(*self._steps, strict=True)]
-        forward, backward, update = (part / sum(parts) for part in parts)
-        return forward, backward, update
-
-    def arrivals(self) -> tuple[tuple[int, float], ...]:
-        """As :class:`~ddpcore.bench.step_model.Compute` has them."""
+        forward, backward, update = (seconds * part / sum(parts) for part in parts)
         found = [(self._sizes[key], median(shares)) for key, shares in self._arrivals.items()]
-        return tuple(sorted(found, key=lambda entry: entry[1]))
+        arrivals = tuple(sorted(found, key=lambda entry: entry[1]))
+        return Compute(forward=forward, backward=backward, update=update, cpu=cpu, arrivals=arrivals)
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         self._arrivals.setdefault(id(parameter), []).append(self._now())

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +24,6 @@ from ddpcore.bench.job import Job, settle_real
 from ddpcore.bench.phases import Phases
 from ddpcore.bench.run import build_dataset
 from ddpcore.bench.step_model import Compute, Machine, Transfer
-from ddpcore.comm import Transport
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.launch import World
 from ddpcore.metrics import quantiles, to_json
@@ -80,22 +79,49 @@ class PredictConfig:
         return [replace(common, topology=one, transport=by) for by in self.transport for one in self.topology]
 
 
-@dataclass
-class Predicted:
-    """A contender, the parts of its communication, and what they took alone.
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A turn on one rank: the step without communication, the real one, and each part of the communication alone.
 
     Attributes:
-        parts: blocking calls.
-        seconds: a list a round, of each part on this rank.
-        cpu: likewise, processor seconds of all parts together.
+        compute, step: seconds of a step, until the slowest rank was done.
+        compute_cpu: processor seconds of a step without communication.
+        parts: seconds and processor seconds of each part.
     """
+
+    compute: float
+    compute_cpu: float
+    step: float
+    parts: list[tuple[float, float]]
+
+
+@dataclass
+class Predicted:
+    """A contender, the parts of its communication as blocking calls, and its turns."""
 
     contender: Contender
     plan: Plan
     bucket_mb: float | None
     parts: list[Call]
-    seconds: list[list[float]] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def take_turn(self, compute: Contender, num_steps: int) -> None:
+        """What is compared runs one after the other. Collective."""
+        before = time.process_time()
+        run_block(compute, num_steps, True)
+        cpu = time.process_time() - before
+        run_block(self.contender, num_steps, True)
+        parts = []
+        for part in self.parts:
+            (seconds,), part_cpu = alone.time_calls([part], self.plan.device)
+            parts.append((seconds, part_cpu))
+        turn = Turn(
+            compute=compute.block_seconds[-1] / num_steps,
+            compute_cpu=cpu / num_steps,
+            step=self.contender.block_seconds[-1] / num_steps,
+            parts=parts,
+        )
+        self.turns.append(turn)
 
 
 def prepare(argv: Sequence[str], joined: World | None) -> Job:
@@ -128,26 +154,18 @@ def run_rank(world: World, plans: list[Plan], config: PredictConfig) -> None:
             contender = contenders.build(name, plan, world, dataset, bucket_mb or DEFAULT_BUCKET_MB)
             run_block(contender, WARM_UP_STEPS, False)
             fields.append(Predicted(contender, plan, bucket_mb, _parts(contender, plan)))
-    phases, compute_cpu = Phases(compute), []
+    phases = Phases(compute)
     for _ in range(config.rounds):
         with phases.watching():
             alone.barrier()
             for _ in range(config.period):
                 phases.step()
-        before = time.process_time()
-        run_block(compute, config.period, True)
-        compute_cpu.append((time.process_time() - before) / config.period)
         for one in fields:
-            run_block(one.contender, config.period, True)
-            seconds, cpu = alone.time_calls(one.parts, plans[0].device)
-            one.seconds.append(seconds)
-            one.cpu.append(cpu)
-    gathered = [_gather(one) for one in fields]
-    base = _compute(compute, phases, compute_cpu, config, plans[0].device)
+            one.take_turn(compute, config.period)
+    cores = launch.num_cores() * max(1, world.world_size // world.local_world_size)
+    rows = [row_of(one, alone.gather(one.turns), phases, config.period, cores) for one in fields]
     if world.rank == 0:
-        cores = launch.num_cores() * max(1, world.world_size // world.local_world_size)
-        rows = [_row(one, seen, base, config.period, cores) for one, seen in zip(fields, gathered, strict=True)]
-        _finish(config, plans[0], base, rows)
+        _finish(config, plans[0], phases, compute, rows)
 
 
 def _cases(plan: Plan, plans: list[Plan], config: PredictConfig) -> list[tuple[str, float | None]]:
@@ -163,52 +181,40 @@ def _cases(plan: Plan, plans: list[Plan], config: PredictConfig) -> list[tuple[s
 
 
 def _parts(one: Contender, plan: Plan) -> list[Call]:
-    """Of ssgd each bucket's average, of local_sgd that of all weights, of dpsgd an exchange, and one that is mixed."""
-    if one.name == strategies.SSGD.name:
-        return alone.averages(one)
+    """Of ssgd each bucket's average and all at once, of local_sgd that of all weights, of dpsgd exchange and mix."""
     assert one.trainer is not None
     learner = one.trainer.handle.learner
     assert learner is not None
+    comm, flat = learner.comm, learner.flat
+    if one.name == strategies.SSGD.name:
+
+        def together() -> None:
+            works = [comm.average_(flat.grad_LP[:, begin:end]) for begin, end in flat.buckets]
+            for work in works:
+                work.wait()
+
+        return [*alone.averages(one), together]
     if one.name == strategies.LocalSGD.name:
-        return [lambda: learner.comm.average_(learner.flat.param_LP).wait()]
+        return [lambda: comm.average_(flat.param_LP).wait()]
     graph = topology.build(plan.config.topology, plan.config.seed, plan.config.local_size)
-    exchange = partial(learner.comm.exchange, learner.flat.param_LP, graph)
-    steps = iter(range(2**62))
-    return [lambda: exchange(next(steps)).mixture(), lambda: exchange(next(steps)).mix_()]
-
-
-def _gather(one: Predicted) -> list[Transfer]:
-    """Each part as all ranks saw it: medians over rounds. Collective."""
-    everyone = alone.gather((one.seconds, one.cpu))
-    cpu = median(sum(of_round) for of_round in zip(*(cpu for _, cpu in everyone), strict=True))
-    rounds = [
-        [max(part) for part in zip(*of_round, strict=True)]
-        for of_round in zip(*(seconds for seconds, _ in everyone), strict=True)
+    steps = count()
+    return [
+        lambda: comm.exchange(flat.param_LP, graph, next(steps)).mixture(),
+        lambda: comm.exchange(flat.param_LP, graph, next(steps)).mix_(),
     ]
-    seconds = [median(part) for part in zip(*rounds, strict=True)]
-    return [Transfer(seconds=part, cpu=cpu * part / max(sum(seconds), 1e-12)) for part in seconds]
-
-
-def _compute(compute: Contender, phases: Phases, cpu: list[float], config: PredictConfig, device: str) -> Compute:
-    """The step without communication: as long as the slowest rank's, in the phases of rank 0. Collective."""
-    total_cpu = sum(alone.gather(median(cpu)))
-    step = quantiles(compute.block_seconds)["p50"] / config.period
-    forward, backward, update = (share * step for share in phases.shares())
-    return Compute(
-        forward=forward,
-        backward=backward,
-        update=update,
-        cpu=total_cpu if device == "cpu" else 0.0,
-        arrivals=phases.arrivals(),
-    )
 
 
 def predict(
     name: str, compute: Compute, parts: Sequence[Transfer], sizes: Sequence[int], period: int, machine: Machine
 ) -> float:
-    """Seconds of a step of a strategy, from the transfers that :func:`_parts` makes."""
+    """Seconds of a step of a strategy, from the transfers that :func:`_parts` times."""
     if name == strategies.SSGD.name:
-        return step_model.ssgd(compute, parts, sizes, machine)
+        *buckets, together = parts
+        # Averages that are under way together are faster than one after the other; each has its share of that time.
+        alone_seconds = sum(bucket.seconds for bucket in buckets)
+        shares = [bucket.seconds / alone_seconds if alone_seconds > 0 else 0.0 for bucket in buckets]
+        averages = [Transfer(seconds=share * together.seconds, cpu=share * together.cpu) for share in shares]
+        return step_model.ssgd(compute, averages, sizes, machine)
     if name == strategies.LocalSGD.name:
         return step_model.local_sgd(compute, parts[0], period, machine)
     exchange, mixed = parts
@@ -216,37 +222,49 @@ def predict(
     return step_model.dpsgd(compute, exchange, mix, machine)
 
 
-def _row(one: Predicted, parts: list[Transfer], compute: Compute, period: int, cores: int) -> dict[str, Any]:
+def row_of(
+    one: Predicted, everyone: Sequence[Sequence[Turn]], phases: Phases, period: int, cores: int
+) -> dict[str, Any]:
+    """What the JSON file holds of a contender: each turn is predicted from itself; medians over turns."""
     contender, plan = one.contender, one.plan
-    assert contender.trainer is not None
-    learner = contender.trainer.handle.learner
-    assert learner is not None
-    transport = plan.transport.name if isinstance(plan.transport, Transport) else None
-    machine = Machine(cores=cores if plan.device == "cpu" else math.inf, background=transport == "pg")
+    name, is_dpsgd = contender.name, contender.name == strategies.DPSGD.name
+    transport = None if plan.transport is None else plan.transport.name
+    on_cpu = plan.device == "cpu"
+    machine = Machine(cores=cores if on_cpu else math.inf, background=transport == "pg")
     sizes = alone.bucket_bytes(contender)
-    predicted = predict(contender.name, compute, parts, sizes, period, machine)
-    measured = quantiles(1e3 * seconds / period for seconds in contender.block_seconds)
+    predicted, measured, comm = [], [], []
+    for turns in zip(*everyone, strict=True):
+        compute = phases.compute(turns[0].compute, sum(turn.compute_cpu for turn in turns) if on_cpu else 0.0)
+        parts = [
+            Transfer(seconds=max(seconds for seconds, _ in ranks), cpu=sum(cpu for _, cpu in ranks))
+            for ranks in zip(*(turn.parts for turn in turns), strict=True)
+        ]
+        predicted.append(predict(name, compute, parts, sizes, period, machine))
+        measured.append(turns[0].step)
+        comm.append(parts[0 if is_dpsgd else -1].seconds)
+    errors = [step_model.error_pct(*pair) for pair in zip(predicted, measured, strict=True)]
     return {
-        "strategy": contender.name,
-        "topology": plan.config.topology if contender.name == strategies.DPSGD.name else None,
+        "strategy": name,
+        "topology": plan.config.topology if is_dpsgd else None,
         "bucket_mb": one.bucket_mb,
-        "num_buckets": len(sizes) if contender.name == strategies.SSGD.name else None,
+        "num_buckets": len(sizes) if name == strategies.SSGD.name else None,
         "transport": transport,
-        "comm_ms": 1e3 * sum(part.seconds for part in parts[: 1 if contender.name == strategies.DPSGD.name else None]),
-        "predicted_ms": 1e3 * predicted,
-        "measured_ms": measured,
-        "error_pct": step_model.error_pct(1e3 * predicted, measured["p50"]),
+        "comm_ms": 1e3 * median(comm),
+        "predicted_ms": 1e3 * median(predicted),
+        "measured_ms": quantiles(1e3 * seconds for seconds in measured),
+        "error_pct": median(errors),
     }
 
 
-def _finish(config: PredictConfig, plan: Plan, compute: Compute, rows: list[dict[str, Any]]) -> None:
+def _finish(config: PredictConfig, plan: Plan, phases: Phases, still: Contender, rows: list[dict[str, Any]]) -> None:
+    compute = phases.compute(quantiles(still.block_seconds)["p50"] / config.period)
     result = {
         "environment": environment(plan),
         "model": config.model,
         "world_size": plan.world_size,
         "batch_size": config.batch_size,
         "period": config.period,
-        "compute_ms": {name: 1e3 * getattr(compute, name) for name in ("forward", "backward", "update", "cpu")},
+        "compute_ms": {name: 1e3 * getattr(compute, name) for name in ("forward", "backward", "update")},
         "rows": rows,
     }
     print_predictions(to_json(result))

@@ -11,8 +11,10 @@ from ddpcore.report.buckets import size_name
 
 try:
     from matplotlib.figure import Figure
+
+    HAS_MATPLOTLIB = True
 except ImportError:  # the extra `plot`: nothing but --plot needs it
-    Figure = None
+    HAS_MATPLOTLIB = False
 
 SUFFIXES = (".png", ".svg")
 
@@ -21,7 +23,7 @@ def check_plot(path: Path) -> None:
     """Raise ValueError, before anything runs, where a plot could not be drawn into this file."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--plot: {path} ends in neither {' nor '.join(SUFFIXES)}: name such a file")
-    if Figure is None:
+    if not HAS_MATPLOTLIB:
         raise ValueError("--plot needs matplotlib: pip install 'ddpcore[plot]', or leave --plot out")
 
 
