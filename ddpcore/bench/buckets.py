@@ -130,7 +130,8 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
     )
     plan = settle_real(config.bench(), joined)
     build_dataset(plan, first=True)
-    _check_memory(config, plan)
+    advice = "name fewer sizes with --bucket-mb, or a smaller --model"
+    check_memory(config.model, _num_contenders(config), plan, advice)
     return Job(worker=run_rank, args=(plan, config), world_size=plan.world_size, backend=plan.choice.backend)
 
 
@@ -265,15 +266,23 @@ def _finish(config: BucketsConfig, plan: Plan, rows: list[dict[str, Any]], recom
     print_buckets(result)
 
 
-def _check_memory(config: BucketsConfig, plan: Plan) -> None:
-    """A machine that runs out of memory kills ranks without a word."""
-    num_bytes = sum(4 * parameter.numel() for parameter in models.build(config.model).parameters())
-    num_sizes = len({min(size * MiB, num_bytes) for size in config.all_sizes()})
+def check_memory(model: str, num_contenders: int, plan: Plan, advice: str) -> None:
+    """A machine that runs out of memory kills ranks without a word.
+
+    Raises:
+        ValueError: so many contenders, each with a model of its own, do not fit; the message ends in ``advice``.
+    """
+    num_bytes = sum(4 * parameter.numel() for parameter in models.build(model).parameters())
     ranks = plan.world_size if plan.device == "cpu" else 1
-    needed = ranks * COPIES * num_bytes * (1 + num_sizes * len(config.strategies))
-    free = free_memory(plan.device)
+    needed, free = ranks * COPIES * num_bytes * num_contenders, free_memory(plan.device)
     if needed > free:
         raise ValueError(
-            f"{config.model} with {num_sizes} bucket sizes needs about {needed / 1e9:.1f} GB of memory and "
-            f"{free / 1e9:.1f} GB are free: name fewer sizes with --bucket-mb, or a smaller --model"
+            f"{num_contenders} copies of {model} need about {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are "
+            f"free: {advice}"
         )
+
+
+def _num_contenders(config: BucketsConfig) -> int:
+    """At most, with the one that only computes: sizes beyond the model are one."""
+    model_mb = sum(4 * parameter.numel() for parameter in models.build(config.model).parameters()) / MiB
+    return 1 + len(config.strategies) * (1 + len({min(size, model_mb) for size in config.all_sizes()}))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore.bench import command_line
-from ddpcore.bench.command_line import check_names, check_writable, flag, names, option, write_json
+from ddpcore.bench.command_line import check_names, flag, names, option, write_json
 from ddpcore.bench.config import BenchConfig, Plan
 from ddpcore.bench.contender import barrier
 from ddpcore.bench.environment import environment, free_memory
@@ -63,18 +63,16 @@ class CommConfig:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: it must be a number above 0")
         if self.max_mib * MiB < SMALLEST_BYTES:
             raise ValueError(f"--max-mib is {self.max_mib}: it must be at least {SMALLEST_BYTES / MiB}")
-        self.bench(1)
-        if self.json is not None:
-            check_writable(self.json.resolve())
+        self.bench(started=1)
 
-    def bench(self, world_size: int | None = None) -> BenchConfig:
-        """The device and the world as a training bench has them.
+    def bench(self, started: int) -> BenchConfig:
+        """Device and world as a training bench has them, of ``started`` ranks where none are asked for.
 
         Raises:
             ValueError: there is no such bench.
         """
-        world_size = self.world_size if self.world_size is not None else world_size
-        return BenchConfig(world_size=self.world_size, device=self.device, batch_size=max(1, world_size or 1))
+        batch_size = self.world_size or started
+        return BenchConfig(world_size=self.world_size, device=self.device, json=self.json, batch_size=batch_size)
 
 
 def sizes(max_mib: float) -> list[int]:
@@ -96,7 +94,7 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
         prog="python -m ddpcore.bench comm",
         description="Time averages and exchanges of many sizes over each transport, and check what arrives.",
     )
-    plan = settle_real(config.bench(4 if joined is None else joined.world_size), joined)
+    plan = settle_real(config.bench(started=4 if joined is None else joined.world_size), joined)
     if plan.world_size < 2:
         raise ValueError("--world-size is 1 and one rank has nobody to talk to: take 2 or more")
     hosts = 1 if joined is None else -(-joined.world_size // joined.local_world_size)

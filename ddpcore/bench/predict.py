@@ -15,7 +15,7 @@ from ddpcore import launch, models, strategies, topology
 from ddpcore.bench import alone, command_line, step_model
 from ddpcore.bench import contender as contenders
 from ddpcore.bench.alone import Call
-from ddpcore.bench.buckets import WARM_UP_STEPS, size_of
+from ddpcore.bench.buckets import WARM_UP_STEPS, check_memory, size_of
 from ddpcore.bench.command_line import check_names, flag, names, option, write_json
 from ddpcore.bench.config import TOPOLOGIES, BenchConfig, Plan
 from ddpcore.bench.contender import DEFAULT_BUCKET_MB, Contender, run_block
@@ -138,6 +138,8 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
     )
     plans = [settle_real(bench, joined) for bench in config.benches()]
     build_dataset(plans[0], first=True)
+    num_cases = sum(len(_cases(plan, plans, config)) for plan in plans)
+    check_memory(config.model, 1 + num_cases, plans[0], "name fewer --topology or --bucket-mb, or a smaller --model")
     args = (plans, config)
     return Job(worker=run_rank, args=args, world_size=plans[0].world_size, backend=plans[0].choice.backend)
 
