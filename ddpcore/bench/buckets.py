@@ -67,7 +67,7 @@ class BucketsConfig:
     )
     batch_size: int = option(32, "global, over all ranks", type=int)
     rounds: int = option(11, "turns of every bucket size", type=int)
-    steps: int = option(2, "steps of a turn", type=int)
+    steps: int = option(1, "steps of a turn", type=int)
     seed: int = option(0, "of weights and batches", type=int)
     device: str = option("auto", "auto, cpu, cuda")
     transport: str = option("auto", "of all but ddp: auto, shm, ipc, pg")
@@ -277,8 +277,8 @@ def check_memory(model: str, num_contenders: int, plan: Plan, advice: str) -> No
     needed, free = ranks * COPIES * num_bytes * num_contenders, free_memory(plan.device)
     if needed > free:
         raise ValueError(
-            f"{num_contenders} copies of {model} need about {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are "
-            f"free: {advice}"
+            f"{num_contenders} copies of {model} need about {needed / 1e9:.1f} GB of memory and "
+            f"{free / 1e9:.1f} GB are free: {advice}"
         )
 
 
