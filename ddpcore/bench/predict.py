@@ -232,7 +232,7 @@ def row_of(
     name, is_dpsgd = contender.name, contender.name == strategies.DPSGD.name
     transport = None if plan.transport is None else plan.transport.name
     on_cpu = plan.device == "cpu"
-    machine = Machine(cores=cores if on_cpu else math.inf, background=transport == "pg")
+    num_threads = plan.world_size * launch.threads_per_rank(plan.world_size)
     sizes = alone.bucket_bytes(contender)
     predicted, measured, comm = [], [], []
     for turns in zip(*everyone, strict=True):
@@ -241,6 +241,8 @@ def row_of(
             Transfer(seconds=max(seconds for seconds, _ in ranks), cpu=sum(cpu for _, cpu in ranks))
             for ranks in zip(*(turn.parts for turn in turns), strict=True)
         ]
+        given = step_model.cores_to_have(compute, cores, num_threads) if on_cpu else math.inf
+        machine = Machine(cores=given, background=transport == "pg")
         predicted.append(predict(name, compute, parts, sizes, period, machine))
         measured.append(turns[0].step)
         comm.append(parts[0 if is_dpsgd else -1].seconds)

@@ -103,6 +103,17 @@ def _longest(path: float, compute: Compute, transfers: Sequence[Transfer], machi
     return max(path, work / machine.cores)
 
 
+def cores_to_have(compute: Compute, num_cores: int, num_threads: int) -> float:
+    """The cores that ranks really get: where their threads fill the machine, other programs take a share of it.
+
+    Then it is the processor time of a step without communication over the length of that step.
+    """
+    length = compute.forward + compute.backward + compute.update
+    if num_threads < num_cores or compute.cpu <= 0 or length <= 0:
+        return num_cores
+    return min(num_cores, compute.cpu / length)
+
+
 def error_pct(predicted: float, measured: float) -> float:
     """How far the prediction is above the measurement, percent of it; NaN where nothing was measured."""
     return 100 * (predicted - measured) / measured if measured > 0 else math.nan

@@ -6,7 +6,17 @@ import math
 
 import pytest
 
-from ddpcore.bench.step_model import Compute, Machine, Transfer, dpsgd, error_pct, local_sgd, ready_shares, ssgd
+from ddpcore.bench.step_model import (
+    Compute,
+    Machine,
+    Transfer,
+    cores_to_have,
+    dpsgd,
+    error_pct,
+    local_sgd,
+    ready_shares,
+    ssgd,
+)
 
 ARRIVALS = ((100, 0.25), (200, 0.5), (100, 1.0))
 COMPUTE = Compute(forward=2.0, backward=4.0, update=1.0, cpu=0.0, arrivals=ARRIVALS)
@@ -61,6 +71,15 @@ def test_work_over_cores_is_a_bound() -> None:
     assert local_sgd(busy, Transfer(seconds=1.0, cpu=8.0), 4, BACKGROUND) == pytest.approx(15.0)
     free = Machine(cores=math.inf, background=True)
     assert dpsgd(busy, Transfer(seconds=3.0, cpu=5.0), Transfer(seconds=0.0), free) == pytest.approx(14.0)
+
+
+def test_cores_to_have() -> None:
+    """A step of 7 seconds that took 7 of the processors: one core is left to ranks that would fill four."""
+    busy = Compute(forward=2.0, backward=4.0, update=1.0, cpu=7.0)
+    assert cores_to_have(busy, 4, 4) == 1.0
+    assert cores_to_have(busy, 4, 3) == 4, "ranks leave a core alone: it is theirs to have"
+    assert cores_to_have(Compute(forward=1.0, backward=1.0, update=0.0, cpu=9.0), 4, 8) == 4, "no more than there are"
+    assert cores_to_have(COMPUTE, 4, 4) == 4
 
 
 def test_error() -> None:
