@@ -55,7 +55,7 @@ build: $(BUILT)
 
 $(BUILT): $(SOURCES) setup.py $(READY)
 	@rm -f build/built-for*
-	@$(PY) -c 'import torch, pybind11, rich, numpy, scipy' || \
+	@$(PY) -c 'import torch, pybind11, rich, numpy, scipy, safetensors' || \
 	  { echo "ddpcore: $(PY) lacks what the line above names: install it, or run make without PYTHON="; exit 2; }
 	@echo "building the extension for $(PY)"
 	@mkdir -p build
@@ -71,7 +71,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	  .venv/bin/pip install -q "torch==$(TORCH)+cpu" 2> /dev/null || \
 	    .venv/bin/pip install -q --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy scipy rich nvidia-ml-py pooch matplotlib $(TOOLS)
+	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy scipy rich nvidia-ml-py safetensors pooch matplotlib tensorboard $(TOOLS)
 	@touch $@
 
 clean:

@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ddpcore.bench.environment import machine
 from ddpcore.bench.timing import copying, interleaved
+from ddpcore.machine import machine
 from ddpcore.metrics import quantiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from ddpcore.bench.environment import machine
+from ddpcore.machine import machine
 
 Row = dict[str, Any]
 

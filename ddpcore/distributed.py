@@ -15,7 +15,6 @@ from ddpcore.comm.base import Communicator
 from ddpcore.evaluation import BATCH_NORM, average_buffers, averaged_model, recalibrate
 from ddpcore.learner import Learner
 from ddpcore.policies import Companions
-from ddpcore.stacked import StackedModel
 from ddpcore.strategies.base import Strategy
 
 
@@ -161,7 +160,7 @@ class Engine(Distributed):
 
     @torch.no_grad()
     def _share_buffers(self, model: nn.Module) -> None:
-        if not isinstance(self.model, StackedModel):  # one process has seen all batches
+        if len(self.comm.learners) < self.comm.num_learners:  # else one process has seen all batches
             average_buffers(model, self.learner)
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +180,8 @@ class Engine(Distributed):
         self.strategy.load_state_dict(self.learner, state["strategy"])
 
     def _weights_LP(self) -> Tensor:
-        return self.learner.flat.param_LP
+        flat = self.learner.flat  # without the padding, which is nobody's weight and may hold noise
+        return torch.cat([view.reshape(len(flat.param_LP), -1) for view in flat.param_views], dim=1)
 
     @torch.no_grad()
     def _after_backward(self, order: list[int]) -> None:

@@ -56,9 +56,9 @@ def average_buffers(model: nn.Module, learner: Learner) -> None:
     """Floating-point buffers become their mean over the ranks. Collective."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            row = row_of(buffer)
-            learner.comm.average_(row).wait()
-            buffer.data = row.view(buffer.shape)
+            rows = row_of(buffer).repeat(len(learner.comm.learners), 1)  # alike for all learners of a rank
+            learner.comm.average_(rows).wait()
+            buffer.data = rows[0].view(buffer.shape)
 
 
 @torch.no_grad()

@@ -108,7 +108,7 @@ class Companions:
                 comm.average_(rows_LX).wait()
             else:
                 assert strategy.topology is not None
-                comm.exchange(rows_LX, strategy.topology, self._learner.step - 1).mix_()
+                comm.mix_(rows_LX, strategy.topology, self._learner.step - 1)
             parts = rows_LX.split([tensor.numel() // len(comm.learners) for tensor in alike], dim=1)
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 

@@ -27,15 +27,22 @@ def constant(lr: float) -> Schedule:
     return lambda step: lr
 
 
-def warmup(schedule: Schedule, num_steps: int) -> Schedule:
-    """Ramp a schedule up: step t < num_steps gets (t + 1) / num_steps of schedule(t), later steps all of it.
+def warmup(schedule: Schedule, num_steps: int, start: float = 0.0) -> Schedule:
+    """Ramp a schedule up: step t < num_steps gets start + (1 - start) * (t + 1) / num_steps of schedule(t), later all.
 
-    Goyal et al. 2017, gradual warmup. The schedule is not delayed: its steps count from the start of training.
-    0 steps is no warmup.
+    Goyal et al. 2017, gradual warmup; theirs starts at the learning rate of the reference batch, so at the share
+    start = reference / batch. The schedule is not delayed: its steps count from the start of training. 0 steps is no
+    warmup.
     """
     if num_steps < 0:
         raise ValueError(f"warmup: num_steps is {num_steps}, it must be at least 0")
-    return lambda step: schedule(step) * (min(1.0, (step + 1) / num_steps) if num_steps else 1.0)
+    if not 0 <= start <= 1:
+        raise ValueError(f"warmup: start is {start}, it must be a share from 0 to 1")
+
+    def ramp(step: int) -> float:
+        return start + (1 - start) * (step + 1) / num_steps if step < num_steps else 1.0
+
+    return lambda step: schedule(step) * ramp(step)
 
 
 def cosine(lr: float, num_steps: int) -> Schedule:

@@ -27,7 +27,9 @@ FLOORS: dict[str, float] = {
     "distributed": 5.7,
     "parallel": 6,
     "": 6.5,  # ddpcore/__init__.py: what a user imports
-    "engine": 7, "launch": 7,
+    "launch": 6.7,
+    "machine": 6.8,
+    "engine": 7,
     "experiments": 8, "report": 8,
     "bench": 9,
 }  # fmt: skip

@@ -38,6 +38,8 @@ def test_warmup_ramps_and_then_follows_the_schedule() -> None:
     assert ramp(1) == pytest.approx(inner(1) * 2 / 5)
     assert [ramp(step) for step in range(5, 12)] == [inner(step) for step in range(5, 12)]
     assert [schedules.warmup(inner, 0)(step) for step in range(12)] == [inner(step) for step in range(12)]
+    ramp = schedules.warmup(schedules.constant(0.8), 4, start=0.25)
+    assert [ramp(step) for step in range(6)] == pytest.approx([0.35, 0.5, 0.65, 0.8, 0.8, 0.8])
 
 
 def test_cosine() -> None:
@@ -80,6 +82,7 @@ def test_exponential() -> None:
         (lambda: schedules.linear_scaling(0.1, 0, 256), "batch sizes"),
         (lambda: schedules.linear_scaling(0.1, 256, 0), "batch sizes"),
         (lambda: schedules.warmup(schedules.constant(1), -1), "num_steps is -1"),
+        (lambda: schedules.warmup(schedules.constant(1), 1, 1.5), "start is 1.5"),
         (lambda: schedules.cosine(1, 0), "num_steps is 0"),
         (lambda: schedules.step_decay(1, [5, 3]), "ascending"),
         (lambda: schedules.step_decay(1, [5, 5]), "ascending"),

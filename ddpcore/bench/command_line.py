@@ -33,6 +33,27 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def settings(text: str) -> dict[str, Any]:
+    """``"hidden=512x256, dropout=0.1"`` as ``{"hidden": (512, 256), "dropout": 0.1}``; what is no number stays text."""
+    found = {}
+    for part in names(text):
+        key, equals, value = part.partition("=")
+        if not (key.strip() and equals):
+            raise argparse.ArgumentTypeError(f"{part!r} is not of the form key=value")
+        numbers = [_number(piece) for piece in value.split("x")]
+        found[key.strip()] = value if None in numbers else numbers[0] if len(numbers) == 1 else tuple(numbers)
+    return found
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return None
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 

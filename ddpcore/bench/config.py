@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpcore import data, models, strategies, topology
 from ddpcore.bench import command_line
-from ddpcore.bench.command_line import BOOLEAN, check_choice, check_names, check_writable, flag, names, option
+from ddpcore.bench.command_line import BOOLEAN, check_choice, check_names, check_writable, flag, names, option, settings
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS, TRANSPORTS
 from ddpcore.compression import CODECS
@@ -44,6 +45,9 @@ class BenchConfig:
     noise_std: float = option(0.01, "of noisy_ssgd", type=float)
     local_size: int = option(2, "learners a host, of --topology hierarchical", type=int)
     model: str = option("simplenet", ", ".join(models.names()))
+    model_options: dict[str, Any] | None = option(
+        None, "options of the model, such as hidden=2048x2048 of mlp", type=settings, metavar="KEY=VALUE,..."
+    )
     dataset: str = option("synthetic", ", ".join(data.names()))
     data_dir: Path | None = option(None, "folder that holds MNIST/raw, cifar-10-batches-py or the like", type=Path)
     download: bool = option(False, "fetch missing files into --data-dir first", action=BOOLEAN)
@@ -94,15 +98,19 @@ class BenchConfig:
         Raises:
             ValueError: its options do not go together.
         """
+        given = {
+            "period": self.period,
+            "order": self.order,
+            "staleness": self.staleness,
+            "compression": self.compression,
+            "std": self.noise_std,
+            "seed": self.seed,
+        }
+        known = strategies.options(name)
         return strategies.build(
             name,
             topology=topology.build(self.topology, self.seed, self.local_size),
-            period=self.period,
-            order=self.order,
-            staleness=self.staleness,
-            compression=self.compression,
-            noise_std=self.noise_std,
-            seed=self.seed,
+            **{option: value for option, value in given.items() if option in known},
         )
 
 

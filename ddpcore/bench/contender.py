@@ -94,7 +94,8 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset, bucket_mb: floa
     """
     config = plan.config
     torch.manual_seed(config.seed)
-    model = models.build(config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes)
+    options = config.model_options or {}
+    model = models.build(config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **options)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model.to(plan.device)
     alone = name in ("single", COMPUTE)

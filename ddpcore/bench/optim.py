@@ -15,9 +15,10 @@ from rich.console import Console
 
 from ddpcore.bench import command_line, shapes
 from ddpcore.bench.command_line import check_choice, check_names, check_writable, names, option, write_json
-from ddpcore.bench.environment import free_memory, machine
+from ddpcore.bench.environment import free_memory
 from ddpcore.bench.implementations import COMPARISONS, OURS, Comparison, Implementation, bytes_per_param
 from ddpcore.bench.timing import LARGEST_COPY, copying, interleaved
+from ddpcore.machine import machine
 from ddpcore.metrics import quantiles, to_json
 from ddpcore.report.optim import print_optimizers
 

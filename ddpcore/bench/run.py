@@ -63,6 +63,7 @@ def build_dataset(plan: Plan, *, first: bool) -> data.Dataset:
         verify=first,
     )
     models.check_input(config.model, dataset.input_shape)
+    models.check_options(config.model, config.model_options or {})
     data.ShardedBatches(len(dataset.train), config.batch_size, plan.world_size, config.seed)
     return dataset
 
@@ -121,7 +122,7 @@ def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any
     compared = trainer is not None and one.name != COMPUTE
     finite = math.isfinite(losses[-1].item())
     # With one learner there is nothing to average, and rank 0's own model is the averaged one.
-    error = trainer.test_error_pct() if trainer is not None and compared and finite else None
+    evaluation = trainer.evaluate() if trainer is not None and compared and finite else None
     distance = (
         trainer.handle.consensus_distance() if trainer is not None and compared and one.name != "single" else None
     )
@@ -132,7 +133,7 @@ def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any
         "bytes_per_step": sent,
         "loss_first": losses[0].item(),
         "loss_last": losses[-1].item(),
-        "test_error_pct": error,
+        "test_error_pct": None if evaluation is None else evaluation.error_pct,
         "consensus_distance": distance,
         "gpu": [seen["gpu"] for seen in everyone],
     }

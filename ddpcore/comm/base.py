@@ -103,6 +103,10 @@ class Communicator(ABC):
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """Start to fetch what ``topology`` says of this step. The weights must not change until it is used."""
 
+    def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
+        """``w <- W w`` at once, for those who have nothing to do meanwhile. The same bits as ``exchange().mix_()``."""
+        self.exchange(weights_LP, topology, step).mix_()
+
     @abstractmethod
     def gather(self, values: Tensor) -> Tensor:
         """``[L, ...]`` of the held learners to ``[n, ...]`` of all, on every process."""

@@ -29,6 +29,7 @@ _TOKEN, _HANDLE, _WHY, _TEXTS = 3 * LINE_BYTES, 256, 1280, 2048  # offsets
 _TEXT_BYTES, NUM_TEXTS = 128, 512
 _CONTROL_BYTES = _TEXTS + _TEXT_BYTES * NUM_TEXTS
 SLICE_SECONDS = 0.2  # of waiting, after which a rank looks whether the others live
+DYING_SECONDS = 2.0  # between the first file that a dying process lost and its lock
 
 
 class _Place(NamedTuple):
@@ -157,9 +158,9 @@ class Meeting:
         """Return when these ranks have come as far as this operation, whatever they came with."""
         self._wait(ranks, ARRIVED, number)
 
-    def await_finished(self, number: int) -> None:
-        """Return when all ranks are through with this operation."""
-        self._wait(self.others, FINISHED, number)
+    def await_finished(self, number: int, ranks: Iterable[int] | None = None) -> None:
+        """Return when these ranks, or all, are through with this operation."""
+        self._wait(self.others if ranks is None else ranks, FINISHED, number)
 
     def handle_of(self, rank: int) -> bytes:
         """What a rank last gave to ``arrive``."""
@@ -167,8 +168,12 @@ class Meeting:
 
     def lose(self, rank: int, number: int, error: Exception) -> NoReturn:
         """Raise, on all ranks: what a rank gave to an operation cannot be reached, as a rule because it is gone."""
-        why = f"cannot be read by rank {self.rank} ({error})"
-        self._fail(self._gone(rank, number) if not memory.is_held(self._descriptors[rank]) else f"rank {rank} {why}")
+        deadline = time.monotonic() + DYING_SECONDS
+        while memory.is_held(self._descriptors[rank]):  # a process that is being killed loses file after file
+            if time.monotonic() > deadline:
+                self._fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
+            time.sleep(0.01)
+        self._fail(self._gone(rank, number))
 
     # --- waiting and faults --------------------------------------------------------------------------------------
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.distributed import Distributed
-from ddpcore.metrics import error_pct
+from ddpcore.engine.evaluation import Evaluation, evaluate
+from ddpcore.schedules import Schedule
 
 
 class Trainer:
@@ -21,6 +25,12 @@ class Trainer:
         batches: which samples each learner takes at a step.
         learners: rows of ``batches`` that this process trains on: one number for a real rank, all for virtual learners.
         stacked: the model takes ``[L, B, ...]`` (virtual learners) and not ``[B, ...]``.
+        schedule: learning rate of each step; None leaves the optimizer's.
+        accumulation: backward passes a step.
+        label_smoothing: of the loss in training.
+        max_grad_norm: largest norm of a learner's gradient, for optimizers that do not clip themselves.
+        autocast: dtype of forward passes; None is that of the weights.
+        compile: run the model through ``torch.compile``.
     """
 
     def __init__(
@@ -32,6 +42,12 @@ class Trainer:
         *,
         learners: list[int],
         stacked: bool,
+        schedule: Schedule | None = None,
+        accumulation: int = 1,
+        label_smoothing: float = 0.0,
+        max_grad_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        compile: bool = False,
     ) -> None:
         self.handle = handle
         self.optimizer = optimizer
@@ -39,36 +55,83 @@ class Trainer:
         self.batches = batches
         self.learners = learners
         self.stacked = stacked
+        self.schedule = schedule
+        self.accumulation = accumulation
+        self.label_smoothing = label_smoothing
+        self.max_grad_norm = max_grad_norm
+        self.autocast = autocast
+        self.model = torch.compile(handle.model) if compile else handle.model
         self.num_steps = 0
 
     def step(self) -> Tensor:
         """Train on the next global batch; returns the losses ``[L]`` of the learners held here, without a sync."""
-        indices = self.batches.indices(self.num_steps)[self.learners]
-        epoch = self.batches.epoch(self.num_steps)
-        inputs, labels = self.dataset.train.batch(indices if self.stacked else indices[0], epoch)
+        if self.schedule is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.schedule(self.num_steps)
+        indices_LB = self.batches.indices(self.num_steps)[self.learners]
         self.optimizer.zero_grad()
-        losses = learner_losses(self.handle.model(inputs), labels)
-        losses.sum().backward()
+        parts = indices_LB.chunk(self.accumulation, dim=1)
+        losses = []
+        for part in parts:
+            with self.handle.no_sync() if part is not parts[-1] else nullcontext():
+                losses.append(self._backward(part, part.shape[1] / indices_LB.shape[1]))
+        if self.max_grad_norm is not None:
+            clip_gradients_(self.optimizer, self.max_grad_norm, self.stacked)
         self.optimizer.step()
         self.num_steps += 1
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
+
+    def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
+        """Forward and backward of a part of the batch; its share of the losses ``[L]``."""
+        epoch = self.batches.epoch(self.num_steps)
+        inputs, labels = self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
+        with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
+            logits = self.model(inputs)
+        losses = learner_losses(logits.float(), labels, self.label_smoothing)
+        if share != 1:
+            losses = losses * share
+        losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
-    def test_error_pct(self, batch_size: int = 2000) -> float | None:
-        """Percentage of the whole test set that the averaged model gets wrong; None without a test set.
+    def evaluate(
+        self, split: str = "test", *, batch_norm: str = "average", recalibration_batches: int = 0
+    ) -> Evaluation | None:
+        """The averaged model on a whole split, ``test`` or ``validation``; None where the data set has none.
 
-        Every rank must call this. Test data are never used in training.
+        Every rank must call this, and each takes a part of the samples. Nothing of it enters training.
+
+        Args:
+            split: which.
+            batch_norm: see :meth:`ddpcore.Distributed.evaluation_model`.
+            recalibration_batches: for ``recalibrate``: the last so many training batches.
         """
-        model = self.handle.evaluation_model().eval()
-        if self.dataset.test is None:
-            return None
-        labels = self.dataset.test.labels
-        chunks = torch.arange(len(labels), device=labels.device).split(batch_size)
-        return error_pct(torch.cat([model(self.dataset.test.batch(chunk)[0]) for chunk in chunks]), labels)
+        inputs = self._last_inputs(recalibration_batches) if batch_norm == "recalibrate" else None
+        model = self.handle.evaluation_model(batch_norm, inputs).eval()
+        samples = self.dataset.splits().get(split)
+        return None if samples is None else evaluate(model, samples, self.dataset.num_classes, self.handle.comm)
+
+    def _last_inputs(self, num_batches: int) -> Iterator[Tensor]:
+        for step in range(max(0, self.num_steps - num_batches), self.num_steps):
+            indices = self.batches.indices(step)[self.learners].flatten()
+            yield self.dataset.train.batch(indices, self.batches.epoch(step))[0]
 
 
-def learner_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy of each learner's mini-batch: ``[L]`` from logits ``[L, B, C]``, ``[1]`` from ``[B, C]``."""
     if logits.dim() == 2:
-        return F.cross_entropy(logits, labels)[None]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(dim=1)
+        return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)[None]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=label_smoothing)
+    return losses.view(labels.shape).mean(dim=1)
+
+
+@torch.no_grad()
+def clip_gradients_(optimizer: torch.optim.Optimizer, max_norm: float, stacked: bool) -> None:
+    """Scale each learner's gradient to ``max_norm`` where it is longer; of stacks ``[L, *S]`` each row is a learner.
+
+    As ``torch.nn.utils.clip_grad_norm_`` (Pascanu et al. 2013), which would take all learners for one.
+    """
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for learner in zip(*(gradient.unbind(0) for gradient in gradients), strict=True) if stacked else [gradients]:
+        norm = torch.nn.utils.get_total_norm(learner)
+        torch._foreach_mul_(list(learner), (max_norm / (norm + 1e-6)).clamp(max=1.0))

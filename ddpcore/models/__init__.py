@@ -6,7 +6,7 @@ Every one runs under `torch.func.vmap` over stacked parameters and buffers, as v
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -74,6 +74,14 @@ def check_input(name: str, input_shape: tuple[int, ...]) -> None:
     raise ValueError(f"model '{name}' takes samples of {takes} and does not fit {shape}: {advice}")
 
 
+def check_options(name: str, options: Iterable[str]) -> None:
+    """ValueError, naming the nearest, unless the model has options of these names."""
+    known = tuple(spec(name).options)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"model '{name}' has no option '{option}': {_advice(option, known)}")
+
+
 def build(
     name: str, *, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None, **options: Any
 ) -> nn.Module:
@@ -88,9 +96,7 @@ def build(
     classes = chosen.num_classes if num_classes is None else num_classes
     if classes < 2:
         raise ValueError(f"model '{name}': num_classes is {classes}, it must be at least 2")
-    for option in options:
-        if option not in chosen.options:
-            raise ValueError(f"model '{name}' has no option '{option}': {_advice(option, tuple(chosen.options))}")
+    check_options(name, options)
     try:
         return chosen.make(shape, classes, **options)
     except ValueError as error:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-from ddpcore.compression import CODECS
+import torch
+
+from ddpcore.compression import CODECS, Codec
 from ddpcore.topology import Topology
 
 from .base import Baseline, Strategy
@@ -30,6 +35,7 @@ __all__ = [
     "Strategy",
     "build",
     "names",
+    "options",
 ]
 
 _ALL: tuple[type[Strategy] | type[Baseline], ...] = (SSGD, DPSGD, LocalSGD, NoisySSGD, SlowMo, PushSum, Single, DDP)
@@ -40,47 +46,67 @@ def names() -> list[str]:
     return [cls.name for cls in _ALL]
 
 
-def build(
-    name: str,
-    *,
-    topology: Topology,
-    period: int = 8,
-    order: str = ORDERS[0],
-    staleness: int = 0,
-    compression: str = "none",
-    noise_std: float = 0.01,
-    seed: int = 0,
-) -> Strategy | Baseline:
-    """A strategy by name; each takes of the options what it knows.
+def options(name: str) -> dict[str, Any]:
+    """The options of :func:`build` for a strategy, with their defaults. ValueError lists the names."""
+    parameters = inspect.signature(_class_of(name).__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind in _NAMED and p.name not in ("self", "topology")}
+
+
+def build(name: str, *, topology: Topology | None = None, **given: Any) -> Strategy | Baseline:
+    """A strategy by name, from values that a file or a command line can hold.
 
     Args:
         name: one of :func:`names`.
-        topology: for dpsgd, push_sum and slowmo.
-        period: for local_sgd and slowmo, steps between averages.
-        order: for dpsgd, one of ``ORDERS``.
-        staleness: for dpsgd, 0 or 1.
-        compression: for dpsgd, ``none`` or a name of :data:`ddpcore.compression.CODECS`.
-        noise_std: for noisy_ssgd.
-        seed: of the noise.
+        topology: for dpsgd, push_sum and slowmo; None is their default.
+        given: the arguments of its class by keyword, but for three. ``compression`` of dpsgd is ``"none"``, a name of
+            :data:`ddpcore.compression.CODECS`, or ``{"name": ..., **settings}``. ``outer`` of local_sgd holds the
+            settings of ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``. ``base`` of
+            slowmo is ``"dpsgd"`` (the default) or ``"none"``.
 
     Raises:
-        ValueError: no such strategy, or its options do not go together.
+        ValueError: no such strategy or option, or its options do not go together.
     """
-    if compression not in ("none", *CODECS):
-        raise ValueError(f"unknown compression {compression!r}: choose from none, {', '.join(CODECS)}")
+    made = _class_of(name)
+    known = options(name)
+    for option in given:
+        if option not in known:
+            raise ValueError(f"{name} has no option {option!r}: choose from {', '.join(known) or 'none'}")
+    arguments = dict(given)
+    if "topology" in inspect.signature(made.__init__).parameters and topology is not None:
+        arguments["topology"] = topology
+    if made is SlowMo:
+        arguments["base"] = _base(arguments.get("base", DPSGD.name), topology)
+    if "compression" in arguments:
+        arguments["compression"] = _codec(arguments["compression"])
+    if arguments.get("outer") is not None:
+        arguments["outer"] = partial(torch.optim.SGD, **arguments["outer"])
+    try:
+        return made(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from error
 
-    def dpsgd() -> DPSGD:
-        codec = None if compression == "none" else CODECS[compression]()
-        return DPSGD(topology, order=order, staleness=staleness, compression=codec)
 
-    makers: dict[str, Callable[[], Strategy | Baseline]] = {
-        DPSGD.name: dpsgd,
-        LocalSGD.name: lambda: LocalSGD(period),
-        NoisySSGD.name: lambda: NoisySSGD(noise_std, seed=seed),
-        SlowMo.name: lambda: SlowMo(DPSGD(topology), period=period),
-        PushSum.name: lambda: PushSum(topology),
-        **{cls.name: cls for cls in (SSGD, Single, DDP)},
-    }
-    if name not in makers:
-        raise ValueError(f"unknown strategy {name!r}: choose from {', '.join(names())}")
-    return makers[name]()
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _class_of(name: str) -> type[Strategy] | type[Baseline]:
+    for cls in _ALL:
+        if cls.name == name:
+            return cls
+    raise ValueError(f"unknown strategy {name!r}: choose from {', '.join(names())}")
+
+
+def _base(name: str, topology: Topology | None) -> DPSGD | None:
+    if name not in (DPSGD.name, "none"):
+        raise ValueError(f"slowmo: unknown base {name!r}: choose from {DPSGD.name}, none")
+    return None if name == "none" else DPSGD(topology)
+
+
+def _codec(wanted: str | Mapping[str, Any]) -> Codec | None:
+    settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = settings.pop("name", None)
+    if name == "none":
+        return None
+    if name not in CODECS:
+        raise ValueError(f"unknown compression {name!r}: choose from none, {', '.join(CODECS)}")
+    return CODECS[name](**settings)

@@ -107,10 +107,10 @@ class DPSGD(Strategy):
         if self._begun:
             return
         self._begun = True
-        if self.order != ORDERS[1]:
+        if self.order == ORDERS[0]:
             self._start(learner, learner.step)
-        if self.order == ORDERS[2]:
-            self._finish(learner)
+        elif self.order == ORDERS[2]:
+            self._combine(learner, learner.step)
             torch.autograd.graph.increment_version(learner.flat.parameters)
 
     def before_step(self, learner: Learner) -> None:
@@ -123,12 +123,19 @@ class DPSGD(Strategy):
     def after_step(self, learner: Learner) -> None:
         """Adapted: combine. The other orders exchange with the next forward pass."""
         if self.order == ORDERS[1]:
-            self._start(learner, learner.step - 1)
-            self._finish(learner)
+            self._combine(learner, learner.step - 1)
 
     def meets(self, step: int) -> bool:
         """At every step."""
         return True
+
+    def _combine(self, learner: Learner, step: int) -> None:
+        """At once."""
+        if self._published is None:
+            learner.comm.mix_(learner.flat.param_LP, self.topology, step)
+        else:
+            self._start(learner, step)
+            self._finish(learner)
 
     def _start(self, learner: Learner, step: int) -> None:
         weights_LP = learner.flat.param_LP

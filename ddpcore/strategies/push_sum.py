@@ -47,7 +47,7 @@ class PushSum(Strategy):
     def after_step(self, learner: Learner) -> None:
         """Exchange x and p, and go on from z."""
         step = learner.step - 1
-        learner.comm.exchange(learner.flat.param_LP, self.topology, step).mix_()
+        learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         self._push_weights = self._pushed(step)
         learner.flat.param_LP.div_(self._held(learner))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -13,6 +14,14 @@ from ddpcore.bench import command_line
 def test_names() -> None:
     assert command_line.names(" a, b,,") == ("a", "b")
     assert command_line.names(",") == ()
+
+
+def test_settings() -> None:
+    text = "hidden=512x256, dropout=0.1,width=7,kind=fast"
+    assert command_line.settings(text) == {"hidden": (512, 256), "dropout": 0.1, "width": 7, "kind": "fast"}
+    for wrong in ("hidden", "=5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not of the form key=value"):
+            command_line.settings(wrong)
 
 
 def test_the_file_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_defaults() -> None:
 def test_every_flag(tmp_path: Path) -> None:
     line = (
         "--world-size 3 --strategies dpsgd,ssgd --topology ring --model mlp --dataset mnist --data-dir /somewhere "
-        "--order adapt_then_combine --compression int8 --noise-std 0.5 --staleness 0 "
+        "--model-options hidden=8x8 --order adapt_then_combine --compression int8 --noise-std 0.5 --staleness 0 "
         f"--batch-size 96 --lr 0.5 --momentum 0 --period 4 --steps 7 --seed 11 --device cpu --backend gloo "
         f"--json {tmp_path / 'out.json'}"
     )
@@ -32,6 +32,7 @@ def test_every_flag(tmp_path: Path) -> None:
         world_size=3,
         strategies=("dpsgd", "ssgd"),
         topology="ring",
+        model_options={"hidden": (8, 8)},
         order="adapt_then_combine",
         compression="int8",
         noise_std=0.5,

@@ -97,6 +97,19 @@ def test_exchange(seen: list[dict[str, Any]]) -> None:
         assert one["distance"].tolist() == [[16.0 * (rank - peer) ** 2 for peer in range(3) if peer != rank]]
 
 
+def test_a_mix_at_once_has_the_bits_of_an_exchange(seen: list[dict[str, Any]]) -> None:
+    """Also where two ranks share the work: whole rounds of pairs, an idle learner, nobody at all."""
+    for topology in seen[0]["at_once"]:
+        rows = [one["at_once"][topology] for one in seen]
+        moved = 0
+        for step in range(4):
+            for at_once, exchanged, sent, sent_by_exchange in (row[step] for row in rows):
+                assert torch.equal(at_once, exchanged), (topology, step)
+                assert sent == sent_by_exchange
+                moved += sent
+        assert moved > 0
+
+
 def test_bytes(transport: str, seen: list[dict[str, Any]]) -> None:
     """Of 4 floats an all-reduce sends 2 * 2/3 of 16 bytes and a gathered average twice 16; an exchange twice 64.
 

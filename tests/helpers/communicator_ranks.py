@@ -7,9 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import join
+from torch import Tensor
 
-import ddpcore
+from ddpcore import Complete, Matching, RandomPair, Ring, Topology
 from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, base
+
+TOPOLOGIES = (Complete(), Ring(), RandomPair(seed=2), Matching([[(0, 1)], [(1, 2)], []]))
 
 
 def communicator(comm: Communicator, rank: int) -> dict[str, Any]:
@@ -33,10 +36,25 @@ def communicator(comm: Communicator, rank: int) -> dict[str, Any]:
     seen["gathered"] = comm.gather(torch.tensor([[float(rank), -1.0]]))
     seen["gathered_mask"] = comm.gather(torch.tensor([[rank, 1]]))
     weights, sent = torch.full((1, 16), float(rank)), comm.bytes_sent
-    exchange = comm.exchange(weights, ddpcore.Complete(), 0)
+    exchange = comm.exchange(weights, Complete(), 0)
     seen["distance"] = exchange.mix_()
     seen["mixed"], seen["bytes_exchange"] = weights, comm.bytes_sent - sent
+    seen["at_once"] = {str(topology): at_once(comm, topology, rank) for topology in TOPOLOGIES}
     return seen
+
+
+def at_once(comm: Communicator, topology: Topology, rank: int) -> list[tuple[Tensor, Tensor, int, int]]:
+    """Four steps of ``mix_`` and of an exchange from the same weights, and what each sent."""
+    steps = []
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(4):
+        weights = comm.allocate((1, 70001), torch.float32, torch.device("cpu")).normal_(generator=generator)
+        other, sent = weights.clone(), comm.bytes_sent
+        comm.mix_(weights, topology, step)
+        between = comm.bytes_sent
+        comm.exchange(other, topology, step).mix_()
+        steps.append((weights.clone(), other, between - sent, comm.bytes_sent - between))
+    return steps
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from ddpcore.strategies import (
     Strategy,
     build,
     names,
+    options,
 )
 
 
@@ -38,7 +39,7 @@ def test_by_name() -> None:
     assert names() == ["ssgd", "dpsgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "single", "ddp"]
     kinds = (SSGD, DPSGD, LocalSGD, NoisySSGD, SlowMo, PushSum, Single, DDP)
     for name, kind in zip(names(), kinds, strict=True):
-        strategy = build(name, topology=Ring(), period=5)
+        strategy = build(name, topology=Ring())
         assert type(strategy) is kind
         assert strategy.name == name
     assert build("dpsgd", topology=Ring()).topology == Ring()
@@ -51,12 +52,26 @@ def test_options_reach_the_strategy_of_the_name() -> None:
     gossip = build("dpsgd", topology=Ring(), order="adapt_then_combine", compression="int8")
     assert (gossip.order, gossip.compression.name) == ("adapt_then_combine", "int8")
     assert build("dpsgd", topology=Ring(), staleness=1).staleness == 1
-    noisy = build("noisy_ssgd", topology=Ring(), noise_std=0.5, seed=3)
+    noisy = build("noisy_ssgd", topology=Ring(), std=0.5, seed=3)
     assert (noisy.std, noisy.seed) == (0.5, 3)
     slow = build("slowmo", topology=Ring(), period=5)
     assert (slow.period, slow.topology) == (5, Ring())
     with pytest.raises(ValueError, match="unknown compression 'zip': choose from none, bf16"):
         build("dpsgd", topology=Ring(), compression="zip")
+
+
+def test_options_that_a_strategy_does_not_have_are_refused() -> None:
+    assert set(options("local_sgd")) == {"period", "warmup_steps", "switch_step", "outer", "fragments"}
+    assert "topology" not in options("dpsgd")
+    with pytest.raises(ValueError, match="ssgd has no option 'period': choose from none"):
+        build("ssgd", period=5)
+    with pytest.raises(ValueError, match="dpsgd has no option 'period': choose from order, staleness, compression"):
+        build("dpsgd", topology=Ring(), period=5)
+    with pytest.raises(ValueError, match="slowmo: unknown base 'ssgd': choose from dpsgd, none"):
+        build("slowmo", base="ssgd")
+    codec = build("dpsgd", topology=Ring(), compression={"name": "topk", "ratio": 0.5}).compression
+    assert (codec.name, codec.ratio) == ("topk", 0.5)
+    assert build("dpsgd", compression="none").compression is None
 
 
 def test_who_averages_gradients() -> None:

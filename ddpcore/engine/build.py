@@ -1,0 +1,174 @@
+"""The parts of a run, from its config: data, schedule, model, optimizer, strategy, trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcore import data, models, parallel, schedules
+from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.engine import optimizers
+from ddpcore.engine.config import TrainConfig
+from ddpcore.engine.trainer import Trainer
+from ddpcore.launch import World
+from ddpcore.policies import Policies
+from ddpcore.schedules import Schedule
+from ddpcore.strategies import Baseline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the learners of a config live: in this process all, or equally many in each rank of a process group."""
+
+    config: TrainConfig
+    world: World
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: TrainConfig, world: World | None) -> Place:
+        """The place of this process.
+
+        Raises:
+            ValueError: learners and ranks do not fit, ranks are not connected, or the device is not there.
+        """
+        world = World() if world is None else world
+        if world.world_size > 1 and not dist.is_initialized():
+            raise ValueError(
+                f"a world of {world.world_size} needs a process group: start ranks with ddpcore.launch.run"
+            )
+        if config.learners % world.world_size:
+            raise ValueError(f"learners is {config.learners}: make it a multiple of the {world.world_size} ranks")
+        kind = config.device
+        if kind == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is 'cuda' and torch sees no GPU: take 'cpu'")
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return cls(config=config, world=world, device=device)
+
+    @property
+    def real(self) -> bool:
+        """Whether there are other processes."""
+        return self.world.world_size > 1
+
+    @property
+    def learners(self) -> list[int]:
+        """Those of this process."""
+        each = self.config.learners // self.world.world_size
+        return list(range(self.world.rank * each, (self.world.rank + 1) * each))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.real:
+            dist.barrier()
+
+
+def build_dataset(place: Place) -> Dataset:
+    """The data set of the config, on the device; rank 0 of a machine fetches and verifies files, before the others.
+
+    Raises:
+        ValueError: files are missing or damaged, or the model does not take such samples.
+    """
+    config, first = place.config, place.world.local_rank == 0
+    made_to_measure = config.dataset == "synthetic"
+    spec = models.spec(config.model)
+    if not first:
+        place.barrier()
+    dataset = data.build(
+        config.dataset,
+        data_dir=config.data_dir,
+        input_shape=spec.input_shapes[0] if made_to_measure else None,
+        num_classes=spec.num_classes if made_to_measure else None,
+        seed=config.seed,
+        normalize=config.normalize,
+        augment=config.augment,
+        num_validation=config.num_validation,
+        download=config.download and first,
+        verify=first,
+    )
+    if first:
+        place.barrier()
+    return dataset
+
+
+def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
+    """Which samples each learner takes at a step."""
+    return ShardedBatches(
+        len(dataset.train), config.batch_size, config.learners, config.seed, config.sampler, config.drop_last
+    )
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Length of the run."""
+    return config.steps if config.steps is not None else (config.epochs or 0) * steps_per_epoch
+
+
+def build_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
+    """The learning rate of each step."""
+    lr, unit = config.lr, steps_per_epoch if config.schedule_unit == "epochs" else 1
+    if config.reference_batch_size is not None:
+        lr = schedules.linear_scaling(lr, config.batch_size, config.reference_batch_size)
+    schedule = schedules.constant(lr)
+    if config.schedule == "cosine":
+        schedule = schedules.cosine(lr, total_steps(config, steps_per_epoch))
+    elif config.schedule == "step":
+        schedule = schedules.step_decay(lr, [round(mark * unit) for mark in config.milestones], config.gamma)
+    elif config.schedule == "exponential":
+        schedule = schedules.exponential(lr, config.gamma ** (1 / unit))
+    return schedules.warmup(schedule, round(config.warmup * unit), config.warmup_start)
+
+
+def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
+    """The trainer at its first step, and the model as it was before ``distribute``: its state is what is saved.
+
+    Raises:
+        ValueError: model, data, world and strategy do not fit together.
+    """
+    config, rank = place.config, place.world.rank
+    models.check_input(config.model, dataset.input_shape)
+    batches = build_batches(config, dataset)
+    torch.manual_seed(config.seed)
+    model = models.build(
+        config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
+    ).to(place.device)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    schedule = build_schedule(config, batches.steps_per_epoch)
+    optimizer = optimizers.build(
+        config.optimizer,
+        model,
+        lr=schedule(0),
+        options=config.optimizer_options,
+        two_groups=config.param_groups,
+        max_grad_norm=config.max_grad_norm,
+    )
+    strategy = config.make_strategy()
+    stacked = not isinstance(strategy, Baseline) and (not place.real or len(place.learners) > 1)
+    handle = parallel.distribute(
+        model,
+        optimizer,
+        strategy,
+        learners=len(place.learners) if stacked else None,
+        group=dist.group.WORLD if place.real else None,
+        transport=config.transport,
+        policies=Policies(**config.policies) if config.policies else None,
+    )
+    torch.manual_seed(config.seed + 1 + rank)  # the weights are made: dropout differs from rank to rank
+    trainer = Trainer(
+        handle,
+        optimizer,
+        dataset.to(place.device),
+        batches,
+        learners=place.learners,
+        stacked=stacked,
+        schedule=schedule,
+        accumulation=config.accumulation,
+        label_smoothing=config.label_smoothing,
+        max_grad_norm=None if optimizers.clips_itself(config.optimizer) else config.max_grad_norm,
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        compile=config.compile,
+    )
+    return trainer, model

@@ -1,0 +1,320 @@
+"""What a training run is, as one frozen value: a row of an experiment is a mapping of what differs from another."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from ddpcore import data, models, strategies, topology
+from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.data import SAMPLERS
+from ddpcore.engine import optimizers
+from ddpcore.evaluation import BATCH_NORM
+from ddpcore.policies import Policies
+
+PRECISIONS = ("fp32", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
+SCHEDULES = ("constant", "step", "cosine", "exponential")
+UNITS = ("epochs", "steps")
+EVALUATION_SPLITS = ("test", "validation")
+# Where and how often things are written changes no result: a run may be resumed with other values of these.
+BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. Constructing one checks everything that can be known before data are read.
+
+    Attributes:
+        model: a name of :func:`ddpcore.models.names`.
+        model_options: of that model, such as ``{"dropout": 0.2}``.
+        channels_last: keep the weights of convolutions in channels-last order, which GPUs and bf16 like.
+        dataset: a name of :func:`ddpcore.data.names`; ``synthetic`` takes the shape that the model takes.
+        data_dir: the folder of its files.
+        download: fetch missing files into ``data_dir`` first.
+        normalize: images to mean 0 and standard deviation 1 a channel.
+        augment: random crops, and flips but for digits, of training images.
+        num_validation: training samples that are held out for validation.
+        sampler: how samples are dealt to learners, see :class:`ddpcore.data.ShardedBatches`.
+        drop_last: leave the incomplete batch at the end of an epoch out.
+        batch_size: global, over all learners, of one optimizer step.
+        accumulation: backward passes a step, each over an equal part of every learner's share of the batch.
+        epochs: length of the run; or
+        steps: its length in optimizer steps. Exactly one of the two.
+        optimizer: ``sgd``, ``lars`` and ``lamb`` are ddpcore's, the others torch's; see
+            :func:`ddpcore.engine.optimizers.names`.
+        optimizer_options: of that optimizer, such as ``{"momentum": 0.9, "weight_decay": 5e-4}``.
+        param_groups: leave biases and norms without weight decay and adaptation, see :mod:`ddpcore.optim.groups`.
+        lr: peak learning rate, for a batch of ``reference_batch_size`` where that is given.
+        reference_batch_size: scale ``lr`` linearly with ``batch_size / reference_batch_size``; None leaves it as it is.
+        schedule: ``constant``; ``step``, times ``gamma`` at each of ``milestones``; ``cosine`` to 0 at the end of the
+            run; ``exponential``, times ``gamma`` each unit of time.
+        schedule_unit: of ``milestones``, ``warmup`` and ``gamma``: ``epochs`` or ``steps``.
+        milestones: for ``step``, ascending.
+        gamma: see ``schedule``.
+        warmup: linear ramp over so many units; the schedule is not delayed by it.
+        warmup_start: share of the learning rate at which the ramp starts.
+        label_smoothing: share of the label that is spread over all classes, in training alone.
+        max_grad_norm: gradients of a learner that are longer are scaled to this length.
+        precision: ``fp32``, or ``bf16`` for forward passes under autocast.
+        compile: run the model through ``torch.compile``.
+        strategy: a name of :func:`ddpcore.strategies.names`.
+        strategy_options: of that strategy, see :func:`ddpcore.strategies.build`.
+        topology: a name of :func:`ddpcore.topology.names`, for strategies with neighbours.
+        topology_options: of :func:`ddpcore.topology.build`.
+        policies: fields of :class:`ddpcore.Policies`.
+        learners: how many; virtual ones of one process, or as many as there are ranks.
+        device: ``cpu``, ``cuda``, or ``auto``.
+        transport: what carries bytes between real ranks, see :func:`ddpcore.distribute`.
+        evaluate_every: epochs between two evaluations of the averaged model; 0 evaluates at the end alone.
+        evaluate_on: ``test``, or ``validation``, which leaves the test split to the very end.
+        evaluation_batch_norm: how the averaged model comes by its statistics, see
+            :meth:`ddpcore.Distributed.evaluation_model`.
+        recalibration_batches: training batches for ``recalibrate``.
+        seed: of weights, dropout, batches, augmentation, pairs and noise.
+        diverged_above: stop where the training loss exceeds this many times that of the first step; None stops where it
+            is not finite alone.
+        checkpoint_every: steps between two checkpoints; None writes one at the end of each epoch, 0 none.
+        keep_last: checkpoints that are kept.
+        keep_best: whether the one with the best accuracy is kept beside them.
+
+    Raises:
+        ValueError: a field is wrong; the message names it, its value, and what to do.
+    """
+
+    model: str = "lenet5"
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    channels_last: bool = False
+    dataset: str = "synthetic"
+    data_dir: str | None = None
+    download: bool = False
+    normalize: bool = False
+    augment: bool = False
+    num_validation: int = 0
+    sampler: str = SAMPLERS[0]
+    drop_last: bool = True
+    batch_size: int = 128
+    accumulation: int = 1
+    epochs: int | None = None
+    steps: int | None = None
+    optimizer: str = "sgd"
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    param_groups: bool = False
+    lr: float = 0.1
+    reference_batch_size: int | None = None
+    schedule: str = SCHEDULES[0]
+    schedule_unit: str = UNITS[0]
+    milestones: tuple[float, ...] = ()
+    gamma: float = 0.1
+    warmup: float = 0.0
+    warmup_start: float = 0.0
+    label_smoothing: float = 0.0
+    max_grad_norm: float | None = None
+    precision: str = PRECISIONS[0]
+    compile: bool = False
+    strategy: str = "single"
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    topology: str = "random_pair"
+    topology_options: Mapping[str, Any] = field(default_factory=dict)
+    policies: Mapping[str, str] = field(default_factory=dict)
+    learners: int = 1
+    device: str = DEVICES[0]
+    transport: str = TRANSPORTS[0]
+    evaluate_every: int = 1
+    evaluate_on: str = EVALUATION_SPLITS[0]
+    evaluation_batch_norm: str = BATCH_NORM[0]
+    recalibration_batches: int = 32
+    seed: int = 0
+    diverged_above: float | None = None
+    checkpoint_every: int | None = None
+    keep_last: int = 2
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(TrainConfig).items():
+            object.__setattr__(self, name, _typed(name, getattr(self, name), hint))
+        for name in ("batch_size", "accumulation", "epochs", "steps", "learners", "recalibration_batches", "keep_last"):
+            _check_at_least(name, getattr(self, name), 1)
+        for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup"):
+            _check_at_least(name, getattr(self, name), 0)
+        _check_at_least("reference_batch_size", self.reference_batch_size, 1)
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}: it must be above 0 and at most 1")
+        for name in ("warmup_start", "label_smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be from 0 to 1")
+        if self.diverged_above is not None and self.diverged_above <= 1:
+            raise ValueError(f"diverged_above is {self.diverged_above}: it must be above 1, times the first loss")
+        if not 0 <= self.seed < 2**62:
+            raise ValueError(f"seed is {self.seed}: it must be at least 0 and below 2^62")
+        self._check_choices()
+        self._check_combinations()
+        self._check_options()
+
+    def _check_choices(self) -> None:
+        for name, allowed in (
+            ("model", models.names()),
+            ("dataset", data.names()),
+            ("sampler", SAMPLERS),
+            ("optimizer", optimizers.names()),
+            ("schedule", SCHEDULES),
+            ("schedule_unit", UNITS),
+            ("precision", PRECISIONS),
+            ("strategy", strategies.names()),
+            ("topology", topology.names()),
+            ("device", DEVICES),
+            ("transport", TRANSPORTS),
+            ("evaluate_on", EVALUATION_SPLITS),
+            ("evaluation_batch_norm", BATCH_NORM),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}: {_advice(value, allowed)}")
+
+    def _check_combinations(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(f"epochs is {self.epochs} and steps is {self.steps}: give exactly one of them")
+        if self.batch_size % (self.learners * self.accumulation):
+            raise ValueError(
+                f"batch_size is {self.batch_size}: it must be a multiple of learners x accumulation, "
+                f"{self.learners} x {self.accumulation}"
+            )
+        if self.strategy == "single" and self.learners > 1:
+            raise ValueError(f"learners is {self.learners}: single trains one, take the strategy ssgd for more")
+        if self.evaluate_on == "validation" and not self.num_validation:
+            raise ValueError("evaluate_on is 'validation': set num_validation to the samples to hold out")
+        if bool(self.milestones) != (self.schedule == "step"):
+            raise ValueError(f"milestones is {self.milestones}: they and the schedule 'step' go together")
+        if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=0) < 0:
+            raise ValueError(f"milestones is {self.milestones}: they must ascend from 0")
+        if self.policies.get("scaler", "keep") != "keep":
+            raise ValueError("policies has a scaler: bf16 and fp32 need none, leave it out")
+
+    def _check_options(self) -> None:
+        """Options belong to what they are options of, which builds it here once and throws it away."""
+        for name, known in (
+            ("model_options", models.spec(self.model).options),
+            ("optimizer_options", optimizers.options(self.optimizer)),
+            ("strategy_options", strategies.options(self.strategy)),
+            ("topology_options", topology_options()),
+            ("policies", tuple(item.name for item in fields(Policies))),
+        ):
+            for key in getattr(self, name):
+                if key not in known:
+                    raise ValueError(f"{name} has no {key!r} here: {_advice(key, tuple(known))}")
+        if "max_grad_norm" in self.optimizer_options:
+            raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
+        Policies(**self.policies)
+        self.make_strategy()
+
+    def make_strategy(self) -> strategies.Strategy | strategies.Baseline:
+        """A new strategy, with its topology.
+
+        Raises:
+            ValueError: its options are wrong.
+        """
+        options = dict(self.strategy_options)
+        if "seed" in strategies.options(self.strategy):
+            options.setdefault("seed", self.seed)
+        chosen = topology.build(self.topology, self.seed, **self.topology_options)
+        return strategies.build(self.strategy, topology=chosen, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, of plain dicts, lists, numbers and text: for JSON and, without its None values, for TOML."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The config of a mapping; a field that is not there has its default.
+
+        Raises:
+            ValueError: a key is no field; the message has the nearest one.
+        """
+        known = tuple(item.name for item in fields(cls))
+        for key in values:
+            if key not in known:
+                raise ValueError(f"a training run has no field {key!r}: {_advice(key, known)}")
+        return cls(**values)
+
+    def overridden(self, overrides: Mapping[str, Any]) -> TrainConfig:
+        """This config with some fields changed.
+
+        Mappings (``optimizer_options`` and the like) are merged key by key, unless what they are options of is
+        overridden too: the options of another optimizer begin anew. ``steps`` takes the place of ``epochs``, and the
+        other way round.
+
+        Raises:
+            ValueError: as in :meth:`from_dict`.
+        """
+        merged = {**self.to_dict(), **overrides}
+        for name in ("model", "optimizer", "strategy", "topology"):
+            options = f"{name}_options"
+            merged[options] = {**({} if name in overrides else getattr(self, options)), **overrides.get(options, {})}
+        merged["policies"] = {**self.policies, **overrides.get("policies", {})}
+        for name, other in (("epochs", "steps"), ("steps", "epochs")):
+            if overrides.get(name) is not None and other not in overrides:
+                merged[other] = None
+        return TrainConfig.from_dict(merged)
+
+    def difference(self, other: Mapping[str, Any]) -> list[str]:
+        """What of another config's :meth:`to_dict` would give other results, as ``name is x, not y``."""
+        mine = self.to_dict()
+        return [
+            f"{name} is {mine.get(name)!r}, not {other.get(name)!r}"
+            for name in sorted({*mine, *other} - set(BOOKKEEPING))
+            if mine.get(name) != other.get(name)
+        ]
+
+
+def topology_options() -> tuple[str, ...]:
+    """Options of :func:`ddpcore.topology.build` beside the name and the seed."""
+    return tuple(name for name in topology.build.__annotations__ if name not in ("name", "seed", "return"))
+
+
+def _advice(value: Any, allowed: tuple[str, ...] | list[str]) -> str:
+    nearest = get_close_matches(str(value), allowed, n=1)
+    if nearest:
+        return f"did you mean {nearest[0]!r}?"
+    return f"choose from {', '.join(allowed)}" if allowed else "it takes none, leave it out"
+
+
+def _check_at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} is {value}: it must be at least {least}")
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """The value as its field holds it: an int where a number is wanted is one, a list is a tuple.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+        return None if value is None else _typed(name, value, kinds[0])
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(_typed(name, item, get_args(hint)[0]) for item in value)
+    if get_origin(hint) is Mapping and isinstance(value, Mapping):
+        return _plain(value)  # a copy, as a file would hold it
+    if hint is str and isinstance(value, Path):
+        return str(value)
+    if type(value) is hint and hint is not float:
+        return value
+    spoken = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
+    wanted = spoken.get(hint, "a mapping" if get_origin(hint) is Mapping else "a list of numbers")
+    raise ValueError(f"{name} is {value!r}: it must be {wanted}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,57 @@
+"""What a run wrote down: one JSON object a line, in ``record.jsonl`` of its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "record.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The record of one run.
+
+    Attributes:
+        path: the file.
+        header: ``kind`` "run": config, num_parameters, num_samples, device, versions, commit, date.
+        epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training),
+            samples_per_s, consensus_distance, evaluation_seconds, total_seconds, and where there was an evaluation
+            split, loss, accuracy, precision, recall, f1, specificity, all of that split and 0..1.
+        final: ``kind`` "end": step, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch,
+            total_seconds, and test, the scores of the test split, of a run that was evaluated on the validation split;
+            empty while the run is not over.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    epochs: list[dict[str, Any]]
+    final: dict[str, Any]
+
+    @classmethod
+    def read(cls, out: Path) -> RunRecord:
+        """The record in a run's folder.
+
+        Raises:
+            ValueError: there is none, or a line is no JSON.
+        """
+        path = Path(out) / FILE
+        kinds: dict[str, list[dict[str, Any]]] = {"run": [], "epoch": [], "end": []}
+        for row in rows(path):
+            kinds.setdefault(row["kind"], []).append(row)
+        if not kinds["run"]:
+            raise ValueError(f"{path}: there is no record of a run: train into this folder first")
+        return cls(path=path, header=kinds["run"][0], epochs=kinds["epoch"], final=(kinds["end"] or [{}])[-1])
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line of a record; none where there is no file. ValueError for a line that is no JSON."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            raise ValueError(f"{path}: line {number} is no JSON: the file is damaged") from None

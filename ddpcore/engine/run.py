@@ -1,0 +1,136 @@
+"""``train``: a config becomes a trained model, its record and its checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from ddpcore.data import Dataset
+from ddpcore.engine import record
+from ddpcore.engine.build import Place, build_dataset, build_trainer
+from ddpcore.engine.checkpoint import Checkpoints
+from ddpcore.engine.config import TrainConfig
+from ddpcore.engine.loop import Loop
+from ddpcore.engine.outputs import Outputs, check_tensorboard
+from ddpcore.engine.progress import Progress
+from ddpcore.engine.record import RunRecord
+from ddpcore.engine.signals import Listener
+from ddpcore.launch import World
+from ddpcore.machine import machine
+
+
+class Interrupted(Exception):
+    """The run was asked to stop (SIGINT or SIGTERM); its message says after which step it was saved."""
+
+
+def train(
+    config: TrainConfig,
+    *,
+    out: str | Path,
+    world: World | None = None,
+    resume: bool = False,
+    dataset: Dataset | None = None,
+    tensorboard: bool = False,
+) -> RunRecord:
+    """Train as the config says, and write everything into a folder.
+
+    Args:
+        config: the run.
+        out: its folder: ``record.jsonl``, ``model.safetensors`` (the averaged model at the end), ``checkpoints/``.
+        world: this process's place among real ranks, whose process group is initialised, as
+            :func:`ddpcore.launch.run` gives it to its worker; every rank calls ``train``. None, or a world of one: the
+            config's learners are virtual and live in this process.
+        resume: go on from the last whole checkpoint in ``out``; where there is none, begin.
+        dataset: takes the place of the one that the config names.
+        tensorboard: write what the record has for TensorBoard too (extra ``tensorboard``).
+
+    Returns:
+        The record, on every rank.
+
+    Raises:
+        ValueError: config, data and world do not fit; ``out`` holds another run, or this one and ``resume`` is False.
+        Interrupted: a signal asked the run to stop; it is saved.
+    """
+    out, place = Path(out), Place.of(config, world)
+    check_tensorboard(tensorboard)
+    finished = _check_folder(config, out, resume)
+    if finished is not None:
+        return finished
+    trainer, model = build_trainer(place, build_dataset(place) if dataset is None else dataset)
+    checkpoints = Checkpoints(
+        folder=out / "checkpoints", config=config.to_dict(), rank=place.world.rank, num_ranks=place.world.world_size
+    )
+    progress = Progress.start(len(trainer.handle.comm.learners), place.device)
+    loop = Loop(place, trainer, model, checkpoints, progress)
+    place.barrier()  # every rank has seen the folder as it was
+    step = _resume(loop) if resume else 0
+    first = place.world.rank == 0
+    outputs = Outputs(out, total_steps=loop.total, step=step, tensorboard=tensorboard) if first else nullcontext()
+    with outputs as loop.outputs, Listener() as listener:
+        if loop.outputs is not None:
+            loop.outputs.write(_header(loop, step))
+        ended = loop.run(listener)
+    place.barrier()
+    if not ended:
+        raise Interrupted(
+            f"stopped{' by ' + listener.name if listener.name else ''} after step {trainer.num_steps} of {loop.total} "
+            "and saved: go on with resume=True"
+        )
+    return RunRecord.read(out)
+
+
+def _check_folder(config: TrainConfig, out: Path, resume: bool) -> RunRecord | None:
+    """The record of a run that is over already.
+
+    Raises:
+        ValueError: the folder is in use, by another run or without ``resume``.
+    """
+    if not (out / record.FILE).exists():
+        return None
+    if not resume:
+        raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
+    known = RunRecord.read(out)
+    differences = config.difference(known.header["config"])
+    if differences:
+        raise ValueError(f"{out} holds another run: {'; '.join(differences)}: take another folder")
+    return known if known.final else None
+
+
+def _resume(loop: Loop) -> int:
+    """Go on from the last whole checkpoint; the step, 0 where there is none."""
+    saved = loop.checkpoints.load_last(loop.place.device, _say)
+    if saved is None:
+        return 0
+    step, state = saved
+    differences = loop.config.difference(loop.checkpoints.manifest(step)["config"])
+    if differences:
+        raise ValueError(f"{loop.checkpoints.path(step)} is of another run: {'; '.join(differences)}")
+    loop.load_state_dict(state)
+    return step
+
+
+def _say(line: str) -> None:
+    print(f"ddpcore: {line}", file=sys.stderr, flush=True)
+
+
+def _header(loop: Loop, step: int) -> dict[str, Any]:
+    """The first row of a run, or of its continuation."""
+    if step:
+        return {"kind": "resume", "step": step, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    dataset, num_learners = loop.trainer.dataset, loop.config.learners
+    num_elements = sum(parameter.numel() for parameter in loop.model.parameters())
+    return {
+        "kind": "run",
+        "config": loop.config.to_dict(),
+        "num_parameters": num_elements // num_learners if loop.trainer.stacked else num_elements,
+        "num_samples": {name: len(split) for name, split in dataset.splits().items()},
+        "dataset": dataset.name,
+        "steps_per_epoch": loop.steps_per_epoch,
+        "total_steps": loop.total,
+        "ranks": loop.place.world.world_size,
+        "communication": loop.trainer.handle.comm.description,
+        **machine(loop.place.device.type),
+    }

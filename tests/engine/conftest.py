@@ -1,0 +1,12 @@
+"""Small models: more than one thread would only wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def one_thread(set_threads: Callable[[int], None]) -> None:
+    set_threads(1)

@@ -1,0 +1,161 @@
+"""A run resumed from a checkpoint in the middle of an epoch ends with the same bits as one that never stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpcore.engine import RunRecord, TrainConfig, train
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+helper = ranks.load("images")
+
+ALONE = {
+    "single": {},
+    "torch": {"optimizer": "torch_sgd", "optimizer_options": {"momentum": 0.9, "nesterov": True}, "max_grad_norm": 0.1},
+    "adam": {"optimizer": "adam", "optimizer_options": {}, "lr": 0.01},
+    "lars": {"optimizer": "lars", "param_groups": True, "optimizer_options": {"weight_decay": 1e-4}},
+    "bf16": {"precision": "bf16", "label_smoothing": 0.1},
+    "channels_last": {"channels_last": True},
+    "bf16 learners": {"learners": 2, "strategy": "dpsgd", "precision": "bf16"},
+    "recalibrated": {"evaluation_batch_norm": "recalibrate", "recalibration_batches": 2},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    **{name: {"learners": 3, **fields} for name, fields in helper.STRATEGIES.items()},
+    **ALONE,
+    "policies": {"learners": 3, "strategy": "dpsgd", "policies": {"momentum": "gossip", "batch_norm": "average"}},
+}
+
+
+def back_to(step: int, out: Path) -> None:
+    """The folder as a crash after the checkpoint of this step would have left it."""
+    record = out / "record.jsonl"
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows if row["kind"] != "end"))
+    (out / "model.safetensors").unlink()
+    for later in (out / "checkpoints").iterdir():
+        if int(later.name.removeprefix("step-")) > step:
+            shutil.rmtree(later)
+
+
+def what_matters(record: RunRecord) -> list[dict[str, Any]]:
+    times = ("seconds", "samples_per_s", "evaluation_seconds", "total_seconds")
+    return [{key: value for key, value in row.items() if key not in times} for row in [*record.epochs, record.final]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_bits(name: str, tmp_path: Path) -> None:
+    config = helper.config(**RUNS[name])
+    through = train(config, out=tmp_path / "through", dataset=helper.images())
+    assert through.final["step"] == 6 and not through.final["diverged"]
+    shutil.copytree(tmp_path / "through", tmp_path / "resumed")
+    back_to(3, tmp_path / "resumed")
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    resumed = train(config, out=tmp_path / "resumed", resume=True, dataset=helper.images())
+    for file in ("model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"):
+        assert (tmp_path / "through" / file).read_bytes() == (tmp_path / "resumed" / file).read_bytes(), file
+    assert what_matters(resumed) == what_matters(through)
+    kinds = [json.loads(line)["kind"] for line in resumed.path.read_text().splitlines()]
+    assert kinds == ["run", "resume", "epoch", "epoch", "end"]
+
+
+def test_checkpoints_change_nothing(tmp_path: Path) -> None:
+    """Nor do evaluations."""
+    ends = []
+    for fields in ({}, {"checkpoint_every": 0, "evaluate_every": 0}):
+        config = helper.config(learners=2, strategy="dpsgd", **fields)
+        train(config, out=tmp_path / str(len(ends)), dataset=helper.images())
+        ends.append((tmp_path / str(len(ends)) / "model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
+    assert not (tmp_path / "1" / "checkpoints").exists()
+
+
+def test_a_run_that_is_over_is_not_run_again(tmp_path: Path) -> None:
+    first = train(helper.config(), out=tmp_path, dataset=helper.images())
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = train(helper.config(), out=tmp_path, resume=True, dataset=helper.images())
+    assert again == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == written
+
+
+def test_resume_begins_where_there_is_nothing(tmp_path: Path) -> None:
+    record = train(helper.config(steps=2), out=tmp_path / "new", resume=True, dataset=helper.images())
+    assert record.final["step"] == 2
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    train(helper.config(steps=1), out=tmp_path, dataset=helper.images())
+    with pytest.raises(ValueError, match="holds a run already: take another folder, or resume=True"):
+        train(helper.config(steps=1), out=tmp_path, dataset=helper.images())
+
+
+def test_another_config_is_refused(tmp_path: Path) -> None:
+    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
+    with pytest.raises(ValueError, match=r"holds another run: lr is 0\.1, not 0\.05: take another folder"):
+        train(helper.config(steps=3, lr=0.1), out=tmp_path, resume=True, dataset=helper.images())
+    (tmp_path / "record.jsonl").unlink()  # the checkpoint knows too
+    with pytest.raises(ValueError, match=r"step-00000003 is of another run: lr is 0\.1, not 0\.05$"):
+        train(helper.config(steps=3, lr=0.1), out=tmp_path, resume=True, dataset=helper.images())
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """Of the same config, but of data with other classes."""
+    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
+    back_to(3, tmp_path)
+    dataset = helper.images()
+    other = type(dataset)("five", dataset.train, dataset.test, 5, dataset.input_shape)
+    with pytest.raises(
+        ValueError, match=r"of another model: classifier.7.weight is \(4, 84\) there and \(5, 84\) here"
+    ):
+        train(helper.config(steps=3), out=tmp_path, resume=True, dataset=other)
+
+
+def test_how_often_things_are_written_may_change(tmp_path: Path) -> None:
+    train(helper.config(), out=tmp_path, dataset=helper.images())
+    back_to(3, tmp_path)
+    changed: TrainConfig = helper.config(checkpoint_every=2, keep_last=1)
+    train(changed, out=tmp_path, resume=True, dataset=helper.images())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = helper.config()
+    train(config, out=tmp_path / "through", dataset=helper.images())
+    shutil.copytree(tmp_path / "through", tmp_path / "resumed")
+    back_to(6, tmp_path / "resumed")
+    last = tmp_path / "resumed" / "checkpoints" / "step-00000006"
+    file = last / ("manifest.json" if damage == "manifest" else "rank-0.safetensors")
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "flipped":
+        content[-100] ^= 1
+        file.write_bytes(content)
+    else:
+        file.write_bytes(content[: len(content) // 2])
+    train(config, out=tmp_path / "resumed", resume=True, dataset=helper.images())
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ddpcore:")]
+    assert len(said) == 1 and f"{last} is damaged" in said[0] and "taking the one before it" in said[0]
+    ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("through", "resumed")]
+    assert ends[0] == ends[1]
+
+
+def test_nothing_but_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
+    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
+    back_to(3, tmp_path)
+    (tmp_path / "checkpoints" / "step-00000003" / "rank-0.json").write_text("{}")
+    with pytest.raises(ValueError, match="every checkpoint is damaged: begin anew in another folder"):
+        train(helper.config(steps=3), out=tmp_path, resume=True, dataset=helper.images())

@@ -1,0 +1,49 @@
+"""``train`` on two real ranks: a file each, and the same bits after a restart."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+helper = ranks.load("images")
+
+TIMES = ("seconds", "samples_per_s", "evaluation_seconds", "total_seconds")
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    return ranks.run("train_ranks", 2, timeout=300)
+
+
+@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "process group", "two each"])
+def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        through, resumed = rank[name]["contents"]
+        assert sorted(through) == ["model.safetensors", "rank-0.safetensors", "rank-1.safetensors"]
+        assert [file for file in through if through[file] != resumed[file]] == []
+        assert through["rank-0.safetensors"] != through["rank-1.safetensors"]
+        rows = [
+            [{key: value for key, value in row.items() if key not in TIMES} for row in [*record.epochs, record.final]]
+            for record in (rank[name]["through"], rank[name]["resumed"])
+        ]
+        assert rows[0] == rows[1]
+        assert rank[name]["through"] == seen[0][name]["through"], "every rank returns the record"
+        assert rank[name]["through"].header["ranks"] == 2
+
+
+def test_a_signal_to_one_rank_stops_all(seen: list[dict[str, Any]]) -> None:
+    """At the first look at the loss, after step 1, and what follows is the run that was not stopped."""
+    for rank in seen:
+        assert "after step 1 of 6 and saved" in rank["interrupted"]["message"]
+        assert rank["interrupted"]["record"].final["step"] == 6
+        assert rank["interrupted"]["model"] == rank["ssgd"]["contents"][0]["model.safetensors"]
+
+
+def test_statistics_of_several_learners_on_each_rank(seen: list[dict[str, Any]]) -> None:
+    assert [rank["statistics"] for rank in seen] == [[1.5]] * 2

@@ -1,0 +1,72 @@
+"""A few random images with classes that can be learned, and configs that train on them in no time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ddpcore.data import Augmentation, Dataset, Normalization, Split
+from ddpcore.engine import TrainConfig
+
+NUM_TRAIN, NUM_TEST, NUM_CLASSES = 50, 24, 4
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ssgd": {"strategy": "ssgd"},
+    "dpsgd": {"strategy": "dpsgd"},
+    "ring": {"strategy": "dpsgd", "topology": "ring", "optimizer": "lamb", "lr": 0.01, "optimizer_options": {}},
+    "combined": {"strategy": "dpsgd", "strategy_options": {"order": "adapt_then_combine"}},
+    "stale": {"strategy": "dpsgd", "strategy_options": {"staleness": 1}},
+    "int8": {"strategy": "dpsgd", "strategy_options": {"compression": "int8"}},
+    "topk": {
+        "strategy": "dpsgd",
+        "topology": "ring",
+        "strategy_options": {"compression": {"name": "topk", "ratio": 0.2}},
+    },
+    "local_sgd": {"strategy": "local_sgd", "strategy_options": {"period": 2}, "policies": {"momentum": "average"}},
+    "post-local": {
+        "strategy": "local_sgd",
+        "strategy_options": {"period": 4, "switch_step": 2, "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
+        "optimizer": "adamw",
+        "lr": 0.01,
+        "optimizer_options": {},
+    },
+    "slowmo": {"strategy": "slowmo", "strategy_options": {"period": 2}},
+    "push_sum": {"strategy": "push_sum", "topology": "one_peer_exponential"},
+    "noisy_ssgd": {"strategy": "noisy_ssgd"},
+    "noisy apart": {"strategy": "noisy_ssgd", "strategy_options": {"where": "per_learner"}, "accumulation": 2},
+}
+
+
+def images(*, augment: bool = True, validation: int = 0) -> Dataset:
+    """uint8 [N, 3, 32, 32]: the class decides the brightness of one quarter."""
+    generator = torch.Generator().manual_seed(0)
+
+    def split(num: int) -> Split:
+        labels = torch.randint(NUM_CLASSES, (num,), generator=generator)
+        pixels = torch.randint(128, (num, 3, 32, 32), generator=generator, dtype=torch.uint8)
+        for image, label in zip(pixels, labels.tolist(), strict=True):
+            image[:, 16 * (label // 2) :, 16 * (label % 2) :][:, :16, :16] += 100
+        return Split(pixels, labels)
+
+    dataset = Dataset("quarters", split(NUM_TRAIN), split(NUM_TEST), NUM_CLASSES, (3, 32, 32))
+    normalization = Normalization((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    dataset = dataset.transformed(normalization, Augmentation(flip=False) if augment else None)
+    return dataset.hold_out(validation) if validation else dataset
+
+
+def config(**fields: Any) -> TrainConfig:
+    """Six steps of LeNet-5, which has dropout and batch normalisation, four to an epoch."""
+    small = {
+        "batch_size": 12,
+        "steps": 6,
+        "lr": 0.05,
+        "optimizer_options": {"momentum": 0.9},
+        "warmup": 3,
+        "schedule_unit": "steps",
+        "checkpoint_every": 3,
+        "keep_last": 10,
+        "keep_best": False,
+        "device": "cpu",
+    }
+    return TrainConfig(**{**small, **fields})

@@ -1,0 +1,99 @@
+"""One of two real ranks: trains with every strategy, through and resumed from the middle of an epoch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import images
+import torch
+import torch.distributed as dist
+from ranks import join
+
+import ddpcore
+from ddpcore.engine import Interrupted, train
+from ddpcore.launch import World
+
+RUNS = {
+    **images.STRATEGIES,
+    "ddp": {"strategy": "ddp", "optimizer": "torch_sgd"},
+    "process group": {"strategy": "dpsgd", "transport": "pg"},
+    "two each": {"strategy": "dpsgd", "learners": 4, "evaluation_batch_norm": "recalibrate"},
+}
+
+
+def crash_after(step: int, out: Path) -> None:
+    """Rank 0 leaves the folder as a crash after the checkpoint of this step would have."""
+    if dist.get_rank() == 0:
+        record = out / "record.jsonl"
+        record.write_text("".join(line for line in record.open() if '"end"' not in line))
+        (out / "model.safetensors").unlink()
+        for later in (out / "checkpoints").iterdir():
+            if int(later.name.removeprefix("step-")) > step:
+                shutil.rmtree(later)
+    dist.barrier()
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    files = [out / "model.safetensors", *sorted((out / "checkpoints" / "step-00000006").glob("*.safetensors"))]
+    return {path.name: path.read_bytes() for path in files}
+
+
+def interrupted(out: Path, world: World) -> dict[str, Any]:
+    """Rank 1 alone hears the signal, before the first step is taken."""
+    seen: dict[str, Any] = {}
+    dataset = images.images()
+
+    def ask(module: Any, inputs: Any) -> None:
+        hook.remove()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(ask)
+    config = images.config(learners=2, strategy="ssgd")
+    try:
+        train(config, out=out, world=world, dataset=dataset)
+    except Interrupted as error:
+        seen["message"] = str(error)
+    dist.barrier()
+    seen["record"] = train(config, out=out, world=world, resume=True, dataset=dataset)
+    seen["model"] = (out / "model.safetensors").read_bytes()
+    return seen
+
+
+def averaged_statistics(rank: int) -> list[float]:
+    """Two virtual learners on each rank; the running mean of learner j is j."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
+    handle = ddpcore.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2, group=dist.group.WORLD
+    )
+    model[0].running_mean.copy_(torch.tensor([[2.0 * rank], [2.0 * rank + 1]]))
+    return handle.evaluation_model()[0].running_mean.tolist()
+
+
+def main() -> None:
+    path, rank, world_size = join()
+    world = World(rank, world_size, rank, world_size)
+    seen: dict[str, Any] = {}
+    for name, fields in RUNS.items():
+        out = path.parent / name
+        config = images.config(**{"learners": 2, **fields})
+        through = train(config, out=out, world=world, dataset=images.images())
+        ends = [contents(out)]
+        dist.barrier()
+        crash_after(3, out)
+        torch.manual_seed(99)
+        resumed = train(config, out=out, world=world, resume=True, dataset=images.images())
+        seen[name] = {"through": through, "resumed": resumed, "contents": [*ends, contents(out)]}
+    seen["interrupted"] = interrupted(path.parent / "interrupted", world)
+    seen["statistics"] = averaged_statistics(rank)
+    torch.save(seen, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
