@@ -14,6 +14,7 @@ from ddpcore.buckets import GradientBuckets
 from ddpcore.comm.base import Communicator
 from ddpcore.evaluation import BATCH_NORM, average_buffers, averaged_model, recalibrate
 from ddpcore.learner import Learner
+from ddpcore.observer import Observer
 from ddpcore.policies import Companions
 from ddpcore.stacked import StackedModel
 from ddpcore.strategies.base import Strategy
@@ -111,14 +112,13 @@ class Engine(Distributed):
         super().__init__(model, learner.comm)
         self.learner = learner
         self.strategy = strategy
+        self.observers: list[Observer] = []
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
         self._laid_out = strategy.fixed_layout  # or by a checkpoint, whose state belongs to its layout
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
-            self._buckets = GradientBuckets(
-                learner.flat, lambda columns: strategy.bucket_ready(learner, columns), self._after_backward
-            )
+            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -183,9 +183,18 @@ class Engine(Distributed):
     def _weights_LP(self) -> Tensor:
         return self.learner.flat.param_LP
 
+    def _bucket_ready(self, columns: Tensor) -> None:
+        if self.strategy.averages(self.learner.step):
+            for observer in self.observers:
+                observer.bucket_ready(self.learner, columns)
+        self.strategy.bucket_ready(self.learner, columns)
+
     @torch.no_grad()
     def _after_backward(self, order: list[int]) -> None:
         self.strategy.after_backward(self.learner)
+        if self.strategy.averages(self.learner.step):
+            for observer in self.observers:
+                observer.gradients_averaged(self.learner)
         flat = self.learner.flat
         seen = {index for index, parameter in enumerate(flat.parameters) if parameter.grad is not None}
         if self._used is None:
@@ -236,6 +245,8 @@ class Engine(Distributed):
         if self._new_order is not None:
             self._lay_out(self._new_order)  # between backward and step nothing is in flight, no graph needs old places
             self._new_order = None
+        for observer in self.observers:
+            observer.before_step(self.learner)
         self.strategy.before_step(self.learner)
 
     def _lay_out(self, order: list[int]) -> None:
@@ -254,7 +265,7 @@ class _ForwardHook:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled() and not self._learner.is_watched:
             self._strategy.before_forward(self._learner)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:

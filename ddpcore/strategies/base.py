@@ -16,7 +16,7 @@ from ddpcore.topology import Topology
 class Strategy(ABC):
     """One algorithm that keeps the learners together. One object serves one ``distribute`` call.
 
-    The methods are called in the order in which they stand here, once a step, on every rank alike.
+    The methods that are told of events stand in the order in which they are called, once a step, on every rank alike.
     """
 
     name: ClassVar[str]
@@ -25,6 +25,10 @@ class Strategy(ABC):
     takes_closure: ClassVar[bool] = True  # whether step(closure) may compute the gradient inside the step
     fixed_layout: ClassVar[bool] = False  # whether the flat buffer may not be laid out in the order of the gradients
     topology: Topology | None = None  # who averages with whom, where a strategy has neighbours
+
+    def averages(self, step: int) -> bool:
+        """Whether gradients are averaged in the step that follows ``step`` others."""
+        return self.averages_gradients
 
     def setup(self, learner: Learner) -> None:
         """Before the first step: check that the world fits.

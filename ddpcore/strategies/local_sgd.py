@@ -71,13 +71,17 @@ class LocalSGD(Strategy):
         options = f"warmup_steps={self.warmup_steps}, switch_step={self.switch_step}, fragments={self.fragments}"
         return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
 
+    def averages(self, step: int) -> bool:
+        """Before the switch."""
+        return step < self.switch_step
+
     def before_forward(self, learner: Learner) -> None:
         """Forget what a backward pass that died has left."""
         self._synchronous.before_forward(learner)
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """Before the switch: as ssgd."""
-        if learner.step < self.switch_step:
+        if self.averages(learner.step):
             self._synchronous.bucket_ready(learner, columns)
 
     def after_backward(self, learner: Learner) -> None:
