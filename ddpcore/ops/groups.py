@@ -31,5 +31,6 @@ class Groups:
         return int(self.steps[group].item()) if self.steps else None
 
     def count(self) -> None:
+        """Count this step."""
         for step in self.steps:
             step.add_(1)

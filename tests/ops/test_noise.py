@@ -19,12 +19,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def bounds_of(numel: int) -> list[int]:
     """Segments of all kinds: empty, one element, blocks with a rest."""
-    return sorted({0, numel} | {min(numel, cut) for cut in (1, 20, 4116, 9000)}) + [numel]
+    return [*sorted({0, numel} | {min(numel, cut) for cut in (1, 20, 4116, 9000)}), numel]
 
 
 def assert_sums(sums: Tensor, rows: list[Tensor], bounds: list[int], origin: Tensor | None) -> None:
     """Within the rounding of float64 additions: each errs by at most 2^-53 of the sum of magnitudes so far."""
-    values = torch.stack([row.cpu().float() if origin is None else row.cpu().float() - origin.cpu().float() for row in rows])
+    values = torch.stack(
+        [row.cpu().float() if origin is None else row.cpu().float() - origin.cpu().float() for row in rows]
+    )
     for segment, (begin, end) in zip(sums.cpu(), pairwise(bounds), strict=True):
         part = values[:, begin:end].double()
         bound = (part.abs() @ part.abs().T) * 2.0**-53 * (end - begin + 1) * 2
