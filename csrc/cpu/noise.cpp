@@ -31,30 +31,39 @@ struct Block {
     }
 };
 
-// Calls visit(lane, i) for all elements, i in ascending order.
-template <typename Visit>
-DDPCORE_INLINE void for_each_lane(int64_t numel, Visit&& visit) {
-    int64_t i = 0;
-    for (; i + kLanes <= numel; i += kLanes) {
-        DDPCORE_IVDEP
-        for (int lane = 0; lane < kLanes; ++lane) visit(lane, i + lane);
-    }
-    for (int lane = 0; i < numel; ++i, ++lane) visit(lane, i);
+// Sixteen neighbouring elements of a row in double.
+template <typename Values>
+DDPCORE_INLINE void read_lanes(double* __restrict lanes, const Values& values, int64_t row, int64_t i) {
+    DDPCORE_IVDEP
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = values(row, i + lane);
+}
+
+template <bool kFused>
+DDPCORE_INLINE void add_products(double* __restrict sums, const double* left, const double* right) {
+    DDPCORE_IVDEP
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] = add_product<kFused>(sums[lane], left[lane], right[lane]);
 }
 
 // out(a, b, sum) for all pairs a <= b of kRows neighbouring rows, each element read once.
 template <int kRows, bool kFused, typename Values, typename Out>
 DDPCORE_INLINE void products_within(const Values& values, int64_t first_row, int64_t numel, Out&& out) {
     double sums[kRows][kRows][kLanes] = {};
-    for_each_lane(numel, [&](int lane, int64_t i) __attribute__((always_inline)) {
-        double own[kRows];
-        for (int a = 0; a < kRows; ++a) own[a] = values(first_row + a, i);
+    int64_t i = 0;
+    for (; i + kLanes <= numel; i += kLanes) {
+        double own[kRows][kLanes];
+        for (int a = 0; a < kRows; ++a) read_lanes(own[a], values, first_row + a, i);
+        for (int a = 0; a < kRows; ++a) {
+            for (int b = a; b < kRows; ++b) add_products<kFused>(sums[a][b], own[a], own[b]);
+        }
+    }
+    for (int lane = 0; i < numel; ++i, ++lane) {
         for (int a = 0; a < kRows; ++a) {
             for (int b = a; b < kRows; ++b) {
-                sums[a][b][lane] = add_product<kFused>(sums[a][b][lane], own[a], own[b]);
+                const double left = values(first_row + a, i), right = values(first_row + b, i);
+                sums[a][b][lane] = add_product<kFused>(sums[a][b][lane], left, right);
             }
         }
-    });
+    }
     for (int a = 0; a < kRows; ++a) {
         for (int b = a; b < kRows; ++b) out(first_row + a, first_row + b, sum_lanes(sums[a][b]));
     }
@@ -64,12 +73,20 @@ DDPCORE_INLINE void products_within(const Values& values, int64_t first_row, int
 template <bool kFused, typename Values, typename Out>
 DDPCORE_INLINE void products_with(const Values& values, int64_t first_row, int64_t other, int64_t numel, Out&& out) {
     double sums[kTile][kLanes] = {};
-    for_each_lane(numel, [&](int lane, int64_t i) __attribute__((always_inline)) {
-        const double right = values(other, i);
+    int64_t i = 0;
+    for (; i + kLanes <= numel; i += kLanes) {
+        double own[kLanes], right[kLanes];
+        read_lanes(right, values, other, i);
         for (int a = 0; a < kTile; ++a) {
-            sums[a][lane] = add_product<kFused>(sums[a][lane], values(first_row + a, i), right);
+            read_lanes(own, values, first_row + a, i);
+            add_products<kFused>(sums[a], own, right);
         }
-    });
+    }
+    for (int lane = 0; i < numel; ++i, ++lane) {
+        for (int a = 0; a < kTile; ++a) {
+            sums[a][lane] = add_product<kFused>(sums[a][lane], values(first_row + a, i), values(other, i));
+        }
+    }
     for (int a = 0; a < kTile; ++a) out(first_row + a, other, sum_lanes(sums[a]));
 }
 

@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ddpcore import launch
-from ddpcore.bench import optim, topology
+from ddpcore.bench import optim, stats, topology
 from ddpcore.bench.config import parse, resolve
 from ddpcore.bench.run import build_dataset, run_rank
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"optim": optim.main, "topology": topology.main}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "optim": optim.main,
+    "stats": stats.main,
+    "topology": topology.main,
+}
 """Further benches by the first word of the command line. Each raises ValueError where it cannot be run as it stands."""
 
 

@@ -1,16 +1,17 @@
-r"""How the mean of all learners moves, and what their distance does to it (Zhang et al., "Why does decentralized training
-outperform synchronous training in the large batch setting?", section 2).
+r"""How the mean of all learners moves, and what their distance does to it.
 
-The mean weights w_a move by ``a g_a``, a the learning rate, g_a the mean of the learners' gradients. With g the gradient
-of the full loss at w_a this is ``a_e g`` and a rest that stands upright on g:
+After section 2 of "Why does decentralized training outperform synchronous training in the large batch setting?" (Zhang
+et al. 2020). The mean weights w_a move by ``a g_a``, a the learning rate, g_a the mean of the learners' gradients. With
+g the gradient of the full loss at w_a this is ``a_e g`` and a rest that stands upright on g:
 
     a_e = a g_a.g / |g|^2            D = a^2 |g_a|^2 - a_e^2 |g|^2
 
-k_j is learner j's gradient of the same mini-batch at w_a, and k their mean. ``D_S = a^2 |k|^2 - (a k.g / |g|)^2`` is the
-noise that synchronous SGD would have had, and ``D2 = a^2 |1/n sum_j (g_j - k_j)|^2`` what the landscape adds. Over many
-mini-batches the two make up D; in one step a mixed term is left, of any sign. To second order (equation 4)
-``D2 = a^2 tr(H C H)``, with H the Hessian of the full loss at w_a and ``C = n^-2 sum_j (w_j - w_a)(w_j - w_a)^T``, provided
-that the mini-batches' Hessians are so different that mixed terms of two learners vanish: where all are H, D2 is zero.
+k_j is learner j's gradient of the same mini-batch at w_a, and k their mean. ``D_S = a^2 |k|^2 - (a k.g / |g|)^2`` is
+the noise that synchronous SGD would have had, and ``D2 = a^2 |1/n sum_j (g_j - k_j)|^2`` what the landscape adds. Over
+many mini-batches the two make up D; in one step a mixed term is left, of any sign. To second order (equation 4)
+``D2 = a^2 tr(H C H)``, with H the Hessian of the full loss at w_a and ``C = n^-2 sum_j (w_j - w_a)(w_j - w_a)^T``,
+provided that the mini-batches' Hessians are so different that mixed terms of two learners vanish: where all are H, D2
+is zero.
 
 Shapes: L learners held by this process, n in all, P elements of a learner's row, K directions.
 """

@@ -6,8 +6,9 @@ and ``l = |1/n sum_j g_j|^2`` of a step (McCandlish et al. 2018, appendix A.1, w
     |G|^2 = (n l - s) / (n - 1),    tr S = b n (s - l) / (n - 1),    noise scale B = tr S / |G|^2
 
 are unbiased, numerator and denominator. Both are averaged over steps first and divided last: their ratio in one step
-has no mean. With B come the gain of AdaScale, ``r = n (B + b) / (B + n b)`` (Johnson et al. 2020, section 3), by which a
-step with n learners is worth more than one with one, and Pollux's statistical efficiency r / n (Qiao et al. 2021, eq. 7).
+has no mean. With B come the gain of AdaScale, ``r = n (B + b) / (B + n b)`` (Johnson et al. 2020, section 3), by which
+a step with n learners is worth more than one with one, and Pollux's statistical efficiency r / n (Qiao et al. 2021,
+equation 7).
 
 Shapes: T steps, S segments.
 """

@@ -252,8 +252,8 @@ void expect_exact_noise(
 
 // Segments that begin at any place: the second one is never aligned.
 TYPED_TEST(CudaExactAverages, NoiseOfEverySizeAlignmentAndNumberOfRows) {
-    for (const int64_t numel : {0, 1, 4095, 4096, 4097, 12301}) {
-        for (const int64_t num_rows : {1, 2, 4, 5, 9}) {
+    for (const int64_t numel : {0, 1, 4096, 4097, 8193}) {
+        for (const int64_t num_rows : {1, 3, 9}) {
             for (const bool with_origin : {false, true}) {
                 SCOPED_TRACE(::testing::Message() << "numel " << numel << " rows " << num_rows);
                 std::vector<double> aligned, misaligned;

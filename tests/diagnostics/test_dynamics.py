@@ -117,7 +117,7 @@ NUMBERS = (
 )
 def test_learners_that_differ(strategy, dtype, tolerance):
     """In float32 within 1e-5 of the larger of a^2 |g_a|^2 and a: sums of six terms, each rounded some ten times."""
-    handle, statistics, weights = trained(strategy(), dtype, 8, hessian=True, directions=3)
+    _, statistics, weights = trained(strategy(), dtype, 8, hessian=True, directions=3)
     record, expected = statistics.records[0], exact(weights, 8, dtype)
     assert record.valid and record.step == 8 and record.at_mean and record.num_steps == 1
     moves, spread = record.dynamics, record.spread

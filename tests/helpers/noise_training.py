@@ -71,7 +71,6 @@ def train(
         first_bucket_bytes=64,
     )
     held = range(NUM_LEARNERS) if virtual else [dist.get_rank(group)]
-    inputs, labels = batch(0)
     torch.manual_seed(5)
 
     def losses(step: int) -> Tensor:
