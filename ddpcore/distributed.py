@@ -14,6 +14,7 @@ from ddpcore.buckets import GradientBuckets
 from ddpcore.comm.base import Communicator
 from ddpcore.evaluation import BATCH_NORM, average_buffers, averaged_model, recalibrate
 from ddpcore.learner import Learner
+from ddpcore.observer import Observer
 from ddpcore.policies import Companions
 from ddpcore.strategies.base import Strategy
 
@@ -110,15 +111,14 @@ class Engine(Distributed):
         super().__init__(model, learner.comm)
         self.learner = learner
         self.strategy = strategy
+        self.observers: list[Observer] = []
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
         self._laid_out = strategy.fixed_layout  # or by a checkpoint, whose state belongs to its layout
         self._averaged = False  # whether a backward pass of this step has averaged gradients
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
-            self._buckets = GradientBuckets(
-                learner.flat, lambda columns: strategy.bucket_ready(learner, columns), self._after_backward
-            )
+            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -211,12 +211,20 @@ class Engine(Distributed):
         flat = self.learner.flat  # without the padding, which is nobody's weight and may hold noise
         return torch.cat([view.reshape(len(flat.param_LP), -1) for view in flat.param_views], dim=1)
 
+    def _bucket_ready(self, columns: Tensor) -> None:
+        if self.strategy.averages_at(self.learner.step):
+            for observer in self.observers:
+                observer.bucket_ready(self.learner, columns)
+        self.strategy.bucket_ready(self.learner, columns)
+
     @torch.no_grad()
     def _after_backward(self, order: list[int]) -> None:
         self.strategy.after_backward(self.learner)
         if not self.strategy.averages_at(self.learner.step):
             return
         self._averaged = True
+        for observer in self.observers:
+            observer.gradients_averaged(self.learner)
         flat = self.learner.flat
         seen = {index for index, parameter in enumerate(flat.parameters) if parameter.grad is not None}
         if self._used is None:
@@ -277,6 +285,8 @@ class Engine(Distributed):
         if self._new_order is not None:
             self._lay_out(self._new_order)  # between backward and step nothing is in flight, no graph needs old places
             self._new_order = None
+        for observer in self.observers:
+            observer.before_step(self.learner)
         self.strategy.before_step(self.learner)
 
     def _lay_out(self, order: list[int]) -> None:
@@ -295,7 +305,7 @@ class _ForwardHook:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():  # also in eval mode: some train with frozen batch normalisation
+        if torch.is_grad_enabled() and not self._learner.is_watched:  # also in eval mode: batch norm may be frozen
             self._strategy.before_forward(self._learner)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:

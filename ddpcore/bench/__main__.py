@@ -6,10 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ddpcore import launch
-from ddpcore.bench import buckets, comm, optim, predict, run, topology
+from ddpcore.bench import buckets, comm, optim, predict, run, stats, topology
 from ddpcore.bench.job import Job
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"optim": optim.main, "topology": topology.main}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "optim": optim.main,
+    "stats": stats.main,
+    "topology": topology.main,
+}
 """Benches in this process, by the first word. Each raises ValueError where it cannot be run as it stands."""
 ON_RANKS: dict[str, Callable[[Sequence[str], launch.World | None], Job]] = {
     "": run.prepare,

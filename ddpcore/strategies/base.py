@@ -18,7 +18,7 @@ FOREVER = 2**62  # a step that is not reached
 class Strategy(ABC):
     """One algorithm that keeps the learners together. One object serves one ``distribute`` call.
 
-    The methods are called in the order in which they stand here, once a step, on every rank alike.
+    The methods that are told of events stand in the order in which they are called, once a step, on every rank alike.
     """
 
     name: ClassVar[str]
