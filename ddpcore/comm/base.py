@@ -65,6 +65,9 @@ class Exchange(ABC):
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
         """Wait, then hand over what makes a one-pass optimizer do so; None at once where only ``correct_`` will do."""
 
+    def abandon(self) -> None:
+        """STUB"""
+
 
 def correction(plan: Round, own: Tensor, peers: Sequence[Tensor], factor: float) -> Mixture:
     """``w + factor * sum_k W_k (q_k - own)`` as terms of one average, with q_k the ``peers``."""
