@@ -73,7 +73,7 @@ __device__ __forceinline__ void products_of_block(
 }
 
 template <typename T, typename Table>
-__global__ void __launch_bounds__(kThreads, 2) noise_kernel(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kThreads) noise_kernel(const __grid_constant__ Table table) {
     BlockSum<kThreads> block_sum;
     const auto& list = table.list;
     for (int64_t block = list.begin_block + blockIdx.x; block < list.end_block; block += gridDim.x) {
