@@ -6,40 +6,20 @@ Shapes: L learners held by this process, n in all, P elements of a learner's row
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ddpcore.diagnostics import dynamics, passes
 from ddpcore.diagnostics.accumulation import MicroBatches
-from ddpcore.diagnostics.dynamics import Spread
 from ddpcore.diagnostics.passes import Loss, noise_sums
-from ddpcore.diagnostics.record import NO_STEP, TWO_BATCHES, Clock, Layout, NoiseRecord, Series
+from ddpcore.diagnostics.record import Clock, Layout, Measured, NoiseRecord, Series
 from ddpcore.distributed import Distributed, Engine
 from ddpcore.learner import Learner
 from ddpcore.observer import Observer
 from ddpcore.strategies import PushSum
 
 MEASURED = 20  # steps that are averaged, where only measured ones count
-
-
-@dataclass
-class _Measured:
-    """One record's tensors, on their device until somebody looks."""
-
-    step: int
-    num_learners: int
-    own_TS: Tensor | None = None
-    mean_TS: Tensor | None = None
-    num_skipped: int = 0
-    at_mean: bool = True
-    products: Tensor | None = None  # of g_a, k and g
-    lr: float = 0.0
-    hessian: Tensor | None = None
-    distance: Tensor | None = None  # 1/n sum_j |w_j - w_a|^2
-    eigenvalues: Tensor | None = None
-    marks: tuple[torch.cuda.Event | float, ...] = ()
 
 
 class NoiseStatistics(Observer):
@@ -97,7 +77,7 @@ class NoiseStatistics(Observer):
         self._loss, self._full_loss, self._full_loss_of = loss, full_loss, full_loss_of
         self._hessian, self._num_directions = hessian, directions
         self._records: list[NoiseRecord] = []
-        self._pending: list[_Measured] = []
+        self._pending: list[Measured] = []
         self._own: Tensor | None = None  # [L, S], of this step
         self._mean: Tensor | None = None  # [S]
         self._num_passes = 0
@@ -116,7 +96,7 @@ class NoiseStatistics(Observer):
     def records(self) -> list[NoiseRecord]:
         """All so far. Reading them waits for the device."""
         while self._pending:
-            self._records.append(self._finish(self._pending.pop(0)))
+            self._records.append(self._pending.pop(0).record(self._series, self._full_loss_of))
         return self._records
 
     @torch.no_grad()
@@ -181,7 +161,7 @@ class NoiseStatistics(Observer):
         begin, sent = self._clock.mark(), learner.comm.bytes_sent
         assert self._engine is not None
         together = self._engine.strategy.averages_at(learner.step)
-        result = _Measured(learner.step + 1, learner.comm.num_learners, num_skipped=self._num_skipped)
+        result = Measured(learner.step + 1, learner.comm.num_learners, num_skipped=self._num_skipped)
         if not together:
             self._measure_apart(learner, result)
         elif self._full_loss is not None:
@@ -202,7 +182,7 @@ class NoiseStatistics(Observer):
         self._last = end
         self._pending.append(result)
 
-    def _measure_apart(self, learner: Learner, result: _Measured) -> None:
+    def _measure_apart(self, learner: Learner, result: Measured) -> None:
         """Learners hold different weights: gradients here and at the mean, and how far apart they are."""
         flat, comm = learner.flat, learner.comm
         mean_LP = self._average(learner, flat.param_LP)
@@ -230,7 +210,7 @@ class NoiseStatistics(Observer):
             result.hessian = square_L1[0, 0]
 
     def _add_products(
-        self, learner: Learner, result: _Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor
+        self, learner: Learner, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor
     ) -> None:
         result.products = noise_sums([own_P, at_mean_P, full_P], [0, learner.flat.numel])[0]
         result.lr = float(self._optimizer.param_groups[0]["lr"])
@@ -307,7 +287,7 @@ class NoiseStatistics(Observer):
         self._step += 1
         if self._step % self.every == 0:
             begin = self._clock.mark()
-            result = _Measured(self._step, self._passes.num_passes)
+            result = Measured(self._step, self._passes.num_passes)
             if self._passes.num_passes > 1:
                 own, mean = self._passes.sums()
                 unscale = self._unscale_squared(own)
@@ -317,45 +297,6 @@ class NoiseStatistics(Observer):
             self._last = end
             self._pending.append(result)
         self._passes.begin_step()
-
-    # ---- from tensors to numbers ----
-
-    def _finish(self, measured: _Measured) -> NoiseRecord:
-        skipped, num_new = measured.num_skipped, 0
-        if measured.own_TS is not None and measured.mean_TS is not None:
-            own_TS, mean_TS = measured.own_TS.cpu().numpy(), measured.mean_TS.cpu().numpy()
-            left_out = self._series.add(own_TS, mean_TS, measured.num_learners)
-            skipped, num_new = skipped + left_out, len(own_TS) - left_out
-        moves, spread = None, None
-        if measured.products is not None:
-            hessian = None if measured.hessian is None else float(measured.hessian)
-            products = measured.products.cpu()
-            moves = dynamics.dynamics(products, measured.lr, hessian, measured.num_learners, self._full_loss_of)
-        if measured.distance is not None:
-            square = float(measured.distance)
-            values = () if measured.eigenvalues is None else tuple(measured.eigenvalues.clamp_min(0.0).tolist())
-            spread = Spread(consensus_distance=square**0.5, trace=square / measured.num_learners, eigenvalues=values)
-        reason = TWO_BATCHES if measured.num_learners < 2 else NO_STEP if num_new == 0 else ""
-        if not reason and measured.products is not None and not bool(measured.products.isfinite().all()):
-            reason = "a gradient of this step is not finite"
-        last, begin, end = measured.marks
-        seconds, passed = Clock.between(begin, end), Clock.between(last, end)
-        return NoiseRecord(
-            step=measured.step,
-            valid=not reason,
-            reason=reason,
-            num_learners=measured.num_learners,
-            batch_size=self.batch_size,
-            num_steps=len(self._series),
-            num_skipped=skipped,
-            at_mean=measured.at_mean,
-            whole=self._series.whole(),
-            segments=self._series.segments(),
-            dynamics=moves,
-            spread=spread,
-            seconds=seconds,
-            share=seconds / passed if passed > 0 else 0.0,
-        )
 
 
 def _engine_of(

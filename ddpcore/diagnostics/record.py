@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpcore.diagnostics.dynamics import Dynamics, Spread
+from ddpcore.diagnostics.dynamics import Dynamics, Spread, dynamics
 from ddpcore.diagnostics.estimates import Array, NoiseScale, noise_scale
 from ddpcore.flat import Segment
 
@@ -117,7 +117,7 @@ class Series:
     """
 
     def __init__(self, num_steps: int, batch_size: int, names: Sequence[str]) -> None:
-        self._batch_size, self._names = batch_size, names
+        self.batch_size, self._names = batch_size, names
         self._own: deque[Array] = deque(maxlen=num_steps)
         self._mean: deque[Array] = deque(maxlen=num_steps)
         self._num_learners = 0
@@ -150,4 +150,60 @@ class Series:
         return {name: self._scale(own_TS[:, s], mean_TS[:, s]) for s, name in enumerate(self._names)}
 
     def _scale(self, own_T: Array, mean_T: Array) -> NoiseScale:
-        return noise_scale(own_T, mean_T, num_learners=self._num_learners, batch_size=self._batch_size)
+        return noise_scale(own_T, mean_T, num_learners=self._num_learners, batch_size=self.batch_size)
+
+
+@dataclass
+class Measured:
+    """One record's tensors, on their device until somebody looks."""
+
+    step: int
+    num_learners: int
+    own_TS: Tensor | None = None
+    mean_TS: Tensor | None = None
+    num_skipped: int = 0
+    at_mean: bool = True
+    products: Tensor | None = None  # of g_a, k and g
+    lr: float = 0.0
+    hessian: Tensor | None = None
+    distance: Tensor | None = None  # 1/n sum_j |w_j - w_a|^2
+    eigenvalues: Tensor | None = None
+    marks: tuple[torch.cuda.Event | float, ...] = ()
+
+    def record(self, series: Series, full_loss_of: str) -> NoiseRecord:
+        """As numbers; its steps join the series that the noise scale is an average of. Waits for the device."""
+        skipped, num_new = self.num_skipped, 0
+        if self.own_TS is not None and self.mean_TS is not None:
+            own_TS, mean_TS = self.own_TS.cpu().numpy(), self.mean_TS.cpu().numpy()
+            left_out = series.add(own_TS, mean_TS, self.num_learners)
+            skipped, num_new = skipped + left_out, len(own_TS) - left_out
+        moves, spread = None, None
+        if self.products is not None:
+            hessian = None if self.hessian is None else float(self.hessian)
+            products = self.products.cpu()
+            moves = dynamics(products, self.lr, hessian, self.num_learners, full_loss_of)
+        if self.distance is not None:
+            square = float(self.distance)
+            values = () if self.eigenvalues is None else tuple(self.eigenvalues.clamp_min(0.0).tolist())
+            spread = Spread(consensus_distance=square**0.5, trace=square / self.num_learners, eigenvalues=values)
+        reason = TWO_BATCHES if self.num_learners < 2 else NO_STEP if num_new == 0 else ""
+        if not reason and self.products is not None and not bool(self.products.isfinite().all()):
+            reason = "a gradient of this step is not finite"
+        last, begin, end = self.marks
+        seconds, passed = Clock.between(begin, end), Clock.between(last, end)
+        return NoiseRecord(
+            step=self.step,
+            valid=not reason,
+            reason=reason,
+            num_learners=self.num_learners,
+            batch_size=series.batch_size,
+            num_steps=len(series),
+            num_skipped=skipped,
+            at_mean=self.at_mean,
+            whole=series.whole(),
+            segments=series.segments(),
+            dynamics=moves,
+            spread=spread,
+            seconds=seconds,
+            share=seconds / passed if passed > 0 else 0.0,
+        )

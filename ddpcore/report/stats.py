@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+WIDTH = 120
+
 
 def print_stats(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a line for each contender of the statistics bench.
@@ -19,7 +21,7 @@ def print_stats(result: dict[str, Any], console: Console | None = None) -> None:
     what = f"{config['model']}, {config['strategy']}, {config['world_size']} learners ({config['backend']})"
     table = Table(
         title=f"{what}, batch {config['batch_size']} each, a record every {config['every']} steps",
-        caption="medians of blocks run in turn, [p20 to p80]; overhead: against the block of 'off' beside it",
+        caption="medians of blocks run in turn, p20 to p80 in brackets; overhead: against the block of 'off' beside it",
         title_justify="left",
     )
     for heading in ("statistics", "ms a step", "overhead", "measuring", "records"):
@@ -33,7 +35,10 @@ def print_stats(result: dict[str, Any], console: Console | None = None) -> None:
             "-" if measuring is None else f"{measuring['p50']:.2f} %",
             str(row["num_records"]),
         )
-    (console or Console()).print(table)
+    out = console or Console()
+    if not out.is_terminal:  # a pipe or a file has no width to fit
+        out = Console(file=out.file, width=WIDTH)
+    out.print(table)
 
 
 def _percent(quantiles: dict[str, float]) -> str:

@@ -87,8 +87,19 @@ def test_real_ranks_say_what_virtual_learners_say(strategy, transport, real):
                 assert ours["whole"] == theirs["whole"], "sums of the same bits, in the same order"
 
 
-def small(strategy: Any, **options: Any) -> tuple[Any, Any, NoiseStatistics]:
-    model = nn.Linear(3, 2)
+class Crossed(nn.Module):
+    """Used in another order than registered, so that the flat buffer is laid out anew after the first backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def small(strategy: Any, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, NoiseStatistics]:
+    model = nn.Linear(3, 2) if model is None else model
     optimizer = options.pop("optimizer_class", torch.optim.SGD)(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, strategy, learners=4)
     return handle, optimizer, NoiseStatistics(handle, optimizer, **options)
@@ -102,9 +113,10 @@ def squares_of(gradients: list[Tensor]) -> tuple[float, float]:
 
 def test_free_statistics_against_the_gradients_themselves():
     """Of every step, one record for three of them; per layer and whole, against autograd in float64."""
-    handle, optimizer, statistics = small(ddpcore.SSGD(), every=3, batch_size=8)
+    handle, optimizer, statistics = small(ddpcore.SSGD(), Crossed(), every=3, batch_size=8)
+    layout = handle.learner.flat.segments
     expected: list[tuple[float, float]] = []
-    by_name: dict[str, list[tuple[float, float]]] = {"weight": [], "bias": []}
+    by_name: dict[str, list[tuple[float, float]]] = {name: [] for name in handle.learner.flat.names}
     for _ in range(6):
         x = torch.randn(4, 8, 3)
         gradients = torch.autograd.grad(handle.model(x).square().mean((1, 2)).sum(), list(handle.model.parameters()))
@@ -114,6 +126,7 @@ def test_free_statistics_against_the_gradients_themselves():
         optimizer.zero_grad()
         handle.model(x).square().mean((1, 2)).sum().backward()
         optimizer.step()
+    assert [s.name for s in handle.learner.flat.segments] != [s.name for s in layout], "or nothing has moved"
     first, second = statistics.records
     assert (first.num_steps, second.num_steps, second.step, second.at_mean) == (3, 3, 6, True)
     for record, steps in ((first, slice(0, 3)), (second, slice(3, 6))):
