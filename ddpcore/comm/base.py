@@ -96,8 +96,13 @@ class Communicator(ABC):
         """Overwrite the rows ``[L, x]`` of every learner with those of learner 0."""
 
     @abstractmethod
-    def average_(self, rows: Tensor) -> Work:
-        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. They must not change meanwhile."""
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. They must not change meanwhile.
+
+        Args:
+            rows: of the learners held here.
+            step: of training, for errors; over shared memory ranks that are at different steps are one.
+        """
 
     @abstractmethod
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
@@ -110,6 +115,16 @@ class Communicator(ABC):
     @abstractmethod
     def gather(self, values: Tensor) -> Tensor:
         """``[L, ...]`` of the held learners to ``[n, ...]`` of all, on every process."""
+
+
+def size_of(tensor: Tensor) -> str:
+    """For errors: ``5000 float32``."""
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def at(step: int | None) -> str:
+    """For errors: `` at step 3``, or nothing."""
+    return "" if step is None else f" at step {step}"
 
 
 # gloo's all-reduce goes round its ring twice. While messages are so small that the rounds and not the bytes cost time,

@@ -52,7 +52,7 @@ class GridCommunicator(Communicator):
         dist.broadcast(first, group=self.group, group_src=0)
         rows.copy_(first.expand_as(rows))
 
-    def average_(self, rows: Tensor) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """See :class:`Communicator`. Small rows are gathered and added in ascending order, as all virtual ones are."""
         num_bytes = rows[0].numel() * rows.element_size()
         if self.num_learners == 1:

@@ -64,7 +64,7 @@ class ProcessGroupCommunicator(Communicator):
         if self.num_learners > 1:
             dist.broadcast(rows, group=self.group, group_src=0)
 
-    def average_(self, rows: Tensor) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """See :class:`Communicator`. A sum, divided afterwards: not every gloo knows the average."""
         if self.num_learners == 1:
             return Done()
