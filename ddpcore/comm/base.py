@@ -31,7 +31,7 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """Neighbours' weights under way. They are used once, by one of the four methods.
+    """Neighbours' weights under way. They are used once, by one of the first four methods, or abandoned.
 
     ``mix_`` and ``mixture`` are for weights that were sent as they are and have not changed since. ``correct_`` and
     ``correction`` are for rows that were *published*: a copy of older weights, or what a codec made of them.
@@ -64,6 +64,10 @@ class Exchange(ABC):
     @abstractmethod
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
         """Wait, then hand over what makes a one-pass optimizer do so; None at once where only ``correct_`` will do."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Use nothing of it, and free its buffers; on every rank alike. Where they are written to it waits until all has arrived."""
 
 
 def correction(plan: Round, own: Tensor, peers: Sequence[Tensor], factor: float) -> Mixture:

@@ -162,6 +162,9 @@ class _GridExchange(Exchange):
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
         return None
 
+    def abandon(self) -> None:
+        self._wait()
+
     def _wait(self) -> None:
         for work in self._works:
             work.wait()

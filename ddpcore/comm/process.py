@@ -160,6 +160,9 @@ class _PeerExchange(Exchange):
             peers = [decode(source, peer) for source, peer in zip(self._plan.sources, peers, strict=True)]
         return correction(self._plan, published_LP[0], peers, factor)
 
+    def abandon(self) -> None:
+        self._wait()
+
     def _wait(self) -> None:
         for work in self._works:
             work.wait()

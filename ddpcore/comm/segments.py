@@ -304,6 +304,9 @@ class _InPlace(Exchange):
             peers = [decode(source, peer) for source, peer in zip(self._plan.sources, peers, strict=True)]
         return correction(self._plan, published_LP[0], peers, factor)
 
+    def abandon(self) -> None:
+        self._snapshot.is_handed_out = True
+
     def _peers(self) -> list[Tensor]:
         self._comm.arrived(self._plan.sources, self._number)
         self._snapshot.is_handed_out = True

@@ -88,3 +88,6 @@ class _StackedExchange(Exchange):
 
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
         return None
+
+    def abandon(self) -> None:
+        return

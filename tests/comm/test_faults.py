@@ -49,3 +49,8 @@ def test_a_step_that_one_rank_leaves_out_is_named(outcome: Callable[..., Outcome
         assert f"rank {1 - rank} came to operation" in output
         assert "an average of 32 float32 at step 1 at byte 0" in output
         assert "an average of 32 float32 at step 2 at byte 0" in output
+
+
+@pytest.mark.parametrize("trial", named(trials.abandons))
+def test_exchanges_that_are_abandoned_hold_nothing(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+    assert outcome(*trial) == [(0, "True\n")] * 2

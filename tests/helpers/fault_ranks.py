@@ -15,6 +15,7 @@ from shared_memory_ranks import main
 from torch import Tensor, nn
 
 import ddpcore
+from ddpcore.comm import GridCommunicator, ProcessGroupCommunicator, SharedMemoryCommunicator
 from ddpcore.optim import FusedSGD
 
 SMALL = {"bucket_bytes": 4096, "first_bucket_bytes": 4096}
@@ -102,6 +103,33 @@ def backward_dies_on_one(rank: int) -> None:
             optimizer.step()
 
 
+def buffers_of(comm: Any) -> int:
+    """Sets of receive buffers, or snapshots."""
+    if isinstance(comm, SharedMemoryCommunicator):
+        return sum(map(len, comm._snapshots.values()))
+    return len(comm._received)
+
+
+def abandons(rank: int, make: str) -> None:
+    """Exchanges that nobody uses, two at a time; what they held serves later ones, which are right."""
+    comm = COMMUNICATORS[make]()
+    rows, held = len(comm.learners), []
+    for step in range(8):
+        weights = torch.arange(0.0, rows).add(rows * rank)[:, None].repeat(1, 500)
+        exchanges = [comm.exchange(weights, ddpcore.Complete(), step) for _ in range(2)]
+        exchanges[0].abandon()
+        exchanges[1].mix_() if step % 2 else exchanges[1].abandon()
+        if step % 2:
+            assert weights.unique().tolist() == [(comm.num_learners - 1) / 2], weights.unique()
+        held.append(buffers_of(comm))
+    print(held[-1] == held[1])
+
+
+COMMUNICATORS = {
+    "shm": SharedMemoryCommunicator,
+    "pg": ProcessGroupCommunicator,
+    "grid": lambda: GridCommunicator(2),
+}
 TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     *(
         (backward_dies, 2, transport, set_to_none, late)
@@ -109,6 +137,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
         for set_to_none, late in ((True, "backward"), (False, "zero_grad"))
     ),
     (backward_dies_on_one, 2),
+    *((abandons, 2, make) for make in COMMUNICATORS),
 ]
 
 if __name__ == "__main__":
