@@ -67,7 +67,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Use nothing of it, and free its buffers; on every rank alike. Where they are written to it waits until all has arrived."""
+        """Use nothing of it, and free its buffers, after a wait if they are written to. Every rank calls this alike."""
 
 
 def correction(plan: Round, own: Tensor, peers: Sequence[Tensor], factor: float) -> Mixture:

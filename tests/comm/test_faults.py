@@ -54,3 +54,14 @@ def test_a_step_that_one_rank_leaves_out_is_named(outcome: Callable[..., Outcome
 @pytest.mark.parametrize("trial", named(trials.abandons))
 def test_exchanges_that_are_abandoned_hold_nothing(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
     assert outcome(*trial) == [(0, "True\n")] * 2
+
+
+@pytest.mark.parametrize("trial", named(trials.dies))
+def test_a_call_of_a_process_group_that_fails_is_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+    """In one line: the call and its step, this rank, and those that it was made with."""
+    (status, output), lost = outcome(*trial)
+    assert lost == (-9, "")
+    assert status == 0
+    text = trials.DEATHS[trial[3]].format(step=2, rows=1000 if trial[2] == "grid" else 500)
+    assert output.startswith(f"RuntimeError: {text} failed on rank 0: a rank of [1] died, left")
+    assert output.count("\n") == 1

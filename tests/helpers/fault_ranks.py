@@ -6,7 +6,10 @@ Each function is a trial, as in ``shared_memory_ranks``, whose way of running th
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,6 +133,33 @@ COMMUNICATORS = {
     "pg": ProcessGroupCommunicator,
     "grid": lambda: GridCommunicator(2),
 }
+
+
+def dies(rank: int, make: str, call: str) -> None:
+    """Rank 1 is killed at step 2."""
+    comm = COMMUNICATORS[make]()
+    small, large = (torch.zeros(len(comm.learners), num) for num in (500, 500_000))
+    calls: dict[str, Callable[[int], object]] = {
+        "exchange": lambda step: comm.exchange(small, ddpcore.Complete(), step).mix_(),
+        "average": lambda step: comm.average_(small, step).wait(),
+        "reduction": lambda step: comm.average_(large, step).wait(),
+        "broadcast": lambda step: comm.broadcast_(small),
+        "gathering": lambda step: comm.gather(small),
+    }
+    for step in range(4):
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls[call](step)
+        dist.barrier() if step < 1 else time.sleep(0.2)
+
+
+DEATHS = {
+    "exchange": "the exchange of 500 float32 at step {step}",
+    "average": "an average of 500 float32 at step {step}",
+    "reduction": "an average of 500000 float32 at step {step}",
+    "broadcast": "the broadcast of 500 float32",
+    "gathering": "the gathering of {rows} float32",
+}
 TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     *(
         (backward_dies, 2, transport, set_to_none, late)
@@ -137,6 +167,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
         for set_to_none, late in ((True, "backward"), (False, "zero_grad"))
     ),
     (backward_dies_on_one, 2),
+    *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
     *((abandons, 2, make) for make in COMMUNICATORS),
 ]
 
