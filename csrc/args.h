@@ -218,6 +218,36 @@ struct NormArgs {
     double* sums;      // [num_segments]; [1] of total_norm_
 };
 
+// Columns [first, first + numel) of every row.
+struct NoiseSegment {
+    int64_t first;
+    int64_t numel;
+    int64_t first_block;
+};
+
+// The inner products of rows x_i - origin, segment by segment. Each difference is rounded to fp32, so that the products
+// are exact in double.
+struct NoiseArgs {
+    const void* const* rows;  // host memory, num_rows pointers of one dtype
+    const void* origin;       // of the same; null: zero
+    int64_t num_rows;
+    const NoiseSegment* segments;  // host memory
+    int64_t num_segments;
+    int64_t num_blocks;
+    DType dtype;
+    double* partials;  // scratch [num_blocks, num_pairs_of(num_rows)]
+    double* sums;      // [num_segments, num_rows, num_rows], symmetric
+};
+
+DDPCORE_HOST_DEVICE int64_t num_pairs_of(int64_t num_rows) {
+    return num_rows * (num_rows + 1) / 2;
+}
+
+// Where the pair i <= j stands: (0, 0), (0, 1), ..., (1, 1), ...
+DDPCORE_HOST_DEVICE int64_t pair_of(int64_t i, int64_t j, int64_t num_rows) {
+    return i * num_rows - i * (i - 1) / 2 + (j - i);
+}
+
 // The segment that owns a block: the last one whose first_block is not above it. Empty segments own no block.
 template <typename Segment>
 DDPCORE_HOST_DEVICE int64_t segment_of_block(const Segment* segments, int64_t num_segments, int64_t block) {

@@ -1,7 +1,7 @@
 """How weights are written on the wire: fewer bytes than fp32, and what the receiver makes of them.
 
-A codec is a function of the rows alone. What it loses is carried on by :class:`Published`, so that it is late and not
-lost. Shapes: L learners, P elements of a row, X bytes of an encoded row.
+A codec is a function of the rows alone; :class:`Published` remembers what it has told the others. Shapes: L learners, P
+elements of a row, X bytes of an encoded row.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ class Codec(ABC):
         name: as on the command line.
         differences: whether rows are sent as what changed since the last time, which takes neighbours that stay the
             same; else every message stands for itself.
-        consensus_step: how far, 0..1, learners move towards what they received.
+        consensus_step: gamma, how far, 0..1, learners move towards what they received.
     """
 
     name: ClassVar[str]
-    differences: ClassVar[bool] = False
     consensus_step: float = 1.0
-    error_feedback: bool = True
+
+    @property
+    @abstractmethod
+    def differences(self) -> bool:
+        """See the class."""
 
     @abstractmethod
     def encode(self, rows_LP: Tensor) -> Tensor:
@@ -42,10 +45,19 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class BFloat16(Codec):
-    """Half the bytes: the upper half of each fp32, rounded to nearest."""
+    """Half the bytes: the upper half of each fp32, rounded to nearest.
+
+    Args:
+        error_feedback: send what changed, so that the loss shrinks with the changes; takes fixed neighbours.
+    """
 
     name: ClassVar[str] = "bf16"
-    error_feedback: bool = True
+    error_feedback: bool = False
+
+    @property
+    def differences(self) -> bool:
+        """With error feedback."""
+        return self.error_feedback
 
     def encode(self, rows_LP: Tensor) -> Tensor:
         """See :class:`Codec`."""
@@ -58,11 +70,20 @@ class BFloat16(Codec):
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    """A quarter of the bytes: 8-bit integers times the largest magnitude of each 256 elements over 127."""
+    """A quarter of the bytes: 8-bit integers times the largest magnitude of each 256 elements over 127.
+
+    Args:
+        error_feedback: send what changed, so that the loss shrinks with the changes; takes fixed neighbours.
+    """
 
     name: ClassVar[str] = "int8"
-    error_feedback: bool = True
+    error_feedback: bool = False
     block: ClassVar[int] = 256
+
+    @property
+    def differences(self) -> bool:
+        """With error feedback."""
+        return self.error_feedback
 
     def encode(self, rows_LP: Tensor) -> Tensor:
         """See :class:`Codec`."""
@@ -91,18 +112,25 @@ class TopK(Codec):
 
     Args:
         ratio: share of the elements that are sent, at least one.
-        consensus_step: gamma of the paper; too large a step for too small a ratio diverges.
+        consensus_step: gamma of the paper; None is the ratio. A larger one mixes faster and, at some multiple of the
+            ratio that depends on the graph, diverges: tripling it did on a ring, and on a complete graph before.
     """
 
     name: ClassVar[str] = "topk"
-    differences: ClassVar[bool] = True
     ratio: float = 0.05
-    consensus_step: float = 0.3
+    consensus_step: float = None  # type: ignore[assignment]  # a number once made
 
     def __post_init__(self) -> None:
+        if self.consensus_step is None:
+            object.__setattr__(self, "consensus_step", self.ratio)
         for field, value in (("ratio", self.ratio), ("consensus_step", self.consensus_step)):
             if not (math.isfinite(value) and 0 < value <= 1):
                 raise ValueError(f"TopK: {field} is {value}: it must be above 0 and at most 1")
+
+    @property
+    def differences(self) -> bool:
+        """Always."""
+        return True
 
     def encode(self, rows_LP: Tensor) -> Tensor:
         """See :class:`Codec`."""
@@ -129,38 +157,33 @@ CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (BFloat16, Int8
 class Published:
     """What the others know of the learners held here, and what this process knows of its neighbours.
 
-    A direct codec publishes ``C(w + e)`` and keeps the error ``e`` for the next time (Seide et al. 2014). One that
-    sends differences publishes ``estimate + C(w - estimate)``. Where learners then move by differences of *published*
-    rows, ``w_j += sum_k W_jk (q_k - q_j)``, whatever a codec loses, the mean over learners does not move: each term is
-    there twice, with both signs.
+    A direct codec publishes ``q = C(w)``. One that sends differences publishes ``q <- q + C(w - q)``: what it loses is
+    in the next difference, so q comes to w as the weights come to rest (CHOCO-SGD). Learners then move by differences
+    of *published* rows, ``w_j += gamma sum_k W_jk (q_k - q_j)``. Whatever a codec loses, the mean over learners does
+    not move: each term is there twice, with both signs.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.rows_LP: Tensor | None = None  # q of the learners held here
-        self._error_LP: Tensor | None = None
         self._neighbors: dict[int, Tensor] = {}
+
+    def begin(self, weights_LP: Tensor, neighbors: Iterable[int]) -> None:
+        """Before the first step, where differences are sent: all learners start alike, so everyone's q is known."""
+        if self.codec.differences and self.rows_LP is None:
+            self.rows_LP = weights_LP.clone()
+            self._neighbors = {neighbor: weights_LP[:1].clone() for neighbor in neighbors}
 
     def encode(self, weights_LP: Tensor) -> Tensor:
         """The message, uint8 ``[L, X]``; ``rows_LP`` is what others will make of it."""
-        if self.codec.differences:
-            if self.rows_LP is None:  # all learners start alike, so their first weights need not be sent
-                self.rows_LP = weights_LP.clone()
-            message = self.codec.encode(weights_LP - self.rows_LP)
-            self.rows_LP += self.codec.decode(message, weights_LP)
+        if not self.codec.differences:
+            message = self.codec.encode(weights_LP)
+            self.rows_LP = self.codec.decode(message, weights_LP)
             return message
-        wanted = weights_LP if self._error_LP is None else weights_LP + self._error_LP
-        message = self.codec.encode(wanted)
-        self.rows_LP = self.codec.decode(message, weights_LP)
-        if self.codec.error_feedback:
-            self._error_LP = wanted - self.rows_LP
+        assert self.rows_LP is not None
+        message = self.codec.encode(weights_LP - self.rows_LP)
+        self.rows_LP += self.codec.decode(message, weights_LP)
         return message
-
-    def prepare(self, weights_LP: Tensor, neighbors: Iterable[int]) -> None:
-        """Before the first message, where differences are sent: estimates of the neighbours, which start as we do."""
-        for neighbor in neighbors:
-            if neighbor not in self._neighbors:
-                self._neighbors[neighbor] = weights_LP[:1].clone()
 
     def decode(self, neighbor: int, message: Tensor, like_LP: Tensor) -> Tensor:
         """A neighbour's published row ``[P]`` after its message, uint8 ``[X]``."""
@@ -172,9 +195,9 @@ class Published:
 
     def state_dict(self) -> dict[str, Tensor | dict[int, Tensor] | None]:
         """For a checkpoint."""
-        return {"rows": self.rows_LP, "error": self._error_LP, "neighbors": dict(self._neighbors)}
+        return {"rows": self.rows_LP, "neighbors": dict(self._neighbors)}
 
     def load_state_dict(self, state: dict) -> None:
         """Take back what :meth:`state_dict` gave."""
-        self.rows_LP, self._error_LP = (None if state[k] is None else state[k].clone() for k in ("rows", "error"))
+        self.rows_LP = None if state["rows"] is None else state["rows"].clone()
         self._neighbors = {int(neighbor): row.clone() for neighbor, row in state["neighbors"].items()}

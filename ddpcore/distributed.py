@@ -14,6 +14,7 @@ from ddpcore.buckets import GradientBuckets
 from ddpcore.comm.base import Communicator
 from ddpcore.evaluation import BATCH_NORM, average_buffers, averaged_model, recalibrate
 from ddpcore.learner import Learner
+from ddpcore.observer import Observer
 from ddpcore.policies import Companions
 from ddpcore.strategies.base import Strategy
 
@@ -110,23 +111,26 @@ class Engine(Distributed):
         super().__init__(model, learner.comm)
         self.learner = learner
         self.strategy = strategy
+        self.observers: list[Observer] = []
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
         self._laid_out = strategy.fixed_layout  # or by a checkpoint, whose state belongs to its layout
+        self._averaged = False  # whether a backward pass of this step has averaged gradients
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
-            self._buckets = GradientBuckets(
-                learner.flat, lambda columns: strategy.bucket_ready(learner, columns), self._after_backward
-            )
+            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
             if closure is not None and not strategy.takes_closure:
                 raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
+            if closure is None:
+                self._check_averaged()
             self._before_step()
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             learner.step += 1
+            self._averaged = False
             with torch.no_grad():
                 strategy.after_step(learner)
                 if strategy.meets(learner.step):
@@ -153,6 +157,7 @@ class Engine(Distributed):
 
     @torch.no_grad()
     def _copy(self, batch_norm: str) -> nn.Module:
+        self.strategy.settle(self.learner)
         model = averaged_model(self.model, self.learner, batch_norm)
         for module in model.modules():
             module._forward_pre_hooks.pop(self._forward_hook.id, None)
@@ -164,9 +169,19 @@ class Engine(Distributed):
             average_buffers(model, self.learner)
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`Distributed`: the step, the layout of the flat buffer, and the strategy's state."""
-        learner = self.learner
-        return {"step": learner.step, "layout": list(learner.flat.names), "strategy": self.strategy.state_dict()}
+        """See :class:`Distributed`: the step, the layout of the flat buffer, and the strategy's state.
+
+        Every rank saves its own; a rank loads the one that it has saved.
+        """
+        names = self.learner.flat.names
+        used = None if self._used is None else [n for n, used in zip(names, self._used, strict=True) if used]
+        return {
+            "made_by": self._made_by(),
+            "step": self.learner.step,
+            "layout": list(names),
+            "used": used,
+            "strategy": self.strategy.state_dict(),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,18 +189,42 @@ class Engine(Distributed):
         flat = self.learner.flat
         if sorted(state["layout"]) != sorted(flat.names):
             raise ValueError("the state is of a model with other parameters: load it into the model it came from")
+        if state["made_by"] != self._made_by():
+            raise ValueError(
+                f"the state is of {state['made_by']} and this is {self._made_by()}: load it into one of its kind, or "
+                "begin anew from the model's and the optimizer's states alone"
+            )
+        self._new_order = self._used = None
+        self._averaged = False
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
+        if state["used"] is not None:
+            self._used = [name in state["used"] for name in flat.names]
         self.learner.step = state["step"]
         self.strategy.load_state_dict(self.learner, state["strategy"])
 
+    def _made_by(self) -> str:
+        return f"{self.strategy!r} of {self.comm.num_learners} learners"
+
     def _weights_LP(self) -> Tensor:
+        self.strategy.settle(self.learner)
         flat = self.learner.flat  # without the padding, which is nobody's weight and may hold noise
         return torch.cat([view.reshape(len(flat.param_LP), -1) for view in flat.param_views], dim=1)
+
+    def _bucket_ready(self, columns: Tensor) -> None:
+        if self.strategy.averages_at(self.learner.step):
+            for observer in self.observers:
+                observer.bucket_ready(self.learner, columns)
+        self.strategy.bucket_ready(self.learner, columns)
 
     @torch.no_grad()
     def _after_backward(self, order: list[int]) -> None:
         self.strategy.after_backward(self.learner)
+        if not self.strategy.averages_at(self.learner.step):
+            return
+        self._averaged = True
+        for observer in self.observers:
+            observer.gradients_averaged(self.learner)
         flat = self.learner.flat
         seen = {index for index, parameter in enumerate(flat.parameters) if parameter.grad is not None}
         if self._used is None:
@@ -213,6 +252,15 @@ class Engine(Distributed):
         comm.broadcast_(agreed)
         self._new_order = None if self._laid_out else agreed[0].tolist()
 
+    def _check_averaged(self) -> None:
+        if self._averaged or not self.strategy.averages_at(self.learner.step):
+            return
+        if any(parameter.grad is not None for parameter in self.learner.flat.parameters):
+            raise RuntimeError(
+                f"{self.strategy.name}: no backward pass has averaged the gradients of this step: call backward(), the "
+                "last one outside no_sync(), before step()"
+            )
+
     def _check_parameters(self) -> None:
         """What the user may have changed since distribute() and would otherwise go wrong in silence."""
         flat = self.learner.flat
@@ -233,9 +281,12 @@ class Engine(Distributed):
     @torch.no_grad()
     def _before_step(self) -> None:
         self._check_parameters()
+        self.strategy.settle(self.learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # between backward and step nothing is in flight, no graph needs old places
             self._new_order = None
+        for observer in self.observers:
+            observer.before_step(self.learner)
         self.strategy.before_step(self.learner)
 
     def _lay_out(self, order: list[int]) -> None:
@@ -254,7 +305,7 @@ class _ForwardHook:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._learner.is_watched:  # also in eval mode: batch norm may be frozen
             self._strategy.before_forward(self._learner)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:

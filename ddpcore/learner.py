@@ -19,9 +19,11 @@ class Learner:
         comm: the connection to the other learners.
         optimizer: the user's.
         step: optimizer steps taken so far, the t of the equations.
+        is_watched: while diagnostics run passes of their own, of which the strategy is not told.
     """
 
     flat: FlatParameters
     comm: Communicator
     optimizer: torch.optim.Optimizer
     step: int = 0
+    is_watched: bool = False

@@ -5,6 +5,7 @@ Shapes: L learners held by this process, X numbers of one kind of each.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -31,7 +32,8 @@ class Policies:
         batch_norm: floating-point buffers of the model. ``reset`` takes the values from before training.
         scaler: the scale of ``torch.amp.GradScaler``: ``keep``, ``average`` (the smallest of all: every learner then
             stays clear of overflow) or ``reset``.
-        rng: torch's generators: ``keep``, or ``reset`` (the same on every learner, from the step's number on).
+        rng: torch's generators: ``keep``, or ``reset`` (the same on every learner: from the seed that learner 0 had in
+            the beginning, and the step). There is no average of two states of a generator.
 
     Raises:
         ValueError: no such policy, or it makes no sense there.
@@ -79,6 +81,9 @@ class Companions:
         self._policies, self._model, self._learner, self._strategy = policies, model, learner, strategy
         self._scaler = scaler
         self._first_scale = 1.0 if scaler is None else scaler.get_scale()
+        own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners))
+        device = learner.flat.param_LP.device
+        self._first_seed = int(learner.comm.gather(own.to(device))[0]) if policies.rng == RESET else 0
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
 
     @torch.no_grad()
@@ -86,16 +91,19 @@ class Companions:
         """Called after the step, where the learners met in it."""
         policies = self._policies
         if policies.momentum == RESET:
-            torch._foreach_zero_([*self._states(), *self._step_counts()])
-        else:
-            self._move(policies.momentum, self._states())
+            for tensor in (*self._states(), *self._step_counts()):
+                tensor.zero_()
+        elif policies.momentum != KEEP:
+            self._move_states()
         if policies.batch_norm == RESET:
-            torch._foreach_copy_(self._buffers(), self._first_buffers)
+            for buffer, first in zip(self._buffers(), self._first_buffers, strict=True):
+                buffer.copy_(first)
         else:
             self._move(policies.batch_norm, self._buffers())
         self._move_scaler()
         if policies.rng == RESET:
-            torch.manual_seed(self._learner.step)
+            digest = hashlib.blake2b(f"{self._first_seed}, step {self._learner.step}".encode(), digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def _move(self, policy: str, tensors: list[Tensor]) -> None:
         if policy == KEEP or not tensors:
@@ -112,25 +120,40 @@ class Companions:
             parts = rows_LX.split([tensor.numel() // len(comm.learners) for tensor in alike], dim=1)
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
+    def _move_states(self) -> None:
+        """Every buffer of every parameter: a learner that has none where another has one counts as zero.
+
+        So ranks that use different parameters still exchange the same rows.
+        """
+        parameters = [p for group in self._learner.optimizer.param_groups for p in group["params"]]
+        for name in sorted({name for p in parameters for name, _ in self._states_of(p)}):
+            found = [dict(self._states_of(parameter)).get(name) for parameter in parameters]
+            dtype = next(value.dtype for value in found if value is not None)
+            pairs = zip(parameters, found, strict=True)
+            self._move(
+                self._policies.momentum,
+                [torch.zeros_like(p, dtype=dtype) if value is None else value for p, value in pairs],
+            )
+
     def _move_scaler(self) -> None:
         scaler, policy = self._scaler, self._policies.scaler
-        if scaler is None or policy == KEEP:
+        if scaler is None or policy == KEEP or scaler._scale is None:
             return
-        if policy == RESET:
-            scaler.update(self._first_scale)
-            return
-        comm = self._learner.comm
-        mine = torch.full((len(comm.learners),), scaler.get_scale(), device=self._learner.flat.param_LP.device)
-        scaler.update(float(comm.gather(mine).min()))
+        scale = self._first_scale
+        if policy == AVERAGE:
+            comm = self._learner.comm
+            mine = torch.full((len(comm.learners),), scaler.get_scale(), device=self._learner.flat.param_LP.device)
+            scale = float(comm.gather(mine).min())
+        scaler._scale.fill_(scale)  # not update(), which is still to come in this step and wants its overflow checks
+
+    def _states_of(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Buffers shaped like their parameter. fp32 masters are weights, not companions."""
+        for name, value in self._learner.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "master":
+                yield name, value
 
     def _states(self) -> list[Tensor]:
-        """Buffers shaped like their parameter, in one order on every rank. fp32 masters are weights, not companions."""
-        return [
-            value
-            for parameter, state in self._parameter_states()
-            for name, value in sorted(state.items())
-            if isinstance(value, Tensor) and value.shape == parameter.shape and name != "master"
-        ]
+        return [value for parameter, _ in self._parameter_states() for _, value in self._states_of(parameter)]
 
     def _step_counts(self) -> list[Tensor]:
         counts = {id(state.get("step")): state.get("step") for _, state in self._parameter_states()}

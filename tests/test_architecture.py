@@ -22,9 +22,10 @@ FLOORS: dict[str, float] = {
     "buckets": 3.5, "compression": 3.5,
     "optim": 4, "comm": 4,
     "learner": 4.5,
-    "strategies": 5, "diagnostics": 5, "evaluation": 5,
+    "strategies": 5, "observer": 5, "evaluation": 5,
     "policies": 5.5,
     "distributed": 5.7,
+    "diagnostics": 5.8,
     "parallel": 6,
     "": 6.5,  # ddpcore/__init__.py: what a user imports
     "launch": 6.7,

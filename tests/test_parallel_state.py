@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ STATEFUL = {
     "diloco": lambda: ddpcore.LocalSGD(2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
     "post-local": lambda: ddpcore.LocalSGD(2, switch_step=2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)),
     "slowmo": lambda: ddpcore.SlowMo(ddpcore.DPSGD(), period=2),
-    "push_sum": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
+    "push_sum": lambda: ddpcore.PushSum(ddpcore.FromGraph(nx.DiGraph([(0, 1), (0, 2), (1, 2), (2, 0)]))),
     "noisy": lambda: ddpcore.NoisySSGD(0.1, seed=2),
     "noisy apart": lambda: ddpcore.NoisySSGD(0.1, seed=2, where="per_learner"),
 }
@@ -74,6 +75,77 @@ def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: b
     assert handle.learner.step == 3
     train(range(3, 6))
     assert torch.equal(training.stacked_weights(model), end)
+
+
+@pytest.mark.parametrize("strategy_name", STATEFUL)
+def test_loading_forgets_what_was_begun(strategy_name: str) -> None:
+    """A forward pass, also with a backward pass, before the state is loaded: the run goes on as if there were none."""
+    ends = []
+    for begun in ("nothing", "forward", "backward"):
+        model = training.mlp()
+        optimizer = training.OPTIMIZERS["sgd"](model.parameters())
+        handle = ddpcore.distribute(
+            model, optimizer, STATEFUL[strategy_name](), learners=training.L, vectorize=False, **training.SMALL
+        )
+
+        def forward(step: int, handle: Any = handle) -> Tensor:
+            inputs, labels = training.samples(training.L, 4, seed=step)
+            return training.loss_of(handle.model(inputs), labels)
+
+        saved = None
+        for step in range(6):
+            if step == 3:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+                if begun != "nothing":
+                    loss = forward(77)
+                    if begun == "backward":
+                        loss.backward()
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                handle.load_state_dict(saved[2])
+            optimizer.zero_grad()
+            forward(step).backward()
+            optimizer.step()
+        ends.append(training.stacked_weights(model))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+
+
+def test_a_parameter_that_rests_after_a_restart_is_stepped_as_before() -> None:
+    """Which parameters are in use is part of the state: one that another backward pass used gets its zero gradient."""
+    ends = []
+    for restart in (False, True):
+        torch.manual_seed(0)
+        model = training.Branches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, vectorize=False)
+        for step in range(4):
+            if step == 2 and restart:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+                model = training.Branches()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, vectorize=False)
+                for target, state in zip((model, optimizer, handle), saved, strict=True):
+                    target.load_state_dict(state)
+            model.branch = "first" if step < 2 else "second" if step == 3 else "first"
+            if step >= 2:
+                model.branch = "first"
+                handle.model.module.first.weight.grad = None
+            inputs, labels = training.samples(2, 4, seed=step)
+            optimizer.zero_grad()
+            training.loss_of(handle.model(inputs), labels).backward()
+            optimizer.step()
+        ends.append(training.stacked_weights(model, 2))
+    assert torch.equal(*ends)
+
+
+def test_the_state_of_another_run_is_refused() -> None:
+    made = []
+    for strategy, n in ((ddpcore.DPSGD(ddpcore.Ring()), 3), (ddpcore.DPSGD(ddpcore.Ring(), staleness=1), 3)):
+        model = training.mlp()
+        made.append(ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, learners=n))
+    with pytest.raises(ValueError, match=r"the state is of DPSGD\(Ring.*staleness=0.*and this is DPSGD.*staleness=1"):
+        made[1].load_state_dict(made[0].state_dict())
 
 
 def test_the_state_of_another_model_is_refused() -> None:

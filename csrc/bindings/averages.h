@@ -156,4 +156,48 @@ struct NormCall {
     }
 };
 
+struct NoiseCall {
+    std::vector<const void*> rows;
+    std::vector<NoiseSegment> segments;
+    Tensor partials, sums;
+    NoiseArgs args{};
+
+    NoiseCall(const Tensors& tensors, const std::vector<int64_t>& bounds, const std::optional<Tensor>& origin) {
+        STD_TORCH_CHECK(!tensors.empty(), "ddpcore: noise sums need at least one row");
+        const Tensor& like = tensors[0];
+        for (const Tensor& row : tensors) rows.push_back(row_of(like, row, "rows"));
+        const void* from = origin.has_value() ? row_of(like, *origin, "origin") : nullptr;
+        bool fits = !bounds.empty() && bounds.front() == 0 && bounds.back() == like.numel();
+        for (size_t s = 0; fits && s + 1 < bounds.size(); ++s) fits = bounds[s] <= bounds[s + 1];
+        STD_TORCH_CHECK(fits, "ddpcore: bounds must ascend from 0 to the number of elements, ", like.numel());
+        int64_t num_blocks = 0;
+        for (size_t s = 0; s + 1 < bounds.size(); ++s) {
+            segments.push_back({bounds[s], bounds[s + 1] - bounds[s], num_blocks});
+            num_blocks += num_blocks_of(segments.back().numel);
+        }
+        const auto num_rows = static_cast<int64_t>(rows.size()), num_segments = static_cast<int64_t>(segments.size());
+        partials = new_sums(like, {num_blocks, num_pairs_of(num_rows)});
+        sums = new_sums(like, {num_segments, num_rows, num_rows});
+        args = {
+            rows.data(),
+            from,
+            num_rows,
+            segments.data(),
+            num_segments,
+            num_blocks,
+            dtype_of(like, "rows"),
+            partials.mutable_data_ptr<double>(),
+            sums.mutable_data_ptr<double>()};
+    }
+
+  private:
+    static const void* row_of(const Tensor& like, const Tensor& row, const char* name) {
+        STD_TORCH_CHECK(
+            row.dim() == 1 && row.is_contiguous() && row.numel() == like.numel() &&
+                row.scalar_type() == like.scalar_type() && same_device(row, like),
+            "ddpcore: ", name, " must be contiguous rows of one length, dtype and device");
+        return row.const_data_ptr();
+    }
+};
+
 }  // namespace ddpcore

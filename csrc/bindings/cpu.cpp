@@ -124,6 +124,11 @@ struct Cpu {
         spread(cpu::total_norm_, call.args, 0, call.args.num_blocks, call.numel);
         cpu::sum_partials(call.args.partials, call.args.sums, call.args.num_blocks, 1);
     }
+
+    static void noise_sums(const Tensor& like, const NoiseCall& call) {
+        spread(cpu::noise_sums, call.args, 0, call.args.num_blocks, like.numel() * call.args.num_rows);
+        cpu::sum_pairs(call.args);
+    }
 };
 
 }  // namespace
@@ -138,4 +143,5 @@ STABLE_TORCH_LIBRARY_IMPL(ddpcore, CPU, library) {
     library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cpu>));
     library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cpu>));
     library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cpu>));
+    library.impl("noise_sums", TORCH_BOX(&ddpcore::noise_sums<ddpcore::Cpu>));
 }

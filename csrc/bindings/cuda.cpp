@@ -62,6 +62,13 @@ struct Cuda {
     static void total_norm_(const Tensor& like, const NormCall& call) {
         launch_on(like, "total_norm_", [&](cudaStream_t stream) { return cuda::total_norm_(call.args, stream); });
     }
+
+    static void noise_sums(const Tensor& like, const NoiseCall& call) {
+        STD_TORCH_CHECK(
+            call.args.num_rows <= cuda::kMaxRows, "ddpcore: noise_sums takes at most ", cuda::kMaxRows,
+            " rows a call on CUDA: take fewer learners");
+        launch_on(like, "noise_sums", [&](cudaStream_t stream) { return cuda::noise_sums(call.args, stream); });
+    }
 };
 
 }  // namespace
@@ -76,4 +83,5 @@ STABLE_TORCH_LIBRARY_IMPL(ddpcore, CUDA, library) {
     library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cuda>));
     library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cuda>));
     library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cuda>));
+    library.impl("noise_sums", TORCH_BOX(&ddpcore::noise_sums<ddpcore::Cuda>));
 }

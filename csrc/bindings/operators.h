@@ -123,4 +123,11 @@ void total_norm_(const Tensors& tensors, const Tensor& out) {
     Backend::total_norm_(tensors[0], call);
 }
 
+template <typename Backend>
+Tensor noise_sums(const Tensors& rows, const std::vector<int64_t>& bounds, const std::optional<Tensor>& origin) {
+    const NoiseCall call(rows, bounds, origin);
+    Backend::noise_sums(rows[0], call);
+    return call.sums;
+}
+
 }  // namespace ddpcore

@@ -12,6 +12,7 @@ void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_b
 void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, int64_t end_block);
 void segment_norms(const NormArgs& args, int64_t begin_block, int64_t end_block);
 void total_norm_(const NormArgs& args, int64_t begin_block, int64_t end_block);
+void noise_sums(const NoiseArgs& args, int64_t begin_block, int64_t end_block);
 
 // Two passes over a batch of whole segments, in this order; between them the trust ratios of the batch.
 void lars_norms(const LarsArgs& args, int64_t begin_block, int64_t end_block);
@@ -36,6 +37,25 @@ inline NormPartials sum_partials(const NormPartials* partials, int64_t num_rows)
         sums.update += partials[row].update;
     }
     return sums;
+}
+
+// args.sums from args.partials: each pair in the order of the blocks, on both sides of the diagonal.
+inline void sum_pairs(const NoiseArgs& args) {
+    const int64_t n = args.num_rows, num_pairs = num_pairs_of(n);
+    for (int64_t s = 0; s < args.num_segments; ++s) {
+        const NoiseSegment& segment = args.segments[s];
+        const double* partials = args.partials + segment.first_block * num_pairs;
+        double* sums = args.sums + s * n * n;
+        for (int64_t i = 0; i < n; ++i) {
+            for (int64_t j = i; j < n; ++j) {
+                double sum = 0.0;
+                for (int64_t block = 0; block < num_blocks_of(segment.numel); ++block) {
+                    sum += partials[block * num_pairs + pair_of(i, j, n)];
+                }
+                sums[i * n + j] = sums[j * n + i] = sum;
+            }
+        }
+    }
 }
 
 }  // namespace ddpcore::cpu

@@ -14,6 +14,7 @@ namespace ddpcore::cuda {
 
 inline constexpr int64_t kMaxPeers = 1024;     // of one mix, or rows of others; above: cudaErrorInvalidValue
 inline constexpr int64_t kMaxLearners = 1024;  // of one stacked mix; above: cudaErrorInvalidValue
+inline constexpr int64_t kMaxRows = 256;       // of one noise_sums; above: cudaErrorInvalidValue
 
 cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream);
 // One cooperative launch each, for up to some hundred tensors: it starts when the device has room for its whole grid.
@@ -25,5 +26,6 @@ cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream);
 cudaError_t mix_sgd_step_(const MixSgdArgs& args, cudaStream_t stream);
 cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream);
 cudaError_t total_norm_(const NormArgs& args, cudaStream_t stream);
+cudaError_t noise_sums(const NoiseArgs& args, cudaStream_t stream);
 
 }  // namespace ddpcore::cuda

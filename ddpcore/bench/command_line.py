@@ -96,17 +96,19 @@ def check_names(name: str, values: Sequence[str], allowed: Sequence[str], what: 
         raise ValueError(f"{flag(name)} is empty: choose from {', '.join(allowed)}")
 
 
-def check_writable(path: Path) -> None:
-    """Raise ValueError, before anything runs, where ``--json`` could not be written."""
+def check_writable(path: Path, name: str = "json") -> None:
+    """Raise ValueError, before anything runs, where the file of a flag could not be written."""
     if path.is_dir():
-        raise ValueError(f"--json: {path} is a folder: name a file")
+        raise ValueError(f"{flag(name)}: {path} is a folder: name a file")
     if not path.parent.is_dir():
-        raise ValueError(f"--json: the folder {path.parent} does not exist: make it first")
+        raise ValueError(f"{flag(name)}: the folder {path.parent} does not exist: make it first")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ValueError(f"--json: cannot write into {path.parent} ({error.strerror}): name another file") from None
+        raise ValueError(
+            f"{flag(name)}: cannot write into {path.parent} ({error.strerror}): name another file"
+        ) from None
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:

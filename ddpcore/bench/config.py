@@ -178,5 +178,6 @@ def parse(argv: Sequence[str] | None = None) -> BenchConfig:
         argv,
         prog="python -m ddpcore.bench",
         description="Train one model with several strategies, interleaved, and print what each costs and reaches.",
-        epilog="Further benches, each with its own --help: python -m ddpcore.bench optim|topology",
+        epilog="Further benches, each with its own --help: "
+        "python -m ddpcore.bench buckets|comm|optim|predict|stats|topology",
     )

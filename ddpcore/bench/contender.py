@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore import models, parallel, strategies
 from ddpcore.bench.config import Plan
+from ddpcore.bench.gpu import GpuMeter
 from ddpcore.comm.base import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.engine import Trainer
+from ddpcore.flat import MiB
 from ddpcore.launch import World
 from ddpcore.optim import FusedSGD
 
 COMPUTE = "compute"  # the hidden contender: the same work on every rank with no communication at all
+
+DEFAULT_BUCKET_MB = 25.0  # of distribute() and of DistributedDataParallel, both with a first bucket of 1 MiB
+LARGEST_BUCKET_MB = 2.0**20  # beyond any model
 
 
 @dataclass
@@ -60,8 +67,31 @@ class Contender:
         return None if learner is None else learner.comm.bytes_sent / max(1, learner.step)
 
 
-def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
-    """The contender of a strategy's name, on its device, from the same initial weights as every other."""
+def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None = None) -> None:
+    """Train on; the block lasts until its slowest rank is done. Collective."""
+    barrier()
+    if meter is not None:
+        meter.start()
+    start = time.perf_counter()
+    one.run_block(num_steps, timed)
+    barrier()
+    if timed:
+        one.block_seconds.append(time.perf_counter() - start)
+        if meter is not None:
+            meter.stop(one.name)
+
+
+def barrier() -> None:
+    """Wait for all ranks, where there are several."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def build(name: str, plan: Plan, world: World, dataset: Dataset, bucket_mb: float = DEFAULT_BUCKET_MB) -> Contender:
+    """The contender of a strategy's name, on its device, from the same initial weights as every other.
+
+    ``bucket_mb`` is the largest bucket of averaged gradients; infinity puts all of them into one.
+    """
     config = plan.config
     torch.manual_seed(config.seed)
     options = config.model_options or {}
@@ -80,11 +110,19 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset) -> Contender:
     else:
         optimizer = FusedSGD(model.parameters(), lr=config.lr, momentum=config.momentum)
     strategy = config.strategy(strategies.Single.name if alone else name)
+    if name == "ddp" and bucket_mb != DEFAULT_BUCKET_MB:  # a cap that is given has no smaller first bucket
+        strategy = strategies.DDP(bucket_cap_mb=min(bucket_mb, LARGEST_BUCKET_MB))
+    bucket_bytes = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)
     num_rows = plan.world_size if virtual and not alone else None
-    vectorize = None if num_rows is None else "measure"
-    transport = "auto" if baseline or plan.transport is None else plan.transport.name
     handle = parallel.distribute(
-        model, optimizer, strategy, learners=num_rows, transport=transport, vectorize=vectorize
+        model,
+        optimizer,
+        strategy,
+        learners=num_rows,
+        transport="auto" if baseline or plan.transport is None else plan.transport.name,
+        vectorize=None if num_rows is None else "measure",
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=bucket_bytes if bucket_mb == math.inf else min(bucket_bytes, MiB),
     )
     num_learners = 1 if whole_batch else plan.world_size
     batches = ShardedBatches(len(dataset.train), config.batch_size, num_learners, config.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,16 +15,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ddpcore import data, models
 from ddpcore.bench import contender as contenders
 from ddpcore.bench.command_line import write_json
-from ddpcore.bench.config import Plan
-from ddpcore.bench.contender import COMPUTE, Contender
+from ddpcore.bench.config import Plan, parse
+from ddpcore.bench.contender import COMPUTE, Contender, run_block
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
+from ddpcore.bench.job import Job, settle
 from ddpcore.launch import World
 from ddpcore.metrics import json_number, quantiles, to_json
 from ddpcore.report.table import print_report
 
 NUM_BLOCKS = 10  # of each strategy, in turn: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # of the steps, at the start of each strategy, not timed
+
+
+def prepare(argv: Sequence[str], joined: World | None) -> Job:
+    """What the command line says, checked before any process starts.
+
+    Raises:
+        ValueError: it cannot be run as it stands; one line.
+    """
+    config = parse(argv)
+    plan = settle(config, joined)
+    if config.download and joined is not None:
+        raise ValueError("--download under torchrun: ranks would write the same files, run once without torchrun")
+    build_dataset(plan, first=True)  # so that a damaged file is one line
+    return Job(worker=run_rank, args=(plan,), world_size=plan.world_size, backend=plan.choice.backend)
 
 
 def build_dataset(plan: Plan, *, first: bool) -> data.Dataset:
@@ -70,7 +85,7 @@ def run_rank(world: World, plan: Plan) -> None:
             for one in field:
                 if progress and task is not None:
                     progress.update(task, description=one.name)
-                _run_block(one, num_steps, timed, meter)
+                run_block(one, num_steps, timed, meter)
                 if progress and task is not None:
                     progress.advance(task, num_steps)
     results = [_gather(one, plan, meter) for one in field]
@@ -88,24 +103,6 @@ def _blocks(num_steps: int) -> list[tuple[int, bool]]:
     count = min(NUM_BLOCKS, left)
     lengths = [left // count + (i < left % count) for i in range(count)]
     return ([(warm_up, False)] if warm_up else []) + [(length, True) for length in lengths]
-
-
-def _run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None) -> None:
-    _barrier()
-    if meter is not None:
-        meter.start()
-    start = time.perf_counter()
-    one.run_block(num_steps, timed)
-    _barrier()  # the block lasts until its slowest rank is done
-    if timed:
-        one.block_seconds.append(time.perf_counter() - start)
-        if meter is not None:
-            meter.stop(one.name)
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ddpcore.experiments.folder import FAILED, Folder
 from ddpcore.experiments.plan import Datasets, check_data, make_plan
 from ddpcore.experiments.run import run
 from ddpcore.report.experiments import markdown, print_comparison, run_label
-from ddpcore.report.plot import check_plot, plot
+from ddpcore.report.plot import check_plot, plot_comparison
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def _compare(options: CompareOptions) -> int:
     for comparison in comparisons:
         print_comparison(comparison)
     for comparison, path, names in zip(comparisons, plots, labels, strict=False):
-        plot(comparison, path, names)
+        plot_comparison(comparison, path, names)
     if options.markdown is not None:
         here = options.markdown.resolve().parent
         files = [os.path.relpath(path.resolve(), here) for path in plots]

@@ -8,6 +8,7 @@ from .lars import lars_step_
 from .library import WHY_NOT_COMPILED
 from .mix import Mixture, Noise, mix_, mix_stacked_
 from .mix_sgd import mix_sgd_step_
+from .noise import noise_sums
 from .norms import segment_norms, total_norm_
 from .scratch import new_scratch, new_trust, num_blocks
 from .sgd import sgd_step_
@@ -23,6 +24,7 @@ __all__ = [
     "mix_stacked_",
     "new_scratch",
     "new_trust",
+    "noise_sums",
     "num_blocks",
     "segment_norms",
     "sgd_step_",

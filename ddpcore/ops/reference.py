@@ -7,13 +7,15 @@ as the exact oracle and as what runs where no kernel does. Factors that the kern
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ddpcore.ops.groups import Groups
 from ddpcore.ops.random import add_noise
 
 
@@ -38,34 +40,6 @@ def _check(params: Sequence[Tensor], grads: Sequence[Tensor], sizes: Sequence[in
         for param, tensor in zip(params, tensors, strict=False):
             if tensor.layout != torch.strided or tensor.shape != param.shape:
                 raise RuntimeError("ddpcore: tensors must be dense, not sparse, and have the shape of their param")
-
-
-class _Groups:
-    """The lists that every step takes: which tensor is of which group, and what the group says."""
-
-    def __init__(
-        self,
-        group_sizes: Sequence[int],
-        lr: Sequence[float],
-        weight_decay: Sequence[float],
-        device_lr: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        adapt: Sequence[int] = (),
-    ) -> None:
-        self.sizes, self.weight_decay, self.steps, self.adapt = group_sizes, weight_decay, steps, adapt
-        self.lr = [float(tensor) for tensor in device_lr] or list(lr)
-
-    def of_each(self) -> Iterator[int]:
-        """The group of every tensor, in order."""
-        return (group for group, size in enumerate(self.sizes) for _ in range(size))
-
-    def taken(self, group: int) -> int | None:
-        """Steps taken before this one, where they are counted."""
-        return int(self.steps[group].item()) if self.steps else None
-
-    def count(self) -> None:
-        for step in self.steps:
-            step.add_(1)
 
 
 def _grad_factor(maximize: bool, grad_scale: Tensor | None, norm_squared: Tensor | None, max_norm: float) -> float:
@@ -149,7 +123,7 @@ def sgd_step_(
     _check(params, grads, group_sizes, momentum_buffers, masters)
     if found_inf is not None and bool(found_inf):
         return
-    groups = _Groups(group_sizes, lr, weight_decay, device_lr, steps)
+    groups = Groups(group_sizes, lr, weight_decay, device_lr, steps)
     factor = _grad_factor(maximize, grad_scale, norm_squared, max_norm)
     for index, group in enumerate(groups.of_each()):
         rate, decay = _rounded(groups.lr[group], params[index]), _rounded(weight_decay[group], params[index])
@@ -206,7 +180,7 @@ def lars_step_(
     _check(params, grads, group_sizes, momentum_buffers, masters)
     if found_inf is not None and bool(found_inf):
         return
-    groups = _Groups(group_sizes, lr, weight_decay, device_lr, steps, adapt)
+    groups = Groups(group_sizes, lr, weight_decay, device_lr, steps, adapt)
     factor = _grad_factor(maximize, grad_scale, norm_squared, max_norm)
     for index, group in enumerate(groups.of_each()):
         param, master = params[index], _nth(masters, index)
@@ -271,7 +245,7 @@ def lamb_step_(
     _check(params, grads, group_sizes, exp_avgs, exp_avg_sqs, masters)
     if found_inf is not None and bool(found_inf):
         return
-    groups = _Groups(group_sizes, lr, weight_decay, device_lr, steps, adapt)
+    groups = Groups(group_sizes, lr, weight_decay, device_lr, steps, adapt)
     factor = _grad_factor(maximize, grad_scale, norm_squared, max_norm)
     for index, group in enumerate(groups.of_each()):
         param, master, exp_avg, exp_avg_sq = params[index], _nth(masters, index), exp_avgs[index], exp_avg_sqs[index]
@@ -398,3 +372,18 @@ def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
 def total_norm_(tensors: Sequence[Tensor], out: Tensor) -> None:
     """Twin of :func:`ddpcore.ops.total_norm_`."""
     out[0] = sum(tensor.double().square().sum() for tensor in tensors)
+
+
+def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | None) -> Tensor:
+    """Twin of :func:`ddpcore.ops.noise_sums`."""
+    sizes = [end - begin for begin, end in pairwise(bounds)]
+    if not rows or not bounds or bounds[0] != 0 or bounds[-1] != rows[0].numel() or min(sizes, default=0) < 0:
+        raise RuntimeError("ddpcore: bounds must ascend from 0 to the number of elements of at least one row")
+    if any(row.dim() != 1 for row in rows):
+        raise RuntimeError("ddpcore: rows must be contiguous rows of one length, dtype and device")
+    values = torch.stack([_wide(row) if origin is None else _wide(row) - _wide(origin) for row in rows]).double()
+    sums = values.new_empty((len(sizes), len(rows), len(rows)))
+    for matrix, part in zip(sums, values.split(sizes, dim=1) if sizes else (), strict=True):
+        upper = (part @ part.T).triu()
+        matrix.copy_(upper + upper.triu(1).T)
+    return sums

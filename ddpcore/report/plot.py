@@ -1,27 +1,31 @@
-"""Published beside measured as a plot (extra ``plot``)."""
+"""Plots into files, by matplotlib where it is installed (extra ``plot``)."""
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Any
 
+from ddpcore.report.buckets import size_name
+
 try:
     from matplotlib.figure import Figure
-except ImportError:  # the extra `plot`
+except ImportError:  # the extra `plot`: nothing but --plot needs it
     Figure = None  # type: ignore[assignment,misc]
 
 SUFFIXES = (".png", ".svg")
 
 
 def check_plot(path: Path) -> None:
-    """Raise ValueError where a plot could not be written to this file."""
-    if Figure is None:
-        raise ValueError("matplotlib is not installed: pip install 'ddpcore[plot]', or leave --plot out")
+    """Raise ValueError, before anything runs, where a plot could not be drawn into this file."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--plot: {path} ends in neither {' nor '.join(SUFFIXES)}: name such a file")
+    if Figure is None:
+        raise ValueError("--plot needs matplotlib: pip install 'ddpcore[plot]', or leave --plot out")
 
 
-def plot(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:
+def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:
     """The study's first metric, row by row: published as diamonds, the mean of each run with a bar from min to max.
 
     Args:
@@ -61,4 +65,45 @@ def plot(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:
     axes.set_title(comparison["title"], fontsize="medium")
     axes.legend(fontsize="small")
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def plot_buckets(result: dict[str, Any], path: Path) -> None:
+    """The step time of each bucket size, and the communication alone and exposed, by strategy.
+
+    Args:
+        result: as in the JSON file.
+        path: a PNG or SVG file; all of it is written, or nothing.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    steps, comm = figure.subplots(1, 2)
+    sizes = sorted({_size(row) for row in result["rows"]})
+    for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
+        rows = [row for row in result["rows"] if row["strategy"] == strategy]
+        x = [sizes.index(_size(row)) for row in rows]
+        low, middle, high = ([row["step_ms"][q] for row in rows] for q in ("p20", "p50", "p80"))
+        spread = [[m - q for m, q in zip(middle, low, strict=True)], [q - m for m, q in zip(middle, high, strict=True)]]
+        steps.errorbar(x, middle, yerr=spread, marker="o", capsize=3, color=f"C{number}", label=strategy)
+        comm.plot(x, [row["comm_ms"] for row in rows], "o--", color=f"C{number}", label=f"{strategy}, alone")
+        comm.plot(x, [row["exposed_comm_ms"] for row in rows], "o-", color=f"C{number}", label=f"{strategy}, exposed")
+    for axes, what in ((steps, "step, ms (median, p20 to p80)"), (comm, "communication, ms")):
+        axes.set(xlabel="largest bucket", ylabel=what, ylim=(0, None))
+        axes.set_xticks(range(len(sizes)), [size_name(size) for size in sizes])
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}")
+    _save(figure, path)
+
+
+def _size(row: dict[str, Any]) -> float:
+    return math.inf if row["bucket_mb"] is None else row["bucket_mb"]
+
+
+def _save(figure: Any, path: Path) -> None:
+    """All of it, or nothing."""
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

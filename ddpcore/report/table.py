@@ -19,7 +19,20 @@ def print_report(result: dict[str, Any], config: Any, console: Console | None = 
     out = console or Console()
     if not out.is_terminal:  # a pipe or a file has no width to fit
         out = Console(file=out.file, width=160)
-    environment = result["environment"]
+    print_environment(result["environment"], out)
+    table = Table(
+        title=f"{config.model} on {config.dataset}, global batch {config.batch_size}, {config.steps} steps",
+        title_justify="left",
+    )
+    for heading in _COLUMNS:
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for row in result["rows"]:
+        table.add_row(*(cell(row) for cell in _COLUMNS.values()))
+    out.print(table)
+
+
+def print_environment(environment: dict[str, Any], out: Console) -> None:
+    """Print what a run on ranks ran on, and what is to be said about it."""
     out.print(
         f"{environment['device']}, {environment['cores']} cores, {environment['threads_per_rank']} threads a rank; "
         f"torch {environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'})",
@@ -38,15 +51,6 @@ def print_report(result: dict[str, Any], config: Any, console: Console | None = 
         )
     for note in environment["notes"]:
         out.print(note, highlight=False, soft_wrap=True)
-    table = Table(
-        title=f"{config.model} on {config.dataset}, global batch {config.batch_size}, {config.steps} steps",
-        title_justify="left",
-    )
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
-    for row in result["rows"]:
-        table.add_row(*(cell(row) for cell in _COLUMNS.values()))
-    out.print(table)
 
 
 def _number(value: float | None, pattern: str = "{:.3g}", missing: str = "-") -> str:

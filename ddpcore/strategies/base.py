@@ -12,17 +12,19 @@ from ddpcore.comm.base import Communicator
 from ddpcore.learner import Learner
 from ddpcore.topology import Topology
 
+FOREVER = 2**62  # a step that is not reached
+
 
 class Strategy(ABC):
     """One algorithm that keeps the learners together. One object serves one ``distribute`` call.
 
-    The methods are called in the order in which they stand here, once a step, on every rank alike.
+    The methods that are told of events stand in the order in which they are called, once a step, on every rank alike.
     """
 
     name: ClassVar[str]
     averages_gradients: bool = False
     in_use: bool = False  # set by distribute()
-    takes_closure: ClassVar[bool] = True  # whether step(closure) may compute the gradient inside the step
+    takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     fixed_layout: ClassVar[bool] = False  # whether the flat buffer may not be laid out in the order of the gradients
     topology: Topology | None = None  # who averages with whom, where a strategy has neighbours
 
@@ -48,6 +50,13 @@ class Strategy(ABC):
     @abstractmethod
     def after_step(self, learner: Learner) -> None:
         """After the optimizer's step; ``learner.step`` counts it already."""
+
+    def averages_at(self, step: int) -> bool:
+        """Whether the gradients of step t are averaged. ``FOREVER`` asks for the end: do learners stay alike?"""
+        return self.averages_gradients
+
+    def settle(self, learner: Learner) -> None:
+        """Bring the weights to what they are between two steps, before somebody reads them in the middle of one."""
 
     def meets(self, step: int) -> bool:
         """Whether learners averaged weights in the step that made ``learner.step`` this number; policies act then."""

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ddpcore.comm.base import Exchange
+from ddpcore.comm.base import Decode, Exchange
 from ddpcore.compression import Codec, Published
 from ddpcore.learner import Learner
 from ddpcore.optim import MixingOptimizer
 from ddpcore.strategies.base import Strategy
 from ddpcore.topology import RandomPair, Topology
+from ddpcore.topology.stale import check_stale
 
 ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
 
@@ -44,6 +45,8 @@ class DPSGD(Strategy):
     without delay, and half the way keeps every symmetric W stable: of eigenvalue l, the error goes as the roots of
     ``z^2 - z + (1-l)/2``, whose magnitude is below one for all l in (-1, 1).
 
+    Of a W that is not symmetric it is checked.
+
     With ``compression`` learners move by differences of what was published, q:
     ``sum_k W_jk w_k`` becomes ``w_j + gamma sum_k W_jk (q_k - q_j)``, which never moves the mean over learners.
 
@@ -60,7 +63,7 @@ class DPSGD(Strategy):
     """
 
     name: ClassVar[str] = "dpsgd"
-    takes_closure: ClassVar[bool] = False  # the gradient must be the one at the unmixed weights
+    takes_closure: bool = False  # the gradient must be the one at the unmixed weights
     topology: Topology
 
     def __init__(
@@ -87,6 +90,7 @@ class DPSGD(Strategy):
         self._versions: list[int] = []  # of the weights that are in flight as they are
         self._under_way: list[_Pending] = []  # oldest first
         self._begun = False  # whether a forward pass of this step has been seen
+        self._remainder_LP: Tensor | None = None  # of weights of 16 bits: what rounding took from them
 
     def __repr__(self) -> str:
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
@@ -95,11 +99,16 @@ class DPSGD(Strategy):
     def setup(self, learner: Learner) -> None:
         """Check W, and what the codec needs of it, against the number of learners."""
         self.topology.validate(learner.comm.num_learners)
+        self._check_codec(learner.comm.num_learners)
+        if self.staleness:
+            check_stale(self.topology, learner.comm.num_learners)
+
+    def _check_codec(self, num_learners: int) -> None:
         codec = self.compression
-        if codec is not None and codec.differences and self.topology.period(learner.comm.num_learners) != 1:
+        if codec is not None and codec.differences and self.topology.period(num_learners) != 1:
             raise ValueError(
-                f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} "
-                "changes them: take a fixed topology (ring), or bf16 or int8"
+                f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} changes them: take a "
+                "fixed topology (ring), or bf16 or int8 without error feedback"
             )
 
     def before_forward(self, learner: Learner) -> None:
@@ -107,6 +116,8 @@ class DPSGD(Strategy):
         if self._begun:
             return
         self._begun = True
+        if self._published is not None:
+            self._published.begin(learner.flat.param_LP, self._neighbors(learner))
         if self.order == ORDERS[0]:
             self._start(learner, learner.step)
         elif self.order == ORDERS[2]:
@@ -115,6 +126,8 @@ class DPSGD(Strategy):
 
     def before_step(self, learner: Learner) -> None:
         """w <- W w, now, or by the optimizer in the same pass as its step."""
+        if self.order == ORDERS[2] and not self._begun:
+            raise RuntimeError(f"{self.order} combines in the forward pass and there was none: call the model first")
         self.before_forward(learner)  # made up for where gradients came from elsewhere
         self._begun = False
         if self.order == ORDERS[0] and len(self._under_way) > self.staleness:
@@ -131,7 +144,7 @@ class DPSGD(Strategy):
 
     def _combine(self, learner: Learner, step: int) -> None:
         """At once."""
-        if self._published is None:
+        if self._published is None and not _is_narrow(learner.flat.param_LP):
             learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         else:
             self._start(learner, step)
@@ -141,8 +154,6 @@ class DPSGD(Strategy):
         weights_LP = learner.flat.param_LP
         rows, published = weights_LP, None
         if self._published is not None:
-            if self._published.codec.differences:
-                self._published.prepare(weights_LP, self._neighbors(learner, step))
             rows = self._published.encode(weights_LP)
             published = self._published.rows_LP
         elif self.staleness:
@@ -151,49 +162,74 @@ class DPSGD(Strategy):
             self._versions = [parameter._version for parameter in learner.flat.parameters]
         self._under_way.append(_Pending(learner.comm.exchange(rows, self.topology, step), rows, published))
 
-    def _neighbors(self, learner: Learner, step: int) -> set[int]:
-        """Of the learners held here, those that are held elsewhere."""
+    def _neighbors(self, learner: Learner) -> set[int]:
+        """Of the learners held here, those that are held elsewhere, where they are always the same."""
         comm = learner.comm
-        rounds = (self.topology.round(step, rank, comm.num_learners) for rank in comm.learners)
+        rounds = (self.topology.round(0, rank, comm.num_learners) for rank in comm.learners)
         return {source for plan in rounds for source in plan.sources}.difference(comm.learners)
 
     def _finish(self, learner: Learner, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Use the oldest exchange; in the optimizer's next step if it can."""
-        pending = self._under_way.pop(0)
-        exchange, published, weights_LP = pending.exchange, pending.published_LP, learner.flat.param_LP
-        one_pass = isinstance(optimizer, MixingOptimizer)
+        pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
+        exchange, published = pending.exchange, pending.published_LP
+        if published is None and self._versions != [parameter._version for parameter in learner.flat.parameters]:
+            raise RuntimeError(
+                "weights were changed between a forward pass and the step that follows, while neighbours read them: "
+                "change them after a step, or evaluate under torch.no_grad()"
+            )
+        decode = None if self._published is None else partial(self._published.decode, like_LP=weights_LP)
+        factor = 0.5 if self.staleness else 1.0
+        factor *= 1.0 if self.compression is None else self.compression.consensus_step
+        if _is_narrow(weights_LP):
+            self._correct_narrow(exchange, weights_LP, weights_LP if published is None else published, factor, decode)
+            return
+        if isinstance(optimizer, MixingOptimizer):
+            made = exchange.mixture() if published is None else exchange.correction(published, factor, decode)
+            if made is not None:
+                optimizer.mix_on_next_step(made)
+                return
         if published is None:
-            if self._versions != [parameter._version for parameter in learner.flat.parameters]:
-                raise RuntimeError(
-                    "weights were changed between a forward pass and the step that follows, while neighbours read "
-                    "them: change them after a step, or evaluate under torch.no_grad()"
-                )
-            mixture = exchange.mixture() if one_pass else None
-            if mixture is None:
-                exchange.mix_()
+            exchange.mix_()
         else:
-            decode = None
-            if self._published is not None:
-                decode = partial(self._published.decode, like_LP=weights_LP)
-            factor = 0.5 if self.staleness else 1.0
-            factor *= 1.0 if self.compression is None else self.compression.consensus_step
-            mixture = exchange.correction(published, factor, decode) if one_pass else None
-            if mixture is None:
-                exchange.correct_(weights_LP, published, factor, decode)
-        if mixture is not None and isinstance(optimizer, MixingOptimizer):
-            optimizer.mix_on_next_step(mixture)
+            exchange.correct_(weights_LP, published, factor, decode)
+
+    def _correct_narrow(
+        self, exchange: Exchange, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None
+    ) -> None:
+        """Weights of 16 bits: averages in fp32, and what rounding takes from a weight is given to its next average.
+
+        Else the mean over learners would move with every rounding, though no gradient moves it.
+        """
+        wide_LP = weights_LP.float()
+        if self._remainder_LP is not None:
+            wide_LP += self._remainder_LP
+
+        def widen(source: int, row: Tensor) -> Tensor:
+            return (row if decode is None else decode(source, row)).float()
+
+        exchange.correct_(wide_LP, published_LP.float(), factor, widen)
+        weights_LP.copy_(wide_LP)
+        self._remainder_LP = wide_LP - weights_LP.float()
 
     def state_dict(self) -> dict[str, Any]:
         """What was published, and for staleness 1 the rows whose exchange is not over."""
         published = None if self._published is None else self._published.state_dict()
-        return {"published": published, "stale": [(pending.sent, pending.published_LP) for pending in self._under_way]}
+        stale = [(pending.sent, pending.published_LP) for pending in self._under_way if self.staleness]
+        return {"published": published, "stale": stale, "remainder": self._remainder_LP}
 
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         """An exchange that was under way is started once more."""
         if self._published is not None:
             self._published.load_state_dict(state["published"])
-        self._under_way = []
+        for pending in self._under_way:
+            pending.exchange.abandon()
+        self._under_way, self._begun = [], False
+        self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()
         for sent, published in state["stale"]:
             rows = sent.clone()
             exchange = learner.comm.exchange(rows, self.topology, learner.step - 1)
             self._under_way.append(_Pending(exchange, rows, published.clone()))
+
+
+def _is_narrow(weights_LP: Tensor) -> bool:
+    return weights_LP.dtype in (torch.bfloat16, torch.float16)

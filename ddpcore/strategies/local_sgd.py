@@ -77,7 +77,7 @@ class LocalSGD(Strategy):
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """Before the switch: as ssgd."""
-        if learner.step < self.switch_step:
+        if self.averages_at(learner.step):
             self._synchronous.bucket_ready(learner, columns)
 
     def after_backward(self, learner: Learner) -> None:
@@ -98,6 +98,10 @@ class LocalSGD(Strategy):
             work.wait()
             if self._anchor is not None:
                 self._anchor.step_(learner.flat.param_LP, index)
+
+    def averages_at(self, step: int) -> bool:
+        """Before the switch."""
+        return step < self.switch_step
 
     def meets(self, step: int) -> bool:
         """Where a period, or that of the first fragment, ends."""

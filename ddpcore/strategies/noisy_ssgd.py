@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class NoisySSGD(Strategy):
 
     name: ClassVar[str] = "noisy_ssgd"
     averages_gradients: bool = True
-    takes_closure: ClassVar[bool] = False
+    takes_closure: bool = False
     fixed_layout: ClassVar[bool] = True  # a place in the buffer is what the noise belongs to
 
     def __init__(self, std: float = 0.01, *, seed: int = 0, where: str = "shared") -> None:
@@ -61,7 +62,7 @@ class NoisySSGD(Strategy):
         if self.where == "per_learner" and self._clean_LP is None:
             self._clean_LP = learner.flat.param_LP.clone()
             for rank, row in zip(learner.comm.learners, learner.flat.param_LP, strict=True):
-                noise = Noise(self.std, self.seed + 1 + rank, learner.step)
+                noise = Noise(self.std, _seed_of(self.seed, rank), learner.step)
                 ops.mix_(row, [], 1.0, [], noise=noise)
             torch.autograd.graph.increment_version(learner.flat.parameters)
 
@@ -72,10 +73,18 @@ class NoisySSGD(Strategy):
     def after_backward(self, learner: Learner) -> None:
         """As ssgd. Per learner: come back."""
         self._synchronous.after_backward(learner)
+        self.settle(learner)
+
+    def settle(self, learner: Learner) -> None:
+        """Come back, also where a forward pass had no backward pass."""
         if self._clean_LP is not None:
             learner.flat.param_LP.copy_(self._clean_LP)
             self._clean_LP = None
             torch.autograd.graph.increment_version(learner.flat.parameters)
+
+    def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        """What the weights were before the noise is no longer of interest: others have been loaded."""
+        self._clean_LP = None
 
     def before_step(self, learner: Learner) -> None:
         """Shared: the noise, now, or by the optimizer in the same pass as its step."""
@@ -96,3 +105,9 @@ class NoisySSGD(Strategy):
     def meets(self, step: int) -> bool:
         """At every step: gradients are averaged."""
         return True
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    """A stream of its own for each learner of each seed."""
+    digest = hashlib.blake2b(f"{seed}, learner {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -25,12 +25,13 @@ class PushSum(Strategy):
     """
 
     name: ClassVar[str] = "push_sum"
-    takes_closure: ClassVar[bool] = False  # the gradient must be the one at the de-biased weights
+    takes_closure: bool = False  # the gradient must be the one at the de-biased weights
     topology: Topology
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self._push_weights: Tensor | None = None  # p of all learners, float64 [n]: it depends on P alone
+        self._is_biased = False  # the flat buffer holds x
 
     def __repr__(self) -> str:
         return f"PushSum({self.topology!r})"
@@ -38,18 +39,28 @@ class PushSum(Strategy):
     def setup(self, learner: Learner) -> None:
         """Check P against the number of learners."""
         self.topology.validate(learner.comm.num_learners, push_sum=True)
+        if learner.flat.param_LP.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError("push_sum: quotients lose too much in 16 bits: keep parameters in float32, use autocast")
         self._push_weights = torch.ones(learner.comm.num_learners, dtype=torch.float64)
 
     def before_step(self, learner: Learner) -> None:
         """From z back to x."""
-        learner.flat.param_LP.mul_(self._held(learner))
+        if not self._is_biased:
+            learner.flat.param_LP.mul_(self._held(learner))
+            self._is_biased = True
+
+    def settle(self, learner: Learner) -> None:
+        """Back to z, where a step was given up."""
+        if self._is_biased:
+            learner.flat.param_LP.div_(self._held(learner))
+            self._is_biased = False
 
     def after_step(self, learner: Learner) -> None:
         """Exchange x and p, and go on from z."""
         step = learner.step - 1
         learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         self._push_weights = self._pushed(step)
-        learner.flat.param_LP.div_(self._held(learner))
+        self.settle(learner)
 
     def meets(self, step: int) -> bool:
         """At every step."""
@@ -74,3 +85,4 @@ class PushSum(Strategy):
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         """See :class:`Strategy`."""
         self._push_weights = state["push_weights"].clone()
+        self._is_biased = False

@@ -45,6 +45,7 @@ class SlowMo(Strategy):
         if base is not None and base.compression is not None and base.compression.differences:
             raise ValueError(f"slowmo: weights jump at the end of a period: {base.compression.name} cannot follow")
         self.base = base
+        self.takes_closure = base is None or base.takes_closure
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
         self._anchor_P: Tensor | None = None
@@ -83,7 +84,7 @@ class SlowMo(Strategy):
         assert self._momentum_P is not None
         lr = learner.optimizer.param_groups[0]["lr"]
         if lr == 0:
-            raise ValueError("slowmo divides by the learning rate, which is 0: end the schedule above it")
+            raise ValueError("slowmo divides by the learning rate, which is 0: begin and end the schedule above it")
         self._momentum_P.mul_(self.slow_momentum).add_((self._anchor_P - weights_LP[0]) / lr)
         self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))
         weights_LP.copy_(self._anchor_P)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ddpcore.bench import __main__ as bench
 
@@ -184,7 +185,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench.launch, "run", refuse)
-    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -306,7 +307,7 @@ def test_ranks_of_torchrun_do_not_download(monkeypatch: pytest.MonkeyPatch, caps
     variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(bench, "build_dataset", lambda *args, **more: pytest.fail("data were read"))
+    monkeypatch.setattr(bench.run, "build_dataset", lambda *args, **more: pytest.fail("data were read"))
     assert bench.main(["--dataset", "mnist", "--model", "mlp", "--data-dir", ".", "--download"]) == 2
     assert "--download under torchrun" in capsys.readouterr().err
 

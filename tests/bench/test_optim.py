@@ -113,7 +113,7 @@ REFUSED = [
     ("optim --json nowhere/out.json", "does not exist"),
     ("optim --steps 3", "--steps"),
     ("optim more", "more"),
-    ("optimize", "unknown command 'optimize': choose from optim"),
+    ("optimize", "unknown command 'optimize': choose from buckets"),
 ]
 
 

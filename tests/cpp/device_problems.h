@@ -83,4 +83,29 @@ struct DeviceNorms {
     NormArgs args;
 };
 
+// The same of a NoiseProblem.
+template <typename T>
+struct DeviceNoise {
+    DeviceNoise(NoiseProblem<T>& host, int64_t offset)
+        : args(host.args()),
+          origin(host.origin, offset),
+          partials(static_cast<int64_t>(host.partials.size())),
+          sums(static_cast<int64_t>(host.sums.size())) {
+        for (const auto& row : host.rows) {
+            rows.push_back(std::make_unique<DeviceBuffer<T>>(*row, offset));
+            pointers.push_back(rows.back()->data());
+        }
+        args.rows = pointers.data();
+        if (args.origin != nullptr) args.origin = origin.data();
+        args.partials = partials.data();
+        args.sums = sums.data();
+    }
+
+    NoiseArgs args;
+    DeviceBuffer<T> origin;
+    DeviceBuffer<double> partials, sums;
+    std::vector<std::unique_ptr<DeviceBuffer<T>>> rows;
+    std::vector<const void*> pointers;
+};
+
 }  // namespace ddpcore::test

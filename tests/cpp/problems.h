@@ -1,6 +1,8 @@
 // The tensors and arguments of one call of each kernel, with random contents; the tests compare what the call leaves.
 #pragma once
 
+#include <numeric>
+
 #include "testing.h"
 
 namespace ddpcore::test {
@@ -202,6 +204,56 @@ struct NormProblem {
     std::vector<std::unique_ptr<Buffer<T>>> data;
     std::vector<NormSegment> segments;
     std::vector<double> partials;
+};
+
+// Rows of one length, and segments of the given sizes.
+template <typename T>
+struct NoiseProblem {
+    NoiseProblem(int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin = false)
+        : numel(std::accumulate(sizes.begin(), sizes.end(), int64_t{0})),
+          origin(numel, offset),
+          has_origin(with_origin) {
+        for (int64_t k = 0; k < num_rows; ++k) {
+            rows.push_back(std::make_unique<Buffer<T>>(numel, offset));
+            rows.back()->randomize(static_cast<uint32_t>(300 + k));
+            pointers.push_back(rows.back()->data());
+        }
+        origin.randomize(299);
+        int64_t first = 0;
+        for (const int64_t size : sizes) {
+            segments.push_back({first, size, 0});
+            first += size;
+        }
+        partials.assign(static_cast<size_t>(number_blocks(segments) * num_pairs_of(num_rows)), NAN);
+        sums.assign(sizes.size() * static_cast<size_t>(num_rows * num_rows), NAN);
+    }
+
+    int64_t num_rows() const { return static_cast<int64_t>(rows.size()); }
+    int64_t num_blocks() const { return static_cast<int64_t>(partials.size()) / num_pairs_of(num_rows()); }
+    double value(int64_t k, int64_t i) const {
+        const float row = (*rows[static_cast<size_t>(k)])[i];
+        return has_origin ? row - origin[i] : row;
+    }
+    NoiseArgs args() {
+        return {
+            pointers.data(),
+            has_origin ? origin.data() : nullptr,
+            num_rows(),
+            segments.data(),
+            static_cast<int64_t>(segments.size()),
+            num_blocks(),
+            dtype_of<T>(),
+            partials.data(),
+            sums.data()};
+    }
+
+    int64_t numel;
+    std::vector<std::unique_ptr<Buffer<T>>> rows;
+    std::vector<const void*> pointers;
+    Buffer<T> origin;
+    bool has_origin;
+    std::vector<NoiseSegment> segments;
+    std::vector<double> partials, sums;
 };
 
 }  // namespace ddpcore::test

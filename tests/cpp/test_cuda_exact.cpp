@@ -238,5 +238,44 @@ TYPED_TEST(CudaExactAverages, NormsOfEverySizeAlignmentAndMagnitude) {
     ASSERT_NO_FATAL_FAILURE(expect_exact_norms<TypeParam>(many_tiny_sizes(), 0));
 }
 
+// ---- noise_sums ----
+
+template <typename T>
+void expect_exact_noise(
+    int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin, std::vector<double>& sums) {
+    NoiseProblem<T> problem(num_rows, sizes, 0, with_origin);
+    const DeviceNoise<T> device(problem, offset);
+    ASSERT_CUDA(cuda::noise_sums(device.args, nullptr));
+    sums = device.sums.download();
+    ASSERT_NO_FATAL_FAILURE(expect_exact(problem, sums));
+}
+
+// Segments that begin at any place: the second one is never aligned.
+TYPED_TEST(CudaExactAverages, NoiseOfEverySizeAlignmentAndNumberOfRows) {
+    for (const int64_t numel : {0, 1, 4096, 4097, 8193}) {
+        for (const int64_t num_rows : {1, 3, 9}) {
+            for (const bool with_origin : {false, true}) {
+                SCOPED_TRACE(::testing::Message() << "numel " << numel << " rows " << num_rows);
+                std::vector<double> aligned, misaligned;
+                ASSERT_NO_FATAL_FAILURE(
+                    expect_exact_noise<TypeParam>(num_rows, {numel, 0, 4100}, 0, with_origin, aligned));
+                ASSERT_NO_FATAL_FAILURE(
+                    expect_exact_noise<TypeParam>(num_rows, {numel, 0, 4100}, 3, with_origin, misaligned));
+                ASSERT_EQ(aligned, misaligned);
+            }
+        }
+    }
+}
+
+TYPED_TEST(CudaExactAverages, NoiseOfManySegments) {
+    std::vector<double> sums;
+    ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(2, many_tiny_sizes(), 0, false, sums));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(9, kManySizes, 0, true, sums));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(2, {}, 0, false, sums));
+    NoiseArgs args{};
+    args.num_rows = cuda::kMaxRows + 1;
+    ASSERT_EQ(cuda::noise_sums(args, nullptr), cudaErrorInvalidValue);
+}
+
 }  // namespace
 }  // namespace ddpcore::test

@@ -1,153 +1,149 @@
-"""Noise of ``mix_`` and ``mix_sgd_step_``: against the twin, and the same however a buffer is cut."""
+"""``noise_sums`` against its twin and exact sums; the same bits however the work is cut."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpcore import ops
-from ddpcore.ops import Noise, reference
-from ddpcore.ops.mix import noise_arguments
-from ddpcore.ops.random import normals
+from ddpcore.ops import reference
 
-SIZES = [0, 1, 63, 64, 65, 4095, 4096, 4097, 100_003]
+SIZES = [0, 1, 15, 16, 17, 4095, 4096, 4097, 30_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NOISE = Noise(std=0.3, seed=2**62 + 12345, step=2**40 + 7, first=2**35 + 1)
 
 
-@pytest.mark.parametrize("num_peers", [0, 1, 2, 9])
+def bounds_of(numel: int) -> list[int]:
+    """Segments of all kinds: empty, one element, blocks with a rest."""
+    return [*sorted({0, numel} | {min(numel, cut) for cut in (1, 20, 4116, 9000)}), numel]
+
+
+def assert_sums(sums: Tensor, rows: list[Tensor], bounds: list[int], origin: Tensor | None) -> None:
+    """Within the rounding of float64 additions: each errs by at most 2^-53 of the sum of magnitudes so far."""
+    values = torch.stack(
+        [row.cpu().float() if origin is None else row.cpu().float() - origin.cpu().float() for row in rows]
+    )
+    for segment, (begin, end) in zip(sums.cpu(), pairwise(bounds), strict=True):
+        part = values[:, begin:end].double()
+        bound = (part.abs() @ part.abs().T) * 2.0**-53 * (end - begin + 1) * 2
+        assert ((segment - part @ part.T).abs() <= bound).all()
+        assert torch.equal(segment, segment.T)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", SIZES)
-def test_every_size(numel, dtype, num_peers, randn, assert_same_bits):
-    weights, peers = randn(numel, dtype, offset=1), [randn(numel, dtype) for _ in range(num_peers)]
-    share = 1 / (num_peers + 1)
-    expected, silent = weights.cpu().clone(), weights.clone()
-    distances = ops.mix_(weights, peers, share, [share] * num_peers, NOISE)
-    reference.mix_(expected, [p.cpu() for p in peers], share, [share] * num_peers, **noise_arguments(NOISE))
-    assert_same_bits(weights, expected)
-    assert_same_bits(distances, ops.mix_(silent, peers, share, [share] * num_peers), "distances: before the noise")
+def test_every_size(numel, dtype, num_rows, randn, assert_same_bits):
+    rows = [randn(numel, dtype, offset=k % 3) for k in range(num_rows)]
+    origin, before = randn(numel, dtype, 1), [row.clone() for row in rows]
+    for o in (None, origin):
+        sums = ops.noise_sums(rows, bounds_of(numel), o)
+        assert sums.dtype == torch.float64 and sums.device == rows[0].device
+        assert_sums(sums, rows, bounds_of(numel), o)
+        twin = reference.noise_sums([row.cpu() for row in rows], bounds_of(numel), None if o is None else o.cpu())
+        assert_sums(twin, rows, bounds_of(numel), o)
+    for row, old in zip(rows, before, strict=True):
+        assert_same_bits(row, old, "a row, which is not to change")
 
 
-def test_noise_alone_is_std_times_normals(randn, assert_same_bits):
-    weights = randn(5001)
-    expected = weights.cpu() + 0.3 * normals(5001, NOISE.seed, NOISE.step, NOISE.first)
-    ops.mix_(weights, [], 1.0, [], NOISE)
-    assert_same_bits(weights, expected)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pair_has_the_bits_that_it_has_alone(dtype, randn, assert_same_bits):
+    rows, bounds = [randn(9_001, dtype) for _ in range(7)], [0, 5, 4_200, 9_001]
+    sums = ops.noise_sums(rows, bounds)
+    for i in range(7):
+        for j in range(i, 7):
+            pair = ops.noise_sums([rows[i], rows[j]], bounds)
+            assert_same_bits(pair[:, 0, 1], sums[:, i, j], f"rows {i} and {j}")
+    for s, (begin, end) in enumerate(pairwise(bounds)):
+        alone = ops.noise_sums([row[begin:end] for row in rows], [0, end - begin])
+        assert_same_bits(alone[0], sums[s], f"segment {s}")
 
 
-def test_weights_of_any_shape(device, assert_same_bits):
-    weights = torch.randn(7, 5, 3, device=device)
-    flat = weights.flatten().clone()
-    ops.mix_(weights, [], 1.0, [], NOISE)
-    ops.mix_(flat, [], 1.0, [], NOISE)
-    assert_same_bits(weights.flatten(), flat)
-
-
-@pytest.mark.parametrize("cuts", [[1], [2], [3], [5, 4096, 4099], [64, 65, 8191, 20_000], list(range(1, 20_001, 997))])
-@pytest.mark.parametrize("num_peers", [0, 1, 3])
-def test_any_cut_has_the_same_bits(cuts, num_peers, randn, assert_same_bits):
-    numel = 20_001
-    whole, peers = randn(numel), [randn(numel) for _ in range(num_peers)]
-    parts, share = whole.clone(), [0.25] * num_peers
-    mixture = ops.Mixture(peers, 0.25, share, NOISE)
-    ops.mix_(whole, peers, 0.25, share, NOISE)
-    for begin, end in zip([0, *cuts], [*cuts, numel], strict=True):
-        part = mixture.columns(begin, end)
-        ops.mix_(parts[begin:end], part.peers, part.self_weight, part.peer_weights, part.noise)
-    assert_same_bits(parts, whole)
+def test_squares_are_those_of_segment_norms(randn, device, assert_same_bits):
+    rows = [randn(50_000) for _ in range(3)]
+    diagonal = ops.noise_sums(rows, [0, 50_000])[0].diagonal()
+    if device.type == "cpu":
+        assert_same_bits(diagonal, ops.segment_norms(rows))
+    torch.testing.assert_close(diagonal, ops.segment_norms(rows), rtol=1e-12, atol=0.0)
 
 
 def test_any_number_of_threads(set_threads, assert_same_bits):
-    start, peer, results = torch.randn(300_001), torch.randn(300_001), []
+    rows, results = [torch.randn(300_001) for _ in range(5)], []
     for num_threads in (1, 2, 3):
         set_threads(num_threads)
-        weights = start.clone()
-        ops.mix_(weights, [peer], 0.5, [0.5], NOISE)
-        results.append(weights)
+        results.append(ops.noise_sums(rows, [0, 7, 100_000, 300_001], rows[0]))
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[2], results[0])
 
 
-@pytest.mark.parametrize("std", [0.0, 1e-50])
-@pytest.mark.parametrize("num_peers", [0, 1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_deviation_is_no_noise(dtype, num_peers, std, randn, assert_same_bits):
-    """The sign of a zero included; 1e-50 is 0 in fp32."""
-    weights, peers = randn(5000, dtype), [randn(5000, dtype) for _ in range(num_peers)]
-    weights[:100] = -0.0
-    for peer in peers:
-        peer[:100] = -0.0
-    silent, twin = weights.clone(), weights.cpu().clone()
-    noise = Noise(std, seed=1, step=2, first=3)
-    ops.mix_(weights, peers, 0.5, [0.25] * num_peers, noise)
-    ops.mix_(silent, peers, 0.5, [0.25] * num_peers)
-    reference.mix_(twin, [peer.cpu() for peer in peers], 0.5, [0.25] * num_peers, **noise_arguments(noise))
-    assert_same_bits(weights, silent)
-    assert_same_bits(twin, silent)
+def test_small_distances_between_long_rows(device):
+    """About an origin the distance of rows that nearly agree keeps its digits; from norms alone it would not."""
+    origin = torch.full((5000,), 1000.0, device=device)
+    rows = [origin.clone(), origin.clone()]
+    rows[1] += torch.arange(5000, device=device) % 2 * 2.0**-13  # one unit in the last place
+    sums = ops.noise_sums(rows, [0, 5000], origin)
+    assert sums[0].tolist() == [[0.0, 0.0], [0.0, 2500 * 2.0**-26]]
 
 
-@pytest.mark.parametrize("num_peers", [0, 1, 2, 9])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}], ids=["plain", "all"])
-def test_step_is_mix_with_noise_and_then_sgd(rule, dtype, num_peers, randn, assert_same_bits):
-    weights, grad, buffer = (randn(9001, dtype) for _ in range(3))
-    momentum, peers = buffer if rule else None, [randn(9001, dtype) for _ in range(num_peers)]
-    apart, twin = [weights.clone(), buffer.clone()], [weights.cpu().clone(), buffer.cpu().clone()]
-    share = [0.5 / max(num_peers, 1)] * num_peers
-    ops.mix_sgd_step_(weights, peers, 0.5, share, grad, momentum, lr=0.1, noise=NOISE, **rule)
-    ops.mix_(apart[0], peers, 0.5, share, NOISE)
-    ops.sgd_step_([apart[0]], [grad], [apart[1]] if rule else [], lr=0.1, **rule)
-    assert_same_bits(weights, apart[0], "weights")
-    assert_same_bits(buffer, apart[1], "momentum")
-
-    full = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False} | rule
-    full |= {"lr": 0.1, "decoupled": False, "maximize": False} | noise_arguments(NOISE)
-    on_cpu = [peer.cpu() for peer in peers]
-    reference.mix_sgd_step_(twin[0], on_cpu, 0.5, share, grad.cpu(), twin[1] if rule else None, None, **full)
-    assert_same_bits(weights, twin[0], "weights against the twin")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_and_infinity_stay_in_their_row_and_segment(value, device):
+    rows = [torch.ones(6000, device=device) for _ in range(6)]
+    rows[4][5500] = value
+    sums = ops.noise_sums(rows, [0, 5000, 6000])
+    assert sums[0].isfinite().all()
+    others = [0, 1, 2, 3, 5]
+    assert sums[1][others][:, others].isfinite().all() and not sums[1, 4].isfinite().any()
 
 
-def test_seed_step_and_index_all_count(device):
-    def drawn(**changed: int) -> Tensor:
-        weights = torch.zeros(64, device=device)
-        ops.mix_(weights, [], 1.0, [], Noise(**{"std": 1.0, "seed": 1, "step": 2, **changed}))
-        return weights
-
-    shifts = (1, 2**32, 2**40)
-    others = [drawn(seed=1 + shift) for shift in shifts] + [drawn(step=2 + shift) for shift in shifts]
-    others += [drawn(first=4 * shift) for shift in shifts]
-    everything = torch.cat([drawn(), *others]).unique()
-    assert len(everything) >= 64 * 10 - 64, "first=4 shares 60 numbers with first=0; besides, no two are the same"
+def test_squares_leave_the_range_of_fp32(device):
+    large, small = torch.full((40,), 1e30, device=device), torch.full((40,), 1e-30, device=device)
+    sums = ops.noise_sums([large, small], [0, 40])[0]
+    assert math.isclose(sums[0, 0].item(), 40 * large[0].item() ** 2, rel_tol=1e-12)
+    assert math.isclose(sums[1, 1].item(), 40 * small[0].item() ** 2, rel_tol=1e-12)
 
 
-def test_compiled(device, assert_same_bits):
-    def step(weights: Tensor) -> Tensor:
-        ops.mix_(weights, [], 1.0, [], NOISE)
-        return weights * 2
+def test_opcheck(randn):
+    rows = [randn(33), randn(33)]
+    for origin in (None, randn(33)):
+        torch.library.opcheck(torch.ops.ddpcore.noise_sums.default, (rows, [0, 4, 33], origin))
 
-    eager = torch.randn(33, device=device)
-    compiled = eager.clone()
-    expected = step(eager)
-    assert_same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(compiled), expected)
-    assert_same_bits(compiled, eager)
+
+def test_fake_and_compiled(device, assert_same_bits):
+    def sums_of(left: Tensor, right: Tensor) -> Tensor:
+        return ops.noise_sums([left * 2, right], [0, 3, 7], left).sum(0)
+
+    with FakeTensorMode():
+        fake = sums_of(torch.empty(7, device=device), torch.empty(7, device=device))
+        assert fake.shape == (2, 2) and fake.dtype == torch.float64
+    rows = torch.randn(7).to(device), torch.randn(7).to(device)
+    assert_same_bits(torch.compile(sums_of, fullgraph=True, backend="aot_eager")(*rows), sums_of(*rows))
+
+
+@pytest.mark.parametrize("sums_of", [ops.noise_sums, reference.noise_sums], ids=["kernel", "twin"])
+@pytest.mark.parametrize(
+    ("rows", "bounds"),
+    [
+        ([torch.zeros(3), torch.zeros(4)], [0, 3]),
+        ([torch.zeros(3, 1)], [0, 3]),
+        ([torch.zeros(3)], []),
+        ([torch.zeros(3)], [0, 2]),
+        ([torch.zeros(3)], [1, 3]),
+        ([torch.zeros(3)], [0, 4, 3]),
+        ([], [0]),
+    ],
+)
+def test_bad_arguments(rows, bounds, sums_of):
+    with pytest.raises(RuntimeError):
+        sums_of(rows, bounds, None)
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"std": -0.1}, "std must be finite and not negative, got -0.1"),
-        ({"std": math.inf}, "std must be finite and not negative, got inf"),
-        ({"std": math.nan}, "std must be finite and not negative, got nan"),
-        ({"seed": -1}, r"seed must be from 0 to 2\*\*63 - 1, got -1"),
-        ({"seed": 2**63}, r"seed must be from 0 to 2\*\*63 - 1, got 9223372036854775808"),
-        ({"step": -1}, r"step must be from 0 to 2\*\*63 - 1, got -1"),
-        ({"step": 2**63}, r"step must be from 0 to 2\*\*63 - 1"),
-        ({"first": -4}, r"first must be from 0 to 2\*\*63 - 1, got -4"),
-    ],
+    "rows", [[torch.zeros(3).double()], [torch.zeros(3), torch.zeros(3).half()], [torch.zeros(6)[::2]]]
 )
-def test_bad_noise(changed, message):
-    with pytest.raises(ValueError, match=message):
-        Noise(**{"std": 1.0, "seed": 0, "step": 0, **changed})
+def test_rows_that_no_kernel_takes(rows):
+    with pytest.raises(RuntimeError, match=r"float32, bfloat16 or float16|one length, dtype and device"):
+        ops.noise_sums(rows, [0, 3])

@@ -90,7 +90,7 @@ def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = comparison()
     path = tmp_path / "plot.svg"
-    plots.plot(result, path, [run_label(run) for run in result["runs"]])
+    plots.plot_comparison(result, path, [run_label(run) for run in result["runs"]])
     text = path.read_text()
     for part in ("A title", "published", "measured: out (full)", "accuracy_pct"):
         assert f"<!-- {part} -->" in text

@@ -15,6 +15,7 @@ from ddpcore import ops
 from ddpcore.ops import Noise
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies import SSGD, NoisySSGD
+from ddpcore.strategies.noisy_ssgd import _seed_of
 
 N = 3
 
@@ -67,7 +68,7 @@ def test_per_learner() -> None:
     _, seen = trained(NoisySSGD(0.1, seed=4, where="per_learner"))
     for step, (before, after) in enumerate(pairwise(seen)):
         assert torch.equal(after[0], after[1])
-        away = torch.stack([w + drawn(0.1, 5 + rank, step) for rank, w in enumerate(before.double())])
+        away = torch.stack([w + drawn(0.1, _seed_of(4, rank), step) for rank, w in enumerate(before.double())])
         expected = before.double() - 0.01 * gradients(away).mean(0)
         torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -82,6 +83,31 @@ def test_seeds_differ_and_repeat() -> None:
     ends = [trained(NoisySSGD(0.1, seed=seed))[1][-1] for seed in (1, 2, 1)]
     assert torch.equal(ends[0], ends[2])
     assert not torch.allclose(ends[0], ends[1])
+
+
+def test_streams_of_learners_and_seeds_are_all_different() -> None:
+    seeds = {_seed_of(seed, rank) for seed in range(20) for rank in range(20)} | set(range(20))
+    assert len(seeds) == 420
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_forward_pass_without_a_backward_pass_leaves_no_noise(mode: bool) -> None:
+    """Neither where somebody looks at the weights nor in the next step, and none of it comes over loaded weights."""
+    handle, seen = trained(NoisySSGD(0.1, where="per_learner"), num_steps=2)
+    inputs, targets = problem()
+    handle.model.train(mode)
+    handle.model(inputs)
+    weight = handle.learner.flat.parameters[0]
+    assert not torch.equal(weight.detach(), seen[-1]), "also in eval mode, with gradients, it looks a little way off"
+    assert handle.consensus_distance() < 1e-6
+    assert torch.equal(weight.detach(), seen[-1])
+    handle.model(inputs)
+    state = handle.state_dict()
+    with torch.no_grad():
+        weight.fill_(7.0)
+    handle.load_state_dict(state)
+    (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
+    assert (weight == 7.0).all()
 
 
 def test_nothing_is_sent_for_the_noise() -> None:

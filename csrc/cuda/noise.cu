@@ -1,0 +1,145 @@
+// noise_sums: the inner products of a few rows, segment by segment. Traffic: 4 bytes an element of each row in fp32, 2
+// in bf16 and fp16, once for up to kTile rows; with more, a row is read again (from L2) for each kTile rows before it.
+#include "segments.cuh"
+#include "sum.cuh"
+
+namespace ddpcore::cuda {
+
+namespace {
+
+inline constexpr int kTile = 4;  // rows whose shares a thread holds at a time
+inline constexpr int kFewRows = 8;
+
+template <int capacity, int max_rows>
+struct NoiseTable {
+    SegmentTable<NoiseSegment, capacity> list;
+    int64_t num_rows;
+    const void* origin;
+    double* partials;
+    bool aligned;  // all rows and the origin
+    const void* rows[max_rows];
+};
+
+template <bool whole, typename T, typename Table>
+__device__ __forceinline__ void read_row(
+    float (&values)[kShare], const Table& table, int64_t row, int64_t first, int numel) {
+    Share<T> share;
+    read<whole>(share, static_cast<const T*>(table.rows[row]) + first, numel);
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) values[i] = load(share[i]);
+    if (table.origin == nullptr) return;
+    read<whole>(share, static_cast<const T*>(table.origin) + first, numel);
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) values[i] -= load(share[i]);
+}
+
+__device__ __forceinline__ double product(const float (&left)[kShare], const float (&right)[kShare]) {
+    double sum = 0.0;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) sum += static_cast<double>(left[i]) * static_cast<double>(right[i]);
+    return sum;
+}
+
+template <bool whole, typename T, typename Table>
+__device__ __forceinline__ void products_of_block(
+    const Table& table, double* partials, int64_t first, int numel, BlockSum<kThreads>& block_sum) {
+    const int64_t num_rows = table.num_rows;
+    const auto add = [&](int64_t i, int64_t j, double share) {
+        const double total = block_sum(share);
+        if (threadIdx.x == 0) partials[pair_of(i, j, num_rows)] = total;
+    };
+#pragma unroll 1
+    for (int64_t tile = 0; tile < num_rows; tile += kTile) {
+        float own[kTile][kShare] = {};
+#pragma unroll
+        for (int a = 0; a < kTile; ++a) {
+            if (tile + a < num_rows) read_row<whole, T>(own[a], table, tile + a, first, numel);
+        }
+#pragma unroll
+        for (int a = 0; a < kTile; ++a) {
+#pragma unroll
+            for (int b = a; b < kTile; ++b) {
+                if (tile + b < num_rows) add(tile + a, tile + b, product(own[a], own[b]));
+            }
+        }
+#pragma unroll 1
+        for (int64_t row = tile + kTile; row < num_rows; ++row) {
+            float other[kShare];
+            read_row<whole, T>(other, table, row, first, numel);
+#pragma unroll
+            for (int a = 0; a < kTile; ++a) add(tile + a, row, product(own[a], other));
+        }
+    }
+}
+
+template <typename T, typename Table>
+__global__ void __launch_bounds__(kThreads) noise_kernel(const __grid_constant__ Table table) {
+    BlockSum<kThreads> block_sum;
+    const auto& list = table.list;
+    for (int64_t block = list.begin_block + blockIdx.x; block < list.end_block; block += gridDim.x) {
+        const NoiseSegment& segment = list.segments[segment_of_block(list.segments, list.num_segments, block)];
+        const int64_t begin = (block - segment.first_block) * kBlock;
+        const int numel = static_cast<int>(min(kBlock, segment.numel - begin));
+        double* partials = table.partials + block * num_pairs_of(table.num_rows);
+        const bool whole = numel == kBlock && table.aligned && segment.first % kVector<T> == 0;
+        if (whole) {
+            products_of_block<true, T>(table, partials, segment.first + begin, numel, block_sum);
+        } else {
+            products_of_block<false, T>(table, partials, segment.first + begin, numel, block_sum);
+        }
+    }
+}
+
+// One CUDA block for each entry of each segment's matrix; an empty segment has no blocks to add and gets zeros.
+template <typename Table>
+__global__ void __launch_bounds__(kThreads) sum_pairs_kernel(const __grid_constant__ Table table, double* sums) {
+    const int64_t num_rows = table.num_rows, num_pairs = num_pairs_of(num_rows);
+    const int64_t index = blockIdx.x / (num_rows * num_rows), entry = blockIdx.x % (num_rows * num_rows);
+    const int64_t i = min(entry / num_rows, entry % num_rows), j = max(entry / num_rows, entry % num_rows);
+    const NoiseSegment& segment = table.list.segments[index];
+    const double* partials = table.partials + segment.first_block * num_pairs + pair_of(i, j, num_rows);
+    const double total = sum_rows<kThreads>(partials, (segment.numel + kBlock - 1) / kBlock, num_pairs);
+    if (threadIdx.x == 0) sums[(table.list.first_segment + index) * num_rows * num_rows + entry] = total;
+}
+
+template <int capacity, int max_rows>
+cudaError_t launch_noise(const NoiseArgs& args, int64_t first, int64_t end, cudaStream_t stream) {
+    NoiseTable<capacity, max_rows> table;
+    static_assert(sizeof table + sizeof(void*) <= kMaxArgumentBytes);
+    fill_segments(table.list, args.segments, args.num_segments, args.num_blocks, first, end);
+    table.num_rows = args.num_rows;
+    table.origin = args.origin;
+    table.partials = args.partials;
+    table.aligned = is_aligned(args.origin) && std::all_of(args.rows, args.rows + args.num_rows, is_aligned);
+    std::copy(args.rows, args.rows + args.num_rows, table.rows);
+    const int64_t num_blocks = table.list.end_block - table.list.begin_block;
+    if (num_blocks > 0) {
+        const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
+            using T = std::remove_pointer_t<decltype(tag)>;
+            return launch(noise_kernel<T, NoiseTable<capacity, max_rows>>, num_blocks, kThreads, 0, stream, table);
+        });
+        if (error != cudaSuccess) return error;
+    }
+    const int64_t num_entries = (end - first) * args.num_rows * args.num_rows;
+    return launch_grid(
+        sum_pairs_kernel<NoiseTable<capacity, max_rows>>, num_entries, kThreads, 0, stream, false, table, args.sums);
+}
+
+}  // namespace
+
+cudaError_t noise_sums(const NoiseArgs& args, cudaStream_t stream) {
+    if (args.num_rows > kMaxRows) return cudaErrorInvalidValue;
+    if (args.num_rows == 0) return cudaSuccess;
+    constexpr int64_t many = (kMaxArgumentBytes - kMaxRows * sizeof(void*) - 128) / sizeof(NoiseSegment);
+    for (int64_t first = 0; first < args.num_segments;) {
+        const bool few = args.num_segments - first <= kFewSegments && args.num_rows <= kFewRows;
+        const int64_t end = std::min(args.num_segments, first + (few ? kFewSegments : many));
+        const cudaError_t error = few ? launch_noise<kFewSegments, kFewRows>(args, first, end, stream)
+                                      : launch_noise<many, kMaxRows>(args, first, end, stream);
+        if (error != cudaSuccess) return error;
+        first = end;
+    }
+    return cudaSuccess;
+}
+
+}  // namespace ddpcore::cuda

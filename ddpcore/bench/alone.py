@@ -1,0 +1,63 @@
+"""A contender's communication alone: the same calls one after the other, each waited for, and nothing beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcore.bench.contender import Contender, barrier
+
+Call = Callable[[], Any]
+_ITEMSIZE = 4  # bytes of a gradient: every model of the bench is float32
+
+
+def bucket_bytes(one: Contender) -> list[int]:
+    """The buckets that averaged gradients go in, as they were really built; those of DDP once it has rebuilt them."""
+    assert one.trainer is not None
+    learner, model = one.trainer.handle.learner, one.trainer.handle.model
+    if learner is not None:
+        return [_ITEMSIZE * (end - begin) for begin, end in learner.flat.buckets]
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    logged = model._get_ddp_logging_data()
+    sizes = str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"])
+    return [int(size) for size in sizes.split(",")]
+
+
+def averages(one: Contender) -> list[Call]:
+    """The average of each bucket in turn, as a blocking call; of DDP an all-reduce of as many bytes."""
+    assert one.trainer is not None
+    learner = one.trainer.handle.learner
+    if learner is None:
+        device = one.trainer.dataset.train.labels.device
+        rows = [torch.zeros(size // _ITEMSIZE, device=device) for size in bucket_bytes(one)]
+        return [lambda row=row: dist.all_reduce(row) for row in rows]  # type: ignore[misc]
+    comm, flat = learner.comm, learner.flat
+    return [lambda b=begin, e=end: comm.average_(flat.grad_LP[:, b:e]).wait() for begin, end in flat.buckets]  # type: ignore[misc]
+
+
+@torch.no_grad()
+def time_calls(calls: list[Call], device: str) -> tuple[list[float], float]:
+    """Seconds of each call on this rank, begun together, and processor seconds of all of them here. Collective."""
+    barrier()
+    cpu, seconds = time.process_time(), []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds, time.process_time() - cpu
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone

@@ -1,0 +1,126 @@
+r"""How the mean of all learners moves, and what their distance does to it.
+
+After section 2 of "Why does decentralized training outperform synchronous training in the large batch setting?" (Zhang
+et al. 2020). The mean weights w_a move by ``a g_a``, a the learning rate, g_a the mean of the learners' gradients. With
+g the gradient of the full loss at w_a this is ``a_e g`` and a rest that stands upright on g:
+
+    a_e = a g_a.g / |g|^2            D = a^2 |g_a|^2 - a_e^2 |g|^2
+
+k_j is learner j's gradient of the same mini-batch at w_a, and k their mean. ``D_S = a^2 |k|^2 - (a k.g / |g|)^2`` is
+the noise that synchronous SGD would have had, and ``D2 = a^2 |1/n sum_j (g_j - k_j)|^2`` what the landscape adds. Over
+many mini-batches the two make up D; in one step a mixed term is left, of any sign. To second order (equation 4)
+``D2 = a^2 tr(H C H)``, with H the Hessian of the full loss at w_a and ``C = n^-2 sum_j (w_j - w_a)(w_j - w_a)^T``,
+provided that the mini-batches' Hessians are so different that mixed terms of two learners vanish: where all are H, D2
+is zero.
+
+Shapes: L learners held by this process, n in all, P elements of a learner's row, K directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddpcore.comm.base import Communicator
+from ddpcore.diagnostics.passes import noise_sums
+
+GATHERED = 2**18  # elements of a row that are gathered at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamics:
+    """The equations above, of one step.
+
+    Attributes:
+        lr: a.
+        effective_lr: a_e.
+        noise: D.
+        ssgd_noise: D_S.
+        landscape_noise: D2.
+        hessian_noise: a^2 tr(H C H); None unless it was asked for.
+        grad_squared: ``|g|^2``.
+        mean_grad_squared: ``|g_a|^2``.
+        full_gradient: what g is the gradient of.
+    """
+
+    lr: float
+    effective_lr: float
+    noise: float
+    ssgd_noise: float
+    landscape_noise: float
+    hessian_noise: float | None
+    grad_squared: float
+    mean_grad_squared: float
+    full_gradient: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How far the learners' weights are from their mean.
+
+    Attributes:
+        consensus_distance: ``sqrt(1/n sum_j |w_j - w_a|^2)`` (Kong et al. 2021).
+        trace: of C, ``n^-2 sum_j |w_j - w_a|^2``.
+        eigenvalues: the largest of C, descending; as many as were asked for.
+    """
+
+    consensus_distance: float
+    trace: float
+    eigenvalues: tuple[float, ...]
+
+
+def dynamics(
+    products: Tensor, lr: float, hessian_squares: float | None, num_learners: int, full_gradient: str
+) -> Dynamics:
+    """From the inner products ``[3, 3]`` of g_a, k and g (float64), and ``1/n sum_j |H (w_j - w_a)|^2``."""
+    (aa, ak, ag), (_, kk, kg), (_, _, gg) = products.tolist()
+    square = lr * lr
+    effective = lr * ag / gg if gg > 0 else float("nan")
+    return Dynamics(
+        lr=lr,
+        effective_lr=effective,
+        noise=square * aa - effective * effective * gg,
+        ssgd_noise=square * (kk - kg * kg / gg) if gg > 0 else float("nan"),
+        landscape_noise=square * max(0.0, aa - 2 * ak + kk),
+        hessian_noise=None if hessian_squares is None else square * hessian_squares / num_learners,
+        grad_squared=gg,
+        mean_grad_squared=aa,
+        full_gradient=full_gradient,
+    )
+
+
+def covariance_products(weights_LP: Tensor, mean_P: Tensor, comm: Communicator) -> Tensor:
+    """Inner products float64 ``[n, n]`` of all learners' ways from the mean, alike on every rank. Collective.
+
+    Every rank receives all rows, GATHERED columns at a time.
+    """
+    products = torch.zeros(comm.num_learners, comm.num_learners, dtype=torch.float64, device=weights_LP.device)
+    for begin in range(0, weights_LP.shape[1], GATHERED):
+        rows = comm.gather(weights_LP[:, begin : begin + GATHERED].contiguous())
+        origin = mean_P[begin : begin + GATHERED]
+        products += noise_sums(list(rows.unbind()), [0, len(origin)], origin)[0]
+    return products
+
+
+def directions(weights_LP: Tensor, mean_P: Tensor, comm: Communicator, num: int) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues ``[K]`` of C, descending, and their unit directions ``[K, P]``. Collective.
+
+    C has the nonzero eigenvalues of the learners' inner products over n^2; an eigenvector u of those gives the
+    direction ``sum_j u_j (w_j - w_a)``. A direction that C does not have is zero.
+    """
+    n = comm.num_learners
+    products = covariance_products(weights_LP, mean_P, comm)
+    values, vectors = torch.linalg.eigh(products)
+    values, vectors = values.flip(0)[:num].clamp_min(0.0), vectors.flip(1)[:, :num]
+    ways_LP = weights_LP - mean_P
+    result = ways_LP.new_zeros((len(values), ways_LP.shape[1]))
+    for k, (value, vector) in enumerate(zip(values.tolist(), vectors.T, strict=True)):
+        if value <= 0.0:
+            continue
+        share = vector[list(comm.learners)].to(ways_LP) * n
+        rows_LP = share[:, None] * ways_LP
+        comm.average_(rows_LP).wait()
+        result[k] = rows_LP[0] / rows_LP[0].norm().clamp_min(torch.finfo(rows_LP.dtype).tiny)
+    return values / n**2, result

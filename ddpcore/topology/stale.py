@@ -1,0 +1,36 @@
+"""Whether averages that arrive a step late still bring learners together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddpcore.topology.base import Topology
+from ddpcore.topology.spectrum import is_symmetric
+
+MOST_CHECKED = 256  # learners: the eigenvalues of a dense matrix of twice as many rows
+
+
+def check_stale(topology: Topology, num_learners: int) -> None:
+    """ValueError where ``w(t+1) = w(t) + 1/2 (W(t-1) - I) w(t-1)`` does not shrink what differs from the mean.
+
+    A symmetric W always does: of an eigenvalue l, differences go as the roots of ``z^2 - z + (1-l)/2``, which lie
+    inside the unit circle for l in (-1, 1). Another W is checked over its period, up to 256 learners.
+    """
+    period = topology.period(num_learners)
+    if period is None or num_learners > MOST_CHECKED:
+        return
+    matrices = [topology.sparse_matrix(step, num_learners) for step in range(period)]
+    if all(map(is_symmetric, matrices)):
+        return
+    identity, none = np.eye(num_learners), np.zeros((num_learners, num_learners))
+    differences = np.kron(np.eye(2), identity - 1 / num_learners)
+    product = differences
+    for mixing in matrices:
+        late = (mixing.toarray() - identity) / 2
+        product = np.block([[identity, late], [identity, none]]) @ product
+    radius = float(abs(np.linalg.eigvals(differences @ product)).max())
+    if radius >= 1:
+        raise ValueError(
+            f"{topology!r} of {num_learners} learners with staleness 1 drives them apart (spectral radius "
+            f"{radius:.3g} over {period} steps): take staleness 0, or a symmetric topology"
+        )

@@ -1,0 +1,220 @@
+"""``python -m ddpcore.bench buckets``: sizes, rows, what it recommends, refuses and writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpcore import launch, models
+from ddpcore.bench import __main__ as bench
+from ddpcore.bench import buckets, comm
+from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of, size_of
+from ddpcore.report import plot
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+MiB = 2**20
+ROW = {
+    "strategy", "bucket_mb", "same_buckets_mb", "num_buckets", "bucket_bytes", "step_ms", "comm_ms", "exposed_comm_ms",
+    "overlap_pct", "peak_memory_mb",
+}  # fmt: skip
+
+
+def seen(bucket_mb: float, seconds: list[float], *, strategy: str = "ssgd", also: tuple[float, ...] = ()) -> dict:
+    return {
+        "strategy": strategy,
+        "bucket_mb": bucket_mb,
+        "also": list(also),
+        "bucket_bytes": [MiB, 2 * MiB],
+        "step_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0},
+        "comm_ms": 4.0,
+        "round_seconds": seconds,
+        "peak_memory_mb": None,
+    }
+
+
+def test_sizes() -> None:
+    assert [size_of(name) for name in ("0.25", "25", "one")] == [0.25, 25.0, math.inf]
+    assert BucketsConfig(bucket_mb=("one", "5", "1")).all_sizes() == [1, 5, 25, math.inf], "the default takes part"
+    assert BucketsConfig().all_sizes() == [0.25, 1, 5, 10, 25, 50, 100, math.inf]
+    for name in ("0", "-1", "inf", "nan", "all", ""):
+        with pytest.raises(ValueError, match="--bucket-mb"):
+            size_of(name)
+
+
+def test_a_margin_beyond_noise_is_recommended() -> None:
+    """The machine slows down by half from round to round: a paired difference does not mind."""
+    default = [1.0, 1.5, 2.0, 2.5, 3.0]
+    fast = [second - 0.5 for second in default]
+    found = recommend("ssgd", [seen(1, fast), seen(25, default), seen(5, [0.0] * 5, strategy="ddp")])
+    assert found == {
+        "strategy": "ssgd",
+        "bucket_mb": 1,
+        "fastest_mb": 1,
+        "default_mb": 25.0,
+        "margin_pct": 25.0,
+        "noise_pct": 0.0,
+        "beyond_noise": True,
+        "rounds": 5,
+    }
+
+
+def test_a_margin_within_noise_is_not() -> None:
+    """Faster by 10 % in the median, and slower by as much in some rounds."""
+    default = [1.0] * 5
+    found = recommend("ssgd", [seen(1, [0.9, 1.1, 0.9, 1.1, 0.8]), seen(25, default)])
+    assert found["margin_pct"] == pytest.approx(10)
+    assert found["noise_pct"] == pytest.approx(22), "linear between 10 and 20 %, and -10 %"
+    assert (found["bucket_mb"], found["fastest_mb"], found["beyond_noise"]) == (25.0, 1, False)
+
+
+def test_the_default_can_be_the_fastest_under_another_name() -> None:
+    """A small model: 25 MiB builds what 5 MiB has built."""
+    found = recommend("ssgd", [seen(1, [2.0] * 3), seen(5, [1.0] * 3, also=(10, 25))])
+    assert (found["bucket_mb"], found["fastest_mb"], found["margin_pct"]) == (25.0, 25.0, 0.0)
+    assert not found["beyond_noise"]
+
+
+def test_rows() -> None:
+    """Two steps a turn: 1, 2 and 4 ms of communication show a step, in the median 2 of 4."""
+    row = row_of(seen(5, [0.012, 0.014, 0.018], also=(10, math.inf)), [0.010, 0.010, 0.010], 2)
+    assert set(row) == ROW
+    assert row["exposed_comm_ms"] == pytest.approx(2)
+    assert row["overlap_pct"] == pytest.approx(50)
+    assert (row["num_buckets"], row["same_buckets_mb"]) == (2, [10, math.inf])
+    assert row_of(seen(5, [0.008]), [0.010], 2)["exposed_comm_ms"] == 0.0, "never negative"
+
+
+def test_overlap() -> None:
+    assert [overlap_pct(4, exposed) for exposed in (0, 1, 4, 9)] == [100, 75, 0, 0]
+    assert overlap_pct(0, 0) == 100, "one rank has nothing to hide"
+
+
+REFUSED = [
+    ("--strategies dpsgd", "unknown strategy with buckets 'dpsgd': choose from ddp, ssgd, noisy_ssgd"),
+    ("--strategies ssgd,ssgd", "--strategies names one twice"),
+    ("--bucket-mb 0", "'0' is no size"),
+    ("--bucket-mb 1,x", "'x' is no size"),
+    ("--bucket-mb 1,1.0", "--bucket-mb names one twice"),
+    ("--rounds 0", "--rounds is 0"),
+    ("--steps 0", "--steps is 0"),
+    ("--world-size 0", "--world-size is 0"),
+    ("--batch-size 3", "batch size 3"),
+    ("--model vgg", "unknown --model 'vgg'"),
+    ("--transport tcp", "unknown --transport 'tcp'"),
+    ("--transport ipc", "--transport ipc is for ranks on cuda"),
+    ("--device cuda", "--device cuda"),
+    ("--json nowhere/out.json", "--json: the folder"),
+    ("--plot nowhere/out.png", "--plot: the folder"),
+    ("--plot out.jpg", "ends in neither .png nor .svg"),
+    ("--topology ring", "--topology"),
+]
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "run", lambda *args, **more: pytest.fail("a command that cannot run was started"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(plot, "Figure", object)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refused(line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on standard error, exit code 2, nothing written, nothing started."""
+    assert bench.main(["buckets", *line.split()]) == 2
+    out, errors = capsys.readouterr()
+    assert not out
+    assert errors.count("\n") == 1
+    assert errors.startswith("ddpcore.bench buckets: ")
+    assert says in errors
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(plot, "Figure", None)
+    assert bench.main(["buckets", "--plot", "out.png"]) == 2
+    assert "pip install 'ddpcore[plot]'" in capsys.readouterr().err
+    monkeypatch.setattr(buckets, "free_memory", lambda device: 1e6)
+    assert bench.main(["buckets"]) == 2
+    assert "name fewer sizes with --bucket-mb" in capsys.readouterr().err
+    assert bench.main(["predict"]) == 2
+    assert "name fewer --topology or --bucket-mb" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize("command", ["buckets", "comm", "predict"])
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (launch.RankFailed("rank 1 failed"), 1)])
+def test_exit_codes(command: str, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **more: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "run", fail)
+    for module in (buckets, comm):  # whatever else runs on this machine
+        monkeypatch.setattr(module, "free_memory", lambda device: math.inf)
+    assert bench.main([command]) == code
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize("command", ["buckets", "comm", "predict"])
+def test_a_rank_of_torchrun_names_itself(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert bench.main([command, "--world-size", "0"]) == 2
+    assert capsys.readouterr().err == f"ddpcore.bench {command}, rank 1: --world-size is 0: it must be at least 1\n"
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """What was built is reported, and what would be built again is not repeated."""
+    line = "buckets --world-size 2 --model lenet5 --bucket-mb 0.05,10,one --batch-size 8 --rounds 2 --steps 1"
+    environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "ddpcore.bench", *line.split(), "--json", "out.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result) == {
+        "environment", "model", "world_size", "batch_size", "rounds", "rows", "recommended",
+    }  # fmt: skip
+    numel = sum(parameter.numel() for parameter in models.build("lenet5").parameters())
+    rows: dict[str, list[dict[str, Any]]] = {"ddp": [], "ssgd": []}
+    for row in result["rows"]:
+        assert set(row) == ROW
+        assert len(row["bucket_bytes"]) == row["num_buckets"]
+        assert row["comm_ms"] > 0
+        assert row["exposed_comm_ms"] >= 0
+        assert 0 <= row["overlap_pct"] <= 100
+        rows[row["strategy"]].append(row)
+    for row in rows["ddp"]:
+        assert sum(row["bucket_bytes"]) == 4 * numel
+    for row in rows["ssgd"]:
+        assert 4 * numel <= sum(row["bucket_bytes"]) < 4 * (numel + 16 * 20), "with padding"
+        assert all(size % 64 == 0 for size in row["bucket_bytes"])
+    for found in rows.values():
+        small, *large = found
+        assert small["bucket_mb"] == 0.05
+        assert small["num_buckets"] > 1
+        assert max(small["bucket_bytes"]) <= 0.05 * MiB or small["strategy"] == "ddp", "DDP splits no parameter"
+        assert [(row["bucket_mb"], row["same_buckets_mb"], row["num_buckets"]) for row in large] == [
+            (10, [25, None], 1)
+        ], "beyond the model all sizes are one bucket"
+    assert done.stdout.splitlines()[-1].startswith("recommended: ddp ")
+    assert len(result["environment"]["notes"]) == 2
+    assert result["environment"]["notes"][0] in done.stdout
+    assert [one["strategy"] for one in result["recommended"]] == ["ddp", "ssgd"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out.json"}

@@ -1,0 +1,145 @@
+"""``python -m ddpcore.bench comm``: sizes, expected values, columns, and small runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpcore import launch, topology
+from ddpcore.bench import __main__ as bench
+from ddpcore.bench import comm
+from ddpcore.bench.comm import OPERATIONS, Operation, num_wrong, pieces, row_of, sizes
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+KiB, MiB = 2**10, 2**20
+ROW = {
+    "op", "transport", "size_bytes", "count", "type", "time_us", "algbw_gb_per_s", "busbw_gb_per_s", "num_wrong",
+    "repeats",
+}  # fmt: skip
+
+
+def test_sizes() -> None:
+    assert sizes(256) == [32 * KiB, 256 * KiB, 2 * MiB, 16 * MiB, 128 * MiB, 256 * MiB]
+    assert sizes(2) == [32 * KiB, 256 * KiB, 2 * MiB]
+    assert sizes(1 / 32) == [32 * KiB]
+
+
+def test_wrong_elements_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every piece; values in the wrong place are wrong too."""
+    monkeypatch.setattr(comm, "PIECE", 1000)
+    row = torch.empty(2600)
+    for piece, values in pieces(row):
+        piece.copy_(values + 3)
+    assert torch.equal(row, torch.arange(2600) % 251 + 3.0)
+    assert num_wrong(row, 3) == 0
+    assert num_wrong(row, 2) == 2600
+    assert num_wrong(row.roll(1), 3) == 2600
+    row[[0, 999, 1000, 2599]] += 0.5
+    row[5] = torch.nan
+    assert num_wrong(row, 3) == 5
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+def test_what_is_expected(world_size: int) -> None:
+    """The rows of W times the ranks; the neighbours themselves; the mean of all."""
+    numbers = torch.arange(world_size, dtype=torch.float64)
+    ring, pair = topology.Ring(), topology.RandomPair(seed=0)
+    for rank in range(world_size):
+        assert Operation("all-reduce").offsets(rank, world_size, 0) == [numbers.mean().item()]
+        for graph in (ring, pair):
+            for step in range(3):
+                row = torch.as_tensor(graph.matrix(step, world_size), dtype=torch.float64)[rank]
+                (mixed,) = Operation("mix", graph, mixes=True).offsets(rank, world_size, step)
+                assert mixed == pytest.approx(float(row @ numbers))
+                others = [k for k in range(world_size) if k != rank and row[k] != 0]
+                assert sorted(Operation("exchange", graph).offsets(rank, world_size, step)) == others
+
+
+def test_rows() -> None:
+    """One hundred repeats of a second, and one of two: nccl-tests' bus bandwidth of four ranks is 3/2 of the other."""
+    shape = torch.empty(1, 2**20)
+    lane: Any = SimpleNamespace(transport="pg", rows=shape, comm=SimpleNamespace(num_learners=4))
+    row = row_of(OPERATIONS[0], lane, [1.0] * 100 + [2.0], 7)
+    assert set(row) == ROW
+    assert (row["size_bytes"], row["count"], row["type"], row["num_wrong"]) == (4 * MiB, MiB, "float", 7)
+    assert row["repeats"] == 101
+    assert row["time_us"] == {"p50": 1e6, "p99": 1e6}
+    assert row["algbw_gb_per_s"] == pytest.approx(4 * MiB / 1e9)
+    assert row["busbw_gb_per_s"] == pytest.approx(1.5 * 4 * MiB / 1e9)
+    assert row_of(OPERATIONS[0], lane, [1.0, 2.0], 0)["time_us"]["p99"] == pytest.approx(1.99e6)
+    assert [operation.bus_factor(4) for operation in OPERATIONS] == [1.5, 1, 2, 1, 2]
+    assert [operation.bus_factor(3) for operation in OPERATIONS][1:3] == [1, 2], "the idle one does not count"
+
+
+REFUSED = [
+    ("--world-size 1", "nobody to talk to"),
+    ("--world-size -1", "--world-size is -1"),
+    ("--max-mib 0", "--max-mib is 0"),
+    ("--max-mib 0.001", "--max-mib is 0.001: it must be at least 0.03125"),
+    ("--max-mib inf", "--max-mib is inf"),
+    ("--max-mib 100000000", "GB are free: take --max-mib"),
+    ("--seconds 0", "--seconds is 0"),
+    ("--transport auto", "unknown transport 'auto': choose from shm, ipc, pg"),
+    ("--transport pg,pg", "--transport names one twice"),
+    ("--transport ipc", "--transport ipc is for ranks on cuda"),
+    ("--device tpu", "unknown --device 'tpu'"),
+    ("--json nowhere/out.json", "does not exist"),
+    ("--model mlp", "--model"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refused(
+    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "run", lambda *args, **more: pytest.fail("a command that cannot run was started"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert bench.main(["comm", *line.split()]) == 2
+    out, errors = capsys.readouterr()
+    assert not out
+    assert errors.count("\n") == 1
+    assert errors.startswith("ddpcore.bench comm: ")
+    assert says in errors
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "launcher", [["-m"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]]
+)
+def test_two_ranks(launcher: list[str], tmp_path: Path) -> None:
+    """Alone and under torchrun: every operation over both transports, and nothing wrong arrives."""
+    line = "comm --max-mib 0.25 --seconds 0.01 --json out.json" + (" --world-size 2" if launcher == ["-m"] else "")
+    environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, "ddpcore.bench", *line.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result) == {"environment", "world_size", "rows"}
+    assert result["world_size"] == 2
+    expected = {
+        (operation.name, transport, size)
+        for operation in OPERATIONS
+        for transport in ("shm", "pg")
+        for size in (32 * KiB, 256 * KiB)
+    }
+    assert {(row["op"], row["transport"], row["size_bytes"]) for row in result["rows"]} == expected
+    assert len(result["rows"]) == len(expected)
+    for row in result["rows"]:
+        assert set(row) == ROW
+        assert row["num_wrong"] == 0
+        assert row["repeats"] >= comm.FEWEST
+        assert 0 < row["time_us"]["p50"] <= row["time_us"]["p99"]
+    for column in ("algbw GB/s", "busbw GB/s", "#wrong", "exchange ring"):
+        assert column in done.stdout

@@ -1,0 +1,38 @@
+"""Where a step spends its time, on one learner."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from ddpcore import data, models
+from ddpcore.bench import contender
+from ddpcore.bench.config import BenchConfig, resolve
+from ddpcore.bench.phases import Phases
+from ddpcore.launch import World
+
+
+def test_every_gradient_arrives_between_forward_and_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = models.spec("lenet5")
+    plan = resolve(BenchConfig(model="lenet5", batch_size=8, device="cpu"), world_size=1, num_gpus=0)
+    dataset = data.build("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
+    one = contender.build(contender.COMPUTE, plan, World(), dataset)
+    phases = Phases(one)
+    clock = count()
+    monkeypatch.setattr(phases, "_now", lambda: float(next(clock)))  # each look at it takes a second
+    with phases.watching():
+        for _ in range(3):
+            phases.step()
+    assert one.trainer is not None
+    one.trainer.step()  # no longer watched
+    parameters = list(one.trainer.handle.model.parameters())
+    assert next(clock) == 3 * (4 + len(parameters))
+    compute = phases.compute(3.0 + len(parameters), cpu=3.0)
+    assert (compute.forward, compute.update, compute.cpu) == (1, 1, 3)
+    assert compute.backward == len(parameters) + 1
+    assert [share for _, share in compute.arrivals] == [
+        pytest.approx(number / (len(parameters) + 1)) for number in range(1, len(parameters) + 1)
+    ]
+    assert sorted(numel for numel, _ in compute.arrivals) == sorted(parameter.numel() for parameter in parameters)
+    assert compute.arrivals[0][0] in {parameter.numel() for parameter in parameters[-2:]}, "the last layer comes first"

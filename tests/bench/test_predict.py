@@ -1,0 +1,119 @@
+"""``python -m ddpcore.bench predict``: transfers to predictions, refusals, and a small run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpcore import launch
+from ddpcore.bench import __main__ as bench
+from ddpcore.bench.predict import PredictConfig, predict
+from ddpcore.bench.step_model import Compute, Machine, Transfer
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+COMPUTE = Compute(forward=2.0, backward=4.0, update=1.0, cpu=0.0, arrivals=((300, 0.5), (100, 1.0)))
+MACHINE = Machine(cores=2, background=True)
+ROW = {
+    "strategy", "topology", "bucket_mb", "num_buckets", "transport", "comm_ms", "predicted_ms", "measured_ms",
+    "error_pct",
+}  # fmt: skip
+
+
+def parts(*seconds: float) -> list[Transfer]:
+    return [Transfer(seconds=one) for one in seconds]
+
+
+def test_averages_under_way_together_share_their_time() -> None:
+    """3 and 1 s in turn, 2 s together: 1.5 s from half of the backward pass on, 0.5 s from its end on."""
+    assert predict("ssgd", COMPUTE, parts(3, 1, 2), [300, 100], 4, MACHINE) == pytest.approx(7.5)
+    assert predict("ssgd", COMPUTE, parts(0, 0, 0), [300, 100], 4, MACHINE) == pytest.approx(7)
+
+
+def test_the_mix_is_what_it_adds_to_the_exchange() -> None:
+    assert predict("dpsgd", COMPUTE, parts(5, 5.5), [], 4, MACHINE) == pytest.approx(7.5)
+    assert predict("dpsgd", COMPUTE, parts(5, 4.5), [], 4, MACHINE) == pytest.approx(7), "noise is no gain"
+
+
+def test_local_sgd_pays_once_a_period() -> None:
+    assert predict("local_sgd", COMPUTE, parts(2), [], 4, MACHINE) == pytest.approx(7.5)
+
+
+def test_one_bench_a_topology_and_transport() -> None:
+    benches = PredictConfig(topology=("ring", "star"), transport=("shm", "pg")).benches()
+    assert [(one.transport, one.topology) for one in benches] == [
+        ("shm", "ring"), ("shm", "star"), ("pg", "ring"), ("pg", "star"),
+    ]  # fmt: skip
+
+
+REFUSED = [
+    ("--strategies ddp", "unknown strategy to predict 'ddp'"),
+    ("--topology moebius", "unknown topology 'moebius'"),
+    ("--topology hypercube --world-size 6 --batch-size 12", "6 learners are no power of two"),
+    ("--transport ipc", "--transport ipc is for ranks on cuda"),
+    ("--transport tcp", "unknown transport 'tcp'"),
+    ("--bucket-mb x", "'x' is no size"),
+    ("--bucket-mb 1,1", "names one twice"),
+    ("--rounds 0", "--rounds is 0"),
+    ("--period 0", "--period is 0"),
+    ("--batch-size 3", "batch size 3"),
+    ("--world-size 0", "--world-size is 0"),
+    ("--json nowhere/out.json", "does not exist"),
+    ("--steps 3", "--steps"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refused(
+    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "run", lambda *args, **more: pytest.fail("a command that cannot run was started"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert bench.main(["predict", *line.split()]) == 2
+    out, errors = capsys.readouterr()
+    assert not out
+    assert errors.count("\n") == 1
+    assert errors.startswith("ddpcore.bench predict: ")
+    assert says in errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """A row a strategy, bucket size, topology and transport; what has no topology has one row a transport."""
+    line = "predict --world-size 2 --model lenet5 --batch-size 8 --rounds 2 --period 2 --transport shm,pg"
+    line += " --bucket-mb 0.05,25 --topology ring,random_pair"
+    environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "ddpcore.bench", *line.split(), "--json", "out.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert set(result) == {"environment", "model", "world_size", "batch_size", "period", "compute_ms", "rows"}
+    cases = [(row["transport"], row["strategy"], row["topology"], row["bucket_mb"]) for row in result["rows"]]
+    assert sorted(cases, key=str) == sorted(
+        [
+            (transport, *case)
+            for transport in ("shm", "pg")
+            for case in (
+                ("ssgd", None, 0.05), ("ssgd", None, 25), ("dpsgd", "ring", None), ("dpsgd", "random_pair", None),
+                ("local_sgd", None, None),
+            )
+        ],
+        key=str,
+    )  # fmt: skip
+    for row in result["rows"]:
+        assert set(row) == ROW
+        assert row["predicted_ms"] > 0
+        assert row["measured_ms"]["p50"] > 0
+    lines = done.stdout.splitlines()
+    assert lines[-2].startswith("prediction error: median ")
+    assert lines[-1].startswith("will it pay: predicted ")
+    assert all(part > 0 for part in result["compute_ms"].values())

@@ -1,0 +1,47 @@
+"""``python -m ddpcore.bench stats``: its contenders, its refusals, and a small run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ddpcore.bench.__main__ import main
+from ddpcore.bench.stats import WATCHES, StatsConfig
+
+
+def test_a_run(tmp_path, capsys):
+    file = tmp_path / "stats.json"
+    words = "stats --backend virtual --model mlp --batch-size 4 --every 2 --blocks 2 --strategy dpsgd --json"
+    assert main([*words.split(), str(file)]) == 0
+    assert "a record every 2 steps" in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    rows = {row["statistics"]: row for row in result["rows"]}
+    assert list(rows) == list(WATCHES)
+    assert rows["off"]["num_records"] == rows["off again"]["num_records"] == 0
+    assert rows["free"]["num_records"] == rows["all"]["num_records"] > 1
+    assert all(row["step_ms"]["p50"] > 0 for row in rows.values())
+    assert rows["off"]["overhead_pct"]["p50"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--every 0", "--every is 0"),
+        ("--blocks 0", "--blocks is 0"),
+        ("--world-size 1", "needs two batches"),
+        ("--strategy push_sum", "unknown --strategy 'push_sum'"),
+        ("--model gpt", "unknown --model 'gpt'"),
+        ("--backend nccl", "unknown --backend 'nccl'"),
+        ("--json /", "is a folder"),
+    ],
+)
+def test_refusals(words, message, capsys):
+    assert main(["stats", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ddpcore.bench stats: ") and message in error and error.count("\n") == 1
+
+
+def test_defaults_are_those_of_the_goal():
+    config = StatsConfig()
+    assert (config.model, config.batch_size, config.every) == ("lenet5", 256, 50)

@@ -1,0 +1,88 @@
+"""Step times from parts, computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ddpcore.bench.step_model import (
+    Compute,
+    Machine,
+    Transfer,
+    cores_to_have,
+    dpsgd,
+    error_pct,
+    local_sgd,
+    ready_shares,
+    ssgd,
+)
+
+ARRIVALS = ((100, 0.25), (200, 0.5), (100, 1.0))
+COMPUTE = Compute(forward=2.0, backward=4.0, update=1.0, cpu=0.0, arrivals=ARRIVALS)
+BACKGROUND, BLOCKING = Machine(cores=2, background=True), Machine(cores=2, background=False)
+
+
+def transfers(*seconds: float, cpu: float = 0.0) -> list[Transfer]:
+    return [Transfer(seconds=one, cpu=cpu) for one in seconds]
+
+
+def test_buckets_are_ready_when_their_last_gradient_is() -> None:
+    assert ready_shares(ARRIVALS, [400]) == [1.0]
+    assert ready_shares(ARRIVALS, [100, 200, 100]) == [0.25, 0.5, 1.0]
+    assert ready_shares(ARRIVALS, [50, 50, 100, 200]) == [0.25, 0.25, 0.5, 1.0], "a parameter is there as a whole"
+    assert ready_shares(ARRIVALS, [101, 299]) == [0.5, 1.0]
+    assert ready_shares(ARRIVALS, [220, 220]) == [0.5, 1.0], "padding stretches all alike"
+    assert ready_shares(((1, 0.5), (1, 0.25)), [1, 1]) == [0.5, 0.5], "handed out in order, never before"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((0.5, 0.5, 0.5), 7.5),  # the last starts with the end of backward, at 6
+        ((1.5, 2.5, 1.0), 9.0),  # ready at 3 and 4: they end at 4.5 and 7, so the last is late
+        ((0.1, 0.1, 0.0), 7.0),  # all hidden
+    ],
+)
+def test_ssgd_in_the_background(seconds: tuple[float, ...], expected: float) -> None:
+    assert ssgd(COMPUTE, transfers(*seconds), [100, 200, 100], BACKGROUND) == pytest.approx(expected)
+
+
+def test_ssgd_that_ranks_do_themselves_hides_nothing() -> None:
+    assert ssgd(COMPUTE, transfers(0.5, 0.5, 0.5), [100, 200, 100], BLOCKING) == pytest.approx(8.5)
+
+
+def test_dpsgd() -> None:
+    (mix,) = transfers(0.25)
+    for seconds, expected in ((5.0, 7.25), (6.0, 7.25), (9.0, 10.25)):
+        assert dpsgd(COMPUTE, Transfer(seconds=seconds), mix, BACKGROUND) == pytest.approx(expected)
+        assert dpsgd(COMPUTE, Transfer(seconds=seconds), mix, BLOCKING) == pytest.approx(7.25 + seconds)
+
+
+def test_local_sgd() -> None:
+    assert local_sgd(COMPUTE, Transfer(seconds=8.0), 4, BACKGROUND) == pytest.approx(9.0)
+
+
+def test_work_over_cores_is_a_bound() -> None:
+    """Four ranks of 7 seconds on two cores: 14 is what they take alone, and any transfer adds its own work."""
+    busy = Compute(forward=4.0, backward=8.0, update=2.0, cpu=28.0, arrivals=ARRIVALS)
+    assert ssgd(busy, transfers(0.5, 0.5, 0.5, cpu=1.0), [100, 200, 100], BACKGROUND) == pytest.approx(15.5)
+    assert dpsgd(busy, Transfer(seconds=3.0, cpu=5.0), Transfer(seconds=0.0), BACKGROUND) == pytest.approx(16.5)
+    assert local_sgd(busy, Transfer(seconds=1.0, cpu=8.0), 4, BACKGROUND) == pytest.approx(15.0)
+    free = Machine(cores=math.inf, background=True)
+    assert dpsgd(busy, Transfer(seconds=3.0, cpu=5.0), Transfer(seconds=0.0), free) == pytest.approx(14.0)
+
+
+def test_cores_to_have() -> None:
+    """A step of 7 seconds that took 7 of the processors: one core is left to ranks that would fill four."""
+    busy = Compute(forward=2.0, backward=4.0, update=1.0, cpu=7.0)
+    assert cores_to_have(busy, 4, 4) == 1.0
+    assert cores_to_have(busy, 4, 3) == 4, "ranks leave a core alone: it is theirs to have"
+    assert cores_to_have(Compute(forward=1.0, backward=1.0, update=0.0, cpu=9.0), 4, 8) == 4, "no more than there are"
+    assert cores_to_have(COMPUTE, 4, 4) == 4
+
+
+def test_error() -> None:
+    assert error_pct(1.1, 1.0) == pytest.approx(10)
+    assert error_pct(0.5, 1.0) == pytest.approx(-50)
+    assert math.isnan(error_pct(1.0, 0.0))
