@@ -62,18 +62,18 @@ class Distributed:
             raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
         model = self._copy(batch_norm)
         if batches is not None:
-            recalibrate(model, batches)
-            self._share_buffers(model)
+            recalibrate(model, batches, self.comm)
         return model
 
+    @torch.no_grad()
     def _copy(self, batch_norm: str) -> nn.Module:
         inner: nn.Module = self.model
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             inner = self.model.module
-        return copy.deepcopy(inner)
-
-    def _share_buffers(self, model: nn.Module) -> None:
-        """Bring what ranks found apart together."""
+        model = copy.deepcopy(inner)
+        if batch_norm != "local":
+            average_buffers(model, self.comm)
+        return model
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the states of model, optimizer and random numbers."""
@@ -162,11 +162,6 @@ class Engine(Distributed):
         for module in model.modules():
             module._forward_pre_hooks.pop(self._forward_hook.id, None)
         return model
-
-    @torch.no_grad()
-    def _share_buffers(self, model: nn.Module) -> None:
-        if len(self.comm.learners) < self.comm.num_learners:  # else one process has seen all batches
-            average_buffers(model, self.learner)
 
     def state_dict(self) -> dict[str, Any]:
         """See :class:`Distributed`: the step, the layout of the flat buffer, and the strategy's state.

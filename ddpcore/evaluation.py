@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpcore.comm.base import Communicator
 from ddpcore.learner import Learner
 from ddpcore.stacked import StackedModel, single_model
 
@@ -39,7 +40,7 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
         if name in views:
             parameter.data = views[name].clone()
     if batch_norm != "local":
-        average_buffers(result, learner)
+        average_buffers(result, comm)
     return result
 
 
@@ -52,36 +53,43 @@ def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
     return rows[0].view(stack.shape[1:])
 
 
-def average_buffers(model: nn.Module, learner: Learner) -> None:
+def average_buffers(model: nn.Module, comm: Communicator) -> None:
     """Floating-point buffers become their mean over the ranks. Collective."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            rows = row_of(buffer).repeat(len(learner.comm.learners), 1)  # alike for all learners of a rank
-            learner.comm.average_(rows).wait()
+            rows = row_of(buffer).repeat(len(comm.learners), 1)  # alike for all learners of a rank
+            comm.average_(rows).wait()
             buffer.data = rows[0].view(buffer.shape)
 
 
 @torch.no_grad()
-def recalibrate(model: nn.Module, batches: Iterable[Any]) -> None:
-    """Running statistics of batch normalisation anew: their plain mean over the batches, in training mode.
+def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | None = None) -> None:
+    """Running statistics of batch normalisation anew: those of all batches of all ranks as one.
 
-    The statistics of averaged weights are not the average of the statistics (Izmailov et al. 2018, section 3.2).
+    The statistics of averaged weights are not the average of the statistics (Izmailov et al. 2018, section 3.2). Nor is
+    a variance the mean of the batches' variances: that of the batches' means belongs to it.
 
     Args:
         model: changed in place; its training mode is restored, also after an exception.
         batches: what the model takes, a tensor or a tuple of arguments; at least one.
+        comm: to the other ranks, which must call this too; None takes the batches of this one.
 
     Raises:
         ValueError: there is no batch.
     """
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     modes = {module: module.training for module in model.modules()}
-    momenta = [norm.momentum for norm in norms]
+    seen: dict[nn.Module, Tensor] = {}  # moments by layer
+
+    def look(norm: nn.Module, inputs: tuple[Tensor]) -> None:
+        moments = _moments(inputs[0])
+        seen[norm] = _of_union(torch.stack([seen[norm], moments])) if norm in seen else moments
+
+    handles = [norm.register_forward_pre_hook(look) for norm in norms]
     try:
         model.eval()
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # torch: a cumulative mean
             norm.train()
         count = 0
         for count, batch in enumerate(batches, start=1):  # noqa: B007
@@ -89,10 +97,44 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> None:
         if not count:
             raise ValueError("recalibrate needs at least one batch: pass batches= of training inputs")
     finally:
+        for handle in handles:
+            handle.remove()
         for module, training in modes.items():
             module.training = training
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
+    for norm in norms:
+        _set_statistics(norm, seen.get(norm), comm)
+
+
+def _moments(inputs: Tensor) -> Tensor:
+    """Of a batch ``[B, C, ...]``, float64 ``[1 + 2C]``: values a channel, their means, their squared deviations."""
+    values = inputs if inputs.dtype == torch.float64 else inputs.float()
+    dims = [dim for dim in range(values.dim()) if dim != 1]
+    variance, mean = torch.var_mean(values, dims, correction=0)
+    num = torch.full((1,), values.numel() / values.shape[1], dtype=torch.float64, device=values.device)
+    return torch.cat([num, mean.double(), num * variance.double()])
+
+
+def _of_union(parts: Tensor) -> Tensor:
+    """The moments of several sets ``[k, 1 + 2C]`` as one ``[1 + 2C]`` (Chan et al. 1979)."""
+    num_channels = parts.shape[1] // 2
+    nums, means, squares = parts.split([1, num_channels, num_channels], dim=1)
+    num = nums.sum(dim=0)
+    mean = (nums * means).sum(dim=0) / num.clamp(min=1)
+    return torch.cat([num, mean, (squares + nums * (means - mean).square()).sum(dim=0)])
+
+
+def _set_statistics(norm: _BatchNorm, moments: Tensor | None, comm: Communicator | None) -> None:
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    if moments is None:  # a layer that no batch of this rank has come to
+        moments = norm.running_mean.new_zeros(1 + 2 * norm.num_features, dtype=torch.float64)
+    if comm is not None:
+        rows = len(comm.learners)  # alike for all learners of a rank
+        moments = _of_union(comm.gather(moments.repeat(rows, 1))[::rows])
+    num, mean, squares = moments.split([1, norm.num_features, norm.num_features])
+    if num > 0:
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(squares / (num - 1).clamp(min=1))
 
 
 def row_of(buffer: Tensor) -> Tensor:

@@ -38,14 +38,30 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 def test_recalibrated_statistics_are_those_of_the_averaged_weights() -> None:
     model, handle = trained()
     before = snapshot(model)
-    inputs = [batches(seed) for seed in (10, 11, 12)]
+    inputs = [batches(seed)[: 8 - number] + number for number, seed in enumerate((10, 11, 12))]
     evaluation = handle.evaluation_model(batch_norm="recalibrate", batches=inputs)
-    hidden = [evaluation[0](batch) for batch in inputs]
-    torch.testing.assert_close(evaluation[1].running_mean, torch.stack([h.mean(0) for h in hidden]).mean(0))
-    torch.testing.assert_close(evaluation[1].running_var, torch.stack([h.var(0) for h in hidden]).mean(0))
+    hidden = torch.cat([evaluation[0](batch) for batch in inputs])
+    torch.testing.assert_close(evaluation[1].running_mean, hidden.mean(0))
+    torch.testing.assert_close(evaluation[1].running_var, hidden.var(0))
     assert evaluation[1].momentum == 0.3
     assert evaluation.training and evaluation[2].training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_recalibrated_images_and_layers_that_are_used_twice() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3)
+    model = nn.Sequential(norm, nn.Conv2d(3, 3, 3), norm, nn.BatchNorm2d(3, track_running_stats=False))
+    inputs = [torch.randn(num, 3, 6, 5) + num for num in (2, 5)]
+    seen: list[Tensor] = []
+    handle = norm.register_forward_pre_hook(lambda module, given: seen.append(given[0].transpose(0, 1).flatten(1)))
+    recalibrate(model, inputs)
+    handle.remove()
+    values = torch.cat(seen, dim=1)
+    assert len(seen) == 4
+    torch.testing.assert_close(norm.running_mean, values.mean(1))
+    torch.testing.assert_close(norm.running_var, values.var(1))
+    assert not norm._forward_pre_hooks
 
 
 def test_local_and_average() -> None:

@@ -85,6 +85,30 @@ def test_real_evaluation_model(seen: list[dict[str, Any]]) -> None:
         assert not torch.equal(first["mine"][name], second["mine"][name])
 
 
+def test_real_evaluation_model_of_ddp(seen: list[dict[str, Any]]) -> None:
+    first, second = (rank["ddp_batch_norm"] for rank in seen)
+    assert not torch.equal(first["mine"]["1.running_mean"], second["mine"]["1.running_mean"])
+    for rank in (first, second):
+        for name, value in rank["average"].items():
+            mean = (first["mine"][name] + second["mine"][name]) / 2 if value.is_floating_point() else value
+            torch.testing.assert_close(value, mean, rtol=1e-6, atol=1e-7)
+            assert torch.equal(value, first["average"][name])
+            assert torch.equal(rank["local"][name], rank["mine"][name])
+
+
+@pytest.mark.parametrize("name", ["ssgd", "ddp", "grid"])
+def test_real_recalibrated_statistics_are_those_of_all_batches(name: str, seen: list[dict[str, Any]]) -> None:
+    """As if one rank had seen the batches of all as one."""
+    ranks_seen = [rank[f"recalibrated_{name}"] for rank in seen]
+    batches = torch.cat([batch for rank in ranks_seen for batch in rank["batches"]])
+    for rank in ranks_seen:
+        state = rank["state"]
+        hidden = F.linear(batches, state["0.weight"], state["0.bias"])
+        torch.testing.assert_close(state["1.running_mean"], hidden.mean(0))
+        torch.testing.assert_close(state["1.running_var"], hidden.var(0))
+        assert torch.equal(state["1.running_var"], ranks_seen[0]["state"]["1.running_var"])
+
+
 def test_real_ssgd_is_torch_ddp(seen: list[dict[str, Any]]) -> None:
     """Two ranks: one addition, so the same bits as DistributedDataParallel up to where it divides."""
     for rank in seen:

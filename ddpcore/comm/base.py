@@ -31,7 +31,7 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """Neighbours' weights under way. They are used once, by one of the four methods.
+    """Neighbours' weights under way. They are used once, by one of the first four methods, or abandoned.
 
     ``mix_`` and ``mixture`` are for weights that were sent as they are and have not changed since. ``correct_`` and
     ``correction`` are for rows that were *published*: a copy of older weights, or what a codec made of them.
@@ -65,8 +65,9 @@ class Exchange(ABC):
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
         """Wait, then hand over what makes a one-pass optimizer do so; None at once where only ``correct_`` will do."""
 
+    @abstractmethod
     def abandon(self) -> None:
-        """STUB"""
+        """Use nothing of it, and free its buffers, after a wait if they are written to. Every rank calls this alike."""
 
 
 def correction(plan: Round, own: Tensor, peers: Sequence[Tensor], factor: float) -> Mixture:
@@ -99,8 +100,13 @@ class Communicator(ABC):
         """Overwrite the rows ``[L, x]`` of every learner with those of learner 0."""
 
     @abstractmethod
-    def average_(self, rows: Tensor) -> Work:
-        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. They must not change meanwhile."""
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. They must not change meanwhile.
+
+        Args:
+            rows: of the learners held here.
+            step: of training, for errors; over shared memory ranks that are at different steps are one.
+        """
 
     @abstractmethod
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
@@ -113,6 +119,16 @@ class Communicator(ABC):
     @abstractmethod
     def gather(self, values: Tensor) -> Tensor:
         """``[L, ...]`` of the held learners to ``[n, ...]`` of all, on every process."""
+
+
+def size_of(tensor: Tensor) -> str:
+    """For errors: ``5000 float32``."""
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def at(step: int | None) -> str:
+    """For errors: `` at step 3``, or nothing."""
+    return "" if step is None else f" at step {step}"
 
 
 # gloo's all-reduce goes round its ring twice. While messages are so small that the rounds and not the bytes cost time,

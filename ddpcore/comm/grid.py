@@ -16,11 +16,13 @@ from ddpcore.comm.base import (
     Done,
     Exchange,
     Work,
+    at,
     average_bytes,
     correction,
     is_small,
+    size_of,
 )
-from ddpcore.comm.process import default_group
+from ddpcore.comm.process import Call, default_group
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
@@ -49,22 +51,26 @@ class GridCommunicator(Communicator):
     def broadcast_(self, rows: Tensor) -> None:
         """See :class:`Communicator`."""
         first = rows[0].contiguous()
-        dist.broadcast(first, group=self.group, group_src=0)
+        with Call(self.group, f"the broadcast of {size_of(first)}"):
+            dist.broadcast(first, group=self.group, group_src=0)
         rows.copy_(first.expand_as(rows))
 
-    def average_(self, rows: Tensor) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """See :class:`Communicator`. Small rows are gathered and added in ascending order, as all virtual ones are."""
         num_bytes = rows[0].numel() * rows.element_size()
         if self.num_learners == 1:
             return Done()
         self.bytes_sent += average_bytes(num_bytes, self.num_learners)
+        call = Call(self.group, f"an average of {size_of(rows[0])}{at(step)}")
         if self._is_gloo and is_small(num_bytes, self.num_learners):
             everyone = rows.new_empty((self.num_ranks, self.num_rows, rows.shape[1]))
-            work = dist.all_gather(list(everyone), rows.contiguous(), group=self.group, async_op=True)
-            return _Mean(work, rows, everyone.flatten(0, 1), self.num_learners)
+            with call:
+                work = dist.all_gather(list(everyone), rows.contiguous(), group=self.group, async_op=True)
+            return _Mean(work, call, rows, everyone.flatten(0, 1), self.num_learners)
         total = _sum_of(rows)
-        work = dist.all_reduce(total, group=self.group, async_op=True)
-        return _Mean(work, rows, total[None], self.num_learners)
+        with call:
+            work = dist.all_reduce(total, group=self.group, async_op=True)
+        return _Mean(work, call, rows, total[None], self.num_learners)
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """See :class:`Communicator`."""
@@ -87,15 +93,19 @@ class GridCommunicator(Communicator):
             dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source // self.num_rows)
             for source, buffer in received.items()
         ]
-        works = dist.batch_isend_irecv(transfers) if transfers else []
+        peers = [to for to, _ in sends] + [source // self.num_rows for source in received]
+        call = Call(self.group, f"the exchange of {size_of(weights_LP[0])} at step {step}", peers)
+        with call:
+            works = dist.batch_isend_irecv(transfers) if transfers else []
         self.bytes_sent += len(sends) * weights_LP[0].numel() * weights_LP.element_size() // self.num_rows
         held = range(self.learners[0], self.learners[-1] + 1)
-        return _GridExchange(works, weights_LP, held, plans, received, lambda: self._places.discard(place))
+        return _GridExchange(works, call, weights_LP, held, plans, received, lambda: self._places.discard(place))
 
     def gather(self, values: Tensor) -> Tensor:
         """See :class:`Communicator`."""
         result = values.new_empty((self.num_learners, *values.shape[1:]))
-        dist.all_gather(list(result.split(self.num_rows)), values.contiguous(), group=self.group)
+        with Call(self.group, f"the gathering of {size_of(values)}"):
+            dist.all_gather(list(result.split(self.num_rows)), values.contiguous(), group=self.group)
         return result
 
     def _buffer(self, place: int, slot: int, like: Tensor) -> Tensor:
@@ -113,11 +123,12 @@ def _sum_of(rows: Tensor) -> Tensor:
 
 
 class _Mean(Work):
-    def __init__(self, work: dist.Work, rows: Tensor, terms: Tensor, num_learners: int) -> None:
-        self._work, self._rows, self._terms, self._num_learners = work, rows, terms, num_learners
+    def __init__(self, work: dist.Work, call: Call, rows: Tensor, terms: Tensor, num_learners: int) -> None:
+        self._work, self._call, self._rows, self._terms, self._num_learners = work, call, rows, terms, num_learners
 
     def wait(self) -> None:
-        self._work.wait()
+        with self._call:
+            self._work.wait()
         self._rows.copy_(_sum_of(self._terms).div_(self._num_learners))
 
 
@@ -125,14 +136,15 @@ class _GridExchange(Exchange):
     def __init__(
         self,
         works: Sequence[dist.Work],
+        call: Call,
         weights_LP: Tensor,
         held: range,
         plans: Sequence[Round],
         received: dict[int, Tensor],
         arrived: Callable[[], None],
     ) -> None:
-        self._works, self._weights_LP, self._held, self._plans = works, weights_LP, held, plans
-        self._received, self._arrived = received, arrived
+        self._works, self._call, self._arrived = works, call, arrived
+        self._weights_LP, self._held, self._plans, self._received = weights_LP, held, plans, received
 
     def mix_(self) -> Tensor:
         self._wait()
@@ -162,7 +174,11 @@ class _GridExchange(Exchange):
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
         return None
 
+    def abandon(self) -> None:
+        self._wait()
+
     def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with self._call:
+            for work in self._works:
+                work.wait()
         self._arrived()

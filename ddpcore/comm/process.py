@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 
 import torch
@@ -17,9 +18,11 @@ from ddpcore.comm.base import (
     Exchange,
     Work,
     all_reduce_bytes,
+    at,
     average_bytes,
     correction,
     is_small,
+    size_of,
 )
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
@@ -39,6 +42,29 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     chosen = dist.group.WORLD if group is None else group
     assert chosen is not None
     return chosen
+
+
+class Call(AbstractContextManager[None]):
+    """Gives errors of a process group a name: which call, on which rank, with whom. Can be entered several times.
+
+    Args:
+        group: the process group.
+        what: the call, such as ``the exchange of 5000 float32 at step 3``.
+        peers: ranks of the group that take part; None are all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, what: str, peers: Iterable[int] | None = None) -> None:
+        self._rank = dist.get_rank(group)
+        others = range(dist.get_world_size(group)) if peers is None else peers
+        self._what, self._peers = what, sorted({rank for rank in others if rank != self._rank})
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            why = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"{self._what} failed on rank {self._rank}: a rank of {self._peers} died, left, or did not come in "
+                f"time: see which rank failed first, and why ({why})"
+            ) from error
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -62,21 +88,26 @@ class ProcessGroupCommunicator(Communicator):
     def broadcast_(self, rows: Tensor) -> None:
         """See :class:`Communicator`."""
         if self.num_learners > 1:
-            dist.broadcast(rows, group=self.group, group_src=0)
+            with Call(self.group, f"the broadcast of {size_of(rows)}"):
+                dist.broadcast(rows, group=self.group, group_src=0)
 
-    def average_(self, rows: Tensor) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """See :class:`Communicator`. A sum, divided afterwards: not every gloo knows the average."""
         if self.num_learners == 1:
             return Done()
+        call = Call(self.group, f"an average of {size_of(rows)}{at(step)}")
         num_bytes = rows.numel() * rows.element_size()
         if self._is_gloo and is_small(num_bytes, self.num_learners):
             self.bytes_sent += average_bytes(num_bytes, self.num_learners)
             everyone = rows.new_empty((self.num_learners, rows.shape[1]))
-            return _SumOfAll(dist.all_gather(list(everyone), rows[0], group=self.group, async_op=True), rows, everyone)
+            with call:
+                work = dist.all_gather(list(everyone), rows[0], group=self.group, async_op=True)
+            return _SumOfAll(work, call, rows, everyone)
         self.bytes_sent += all_reduce_bytes(num_bytes, self.num_learners)
         # A learner has one row, so columns of it are one contiguous run.
-        work = dist.all_reduce(rows[0], group=self.group, async_op=True)
-        return _Average(work, rows, self.num_learners)
+        with call:
+            work = dist.all_reduce(rows[0], group=self.group, async_op=True)
+        return _Average(work, call, rows, self.num_learners)
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """See :class:`Communicator`. Sends go straight from the weights; one receive buffer a neighbour is kept."""
@@ -91,14 +122,18 @@ class ProcessGroupCommunicator(Communicator):
             dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer)
             for peer, buffer in zip(plan.sources, peers, strict=True)
         ]
-        works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
+        text = f"the exchange of {size_of(weights)} at step {step}"
+        call = Call(self.group, text, [*plan.sources, *plan.destinations])
+        with call:
+            works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
         self.bytes_sent += len(sends) * weights.numel() * weights.element_size()
-        return _PeerExchange(works, weights, plan, peers, lambda: self._places.discard(place))
+        return _PeerExchange(works, call, weights, plan, peers, lambda: self._places.discard(place))
 
     def gather(self, values: Tensor) -> Tensor:
         """See :class:`Communicator`."""
         result = values.new_empty((self.num_learners, *values.shape[1:]))
-        dist.all_gather(list(result.split(1)), values.contiguous(), group=self.group)
+        with Call(self.group, f"the gathering of {size_of(values)}"):
+            dist.all_gather(list(result.split(1)), values.contiguous(), group=self.group)
         return result
 
     def _buffer(self, place: int, slot: int, like: Tensor) -> Tensor:
@@ -110,20 +145,22 @@ class ProcessGroupCommunicator(Communicator):
 
 
 class _Average(Work):
-    def __init__(self, work: dist.Work, rows: Tensor, num_learners: int) -> None:
-        self._work, self._rows, self._num_learners = work, rows, num_learners
+    def __init__(self, work: dist.Work, call: Call, rows: Tensor, num_learners: int) -> None:
+        self._work, self._call, self._rows, self._num_learners = work, call, rows, num_learners
 
     def wait(self) -> None:
-        self._work.wait()
+        with self._call:
+            self._work.wait()
         self._rows.div_(self._num_learners)
 
 
 class _SumOfAll(Work):
-    def __init__(self, work: dist.Work, rows: Tensor, everyone: Tensor) -> None:
-        self._work, self._rows, self._everyone = work, rows, everyone
+    def __init__(self, work: dist.Work, call: Call, rows: Tensor, everyone: Tensor) -> None:
+        self._work, self._call, self._rows, self._everyone = work, call, rows, everyone
 
     def wait(self) -> None:
-        self._work.wait()
+        with self._call:
+            self._work.wait()
         total = self._everyone[0]
         for row in self._everyone[1:]:
             total += row
@@ -134,12 +171,14 @@ class _PeerExchange(Exchange):
     def __init__(
         self,
         works: Sequence[dist.Work],
+        call: Call,
         weights: Tensor,
         plan: Round,
         peers: Sequence[Tensor],
         arrived: Callable[[], None],
     ) -> None:
-        self._works, self._weights, self._plan, self._peers, self._arrived = works, weights, plan, peers, arrived
+        self._works, self._call, self._arrived = works, call, arrived
+        self._weights, self._plan, self._peers = weights, plan, peers
 
     def mix_(self) -> Tensor:
         mixture = self.mixture()
@@ -160,7 +199,11 @@ class _PeerExchange(Exchange):
             peers = [decode(source, peer) for source, peer in zip(self._plan.sources, peers, strict=True)]
         return correction(self._plan, published_LP[0], peers, factor)
 
+    def abandon(self) -> None:
+        self._wait()
+
     def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with self._call:
+            for work in self._works:
+                work.wait()
         self._arrived()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, all_reduce_bytes, correction
+from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, all_reduce_bytes, at, correction, size_of
 from ddpcore.comm.meeting import NUM_TEXTS, Meeting
 from ddpcore.comm.memory import Memory
 from ddpcore.ops import Mixture
@@ -95,14 +95,14 @@ class SegmentCommunicator(Communicator):
             if self.rank != 0:
                 piece.copy_(staged[0])
 
-    def average_(self, rows: Tensor) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """See :class:`Communicator`. Learners are added in ascending order. Of shared memory nothing waits here."""
         if self.num_learners == 1:
             return Done()
         self.bytes_sent += all_reduce_bytes(rows.numel() * rows.element_size(), self.num_learners)
         found = self._find(rows)
         if found is None:
-            for piece, staged in self._staged("average", rows):
+            for piece, staged in self._staged(f"average{at(step)}", rows):
                 total = staged[0].view(rows.dtype).clone()
                 for other in staged[1:]:
                     total += other.view(rows.dtype)
@@ -112,7 +112,7 @@ class SegmentCommunicator(Communicator):
             self.complete(self._pending[0].number)
         where, columns = found
         self._memory.publish()
-        number = self._meeting.arrive(f"an average of {_describe(rows)} {where}")
+        number = self._meeting.arrive(f"an average of {size_of(rows)}{at(step)} {where}")
         work = _Average(self, number, columns)
         self._pending.append(work)
         return work
@@ -126,7 +126,7 @@ class SegmentCommunicator(Communicator):
         if plan.destinations:
             snapshot.views[self.rank].copy_(weights)
         self._memory.publish()
-        number = self._meeting.arrive(f"the exchange of {_describe(weights)} at step {step}")
+        number = self._meeting.arrive(f"the exchange of {size_of(weights)} at step {step}")
         snapshot.readers = plan.destinations
         self.bytes_sent += len(plan.destinations) * weights.numel() * weights.element_size()
         return _InPlace(self, number, weights, plan, snapshot)
@@ -138,11 +138,10 @@ class SegmentCommunicator(Communicator):
         if found is None or not all(map(_has_at_most_a_partner, rounds)):  # on all ranks alike
             super().mix_(weights_LP, topology, step)
             return
-        if self._pending:
-            self.complete(self._pending[-1].number)
+        self._complete_all()
         where, columns = found
         self._memory.publish()
-        number = self._meeting.arrive(f"the average in pairs of {_describe(weights_LP)} at step {step} {where}")
+        number = self._meeting.arrive(f"the average in pairs of {size_of(weights_LP)} at step {step} {where}")
         partners = rounds[self.rank].sources
         for partner in partners:
             self.arrived([partner], number)
@@ -186,6 +185,10 @@ class SegmentCommunicator(Communicator):
 
     # --- parts -----------------------------------------------------------------------------------------------------
 
+    def _complete_all(self) -> None:
+        if self._pending:
+            self.complete(self._pending[-1].number)
+
     def _finished(self, number: int, ranks: Sequence[int] | None = None) -> None:
         ranks = self._meeting.others if ranks is None else ranks
         self._meeting.await_finished(number, ranks)
@@ -194,6 +197,7 @@ class SegmentCommunicator(Communicator):
 
     def _allocate(self, num_bytes: int) -> tuple[Tensor, list[Tensor | None]]:
         """A buffer of this rank, zeros, and those of all others. Collective."""
+        self._complete_all()  # to be through with this is to be through with all before
         num_bytes = max(num_bytes, 1)  # what is empty cannot be mapped
         own, handle = self._memory.allocate(num_bytes)
         number = self._meeting.arrive(f"the allocation of {num_bytes} bytes", handle)
@@ -255,14 +259,13 @@ class SegmentCommunicator(Communicator):
 
     def _staged(self, what: str, rows: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Piece by piece, as bytes: one's own, and the same of every rank in the staging area. Collective."""
-        if self._pending:
-            self.complete(self._pending[-1].number)
+        self._complete_all()
         own = rows.view(-1).view(torch.uint8)
         for piece in own.split(STAGING_BYTES) if len(own) else ():
             staged = [area[: len(piece)] for area in self._staging]
             staged[self.rank].copy_(piece)
             self._memory.publish()
-            number = self._meeting.arrive(f"a piece of {len(piece)} bytes of the {what} of {_describe(rows)}")
+            number = self._meeting.arrive(f"a piece of {len(piece)} bytes of the {what} of {size_of(rows)}")
             self.arrived(range(self.num_learners), number)
             yield piece, staged
             self._memory.publish()
@@ -300,6 +303,9 @@ class _InPlace(Exchange):
         if decode is not None:
             peers = [decode(source, peer) for source, peer in zip(self._plan.sources, peers, strict=True)]
         return correction(self._plan, published_LP[0], peers, factor)
+
+    def abandon(self) -> None:
+        self._snapshot.is_handed_out = True
 
     def _peers(self) -> list[Tensor]:
         self._comm.arrived(self._plan.sources, self._number)
@@ -340,7 +346,3 @@ def average_share_(columns: Sequence[Tensor], rank: int) -> None:
         total.div_(num_rows)
         for other in others:
             other.copy_(total)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"

@@ -32,7 +32,7 @@ class VirtualCommunicator(Communicator):
         """See :class:`Communicator`."""
         rows[1:].copy_(rows[0])
 
-    def average_(self, rows: Tensor) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """See :class:`Communicator`. Learners are added in ascending order."""
         if self.num_learners > 1:
             self.bytes_sent += average_bytes(rows[0].numel() * rows.element_size(), self.num_learners)
@@ -88,3 +88,6 @@ class _StackedExchange(Exchange):
 
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
         return None
+
+    def abandon(self) -> None:
+        return

@@ -25,12 +25,17 @@ class SSGD(Strategy):
         self._works: list[Work] = []
 
     def before_forward(self, learner: Learner) -> None:
-        """Forget what a backward pass that died has left."""
-        self._works.clear()
+        """Finish what a backward pass that died has left, and forget its gradients: ``.grad`` as by ``zero_grad``.
+
+        Its averages are under way on all ranks. They write to the buffer that the next gradients go to.
+        """
+        if self._works:
+            self.after_backward(learner)
+            learner.flat.grad_LP.zero_()
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """Start the average of the bucket."""
-        self._works.append(learner.comm.average_(columns))
+        self._works.append(learner.comm.average_(columns, learner.step))
 
     def after_backward(self, learner: Learner) -> None:
         """Wait for all of them."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.optim import FusedSGD
 
+RECALIBRATED = (("ssgd", ddpcore.SSGD, None), ("ddp", ddpcore.DDP, None), ("grid", ddpcore.SSGD, 2))
 SMALL = {"bucket_bytes": 128, "first_bucket_bytes": 64}
 
 
@@ -123,6 +124,31 @@ def batch_norm(rank: int, world_size: int) -> dict[str, Any]:
     return seen
 
 
+def ddp_batch_norm(rank: int, world_size: int) -> dict[str, Any]:
+    """What DDP has trained after a step, and the copies of it to evaluate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DDP())
+    inputs, labels = samples(16)
+    F.cross_entropy(handle.model(inputs.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
+    optimizer.step()
+    seen = {name: dict(handle.evaluation_model(name).state_dict()) for name in ("average", "local")}
+    return {**seen, "mine": dict(model.state_dict())}
+
+
+def recalibrated(rank: int, world_size: int, strategy: Any, learners: int | None) -> dict[str, Any]:
+    """Statistics of batches that lie far apart, of several sizes: three on rank 0 and one on rank 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    group = None if learners is None else dist.group.WORLD
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=learners, group=group)
+    batches = [samples(4 + number, 10 * rank + number)[0] + 3 * rank + number for number in range(1 if rank else 3)]
+    evaluation = handle.evaluation_model("recalibrate", batches)
+    return {"batches": batches, "state": dict(evaluation.state_dict())}
+
+
 def frozen(rank: int, world_size: int) -> dict[str, Any]:
     """A frozen first layer that is in the optimizer all the same; the gradients of the last layer are kept."""
     seen: dict[str, Any] = {}
@@ -218,6 +244,9 @@ def main() -> None:
         seen[f"unused_ssgd_{fused}"] = unused(rank, ddpcore.SSGD(), fused)
         seen[f"unused_dpsgd_{fused}"] = unused(rank, ddpcore.DPSGD(ddpcore.Complete()), fused)
     seen["batch_norm"] = batch_norm(rank, world_size)
+    seen["ddp_batch_norm"] = ddp_batch_norm(rank, world_size)
+    for name, strategy, learners in RECALIBRATED:
+        seen[f"recalibrated_{name}"] = recalibrated(rank, world_size, strategy(), learners)
     seen["frozen"] = frozen(rank, world_size)
     seen["reloaded"] = reloaded(rank, world_size)
     seen["odd_buffers"] = odd_buffers(rank, world_size)

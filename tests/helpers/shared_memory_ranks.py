@@ -317,10 +317,10 @@ def name_of(trial: tuple[Any, ...]) -> str:
     return "-".join([trial[0].__name__, *map(str, trial[1:])])
 
 
-def main() -> None:
+def main(trials: list[tuple[Any, ...]]) -> None:
     torch.set_num_threads(1)
-    torch.save({name_of(trial): run_trial(trial) for trial in TRIALS}, sys.argv[1])
+    torch.save({name_of(trial): run_trial(trial) for trial in trials}, sys.argv[1])
 
 
 if __name__ == "__main__":
-    main()
+    main(TRIALS)

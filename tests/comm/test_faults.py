@@ -1,0 +1,67 @@
+"""What goes wrong on one rank, or on all, in training: it does no harm, or is named. Trials: helpers/fault_ranks.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HELPERS = Path(__file__).parent.parent / "helpers"
+_spec = importlib.util.spec_from_file_location("ranks", HELPERS / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+sys.path.insert(0, str(HELPERS))
+trials = ranks.load("fault_ranks")
+sys.path.remove(str(HELPERS))
+
+Outcome = list[tuple[int, str]]  # of each rank: exit status, output
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    path = tmp_path_factory.mktemp("faults") / "outcomes.pt"
+    subprocess.run([sys.executable, HELPERS / "fault_ranks.py", path], env=ranks.environment(), check=True)
+    return torch.load(path)
+
+
+@pytest.fixture
+def outcome(outcomes: dict[str, Outcome]) -> Callable[..., Outcome]:
+    return lambda function, *arguments: outcomes["-".join([function.__name__, *map(str, arguments)])]
+
+
+def named(function: Any) -> list[Any]:
+    return [pytest.param(one, id="-".join(map(str, one[2:]))) for one in trials.TRIALS if one[0] is function]
+
+
+@pytest.mark.parametrize("trial", named(trials.backward_dies))
+def test_a_backward_pass_that_dies_leaves_nothing(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+    assert outcome(*trial) == [(0, "right\n")] * 2
+
+
+def test_a_step_that_one_rank_leaves_out_is_named(outcome: Callable[..., Outcome]) -> None:
+    for rank, (_, output) in enumerate(outcome(trials.backward_dies_on_one, 2)):
+        assert f"rank {1 - rank} came to operation" in output
+        assert "an average of 32 float32 at step 1 at byte 0" in output
+        assert "an average of 32 float32 at step 2 at byte 0" in output
+
+
+@pytest.mark.parametrize("trial", named(trials.abandons))
+def test_exchanges_that_are_abandoned_hold_nothing(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+    assert outcome(*trial) == [(0, "True\n")] * 2
+
+
+@pytest.mark.parametrize("trial", named(trials.dies))
+def test_a_call_of_a_process_group_that_fails_is_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+    """In one line: the call and its step, this rank, and those that it was made with."""
+    (status, output), lost = outcome(*trial)
+    assert lost == (-9, "")
+    assert status == 0
+    text = trials.DEATHS[trial[3]].format(step=2, rows=1000 if trial[2] == "grid" else 500)
+    assert output.startswith(f"RuntimeError: {text} failed on rank 0: a rank of [1] died, left")
+    assert output.count("\n") == 1

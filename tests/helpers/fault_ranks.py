@@ -1,0 +1,175 @@
+"""Ranks on which something goes wrong in training, over each transport: ``fault_ranks.py FILE``.
+
+Each function is a trial, as in ``shared_memory_ranks``, whose way of running them this takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shared_memory_ranks import main
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore.comm import GridCommunicator, ProcessGroupCommunicator, SharedMemoryCommunicator
+from ddpcore.optim import FusedSGD
+
+SMALL = {"bucket_bytes": 4096, "first_bucket_bytes": 4096}
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose backward pass dies while ``now`` says so."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Broken.now:
+            raise KeyError("the backward pass died")
+        return grad
+
+
+class Fragile(nn.Module):
+    """Several buckets, of which the last ones stand before the place that breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 600), nn.Linear(600, 600), nn.Linear(600, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(Broken.apply(torch.tanh(self.first(inputs))))))
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(inputs).square().mean()
+
+
+def die_in_backward(loss: Tensor) -> None:
+    Broken.now = True
+    try:
+        loss.backward()
+    except KeyError:
+        Broken.now = False
+
+
+def backward_dies(rank: int, transport: str, set_to_none: bool, late: str) -> None:
+    """On all ranks, with averages under way; rank 1 is late, and the next gradient is right all the same."""
+    torch.manual_seed(0)
+    model = Fragile()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), transport=transport, **SMALL)
+    loss_of(model, 0, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    die_in_backward(1000 * loss_of(model, 1, rank))
+    dist.barrier()
+    if rank == 1 and late == "zero_grad":
+        time.sleep(0.5)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    plain = copy.deepcopy(model)
+    loss = loss_of(model, 2, rank)
+    dist.barrier()
+    if rank == 1 and late == "backward":
+        time.sleep(0.5)
+    loss.backward()
+    plain.zero_grad()
+    sum(loss_of(plain, 2, other) for other in range(2)).div(2).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name)
+    print("right")
+
+
+def backward_dies_on_one(rank: int) -> None:
+    """Rank 1 leaves a step out, after its averages have begun: the others are a step ahead from there on."""
+    model = nn.Linear(5, 3)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), transport="shm")
+    for step in range(4):
+        inputs = torch.ones(2, 5, requires_grad=True)
+        outputs = model(Broken.apply(inputs)).square().mean()
+        if rank == 1 and step == 1:
+            die_in_backward(outputs)
+        else:
+            outputs.backward()
+            optimizer.step()
+
+
+def buffers_of(comm: Any) -> int:
+    """Sets of receive buffers, or snapshots."""
+    if isinstance(comm, SharedMemoryCommunicator):
+        return sum(map(len, comm._snapshots.values()))
+    return len(comm._received)
+
+
+def abandons(rank: int, make: str) -> None:
+    """Exchanges that nobody uses, two at a time; what they held serves later ones, which are right."""
+    comm = COMMUNICATORS[make]()
+    rows, held = len(comm.learners), []
+    for step in range(8):
+        weights = torch.arange(0.0, rows).add(rows * rank)[:, None].repeat(1, 500)
+        exchanges = [comm.exchange(weights, ddpcore.Complete(), step) for _ in range(2)]
+        exchanges[0].abandon()
+        exchanges[1].mix_() if step % 2 else exchanges[1].abandon()
+        if step % 2:
+            assert weights.unique().tolist() == [(comm.num_learners - 1) / 2], weights.unique()
+        held.append(buffers_of(comm))
+    print(held[-1] == held[1])
+
+
+COMMUNICATORS = {
+    "shm": SharedMemoryCommunicator,
+    "pg": ProcessGroupCommunicator,
+    "grid": lambda: GridCommunicator(2),
+}
+
+
+def dies(rank: int, make: str, call: str) -> None:
+    """Rank 1 is killed at step 2."""
+    comm = COMMUNICATORS[make]()
+    small, large = (torch.zeros(len(comm.learners), num) for num in (500, 500_000))
+    calls: dict[str, Callable[[int], object]] = {
+        "exchange": lambda step: comm.exchange(small, ddpcore.Complete(), step).mix_(),
+        "average": lambda step: comm.average_(small, step).wait(),
+        "reduction": lambda step: comm.average_(large, step).wait(),
+        "broadcast": lambda step: comm.broadcast_(small),
+        "gathering": lambda step: comm.gather(small),
+    }
+    for step in range(4):
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls[call](step)
+        dist.barrier() if step < 1 else time.sleep(0.2)
+
+
+DEATHS = {
+    "exchange": "the exchange of 500 float32 at step {step}",
+    "average": "an average of 500 float32 at step {step}",
+    "reduction": "an average of 500000 float32 at step {step}",
+    "broadcast": "the broadcast of 500 float32",
+    "gathering": "the gathering of {rows} float32",
+}
+TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
+    *(
+        (backward_dies, 2, transport, set_to_none, late)
+        for transport in ("shm", "pg")
+        for set_to_none, late in ((True, "backward"), (False, "zero_grad"))
+    ),
+    (backward_dies_on_one, 2),
+    *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
+    *((abandons, 2, make) for make in COMMUNICATORS),
+]
+
+if __name__ == "__main__":
+    main(TRIALS)
