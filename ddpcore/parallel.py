@@ -21,7 +21,7 @@ from ddpcore.learner import Learner
 from ddpcore.optim import FusedOptimizer
 from ddpcore.policies import Companions, Policies, scales_inside
 from ddpcore.stacked import StackedModel
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.base import FOREVER, Baseline, Strategy
 
 
 def distribute(
@@ -132,7 +132,7 @@ def _check(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, scaler: torch.amp.GradScaler | None
 ) -> None:
     _check_optimizer(model, optimizer)
-    if scaler is not None and not strategy.averages_gradients and not scales_inside(optimizer):
+    if scaler is not None and not strategy.averages_at(FOREVER) and not scales_inside(optimizer):
         raise ValueError(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner and not on another, which would "
             "wait for it: take a fused optimizer, ddpcore's or torch's fused=True"
