@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import connect
 from ddpcore.comm.grid import GridCommunicator
 from ddpcore.comm.process import default_group
+from ddpcore.comm.shared_memory import TIMEOUT_SECONDS
 from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.distributed import Distributed, Engine
 from ddpcore.evaluation import row_of
@@ -22,6 +24,7 @@ from ddpcore.optim import FusedOptimizer
 from ddpcore.policies import Companions, Policies, scales_inside
 from ddpcore.stacked import StackedModel
 from ddpcore.strategies.base import FOREVER, Baseline, Strategy
+from ddpcore.strategies.local_sgd import LocalSGD
 
 
 def distribute(
@@ -32,6 +35,7 @@ def distribute(
     learners: int | None = None,
     group: dist.ProcessGroup | None = None,
     transport: str = "auto",
+    timeout: float = TIMEOUT_SECONDS,
     vectorize: bool | str | None = None,
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
@@ -50,6 +54,7 @@ def distribute(
             ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.
         group: the process group; None is the default one for real ranks, and none for virtual learners.
         transport: what carries bytes between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
+        timeout: seconds that a living rank may let others wait, over ``shm`` and ``ipc``; a process group has its own.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
         bucket_bytes: largest bucket of averaged gradients.
         first_bucket_bytes: size of the first.
@@ -65,22 +70,20 @@ def distribute(
     """
     if isinstance(strategy, Baseline):
         return _baseline(model, strategy, learners, group, transport, policies)
-    _check(model, optimizer, strategy, scaler)
-    comm = _connect(model, optimizer, strategy, learners, group, transport)
+    policies = policies or Policies()
+    _check(model, optimizer, strategy, policies, scaler)
+    group = _group_of(learners, group, transport, vectorize)
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    settings = {"transport": transport, "learners": learners, "policies": policies, "scaler": scaler}
+    _agree(group, model, optimizer, strategy, {**settings, **buckets})
+    comm = _connect(model, learners, group, transport, timeout)
+    strategy.setup(comm.num_learners, _trained(model).dtype)
     flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
-    learner = Learner(flat, comm, optimizer)
-    strategy.setup(learner)
     strategy.in_use = True
     _IN_USE.add(optimizer)
-    if isinstance(optimizer, FusedOptimizer):
-        optimizer.bind(flat)
-    comm.broadcast_(flat.param_LP)
-    if learners is None:
-        _broadcast_buffers(model, comm)
-    else:
-        model = StackedModel(model, learners, vectorize)
-    return Engine(model, learner, strategy, Companions(policies or Policies(), model, learner, strategy, scaler))
+    learner = Learner(flat, comm, optimizer)
+    model = _start_alike(model, learner, vectorize)
+    return Engine(model, learner, strategy, Companions(policies, model, learner, strategy, scaler))
 
 
 def _baseline(
@@ -102,36 +105,71 @@ def _baseline(
 _IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def _connect(
+def _group_of(
+    learners: int | None, group: dist.ProcessGroup | None, transport: str, vectorize: bool | str | None
+) -> dist.ProcessGroup | None:
+    """The process group; None where all learners are virtual ones of this process."""
+    if learners is None:
+        return default_group(group)
+    if transport != "auto":
+        raise ValueError("virtual learners take no transport: leave transport= out")
+    StackedModel(nn.Identity(), 1, vectorize)  # refuses what it does not know, before anything moves
+    return group
+
+
+def _agree(
+    group: dist.ProcessGroup | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
-    learners: int | None,
-    group: dist.ProcessGroup | None,
-    transport: str,
+    settings: dict[str, Any],
+) -> None:
+    """Check that all ranks, if there are any, are about to train the same."""
+    if group is None:
+        return
+    if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # a function, of which only its product tells
+        settings = {**settings, "outer": strategy.outer([torch.zeros(1, requires_grad=True)])}
+    check_agreement(group, facts_of(model, optimizer, strategy, settings), _trained(model).device)
+
+
+def _connect(
+    model: nn.Module, learners: int | None, group: dist.ProcessGroup | None, transport: str, timeout: float
 ) -> Communicator:
-    """The learners' connection; of real ranks once it is known that they are about to train the same."""
+    if group is None:
+        assert learners is not None
+        return VirtualCommunicator(learners)
     if learners is not None:
-        if transport != "auto":
-            raise ValueError("virtual learners take no transport: leave transport= out")
-        return VirtualCommunicator(learners) if group is None else GridCommunicator(learners, group)
-    group = default_group(group)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    check_agreement(group, facts_of(model, optimizer, strategy, transport), device)
-    return connect(group, transport, device)
+        return GridCommunicator(learners, group)
+    return connect(group, transport, _trained(model).device, timeout)
 
 
-def _broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+def _trained(model: nn.Module) -> Tensor:
+    """A parameter that is trained. FlatParameters refuses a model of two dtypes or devices, or of none."""
+    return next((parameter for parameter in model.parameters() if parameter.requires_grad), torch.zeros(0))
+
+
+def _start_alike(model: nn.Module, learner: Learner, vectorize: bool | str | None) -> nn.Module:
+    """The model to call, with learner 0's weights and buffers."""
+    flat, comm = learner.flat, learner.comm
+    if isinstance(learner.optimizer, FusedOptimizer):
+        learner.optimizer.bind(flat)
+    comm.broadcast_(flat.param_LP)
     for buffer in model.buffers():
-        row = row_of(buffer)
-        comm.broadcast_(row)
-        buffer.data = row.view(buffer.shape)
+        rows = row_of(buffer).repeat(len(comm.learners), 1)  # alike for all learners of a rank
+        comm.broadcast_(rows)
+        buffer.data = rows[0].view(buffer.shape)
+    return model if flat.stack is None else StackedModel(model, flat.stack, vectorize)
 
 
 def _check(
-    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, scaler: torch.amp.GradScaler | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    policies: Policies,
+    scaler: torch.amp.GradScaler | None,
 ) -> None:
     _check_optimizer(model, optimizer)
+    policies.check(strategy, scaler)
     if scaler is not None and not strategy.averages_at(FOREVER) and not scales_inside(optimizer):
         raise ValueError(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner and not on another, which would "

@@ -51,19 +51,27 @@ class Policies:
             if value not in allowed:
                 raise ValueError(f"policy {field.name} is {value!r}: choose from {', '.join(allowed)}")
 
+    def check(self, strategy: Strategy, scaler: torch.amp.GradScaler | None) -> None:
+        """Before anything moves.
+
+        Raises:
+            ValueError: a policy needs what is not there.
+        """
+        if GOSSIP in (self.momentum, self.batch_norm) and strategy.topology is None:
+            raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
+        if self.scaler != KEEP and scaler is None:
+            raise ValueError(f"policy scaler={self.scaler!r} needs the scaler: pass distribute(..., scaler=)")
+
 
 class Companions:
     """Applies policies to the learners of this process.
 
     Args:
-        policies: what is to be done.
+        policies: what is to be done; checked.
         model: its buffers; stacks ``[L, *S]`` for virtual learners.
         learner: its optimizer and connection.
         strategy: its topology serves ``gossip``.
         scaler: for the policy of that name.
-
-    Raises:
-        ValueError: a policy needs what is not there.
     """
 
     def __init__(
@@ -74,10 +82,6 @@ class Companions:
         strategy: Strategy,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if GOSSIP in (policies.momentum, policies.batch_norm) and strategy.topology is None:
-            raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
-        if policies.scaler != KEEP and scaler is None:
-            raise ValueError(f"policy scaler={policies.scaler!r} needs the scaler: pass distribute(..., scaler=)")
         self._policies, self._model, self._learner, self._strategy = policies, model, learner, strategy
         self._scaler = scaler
         self._first_scale = 1.0 if scaler is None else scaler.get_scale()

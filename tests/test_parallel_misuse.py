@@ -96,6 +96,33 @@ def test_strategies_and_optimizers_serve_once() -> None:
         ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=L)
 
 
+@pytest.mark.parametrize(
+    ("make_strategy", "options", "message"),
+    [
+        (lambda: ddpcore.DPSGD(ddpcore.topology.Hypercube()), {}, "power of two"),
+        (lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.topology.Hypercube())), {}, "power of two"),
+        (lambda: ddpcore.PushSum(ddpcore.topology.Hypercube()), {}, "power of two"),
+        (ddpcore.SSGD, {"policies": ddpcore.Policies(momentum="gossip")}, "gossip needs neighbours"),
+        (ddpcore.SSGD, {"policies": ddpcore.Policies(scaler="average")}, "needs the scaler"),
+        (ddpcore.SSGD, {"vectorize": "fast"}, "unknown vectorize"),
+        (ddpcore.SSGD, {"transport": "shm"}, "take no transport"),
+        (ddpcore.SSGD, {"bucket_bytes": -1}, "bucket"),
+    ],
+)
+def test_what_is_refused_is_left_as_it_was(make_strategy: Any, options: dict[str, Any], message: str) -> None:
+    """Model, strategy and optimizer serve another call."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    optimizer, strategy = FusedSGD(model.parameters(), lr=0.1), make_strategy()
+    before = [(tensor.shape, tensor.data_ptr()) for tensor in (*model.parameters(), *model.buffers())]
+    with pytest.raises(ValueError, match=message):
+        ddpcore.distribute(model, optimizer, strategy, learners=3, **options)
+    assert [(tensor.shape, tensor.data_ptr()) for tensor in (*model.parameters(), *model.buffers())] == before
+    assert not model._forward_pre_hooks
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=4)
+    handle.model(torch.zeros(4, 6, 5)).sum().backward()
+    optimizer.step()
+
+
 def test_autograd_knows_that_weights_moved() -> None:
     layer = nn.Linear(4, 4)
     optimizer = FusedSGD(layer.parameters(), lr=0.1)

@@ -148,3 +148,9 @@ def test_buffers_of_any_shape_and_strides(seen: list[dict[str, Any]]) -> None:
         for one in (first, second):
             assert torch.equal(one["given"][name], expected), name
             torch.testing.assert_close(one["average"][name], mean, rtol=1e-6, atol=1e-7)
+
+
+def test_buffers_of_several_learners_a_rank(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        for name, expected in seen[0]["grid_buffers"]["own"].items():
+            assert torch.equal(rank["grid_buffers"]["given"][name], expected.expand(2, *expected.shape)), name

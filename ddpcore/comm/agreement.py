@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import takewhile
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 Fact = tuple[str, str]  # what it is about, and what this rank has there
 _LONGEST = 100  # characters of a fact in a message
 
 
 def describe(value: Any) -> str:
-    """The type and the public values of an object; of dataclasses all that they are compared by."""
+    """The type and the public values of an object; of dataclasses all that they are compared by.
+
+    Of a function only the name is known; of an optimizer its class and its defaults, whatever made it.
+    """
+    if isinstance(value, partial):
+        return describe([value.func, value.args, value.keywords])
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {value.tolist()}"
+    if isinstance(value, FunctionType):
+        return value.__qualname__
     if isinstance(value, list | tuple):
         return f"({', '.join(map(describe, value))})"
     if isinstance(value, dict):
         return describe([*value.items()])
     if is_dataclass(value):
         items = {field.name.strip("_"): getattr(value, field.name) for field in fields(value) if field.compare}
+    elif isinstance(value, torch.optim.Optimizer):
+        items = value.defaults
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         items = vars(value)
     else:
@@ -32,9 +45,12 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(public)})"
 
 
-def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: object, transport: str) -> list[Fact]:
-    """What must be the same on all ranks."""
-    facts = [("transport", transport), ("strategy", describe(strategy)), ("optimizer", type(optimizer).__name__)]
+def facts_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: object, settings: Mapping[str, Any]
+) -> list[Fact]:
+    """What must be the same on all ranks: what is trained, and settings by their names."""
+    facts = [(name, value if isinstance(value, str) else describe(value)) for name, value in settings.items()]
+    facts += [("strategy", describe(strategy)), ("optimizer", type(optimizer).__name__)]
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     for what, tensors in (("parameter", parameters), ("buffer", buffers)):
         for name, tensor in tensors:

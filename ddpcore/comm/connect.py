@@ -8,29 +8,32 @@ import torch.distributed as dist
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
 from ddpcore.comm.ipc import CudaIpcCommunicator
-from ddpcore.comm.meeting import host_id
+from ddpcore.comm.meeting import Unreachable, host_id
 from ddpcore.comm.process import ProcessGroupCommunicator
-from ddpcore.comm.shared_memory import SharedMemoryCommunicator
+from ddpcore.comm.shared_memory import TIMEOUT_SECONDS, SharedMemoryCommunicator
 
 
-def connect(group: dist.ProcessGroup, transport: str, device: torch.device) -> Communicator:
+def connect(
+    group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float = TIMEOUT_SECONDS
+) -> Communicator:
     """Connect the ranks of a group by ``shm``, ``ipc``, ``pg``, or ``auto``: what fits. Collective.
 
-    Where ``auto`` takes the process group, ``description`` says why.
+    Where ``auto`` takes the process group, ``description`` says why. ``timeout`` is for ``shm`` and ``ipc``: seconds
+    that a rank which lives may let the others wait. A process group has its own.
 
     Raises:
-        ValueError: on every rank alike, the transport that was asked for does not connect them.
+        ValueError: on every rank alike, the transport that was asked for does not connect them; a bad timeout.
     """
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, host_id(), group=group)
     choice = choose_transport(transport, world_size=len(hosts), device=device.type, num_hosts=len(set(hosts)))
     reason = choice.reason
     if choice.name == "ipc":
-        return CudaIpcCommunicator(group, device)
+        return CudaIpcCommunicator(group, device, timeout)
     if choice.name == "shm":
         try:
-            return SharedMemoryCommunicator(group)
-        except ValueError as error:
+            return SharedMemoryCommunicator(group, timeout)
+        except Unreachable as error:
             if transport != "auto":
                 raise
             reason = str(error)

@@ -32,6 +32,10 @@ SLICE_SECONDS = 0.2  # of waiting, after which a rank looks whether the others l
 DYING_SECONDS = 2.0  # between the first file that a dying process lost and its lock
 
 
+class Unreachable(ValueError):
+    """The ranks of a group do not reach each other's memory; on every rank alike."""
+
+
 class _Place(NamedTuple):
     host: str
     pid: int
@@ -55,7 +59,7 @@ class Meeting:
         timeout: seconds that a rank which lives may let the others wait.
 
     Raises:
-        ValueError: on every rank alike; they are not all on one host, or cannot reach each other's memory.
+        Unreachable: on every rank alike; they are not all on one host, or cannot reach each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -86,7 +90,7 @@ class Meeting:
         reasons = [reason for reason in _gather(group, why) if reason]
         if reasons:
             self.close()
-            raise ValueError(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
+            raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
 
     def _create(self, place: _Place) -> _Place:
         descriptor = memory.create_file(_CONTROL_BYTES)

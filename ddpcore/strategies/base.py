@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -28,8 +29,8 @@ class Strategy(ABC):
     fixed_layout: ClassVar[bool] = False  # whether the flat buffer may not be laid out in the order of the gradients
     topology: Topology | None = None  # who averages with whom, where a strategy has neighbours
 
-    def setup(self, learner: Learner) -> None:
-        """Before the first step: check that the world fits.
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        """Before anything moves: check that the number of learners and the dtype of the parameters fit.
 
         Raises:
             ValueError: it does not.

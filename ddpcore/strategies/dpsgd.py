@@ -96,12 +96,12 @@ class DPSGD(Strategy):
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
         return f"DPSGD({self.topology!r}, {options})"
 
-    def setup(self, learner: Learner) -> None:
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         """Check W, and what the codec needs of it, against the number of learners."""
-        self.topology.validate(learner.comm.num_learners)
-        self._check_codec(learner.comm.num_learners)
+        self.topology.validate(num_learners)
+        self._check_codec(num_learners)
         if self.staleness:
-            check_stale(self.topology, learner.comm.num_learners)
+            check_stale(self.topology, num_learners)
 
     def _check_codec(self, num_learners: int) -> None:
         codec = self.compression

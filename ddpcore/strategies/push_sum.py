@@ -36,12 +36,12 @@ class PushSum(Strategy):
     def __repr__(self) -> str:
         return f"PushSum({self.topology!r})"
 
-    def setup(self, learner: Learner) -> None:
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         """Check P against the number of learners."""
-        self.topology.validate(learner.comm.num_learners, push_sum=True)
-        if learner.flat.param_LP.dtype in (torch.bfloat16, torch.float16):
+        self.topology.validate(num_learners, push_sum=True)
+        if dtype in (torch.bfloat16, torch.float16):
             raise ValueError("push_sum: quotients lose too much in 16 bits: keep parameters in float32, use autocast")
-        self._push_weights = torch.ones(learner.comm.num_learners, dtype=torch.float64)
+        self._push_weights = torch.ones(num_learners, dtype=torch.float64)
 
     def before_step(self, learner: Learner) -> None:
         """From z back to x."""

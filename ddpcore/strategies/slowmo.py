@@ -55,10 +55,10 @@ class SlowMo(Strategy):
         options = f"period={self.period}, slow_momentum={self.slow_momentum}, slow_lr={self.slow_lr}"
         return f"SlowMo({self.base!r}, {options})"
 
-    def setup(self, learner: Learner) -> None:
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         """As the base."""
         if self.base is not None:
-            self.base.setup(learner)
+            self.base.setup(num_learners, dtype)
 
     def before_forward(self, learner: Learner) -> None:
         """As the base."""

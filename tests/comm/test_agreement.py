@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -26,10 +28,26 @@ def test_settings_are_told_in_full() -> None:
     assert " at 0x" not in describe(Plain([Plain(len), torch.nn.Linear]))
 
 
+def test_functions_tensors_and_optimizers() -> None:
+    assert describe(Plain(describe)) == "Plain(value=describe)"
+    first, second = (Plain(partial(torch.optim.SGD, lr=lr)) for lr in (0.1, 0.7))
+    assert describe(first) != describe(second)
+    assert describe(torch.ones(2)) != describe(torch.zeros(2))
+    weights = [torch.zeros(1, requires_grad=True)]
+    first, second = (torch.optim.SGD(weights, lr=0.1, momentum=momentum) for momentum in (0.0, 0.9))
+    assert describe(first) != describe(second)
+    assert describe(first).startswith("SGD(lr=0.1, momentum=0.0, ")
+
+
 def test_facts() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)
-    facts = dict(facts_of(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.LocalSGD(4), "pg"))
+    facts = dict(
+        facts_of(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.LocalSGD(4), {"transport": "pg", "scaler": None}
+        )
+    )
+    assert (facts["transport"], facts["scaler"]) == ("pg", "None")
     assert facts["optimizer"] == "SGD"
     assert facts["strategy"].startswith("LocalSGD(period=4")
     assert facts["parameter 0.weight"] == "float32 [2, 3]"

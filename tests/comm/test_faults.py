@@ -65,3 +65,15 @@ def test_a_call_of_a_process_group_that_fails_is_named(trial: tuple[Any, ...], o
     text = trials.DEATHS[trial[3]].format(step=2, rows=1000 if trial[2] == "grid" else 500)
     assert output.startswith(f"RuntimeError: {text} failed on rank 0: a rank of [1] died, left")
     assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("trial", named(trials.trains_something_else))
+def test_settings_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+    for _, output in outcome(*trial):
+        assert output.startswith(f"ValueError: ranks do not train the same: {trials.DIFFERENCES[trial[2]]}")
+
+
+def test_the_timeout_of_distribute(outcome: Callable[..., Outcome]) -> None:
+    assert "rank 1 did not arrive within 0.5 s" in outcome(trials.is_late, 2, 0.5)[0][1]
+    for _, output in outcome(trials.is_late, 2, -1.0):
+        assert output == "ValueError: timeout is -1.0: it must be above 0 seconds\n"

@@ -128,6 +128,48 @@ def abandons(rank: int, make: str) -> None:
     print(held[-1] == held[1])
 
 
+def trains_something_else(rank: int, what: str, transport: str) -> None:
+    """Rank 1 has another setting."""
+    odd = rank == 1
+    model = nn.Linear(5, 3)
+    options: dict[str, Any] = {"transport": transport}
+    strategy: Any = ddpcore.DPSGD(ddpcore.Complete())
+    if what == "outer":
+        strategy = ddpcore.LocalSGD(2, outer=lambda p: torch.optim.SGD(p, lr=0.1 if odd else 0.7))
+    if what == "policies" and odd:
+        options["policies"] = ddpcore.Policies(momentum="average")
+    if what == "bucket_bytes":
+        options["bucket_bytes"] = 4096 if odd else 8192
+    if what == "scaler" and not odd:
+        options["scaler"] = torch.amp.GradScaler("cpu")
+    if what in ("learners", "strategy"):
+        options |= {"learners": 3 if odd and what == "learners" else 2, "group": dist.group.WORLD}
+    if what == "strategy" and odd:
+        strategy = ddpcore.LocalSGD(3)
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    ddpcore.distribute(model, optimizer, strategy, **options)
+
+
+DIFFERENCES = {
+    "outer": "outer is SGD(lr=0.1, momentum=0, ",
+    "policies": "policies is Policies(momentum='average', ",
+    "bucket_bytes": "bucket_bytes is 4096 on rank 1 and 8192 on rank 0",
+    "scaler": "scaler is None on rank 1 and GradScaler() on rank 0",
+    "learners": "learners is 3 on rank 1 and 2 on rank 0",
+    "strategy": "strategy is LocalSGD(period=3, ",
+}
+
+
+def is_late(rank: int, seconds: float) -> None:
+    """Rank 1 takes longer than distribute(timeout=) lets the others wait."""
+    model = nn.Linear(5, 3)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), timeout=seconds)
+    if rank == 1:
+        time.sleep(seconds + 2)
+    loss_of(model, 0, rank).backward()
+
+
 COMMUNICATORS = {
     "shm": SharedMemoryCommunicator,
     "pg": ProcessGroupCommunicator,
@@ -167,6 +209,10 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
         for set_to_none, late in ((True, "backward"), (False, "zero_grad"))
     ),
     (backward_dies_on_one, 2),
+    *((trains_something_else, 2, what, "auto") for what in DIFFERENCES),
+    (trains_something_else, 2, "policies", "pg"),
+    (is_late, 2, 0.5),
+    (is_late, 2, -1.0),
     *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
     *((abandons, 2, make) for make in COMMUNICATORS),
 ]

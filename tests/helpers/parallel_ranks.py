@@ -234,6 +234,14 @@ def odd_buffers(rank: int, world_size: int) -> dict[str, Any]:
     return {"own": own, "given": given, "average": dict(handle.evaluation_model().named_buffers())}
 
 
+def grid_buffers(rank: int, world_size: int) -> dict[str, Any]:
+    model = OddBuffers(seed=rank)
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, group=dist.group.WORLD)
+    return {"own": own, "given": dict(model.named_buffers())}
+
+
 def main() -> None:
     path, rank, world_size = join()
     seen: dict[str, Any] = {}
@@ -249,6 +257,7 @@ def main() -> None:
         seen[f"recalibrated_{name}"] = recalibrated(rank, world_size, strategy(), learners)
     seen["frozen"] = frozen(rank, world_size)
     seen["reloaded"] = reloaded(rank, world_size)
+    seen["grid_buffers"] = grid_buffers(rank, world_size)
     seen["odd_buffers"] = odd_buffers(rank, world_size)
     seen["ddp_twin"] = ddp_twin(rank, world_size)
     torch.save(seen, path)
