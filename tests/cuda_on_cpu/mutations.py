@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation("alignment of the origin is not asked for", "noise.cu", "is_aligned(args.origin) && ", "", "exact:Noise*"),
     Mutation("segments of a later launch", "noise.cu",
              "(table.list.first_segment + index) * num_rows", "index * num_rows", "exact:NoiseOfMany*"),
-    Mutation("the origin is left out", "noise.cu", "values[i] -= load(share[i]);", "", "exact:Noise*"),
+    Mutation("the origin is left out", "noise.cu", "values[i] -= load(share[i]);", ";", "exact:Noise*"),
     Mutation("turns of a block", "sgd.cu", "block += gridDim.x,", "block += gridDim.x + 1,",
              "optimizers:EverySettingSizeAndAlignment"),
     Mutation("shared memory, too little", "mix.cu",
