@@ -107,7 +107,7 @@ def test_ranks_that_cannot_share_are_told_so(outcome: Callable[..., Outcome]) ->
         taken, refused = output.splitlines()
         assert status == 0
         assert taken == f"torch.distributed, gloo ({why}: use --transport pg)"
-        assert refused == f"ValueError: {why}: use --transport pg"
+        assert refused == f"Unreachable: {why}: use --transport pg"
     for _, output in outcome(trials.is_on_another_host, 3):
         assert "the 3 ranks are on 2 hosts: use --transport pg" in output
 
