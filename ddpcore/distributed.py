@@ -150,6 +150,7 @@ class Engine(Distributed):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, True
+        self._averaged = True  # or not: as asked
         try:
             yield
         finally:
@@ -252,8 +253,8 @@ class Engine(Distributed):
             return
         if any(parameter.grad is not None for parameter in self.learner.flat.parameters):
             raise RuntimeError(
-                f"{self.strategy.name}: no backward pass has averaged the gradients of this step: call backward(), the "
-                "last one outside no_sync(), before step()"
+                f"{self.strategy.name}: gradients were set without a backward pass, so nothing has averaged them: call "
+                "backward() before step()"
             )
 
     def _check_parameters(self) -> None:

@@ -162,3 +162,14 @@ def test_sparse_gradients_are_refused() -> None:
     model[0].weight.grad = torch.zeros(1, 6, 3).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
+
+
+def test_gradients_that_nothing_has_averaged() -> None:
+    """Set by hand, they would move learners apart without a word."""
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    with pytest.raises(RuntimeError, match=r"ssgd: gradients were set without a backward pass.*call backward\(\)"):
+        optimizer.step()
