@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = (1, 2, 3)  # those of CMakeLists.txt
+SEEDS = (1, 2, 3)  # as CMakeLists.txt runs the twins
 
 
 class Mutation(NamedTuple):
