@@ -102,7 +102,7 @@ class Companions:
         if policies.batch_norm == RESET:
             for buffer, first in zip(self._buffers(), self._first_buffers, strict=True):
                 buffer.copy_(first)
-        else:
+        elif policies.batch_norm != KEEP:  # else the model is not walked: this is every step's way
             self._move(policies.batch_norm, self._buffers())
         self._move_scaler()
         if policies.rng == RESET:
@@ -110,7 +110,7 @@ class Companions:
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def _move(self, policy: str, tensors: list[Tensor]) -> None:
-        if policy == KEEP or not tensors:
+        if not tensors:
             return
         comm, strategy = self._learner.comm, self._strategy
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
