@@ -63,7 +63,7 @@ def test_options_reach_the_model() -> None:
         2,
         3,
     )
-    assert models.spec("lenet5").options == {"dropout": 0.5}
+    assert models.spec("lenet5").options == {"widths": (6, 16, 120, 84), "dropout": 0.5}
     assert models.spec("resnet18").options == {}
     images = torch.randn(2, 1, 28, 28)
     undropped = models.build("lenet5", dropout=0.0)
