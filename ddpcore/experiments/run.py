@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpcore import launch
+from ddpcore.allocator import keep_freed_memory
 from ddpcore.engine import Interrupted, train
 from ddpcore.engine.build import Place
 from ddpcore.engine.checkpoint import Checkpoints
@@ -115,6 +116,7 @@ def _die_after_checkpoint(job: Job, done: threading.Event) -> None:
 
 def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
     """A run, from its checkpoint where there is one, and its result."""
+    keep_freed_memory()
     dataset = datasets.of(Place.of(job.config, world))
     record = train(job.config, out=job.path, world=world, resume=True, dataset=dataset)
     return {
