@@ -24,4 +24,4 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library without a name
         return False
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _TOP_PAD_BYTES}
-    return all([mallopt(name, value) == 1 for name, value in settings.items()])
+    return all(mallopt(name, value) == 1 for name, value in settings.items())
