@@ -140,7 +140,7 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
     plans = [settle_real(bench, joined) for bench in config.benches()]
     build_dataset(plans[0], first=True)
     num_cases = sum(len(_cases(plan, plans, config)) for plan in plans)
-    check_memory(config.model, 1 + num_cases, plans[0], "name fewer --topology or --bucket-mb, or a smaller --model")
+    check_memory(1 + num_cases, plans[0], "name fewer --topology or --bucket-mb, or a smaller --model")
     args = (plans, config)
     return Job(worker=run_rank, args=args, world_size=plans[0].world_size, backend=plans[0].choice.backend)
 

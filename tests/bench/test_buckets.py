@@ -112,6 +112,8 @@ REFUSED = [
     ("--world-size 0", "--world-size is 0"),
     ("--batch-size 3", "batch size 3"),
     ("--model vgg", "unknown --model 'vgg'"),
+    ("--model mlp --model-options width=3", "model 'mlp' has no option 'width'"),
+    ("--model mlp --model-options hidden", "'hidden' is not of the form key=value"),
     ("--transport tcp", "unknown --transport 'tcp'"),
     ("--transport ipc", "--transport ipc is for ranks on cuda"),
     ("--device cuda", "--device cuda"),
@@ -183,7 +185,8 @@ def test_a_rank_of_torchrun_names_itself(
 
 def test_two_ranks(tmp_path: Path) -> None:
     """What was built is reported, and what would be built again is not repeated."""
-    line = "buckets --world-size 2 --model lenet5 --bucket-mb 0.05,10,one --batch-size 8 --rounds 2 --steps 1"
+    line = "buckets --world-size 2 --model mlp --model-options hidden=160x100x20 --bucket-mb 0.05,10,one"
+    line += " --batch-size 8 --rounds 2 --steps 1"
     environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "ddpcore.bench", *line.split(), "--json", "out.json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
@@ -192,7 +195,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert set(result) == {
         "environment", "model", "world_size", "batch_size", "rounds", "rows", "recommended",
     }  # fmt: skip
-    numel = sum(parameter.numel() for parameter in models.build("lenet5").parameters())
+    numel = sum(parameter.numel() for parameter in models.build("mlp", hidden=(160, 100, 20)).parameters())
     rows: dict[str, list[dict[str, Any]]] = {"ddp": [], "ssgd": []}
     for row in result["rows"]:
         assert set(row) == ROW
@@ -206,7 +209,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     for row in rows["ddp"]:
         assert sum(row["bucket_bytes"]) == 4 * numel
         assert row["sent_bytes"] == row["bucket_bytes"]
-    assert rows["ssgd"][0]["num_sent"] < rows["ssgd"][0]["num_buckets"], "lenet5 has a matrix larger than a bucket"
+    assert rows["ssgd"][0]["num_sent"] < rows["ssgd"][0]["num_buckets"], "the first matrix is larger than a bucket"
     for row in rows["ssgd"]:
         assert 4 * numel <= sum(row["bucket_bytes"]) < 4 * (numel + 16 * 20), "with padding"
         assert all(size % 64 == 0 for size in row["bucket_bytes"])
