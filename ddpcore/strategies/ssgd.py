@@ -43,8 +43,8 @@ class SSGD(Strategy):
         if is_first and self._works:
             self.after_backward(learner)  # if a rank is gone, this says so
             raise RuntimeError(
-                "a backward pass went over a graph that was kept from one that died, whose averages were under way: its "
-                "gradients are mixed up, call zero_grad() and the model again"
+                "a backward pass went over a graph that was kept from one that died, whose averages were under way: "
+                "its gradients are mixed up, call zero_grad() and the model again"
             )
         self._works.append(learner.comm.average_(columns, learner.step))
 
