@@ -185,7 +185,7 @@ class NoiseStatistics(Observer):
     def _measure_apart(self, learner: Learner, result: Measured) -> None:
         """Learners hold different weights: gradients here and at the mean, and how far apart they are."""
         flat, comm = learner.flat, learner.comm
-        mean_LP = self._average(learner, flat.param_LP)
+        mean_LP = learner.average_of(flat.param_LP)
         distances = [noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP]
         distance_L1 = torch.cat(distances)
         comm.average_(distance_L1).wait()
