@@ -16,7 +16,7 @@ from ddpcore.engine.evaluation import Evaluation
 from ddpcore.engine.outputs import Outputs
 from ddpcore.engine.progress import Progress
 from ddpcore.engine.signals import Listener
-from ddpcore.engine.statistics import row_of
+from ddpcore.engine.statistics import flatness_of, row_of
 from ddpcore.engine.trainer import Trainer
 
 CHECK_EVERY = 20  # steps between two looks at the loss, each of which waits for the device and all ranks
@@ -142,6 +142,9 @@ class Loop:
         model = self.trainer.handle.evaluation_model()
         if self.outputs is None:
             return
+        num, flat = self.config.flatness_samples, None
+        if num and not progress.diverged:
+            flat = flatness_of(model, self.trainer.dataset, num_samples=num, seed=self.config.seed)
         self.outputs.write_model(safetensors.torch.save({n: t.contiguous() for n, t in model.state_dict().items()}))
         self.outputs.write(
             {
@@ -152,6 +155,7 @@ class Loop:
                 "best_accuracy": best.get("accuracy"),
                 "best_epoch": best.get("epoch"),
                 "test": None if test is None else _scores(test),
+                "flatness": flat,
                 "total_seconds": time.perf_counter() - self._started,
             }
         )

@@ -10,10 +10,13 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ddpcore.data import Dataset
 from ddpcore.data.shards import permutation
-from ddpcore.diagnostics import NoiseRecord, NoiseStatistics
+from ddpcore.diagnostics import Flatness, NoiseRecord, NoiseStatistics, flatness
+from ddpcore.engine.evaluation import BATCH_SIZE
 from ddpcore.engine.trainer import Trainer
 
 _KEY = (0, 0, 0, 3)  # of the permutation: one that no other draw uses
@@ -37,10 +40,8 @@ def attach(trainer: Trainer, *, every: int, num_samples: int | None, seed: int) 
     """
     n, total = trainer.batches.num_learners, len(trainer.dataset.train)
     num = total if num_samples is None else num_samples
-    if not n <= num <= total:
-        raise ValueError(f"statistics_samples is {num}: take {n}, one a learner, to {total}, the training set")
-    order = torch.from_numpy(permutation(total, seed, *_KEY).copy())
-    indices_LM = order[: num - num % n].view(n, -1)[trainer.learners]
+    chosen = _part(trainer.dataset, "statistics_samples", num, n, seed)
+    indices_LM = chosen[: num - num % n].view(n, -1)[trainer.learners]
     size = trainer.batches.batch_size // n
     model = trainer.handle.model
 
@@ -59,6 +60,32 @@ def attach(trainer: Trainer, *, every: int, num_samples: int | None, seed: int) 
         full_loss_of=kind,
         per_segment=False,
     )
+
+
+def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: int) -> Flatness:
+    """The measures of a trained model, on a part of the training set that the seed decides.
+
+    The loss is the cross-entropy, labels not smoothed, of the model in evaluation mode.
+
+    Raises:
+        ValueError: there are not so many samples.
+    """
+    indices = _part(dataset, "flatness_samples", num_samples, 1, seed)
+    model.eval()
+
+    def parts() -> Iterator[Tensor]:
+        for part in indices.split(BATCH_SIZE):
+            inputs, labels = dataset.train.batch(part)
+            yield F.cross_entropy(model(inputs).float(), labels, reduction="sum") / len(indices)
+
+    return flatness(model, parts, seed=seed)
+
+
+def _part(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
+    total = len(dataset.train)
+    if not least <= num <= total:
+        raise ValueError(f"{name} is {num}: take {least} to {total}, the training set")
+    return torch.from_numpy(permutation(total, seed, *_KEY)[:num].copy())
 
 
 def row_of(record: NoiseRecord) -> dict[str, Any]:

@@ -31,6 +31,19 @@ def test_a_data_set_is_kept_for_runs_that_take_the_same() -> None:
         assert not (same and torch.equal(after.train.labels, before.train.labels)), change
 
 
+def test_data_sets_of_other_options_are_other_ones() -> None:
+    datasets = Datasets()
+    shapes = [
+        datasets.of(
+            Place.of(
+                TrainConfig(model="saddle", dataset="saddle", steps=1, device="cpu", dataset_options=options), None
+            )
+        ).input_shape
+        for options in ({"dimension": 2}, {"dimension": 5})
+    ]
+    assert shapes == [(2,), (8,)]
+
+
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
     """Seed after seed, so that a study that is stopped has whole tables."""
     plan = make_plan(study.load(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2)
