@@ -176,6 +176,8 @@ def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
         compile=config.compile,
     )
+    if config.flatness_samples:  # at the end; that it can be is known now
+        statistics.part_of(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
     if config.statistics_every:
         statistics.attach(
             trainer, every=config.statistics_every, num_samples=config.statistics_samples, seed=config.seed

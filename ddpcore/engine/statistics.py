@@ -1,4 +1,4 @@
-"""Statistics of a run: which samples they take, how they reach the record, and what a checkpoint keeps of them.
+"""What diagnostics say of a run: the samples that they take, and their lines of the record.
 
 Shapes: L learners held by this process, n learners in all, M samples a learner.
 """
@@ -40,7 +40,7 @@ def attach(trainer: Trainer, *, every: int, num_samples: int | None, seed: int) 
     """
     n, total = trainer.batches.num_learners, len(trainer.dataset.train)
     num = total if num_samples is None else num_samples
-    chosen = _part(trainer.dataset, "statistics_samples", num, n, seed)
+    chosen = part_of(trainer.dataset, "statistics_samples", num, n, seed)
     indices_LM = chosen[: num - num % n].view(n, -1)[trainer.learners]
     size = trainer.batches.batch_size // n
     model = trainer.handle.model
@@ -70,7 +70,7 @@ def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: i
     Raises:
         ValueError: there are not so many samples.
     """
-    indices = _part(dataset, "flatness_samples", num_samples, 1, seed)
+    indices = part_of(dataset, "flatness_samples", num_samples, 1, seed)
     model.eval()
 
     def parts() -> Iterator[Tensor]:
@@ -81,7 +81,8 @@ def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: i
     return flatness(model, parts, seed=seed)
 
 
-def _part(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
+def part_of(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
+    """So many random training samples; ValueError, which names the field, where there are not so many."""
     total = len(dataset.train)
     if not least <= num <= total:
         raise ValueError(f"{name} is {num}: take {least} to {total}, the training set")

@@ -197,7 +197,7 @@ class _Evaluation:
         if name == "all_seeds":
             return all(replace(self, seed=seed).of(args[0]) for seed in self._common(rows_in(args[0])))
         if name == "count":
-            return sum(map(self._holds(args[0]), self._common(rows_in(args[0]))))
+            return sum(self._holds(args[0], seed) for seed in self._common(rows_in(args[0])))
         if name == "paired":
             return self._paired(*(str(ast.literal_eval(arg)) for arg in args))
         row, metric = [*(str(ast.literal_eval(arg)) for arg in args), self.metric][:2]
@@ -218,14 +218,11 @@ class _Evaluation:
             raise _NotRun("its rows have no seed in common")
         return sorted(common)
 
-    def _holds(self, node: ast.expr) -> Callable[[int], bool]:
-        def holds(seed: int) -> bool:
-            try:
-                return bool(replace(self, seed=seed).of(node))
-            except _NotRun:
-                return False
-
-        return holds
+    def _holds(self, node: ast.expr, seed: int) -> bool:
+        try:
+            return bool(replace(self, seed=seed).of(node))
+        except _NotRun:
+            return False
 
     def _paired(self, row: str, other: str, metric: str | None = None) -> float:
         common = self._common([row, other])

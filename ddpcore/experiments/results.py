@@ -101,16 +101,16 @@ def _measured(record: RunRecord) -> list[dict[str, float]]:
     found = []
     for line in record.statistics:
         moves = line["dynamics"]
-        if line["valid"] and moves is not None and moves["lr"] and None not in (moves["effective_lr"], moves["noise"]):
-            found.append(
-                {
-                    "step": line["step"],
-                    "effective_lr": moves["effective_lr"] / moves["lr"],
-                    "loss": moves["full_loss"],
-                    "noise": moves["noise"],
-                    "landscape_noise": moves["landscape_noise"],
-                }
-            )
+        if not line["valid"] or moves is None or not moves["lr"] or None in (moves["effective_lr"], moves["full_loss"]):
+            continue
+        found.append(
+            {
+                "step": line["step"],
+                "effective_lr": moves["effective_lr"] / moves["lr"],
+                "loss": moves["full_loss"],
+                **{name: moves[name] for name in ("noise", "landscape_noise")},
+            }
+        )
     return found
 
 

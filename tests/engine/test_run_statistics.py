@@ -16,7 +16,6 @@ from ddpcore.data import Dataset
 from ddpcore.diagnostics import flatness
 from ddpcore.engine import RunRecord, TrainConfig, train
 from ddpcore.engine.build import Place, build_dataset, build_trainer
-from ddpcore.engine.statistics import flatness_of
 
 _spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
 ranks = importlib.util.module_from_spec(_spec)
@@ -126,7 +125,8 @@ def test_flatness_is_that_of_the_final_model(tmp_path: Path) -> None:
     assert record.final["flatness"]["loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert record.final["flatness"]["hessian_eigenvalue"] == pytest.approx(expected.hessian_eigenvalue, rel=1e-2)
     with pytest.raises(ValueError, match="flatness_samples is 51: take 1 to 50"):
-        flatness_of(model, dataset, num_samples=51, seed=0)
+        run(tmp_path / "refused", dataset, learners=2, strategy="dpsgd", flatness_samples=51)
+    assert not (tmp_path / "refused").exists(), "before anything is trained"
 
 
 @pytest.mark.parametrize(
