@@ -11,7 +11,7 @@ comparisons, ``and``, ``or``, ``not``, and the functions below. Nothing of it is
 - ``count(truth)``: for how many of those seeds it holds; a seed that lacks one of the numbers, because it diverged or
   never came there, does not count.
 - ``paired(row, other)``: the two-sided p-value of Wilcoxon's signed-rank test on the differences of the seeds that both
-  rows have, exact for few seeds; which row is above is for ``mean`` to say.
+  rows have, six at least; which row is above is for ``mean`` to say.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _OVER_SEEDS: dict[str, Callable[[Sequence[float]], float]] = {
 }  # fmt: skip
 _EACH_SEED = {"all_seeds": _TRUTH, "count": _NUMBER}  # what they are
 _FUNCTIONS = (*_OVER_SEEDS, *_EACH_SEED, "abs", "diverged", "paired", "value")
+_FEWEST_PAIRS = 6  # fewer differences, even of one sign, are no surprise at 5 percent: they would refute nothing
 _ROWS = {"paired": 2}  # that a function takes; all others take one
 
 
@@ -230,6 +231,8 @@ class _Evaluation:
             list(self._values(name, {seed: self.outcomes[name][seed] for seed in common}, metric or self.metric))
             for name in (row, other)
         )
+        if len(common) < _FEWEST_PAIRS:
+            raise _NotRun(f"a test of {row} and {other} needs {_FEWEST_PAIRS} seeds, they share {len(common)}")
         if mine == theirs:
             return 1.0
         return float(stats.wilcoxon(mine, theirs).pvalue)
