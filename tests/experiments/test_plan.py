@@ -52,6 +52,9 @@ def test_jobs(tiny: Path, tmp_path: Path) -> None:
     assert [job.config.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
     assert plan.jobs[5].path == tmp_path / "runs" / "ssgd" / "seed-4"
     assert plan.manifest["rows"]["ssgd"]["config"]["seed"] == 0, "a row is one config for all seeds"
+    elsewhere = make_plan(study.load(str(tiny)), Folder(tmp_path), overrides={"data_dir": "somewhere"})
+    assert elsewhere.jobs[0].config.data_dir == "somewhere"
+    assert "somewhere" not in str(elsewhere.manifest), "a manifest is not of one machine"
     assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
 
 
