@@ -39,7 +39,7 @@ def test_the_seed_decides_the_weights_and_all_of_them_learn(name: str) -> None:
 
 def test_a_shape_that_does_not_fit_names_the_models_that_do() -> None:
     with pytest.raises(
-        ValueError, match=r"'mlp' takes samples of 1x28x28 or 784 .* fit 10: models that do: simplenet$"
+        ValueError, match=r"'mlp' takes samples of 1x28x28 or 784 .* fit 10: models that do: simplenet, saddle$"
     ):
         models.build("mlp", input_shape=(10,))
     with pytest.raises(ValueError, match=r"models that do: mlp, lenet5, mnist_cnn, simple_cnn, resnet, resnet18, vit$"):
