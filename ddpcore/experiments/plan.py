@@ -79,7 +79,7 @@ class Datasets:
         key = shape, *(
             getattr(config, name)
             for name in ("dataset", "data_dir", "normalize", "augment", "num_validation", "num_train", "num_test")
-        ), config.random_labels, config.seed  # fmt: skip
+        ), config.dataset_options, config.random_labels, config.seed  # fmt: skip
         if self._dataset is None or key != self._key:
             self._key, self._dataset = key, build_dataset(place)
         return self._dataset
