@@ -106,20 +106,22 @@ class LinkedCommunicator(Communicator):
     Args:
         inner: what carries the bytes. It connects ranks of one learner each.
         link: to emulate.
-        clock: of this learner; None makes one.
+        cpu: see :class:`LearnerClock`.
+
+    Attributes:
+        clock: of this learner.
     """
 
-    def __init__(self, inner: Communicator, link: Link, clock: LearnerClock | None = None) -> None:
+    def __init__(self, inner: Communicator, link: Link, cpu: Callable[[], float] = time.thread_time) -> None:
         self._inner, self.link = inner, link
         self.num_learners, self.learners = inner.num_learners, inner.learners
-        slow = link.slow if inner.learners[0] == 0 else 1.0
-        self._clock = LearnerClock(slow) if clock is None else clock
+        self.clock = LearnerClock(link.slow if inner.learners[0] == 0 else 1.0, cpu)
         self._free_at = 0.0  # when all messages before have left
         self.description = f"{inner.description}, seconds as over an emulated link of {link}"
 
     def now(self) -> float:
         """See :class:`Communicator`. The clock of the learner that is furthest, to which the others are set."""
-        return self.wait(self._clock.now(), range(self.num_learners), num_delays=0)
+        return self.wait(self.clock.now(), range(self.num_learners), num_delays=0)
 
     def wait(self, left: float, sources: Sequence[int], num_delays: int) -> float:
         """Let the time pass until what ``sources`` sent is here; returns when it was. Collective.
@@ -129,11 +131,11 @@ class LinkedCommunicator(Communicator):
             sources: learners.
             num_delays: that the messages take.
         """
-        asked = self._clock.now()
+        asked = self.clock.now()
         left_n = self._inner.gather(torch.tensor([left], dtype=torch.float64)).tolist()
-        self._clock.rewind(asked)  # a network tells nobody when a message left
+        self.clock.rewind(asked)  # a network tells nobody when a message left
         here = max((left_n[source] + num_delays * self.link.delay for source in sources), default=asked)
-        self._clock.wait_until(here)
+        self.clock.wait_until(here)
         return here
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -177,7 +179,7 @@ class LinkedCommunicator(Communicator):
 
     def _send(self, num_bytes: int) -> float:
         """When the last bit of a message that is ready now leaves."""
-        self._free_at = max(self._clock.now(), self._free_at) + 8 * num_bytes / self.link.bits_per_second
+        self._free_at = max(self.clock.now(), self._free_at) + 8 * num_bytes / self.link.bits_per_second
         return self._free_at
 
 

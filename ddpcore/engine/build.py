@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore import data, models, parallel, schedules
-from ddpcore.comm import Link
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.engine import optimizers
 from ddpcore.engine.config import TrainConfig
@@ -160,7 +159,7 @@ def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
         learners=len(place.learners) if stacked else None,
         group=dist.group.WORLD if place.real else None,
         transport=config.transport,
-        link=None if config.link is None else Link.parse(config.link),
+        link=config.make_link(),
         policies=Policies(**config.policies) if config.policies else None,
     )
     torch.manual_seed(config.seed + 1 + rank)  # the weights are made: dropout differs from rank to rank

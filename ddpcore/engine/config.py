@@ -210,7 +210,7 @@ class TrainConfig:
             )
         if self.strategy == "single" and self.learners > 1:
             raise ValueError(f"learners is {self.learners}: single trains one, take the strategy ssgd for more")
-        if self.link is not None and Link.parse(self.link) and self.learners == 1:
+        if self.link is not None and self.learners == 1:
             raise ValueError(f"link is {self.link!r} and learners is 1: it has nobody to send to, leave it out")
         if self.evaluate_on == "validation" and not self.num_validation:
             raise ValueError("evaluate_on is 'validation': set num_validation to the samples to hold out")
@@ -237,6 +237,7 @@ class TrainConfig:
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         Policies(**self.policies)
+        self.make_link()
         self.make_strategy()
 
     def make_strategy(self) -> strategies.Strategy | strategies.Baseline:
@@ -250,6 +251,14 @@ class TrainConfig:
             options.setdefault("seed", self.seed)
         chosen = topology.build(self.topology, self.seed, **self.topology_options)
         return strategies.build(self.strategy, topology=chosen, **options)
+
+    def make_link(self) -> Link | None:
+        """The network to emulate.
+
+        Raises:
+            ValueError: its text is of another form.
+        """
+        return None if self.link is None else Link.parse(self.link)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, of plain dicts, lists, numbers and text: for JSON and, without its None values, for TOML."""

@@ -156,6 +156,8 @@ def check_data(plan: Plan, datasets: Datasets) -> None:
             models.check_input(job.config.model, dataset.input_shape)
             build_batches(job.config, dataset)
             backend_of(job)
+            if job.config.link is not None and not job.ranks:
+                raise ValueError(f"link is {job.config.link!r}: virtual learners have none, set ranks = true")
         except ValueError as error:
             raise ValueError(f"row {job.row}: {error}") from None
 

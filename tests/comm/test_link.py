@@ -63,8 +63,8 @@ class Rank(Communicator):
 
 def joined(rank: int = 1, link: Link = LINK) -> tuple[LinkedCommunicator, LearnerClock, Rank]:
     inner = Rank(rank)
-    clock = LearnerClock(link.slow if rank == 0 else 1.0, inner.cpu)
-    return LinkedCommunicator(inner, link, clock), clock, inner
+    comm = LinkedCommunicator(inner, link, inner.cpu)
+    return comm, comm.clock, inner
 
 
 def rows() -> Tensor:

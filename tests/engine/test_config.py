@@ -40,7 +40,7 @@ from ddpcore.engine.config import BOOKKEEPING
         ({"gamma": 1.5}, "gamma is 1.5: it must be above 0 and at most 1"),
         ({"diverged_above": 0.5}, "diverged_above is 0.5: it must be above 1"),
         ({"target": 0}, "target is 0.0: it must be above 0 and at most 1"),
-        ({"link": "10Gb/s"}, "link is '10Gb/s': write a bandwidth and a delay"),
+        ({"link": "10Gb/s", "learners": 2, "strategy": "ssgd"}, "link is '10Gb/s': write a bandwidth and a delay"),
         ({"link": "10Gb/s,50us"}, "link is '10Gb/s,50us' and learners is 1: it has nobody to send to"),
         ({"seed": -1}, "seed is -1: it must be at least 0"),
         ({"steps": 5}, "epochs is 2 and steps is 5: give exactly one"),
