@@ -159,6 +159,7 @@ def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
         learners=len(place.learners) if stacked else None,
         group=dist.group.WORLD if place.real else None,
         transport=config.transport,
+        link=config.make_link(),
         policies=Policies(**config.policies) if config.policies else None,
     )
     torch.manual_seed(config.seed + 1 + rank)  # the weights are made: dropout differs from rank to rank

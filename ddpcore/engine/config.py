@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ddpcore import data, models, strategies, topology
+from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import SAMPLERS
 from ddpcore.engine import optimizers
@@ -80,6 +81,9 @@ class TrainConfig:
         learners: how many; virtual ones of one process, or as many as there are ranks.
         device: ``cpu``, ``cuda``, or ``auto``.
         transport: what carries bytes between real ranks, see :func:`ddpcore.distribute`.
+        link: a network to emulate between real ranks, which seconds are then of, ``10Gb/s,50us``: see
+            :meth:`ddpcore.comm.Link.parse`.
+        target: end the run at an evaluation whose accuracy is at least this, 0 to 1.
         evaluate_every: epochs between two evaluations of the averaged model; 0 evaluates at the end alone.
         evaluate_on: ``test``, or ``validation``, which leaves the test split to the very end.
         evaluation_batch_norm: how the averaged model comes by its statistics, see
@@ -144,6 +148,8 @@ class TrainConfig:
     learners: int = 1
     device: str = DEVICES[0]
     transport: str = TRANSPORTS[0]
+    link: str | None = None
+    target: float | None = None
     evaluate_every: int = 1
     evaluate_on: str = EVALUATION_SPLITS[0]
     evaluation_batch_norm: str = BATCH_NORM[0]
@@ -175,6 +181,8 @@ class TrainConfig:
         for name in ("warmup_start", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be from 0 to 1")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ValueError(f"target is {self.target}: it must be above 0 and at most 1")
         if self.diverged_above is not None and self.diverged_above <= 1:
             raise ValueError(f"diverged_above is {self.diverged_above}: it must be above 1, times the first loss")
         if not 0 <= self.seed < 2**62:
@@ -213,6 +221,8 @@ class TrainConfig:
             )
         if self.strategy == "single" and self.learners > 1:
             raise ValueError(f"learners is {self.learners}: single trains one, take the strategy ssgd for more")
+        if self.link is not None and self.learners == 1:
+            raise ValueError(f"link is {self.link!r} and learners is 1: it has nobody to send to, leave it out")
         if self.evaluate_on == "validation" and not self.num_validation:
             raise ValueError("evaluate_on is 'validation': set num_validation to the samples to hold out")
         if bool(self.milestones) != (self.schedule == "step"):
@@ -245,6 +255,7 @@ class TrainConfig:
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         Policies(**self.policies)
+        self.make_link()
         self.make_strategy()
 
     def make_strategy(self) -> strategies.Strategy | strategies.Baseline:
@@ -258,6 +269,14 @@ class TrainConfig:
             options.setdefault("seed", self.seed)
         chosen = topology.build(self.topology, self.seed, **self.topology_options)
         return strategies.build(self.strategy, topology=chosen, **options)
+
+    def make_link(self) -> Link | None:
+        """The network to emulate.
+
+        Raises:
+            ValueError: its text is of another form.
+        """
+        return None if self.link is None else Link.parse(self.link)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, of plain dicts, lists, numbers and text: for JSON and, without its None values, for TOML."""

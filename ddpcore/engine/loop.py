@@ -47,14 +47,14 @@ class Loop:
         self.steps_per_epoch = self.trainer.batches.steps_per_epoch
         self.total = total_steps(self.config, self.steps_per_epoch)
         self._started = time.perf_counter() - self.progress.seconds
-        self._mark = self._started  # where training went on last
+        self._mark = 0.0  # where training went on last, by the clock that training is timed by
         self._num_records = 0  # of the statistics, that are written
 
     def run(self, listener: Listener) -> bool:
         """Train to the end; False where ``listener`` was asked to stop before it, and the run is saved."""
         trainer, progress = self.trainer, self.progress
-        self._mark = time.perf_counter()
-        while trainer.num_steps < self.total and not progress.diverged:
+        self._mark = trainer.handle.comm.now()
+        while trainer.num_steps < self.total and not (progress.diverged or self._has_arrived()):
             progress.add(trainer.step())
             step = trainer.num_steps
             over = step % self.steps_per_epoch == 0 or step == self.total
@@ -70,6 +70,11 @@ class Loop:
                 return False
         self._end()
         return True
+
+    def _has_arrived(self) -> bool:
+        """Whether an evaluation has reached the config's target."""
+        target, best = self.config.target, self.progress.best
+        return target is not None and best is not None and best["accuracy"] >= target
 
     def _advance(self, loss: float) -> None:
         if self.outputs is not None:
@@ -98,6 +103,7 @@ class Loop:
         """Evaluate where it is time to, and write the epoch's row; True where it is the best so far."""
         config, trainer, progress = self.config, self.trainer, self.progress
         self._pause()
+        paused = time.perf_counter()
         step = trainer.num_steps
         epoch = -(-step // self.steps_per_epoch)
         comm = trainer.handle.comm
@@ -120,11 +126,11 @@ class Loop:
             if evaluation is not None:
                 best = progress.evaluated(evaluation.scores.accuracy, epoch, step)
                 row |= {"split": config.evaluate_on, **_scores(evaluation)}
-        row["evaluation_seconds"] = time.perf_counter() - self._mark
+        row["evaluation_seconds"] = time.perf_counter() - paused
         row["total_seconds"] = time.perf_counter() - self._started
         if self.outputs is not None:
             self.outputs.write(row)
-        self._mark = time.perf_counter()
+        self._mark = comm.now()
         return best
 
     def _evaluate(self, split: str) -> Evaluation | None:
@@ -164,8 +170,7 @@ class Loop:
         """What follows is not training: add up its seconds."""
         if self.place.device.type == "cuda":
             torch.cuda.synchronize()
-        self.progress.epoch_seconds += time.perf_counter() - self._mark
-        self._mark = time.perf_counter()
+        self.progress.epoch_seconds += self.trainer.handle.comm.now() - self._mark
 
     # ---- checkpoints ----
 
@@ -180,7 +185,7 @@ class Loop:
             keep_last=self.config.keep_last,
             best=best["step"] if best is not None and self.config.keep_best else None,
         )
-        self._mark = time.perf_counter()
+        self._mark = self.trainer.handle.comm.now()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on."""

@@ -17,8 +17,9 @@ class RunRecord:
 
     Attributes:
         path: the file.
-        header: ``kind`` "run": config, num_parameters, num_samples, device, versions, commit, date.
-        epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training),
+        header: ``kind`` "run": config, num_parameters, num_samples, num_classes, device, versions, commit, date.
+        epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training, over a
+            config's link as they would be there),
             samples_per_s, consensus_distance, evaluation_seconds, total_seconds, and where there was an evaluation
             split, loss, accuracy, precision, recall, f1, specificity, all of that split and 0..1.
         statistics: ``kind`` "statistics", one every ``statistics_every`` steps: what

@@ -43,7 +43,9 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                     f"{path}: row {name} has other published numbers than in {entries[0][0]}: compare it alone"
                 )
     results = [Folder(path).results() for path, _ in entries]
-    published = {name: {0: Outcome(metrics=row["published"])} for name, row in rows.items() if row["published"]}
+    tables = [{name: row["published"] for name, row in rows.items() if row["published"]}]
+    tables += [other.get("published", {}) for _, other in entries]  # of rows that were not run too
+    published = {name: {0: Outcome(metrics=values)} for table in tables for name, values in table.items()}
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "notes", "metrics")},
         "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],

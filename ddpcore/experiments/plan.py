@@ -101,7 +101,7 @@ def make_plan(
     Args:
         study: which.
         folder: where its runs will be.
-        rows: names; None takes all.
+        rows: names; None takes those that the study has for the scale.
         scale: one of :data:`ddpcore.experiments.study.SCALES`.
         overrides: fields of all rows.
         first_seed: the others follow it.
@@ -111,7 +111,7 @@ def make_plan(
     Raises:
         ValueError: a row is unknown or no valid run, or no row has ``world_size`` learners.
     """
-    chosen = study.chosen(rows)
+    chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
     ranks = {row.name: _num_ranks(row, configs[row.name], world_size) for row in chosen}
     if world_size is not None and world_size not in ranks.values():
@@ -134,6 +134,7 @@ def make_plan(
     manifest = {
         **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics")},
         "study": study.name,
+        "published": {row.name: dict(row.published) for row in study.rows.values() if row.published},
         "claims": [asdict(claim) for claim in study.claims],
         "scale": scale,
         "set": {key: value for key, value in (overrides or {}).items() if key not in BOOKKEEPING},
@@ -155,6 +156,8 @@ def check_data(plan: Plan, datasets: Datasets) -> None:
             models.check_input(job.config.model, dataset.input_shape)
             build_batches(job.config, dataset)
             backend_of(job)
+            if job.config.link is not None and not job.ranks:
+                raise ValueError(f"link is {job.config.link!r}: virtual learners have none, set ranks = true")
         except ValueError as error:
             raise ValueError(f"row {job.row}: {error}") from None
 

@@ -19,12 +19,17 @@ METRICS = {
     "accuracy": "share of the test split, 0 to 1",
     "accuracy_pct": "the same in percent",
     "error_pct": "share of the test split that the model gets wrong, in percent",
+    "accuracy_or_chance_pct": "accuracy_pct, or 100 / classes of a run that diverged, as some tables print it",
+    "loss_or_chance": "test_loss, or ln(classes) of a run that diverged, as some tables print it",
     "best_accuracy_pct": "of the evaluations, in percent",
     "precision": "macro mean over classes, 0 to 1",
     "recall": "macro mean over classes, 0 to 1",
     "f1": "macro mean over classes, 0 to 1",
     "specificity": "macro mean over classes, 0 to 1",
-    "seconds": "of training, without evaluation and checkpoints",
+    "seconds": "of training, without evaluation and checkpoints; over an emulated link as they would be there",
+    "seconds_to_target": "the same of a run that reached its target accuracy; the others have none",
+    "steps": "of the optimizer",
+    "parameters_mb": "trained parameters in fp32, in units of 2^20 bytes",
     "consensus_distance": "of the learners at the end",
     "recoveries": "times that a rank died and the run went on from its checkpoint",
     "effective_lr_early": "a_e / a, mean over the measured steps of the first fifth of the run",
@@ -52,16 +57,24 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
     last: dict[str, Any] = record.epochs[-1] if record.epochs else {}
     on_test = last if last.get("split") == "test" else record.final.get("test") or {}
     best = record.final.get("best_accuracy")
-    accuracy = on_test.get("accuracy")
+    accuracy, seconds = on_test.get("accuracy"), sum(epoch["seconds"] for epoch in record.epochs)
+    accuracy_pct = None if accuracy is None else 100 * accuracy
+    classes = record.header.get("num_classes") if record.final["diverged"] else None
+    target = record.header["config"].get("target")
     return {
         "train_loss": last.get("train_loss"),
         "test_loss": on_test.get("loss"),
         "accuracy": accuracy,
-        "accuracy_pct": None if accuracy is None else 100 * accuracy,
+        "accuracy_pct": accuracy_pct,
         "error_pct": None if accuracy is None else 100 * (1 - accuracy),
+        "accuracy_or_chance_pct": 100 / classes if classes else accuracy_pct,
+        "loss_or_chance": math.log(classes) if classes else on_test.get("loss"),
         "best_accuracy_pct": None if best is None else 100 * best,
         **{name: on_test.get(name) for name in ("precision", "recall", "f1", "specificity")},
-        "seconds": sum(epoch["seconds"] for epoch in record.epochs),
+        "seconds": seconds,
+        "seconds_to_target": None if target is None or best is None or best < target else seconds,
+        "steps": record.final["step"],
+        "parameters_mb": 4 * record.header["num_parameters"] / 2**20,
         "consensus_distance": last.get("consensus_distance"),
         "recoveries": recoveries,
         **_statistics(record),

@@ -21,9 +21,10 @@ def line(step: int, effective_lr: float | None, loss: float, valid: bool = True)
 
 
 def record(lines: list[dict[str, Any]], final: dict[str, Any] | None = None) -> RunRecord:
-    header = {"config": CONFIG, "total_steps": 100}
+    header = {"config": CONFIG, "total_steps": 100, "num_classes": 2, "num_parameters": 2}
     epoch = {"train_loss": 0.3, "split": "test", "accuracy": 0.75, "seconds": 2.0}
-    return RunRecord(path=Path(), header=header, epochs=[epoch], statistics=lines, final=final or {})
+    ended = {"diverged": False, "step": 100, **(final or {})}
+    return RunRecord(path=Path(), header=header, epochs=[epoch], statistics=lines, final=ended)
 
 
 def test_early_late_and_escape() -> None:
