@@ -95,8 +95,8 @@ class Distributed:
         this.
         """
         weights_LP = self._weights_LP()
-        average_LP = self._average_of(weights_LP)
-        distances = (weights_LP.double() - average_LP.double()).square().sum(dim=1)
+        apart_LP = self._average_of(weights_LP).sub_(weights_LP)  # exact where the two are close: no wider copies
+        distances = torch.linalg.vector_norm(apart_LP, dim=1, dtype=torch.float64).square()
         return float(self.comm.gather(distances).mean().sqrt())
 
     def _average_of(self, weights_LP: Tensor) -> Tensor:
