@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def _become(logs: Path, env: dict[str, str], cwd: str, function: Callable[..., N
     os.chdir(cwd)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", launch.num_cores())))
     launch.multiprocessing = _Ranks(logs)
+    # The server that made this process is there for its ranks, too; it would start one of its own.
+    forkserver._forkserver.ensure_running = lambda: None
     function(*args)
 
 
