@@ -194,10 +194,9 @@ def train(
     average = torch.cat([tensor.detach().flatten() for tensor in averaged])
     numbers = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
     rows = [tensor.detach().reshape(len(held), -1) for tensor in numbers]
-    num_weights = sum(parameter.numel() for parameter in evaluation.parameters())
     return {
         "weights": torch.cat(rows, dim=1).cpu().clone(),
-        "num_weights": num_weights,  # buffers stand behind them
+        "num_weights": sum(parameter.numel() for parameter in evaluation.parameters()),  # buffers stand behind them
         "losses": torch.stack(losses).cpu(),
         "average": average.cpu(),
         "consensus": handle.consensus_distance(),
