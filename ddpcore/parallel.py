@@ -13,6 +13,7 @@ from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import connect
 from ddpcore.comm.grid import GridCommunicator
+from ddpcore.comm.link import Link
 from ddpcore.comm.process import default_group
 from ddpcore.comm.shared_memory import TIMEOUT_SECONDS
 from ddpcore.comm.virtual import VirtualCommunicator
@@ -36,6 +37,7 @@ def distribute(
     group: dist.ProcessGroup | None = None,
     transport: str = "auto",
     timeout: float = TIMEOUT_SECONDS,
+    link: Link | None = None,
     vectorize: bool | str | None = None,
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
@@ -55,8 +57,9 @@ def distribute(
         group: the process group; None is the default one for real ranks, and none for virtual learners.
         transport: what carries bytes between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let others wait, over ``shm`` and ``ipc``; a process group has its own.
+        link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
-        bucket_bytes: largest bucket of averaged gradients.
+        bucket_bytes: largest bucket of averaged gradients; those that one parameter completes travel together.
         first_bucket_bytes: size of the first.
         policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
         scaler: of mixed precision, for the policy of that name.
@@ -69,14 +72,14 @@ def distribute(
         ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
     """
     if isinstance(strategy, Baseline):
-        return _baseline(model, strategy, learners, group, transport, policies)
+        return _baseline(model, strategy, learners, group, transport, link, policies)
     policies = policies or Policies()
     _check(model, optimizer, strategy, policies, scaler)
-    group = _group_of(learners, group, transport, vectorize)
+    group = _group_of(learners, group, transport, link, vectorize)
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings = {"transport": transport, "learners": learners, "policies": policies, "scaler": scaler}
+    settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
-    comm = _connect(model, learners, group, transport, timeout)
+    comm = _connect(model, learners, group, transport, timeout, link)
     strategy.setup(comm.num_learners, _trained(model).dtype)
     flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
     strategy.in_use = True
@@ -92,10 +95,11 @@ def _baseline(
     learners: int | None,
     group: dist.ProcessGroup | None,
     transport: str,
+    link: Link | None,
     policies: Policies | None,
 ) -> Distributed:
-    if learners is not None or transport != "auto":
-        raise ValueError(f"{strategy.name} takes no virtual learners and no transport: leave them out")
+    if learners is not None or transport != "auto" or link is not None:
+        raise ValueError(f"{strategy.name} takes no virtual learners, no transport and no link: leave them out")
     if policies not in (None, Policies()):
         raise ValueError(f"{strategy.name} averages nothing of its own: leave policies= out")
     comm = strategy.connect(group)
@@ -106,13 +110,19 @@ _IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _group_of(
-    learners: int | None, group: dist.ProcessGroup | None, transport: str, vectorize: bool | str | None
+    learners: int | None,
+    group: dist.ProcessGroup | None,
+    transport: str,
+    link: Link | None,
+    vectorize: bool | str | None,
 ) -> dist.ProcessGroup | None:
     """The process group; None where all learners are virtual ones of this process."""
     if learners is None:
         return default_group(group)
     if transport != "auto":
         raise ValueError("virtual learners take no transport: leave transport= out")
+    if link is not None:
+        raise ValueError("virtual learners take no link: leave link= out, or run them as ranks")
     StackedModel(nn.Identity(), 1, vectorize)  # refuses what it does not know, before anything moves
     return group
 
@@ -133,14 +143,19 @@ def _agree(
 
 
 def _connect(
-    model: nn.Module, learners: int | None, group: dist.ProcessGroup | None, transport: str, timeout: float
+    model: nn.Module,
+    learners: int | None,
+    group: dist.ProcessGroup | None,
+    transport: str,
+    timeout: float,
+    link: Link | None,
 ) -> Communicator:
     if group is None:
         assert learners is not None
         return VirtualCommunicator(learners)
     if learners is not None:
         return GridCommunicator(learners, group)
-    return connect(group, transport, _trained(model).device, timeout)
+    return connect(group, transport, _trained(model).device, timeout, link)
 
 
 def _trained(model: nn.Module) -> Tensor:

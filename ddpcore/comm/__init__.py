@@ -6,6 +6,7 @@ from .choice import Choice, Transport, choose_backend, choose_transport
 from .connect import connect
 from .grid import GridCommunicator
 from .ipc import CudaIpcCommunicator
+from .link import LearnerClock, Link, LinkedCommunicator
 from .process import ProcessGroupCommunicator
 from .shared_memory import SharedMemoryCommunicator
 from .virtual import VirtualCommunicator
@@ -16,6 +17,9 @@ __all__ = [
     "CudaIpcCommunicator",
     "Exchange",
     "GridCommunicator",
+    "LearnerClock",
+    "Link",
+    "LinkedCommunicator",
     "ProcessGroupCommunicator",
     "SharedMemoryCommunicator",
     "Transport",

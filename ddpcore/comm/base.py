@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -90,6 +91,10 @@ class Communicator(ABC):
     learners: Sequence[int]
     bytes_sent: int = 0
     description: str
+
+    def now(self) -> float:
+        """Seconds on the clock by which training is timed. Every process calls this alike."""
+        return time.perf_counter()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, where the connection averages them best. Every process calls this alike."""

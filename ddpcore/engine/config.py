@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ddpcore import data, models, strategies, topology
+from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import SAMPLERS
 from ddpcore.engine import optimizers
@@ -80,11 +81,20 @@ class TrainConfig:
         learners: how many; virtual ones of one process, or as many as there are ranks.
         device: ``cpu``, ``cuda``, or ``auto``.
         transport: what carries bytes between real ranks, see :func:`ddpcore.distribute`.
+        link: a network to emulate between real ranks, which seconds are then of, ``10Gb/s,50us``: see
+            :meth:`ddpcore.comm.Link.parse`.
+        target: end the run at an evaluation whose accuracy is at least this, 0 to 1.
         evaluate_every: epochs between two evaluations of the averaged model; 0 evaluates at the end alone.
         evaluate_on: ``test``, or ``validation``, which leaves the test split to the very end.
         evaluation_batch_norm: how the averaged model comes by its statistics, see
             :meth:`ddpcore.Distributed.evaluation_model`.
         recalibration_batches: training batches for ``recalibrate``.
+        statistics_every: steps between two records of :class:`ddpcore.diagnostics.NoiseStatistics`; 0 takes none.
+        statistics_samples: training samples, drawn from the seed, whose gradient stands for that of the full loss; None
+            takes the training set.
+        flatness_samples: training samples on which :func:`ddpcore.diagnostics.flatness` looks at the averaged model at
+            the end; 0 does not look.
+        escape_loss: level of the full loss below which a run counts as escaped from where it began.
         seed: of weights, dropout, batches, augmentation, pairs and noise.
         diverged_above: stop where the training loss exceeds this many times that of the first step; None stops where it
             is not finite alone.
@@ -138,10 +148,16 @@ class TrainConfig:
     learners: int = 1
     device: str = DEVICES[0]
     transport: str = TRANSPORTS[0]
+    link: str | None = None
+    target: float | None = None
     evaluate_every: int = 1
     evaluate_on: str = EVALUATION_SPLITS[0]
     evaluation_batch_norm: str = BATCH_NORM[0]
     recalibration_batches: int = 32
+    statistics_every: int = 0
+    statistics_samples: int | None = None
+    flatness_samples: int = 0
+    escape_loss: float | None = None
     seed: int = 0
     diverged_above: float | None = None
     checkpoint_every: int | None = None
@@ -153,9 +169,10 @@ class TrainConfig:
             object.__setattr__(self, name, _typed(name, getattr(self, name), hint))
         for name in ("batch_size", "accumulation", "epochs", "steps", "learners", "recalibration_batches", "keep_last"):
             _check_at_least(name, getattr(self, name), 1)
-        for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup"):
+        for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup", "statistics_every"):
             _check_at_least(name, getattr(self, name), 0)
-        for name in ("reference_batch_size", "num_train", "num_test"):
+        _check_at_least("flatness_samples", self.flatness_samples, 0)
+        for name in ("reference_batch_size", "num_train", "num_test", "statistics_samples"):
             _check_at_least(name, getattr(self, name), 1)
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0")
@@ -164,6 +181,8 @@ class TrainConfig:
         for name in ("warmup_start", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be from 0 to 1")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ValueError(f"target is {self.target}: it must be above 0 and at most 1")
         if self.diverged_above is not None and self.diverged_above <= 1:
             raise ValueError(f"diverged_above is {self.diverged_above}: it must be above 1, times the first loss")
         if not 0 <= self.seed < 2**62:
@@ -202,12 +221,21 @@ class TrainConfig:
             )
         if self.strategy == "single" and self.learners > 1:
             raise ValueError(f"learners is {self.learners}: single trains one, take the strategy ssgd for more")
+        if self.link is not None and self.learners == 1:
+            raise ValueError(f"link is {self.link!r} and learners is 1: it has nobody to send to, leave it out")
         if self.evaluate_on == "validation" and not self.num_validation:
             raise ValueError("evaluate_on is 'validation': set num_validation to the samples to hold out")
         if bool(self.milestones) != (self.schedule == "step"):
             raise ValueError(f"milestones is {self.milestones}: they and the schedule 'step' go together")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=0) < 0:
             raise ValueError(f"milestones is {self.milestones}: they must ascend from 0")
+        if self.statistics_every and (self.learners == 1 or self.strategy in ("ddp", "push_sum")):
+            raise ValueError(
+                f"statistics_every is {self.statistics_every}: it compares two learners at least, of another strategy "
+                "than ddp and push_sum; set it to 0"
+            )
+        if self.escape_loss is not None and not self.statistics_every:
+            raise ValueError("escape_loss is looked for where the full loss is known: set statistics_every")
         if self.policies.get("scaler", "keep") != "keep":
             raise ValueError("policies has a scaler: bf16 and fp32 need none, leave it out")
 
@@ -227,6 +255,7 @@ class TrainConfig:
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         Policies(**self.policies)
+        self.make_link()
         self.make_strategy()
 
     def make_strategy(self) -> strategies.Strategy | strategies.Baseline:
@@ -240,6 +269,14 @@ class TrainConfig:
             options.setdefault("seed", self.seed)
         chosen = topology.build(self.topology, self.seed, **self.topology_options)
         return strategies.build(self.strategy, topology=chosen, **options)
+
+    def make_link(self) -> Link | None:
+        """The network to emulate.
+
+        Raises:
+            ValueError: its text is of another form.
+        """
+        return None if self.link is None else Link.parse(self.link)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, of plain dicts, lists, numbers and text: for JSON and, without its None values, for TOML."""

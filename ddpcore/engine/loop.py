@@ -16,6 +16,7 @@ from ddpcore.engine.evaluation import Evaluation
 from ddpcore.engine.outputs import Outputs
 from ddpcore.engine.progress import Progress
 from ddpcore.engine.signals import Listener
+from ddpcore.engine.statistics import flatness_of, row_of
 from ddpcore.engine.trainer import Trainer
 
 CHECK_EVERY = 20  # steps between two looks at the loss, each of which waits for the device and all ranks
@@ -46,13 +47,14 @@ class Loop:
         self.steps_per_epoch = self.trainer.batches.steps_per_epoch
         self.total = total_steps(self.config, self.steps_per_epoch)
         self._started = time.perf_counter() - self.progress.seconds
-        self._mark = self._started  # where training went on last
+        self._mark = 0.0  # where training went on last, by the clock that training is timed by
+        self._num_records = 0  # of the statistics, that are written
 
     def run(self, listener: Listener) -> bool:
         """Train to the end; False where ``listener`` was asked to stop before it, and the run is saved."""
         trainer, progress = self.trainer, self.progress
-        self._mark = time.perf_counter()
-        while trainer.num_steps < self.total and not progress.diverged:
+        self._mark = trainer.handle.comm.now()
+        while trainer.num_steps < self.total and not (progress.diverged or self._has_arrived()):
             progress.add(trainer.step())
             step = trainer.num_steps
             over = step % self.steps_per_epoch == 0 or step == self.total
@@ -60,6 +62,7 @@ class Loop:
             if over or step == 1 or step % CHECK_EVERY == 0:
                 loss, stop = progress.check(trainer.handle.comm, listener.asked, self.config.diverged_above)
                 self._advance(loss)
+                self._write_statistics()
             best = self._end_epoch() if over or progress.diverged else False
             if self._is_due(step, over, best) or (stop and step < self.total):
                 self._save()
@@ -68,12 +71,26 @@ class Loop:
         self._end()
         return True
 
+    def _has_arrived(self) -> bool:
+        """Whether an evaluation has reached the config's target."""
+        target, best = self.config.target, self.progress.best
+        return target is not None and best is not None and best["accuracy"] >= target
+
     def _advance(self, loss: float) -> None:
         if self.outputs is not None:
             step, accuracy = self.trainer.num_steps, self.progress.accuracy
             reached = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
             epoch = 1 + (step - 1) // self.steps_per_epoch
             self.outputs.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
+
+    def _write_statistics(self) -> None:
+        """Records since the last time; here, where the loss was waited for, they keep nobody waiting."""
+        statistics = self.trainer.statistics
+        records = [] if statistics is None else statistics.records[self._num_records :]
+        self._num_records += len(records)
+        if self.outputs is not None:
+            for record in records:
+                self.outputs.write(row_of(record))
 
     def _is_due(self, step: int, over: bool, best: bool) -> bool:
         """Whether a checkpoint is to be written after this step."""
@@ -86,6 +103,7 @@ class Loop:
         """Evaluate where it is time to, and write the epoch's row; True where it is the best so far."""
         config, trainer, progress = self.config, self.trainer, self.progress
         self._pause()
+        paused = time.perf_counter()
         step = trainer.num_steps
         epoch = -(-step // self.steps_per_epoch)
         comm = trainer.handle.comm
@@ -108,11 +126,11 @@ class Loop:
             if evaluation is not None:
                 best = progress.evaluated(evaluation.scores.accuracy, epoch, step)
                 row |= {"split": config.evaluate_on, **_scores(evaluation)}
-        row["evaluation_seconds"] = time.perf_counter() - self._mark
+        row["evaluation_seconds"] = time.perf_counter() - paused
         row["total_seconds"] = time.perf_counter() - self._started
         if self.outputs is not None:
             self.outputs.write(row)
-        self._mark = time.perf_counter()
+        self._mark = comm.now()
         return best
 
     def _evaluate(self, split: str) -> Evaluation | None:
@@ -130,6 +148,9 @@ class Loop:
         model = self.trainer.handle.evaluation_model()
         if self.outputs is None:
             return
+        num, flat = self.config.flatness_samples, None
+        if num and not progress.diverged:
+            flat = flatness_of(model, self.trainer.dataset, num_samples=num, seed=self.config.seed)
         self.outputs.write_model(safetensors.torch.save({n: t.contiguous() for n, t in model.state_dict().items()}))
         self.outputs.write(
             {
@@ -140,6 +161,7 @@ class Loop:
                 "best_accuracy": best.get("accuracy"),
                 "best_epoch": best.get("epoch"),
                 "test": None if test is None else _scores(test),
+                "flatness": flat,
                 "total_seconds": time.perf_counter() - self._started,
             }
         )
@@ -148,13 +170,13 @@ class Loop:
         """What follows is not training: add up its seconds."""
         if self.place.device.type == "cuda":
             torch.cuda.synchronize()
-        self.progress.epoch_seconds += time.perf_counter() - self._mark
-        self._mark = time.perf_counter()
+        self.progress.epoch_seconds += self.trainer.handle.comm.now() - self._mark
 
     # ---- checkpoints ----
 
     def _save(self) -> None:
         self._pause()
+        self._write_statistics()  # a run that goes on from here does not take them again
         self.progress.seconds = time.perf_counter() - self._started
         best = self.progress.best
         self.checkpoints.save(
@@ -163,11 +185,12 @@ class Loop:
             keep_last=self.config.keep_last,
             best=best["step"] if best is not None and self.config.keep_best else None,
         )
-        self._mark = time.perf_counter()
+        self._mark = self.trainer.handle.comm.now()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
         trainer, device = self.trainer, self.place.device
+        statistics = trainer.statistics
         random = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(device)
@@ -178,6 +201,7 @@ class Loop:
             "handle": trainer.handle.state_dict(),
             "random": random,
             "progress": self.progress.state_dict(),
+            "statistics": None if statistics is None else statistics.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,6 +223,8 @@ class Loop:
         self.trainer.handle.load_state_dict(state["handle"])
         self.trainer.num_steps = state["step"]
         self.progress = Progress(**state["progress"])
+        if self.trainer.statistics is not None:
+            self.trainer.statistics.load_state_dict(state["statistics"])
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"] and self.place.device.type == "cuda":
             torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.place.device)

@@ -128,6 +128,7 @@ def _header(loop: Loop, step: int) -> dict[str, Any]:
         "num_parameters": num_elements // num_learners if loop.trainer.stacked else num_elements,
         "num_samples": {name: len(split) for name, split in dataset.splits().items()},
         "dataset": dataset.name,
+        "num_classes": dataset.num_classes,
         "steps_per_epoch": loop.steps_per_epoch,
         "total_steps": loop.total,
         "ranks": loop.place.world.world_size,

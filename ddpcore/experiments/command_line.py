@@ -113,7 +113,7 @@ def _parser() -> _Parser:
     known.add_argument("study", nargs="?")
     run = add("run", "train the rows of a study, each with several seeds")
     run.add_argument("study", help="a name of `list`, or a file of your own that ends in .toml")
-    run.add_argument("--rows", type=_names, metavar="A,B,...", help="these alone (default: all)")
+    run.add_argument("--rows", type=_names, metavar="A,B,...", help="these alone (default: those of the scale)")
     run.add_argument("--scale", help=f"{', '.join(SCALES)} (default: full)")
     run.add_argument("--data-dir", type=Path, help="the folder of the data sets' files")
     run.add_argument("--out", type=Path, help="the folder of the results (default: runs/STUDY/SCALE)")

@@ -36,8 +36,8 @@ class Folder:
         return self.path / "runs" / row / f"seed-{seed}"
 
     def manifest(self) -> dict[str, Any]:
-        """study, title, source, notes, metrics, claims, scale, set, seeds, and rows: for each its config (with seed 0),
-        published, about, ranks, hosts and kill_rank.
+        """study, title, source, notes, metrics, claims, published (of all rows), scale, set, seeds, and rows: for each
+        that was chosen its config (with seed 0), published, about, ranks, hosts and kill_rank.
 
         Raises:
             ValueError: there is none, or it is damaged.

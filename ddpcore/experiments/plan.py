@@ -79,7 +79,7 @@ class Datasets:
         key = shape, *(
             getattr(config, name)
             for name in ("dataset", "data_dir", "normalize", "augment", "num_validation", "num_train", "num_test")
-        ), config.random_labels, config.seed  # fmt: skip
+        ), config.random_labels, config.seed, str(config.dataset_options)  # fmt: skip
         if self._dataset is None or key != self._key:
             self._key, self._dataset = key, build_dataset(place)
         return self._dataset
@@ -101,7 +101,7 @@ def make_plan(
     Args:
         study: which.
         folder: where its runs will be.
-        rows: names; None takes all.
+        rows: names; None takes those that the study has for the scale.
         scale: one of :data:`ddpcore.experiments.study.SCALES`.
         overrides: fields of all rows.
         first_seed: the others follow it.
@@ -111,7 +111,7 @@ def make_plan(
     Raises:
         ValueError: a row is unknown or no valid run, or no row has ``world_size`` learners.
     """
-    chosen = study.chosen(rows)
+    chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
     ranks = {row.name: _num_ranks(row, configs[row.name], world_size) for row in chosen}
     if world_size is not None and world_size not in ranks.values():
@@ -134,6 +134,7 @@ def make_plan(
     manifest = {
         **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics")},
         "study": study.name,
+        "published": {row.name: dict(row.published) for row in study.rows.values() if row.published},
         "claims": [asdict(claim) for claim in study.claims],
         "scale": scale,
         "set": {key: value for key, value in (overrides or {}).items() if key not in BOOKKEEPING},
@@ -155,6 +156,8 @@ def check_data(plan: Plan, datasets: Datasets) -> None:
             models.check_input(job.config.model, dataset.input_shape)
             build_batches(job.config, dataset)
             backend_of(job)
+            if job.config.link is not None and not job.ranks:
+                raise ValueError(f"link is {job.config.link!r}: virtual learners have none, set ranks = true")
         except ValueError as error:
             raise ValueError(f"row {job.row}: {error}") from None
 
@@ -179,7 +182,7 @@ def _num_ranks(row: Row, config: TrainConfig, world_size: int | None) -> int:
 
 def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
     return {
-        "config": config.overridden({"seed": 0}).to_dict(),
+        "config": config.overridden({"seed": 0, "data_dir": None}).to_dict(),  # no row is of a seed or of a machine
         "published": dict(row.published),
         "about": row.about,
         "ranks": ranks,

@@ -100,6 +100,7 @@ class Study:
         notes: what the document leaves open, and what was chosen here.
         metrics: what is compared; claims are about the first.
         seeds: how many, at each scale.
+        selections: the rows that are run at each scale where a command names none; None are all.
         rows: by name.
         claims: of the source, or of this project, whose ``source`` says which.
     """
@@ -111,6 +112,7 @@ class Study:
     notes: tuple[str, ...]
     metrics: tuple[str, ...]
     seeds: Mapping[str, int]
+    selections: Mapping[str, tuple[str, ...] | None]
     rows: Mapping[str, Row]
     claims: tuple[Claim, ...]
 
@@ -160,9 +162,11 @@ def _study(name: str, values: Mapping[str, Any]) -> Study:
         _check_metric("metrics", metric)
     scales, groups = values.get("scales", {}), values.get("groups", {})
     seeds = dict.fromkeys(SCALES, values.get("seeds", 1))
+    selections: dict[str, tuple[str, ...] | None] = dict.fromkeys(SCALES)
     for scale, layer in _scales("the study", scales).items():
-        _check(f"scale {scale}", layer, {"seeds": int}, _FIELDS)
+        _check(f"scale {scale}", layer, {"seeds": int, "rows": list}, _FIELDS)
         seeds[scale] = layer.get("seeds", seeds[scale])
+        selections[scale] = tuple(layer["rows"]) if "rows" in layer else None
     if min(seeds.values()) < 1:
         raise ValueError(f"seeds is {min(seeds.values())}: it must be at least 1")
     for group, entries in groups.items():
@@ -177,9 +181,12 @@ def _study(name: str, values: Mapping[str, Any]) -> Study:
         notes=tuple(values.get("notes", ())),
         metrics=tuple(values["metrics"]),
         seeds=seeds,
+        selections=selections,
         rows=rows,
         claims=tuple(_claim(entries) for entries in values.get("claims", ())),
     )
+    for selected in selections.values():
+        study.chosen(selected)
     for claim in study.claims:
         claims.check(claim.predicate, tuple(rows), tuple(METRICS))
     return study

@@ -72,6 +72,16 @@ def test_it_learns(tmp_path: Path) -> None:
     assert record.final["best_accuracy"] > 0.9
 
 
+def test_a_target_ends_the_run(tmp_path: Path) -> None:
+    fields = {"learners": 2, "strategy": "ssgd", "model_options": {"dropout": 0.0}, "checkpoint_every": 0}
+    config = helper.config(steps=80, target=0.5, **fields)
+    record = train(config, out=tmp_path, dataset=helper.images())
+    *before, last = [row["accuracy"] for row in record.epochs]
+    assert last >= 0.5 and all(accuracy < 0.5 for accuracy in before)
+    assert record.final["step"] == 4 * len(record.epochs) < 80
+    assert record == train(config, out=tmp_path, dataset=helper.images(), resume=True), "it is over"
+
+
 def test_divergence_ends_the_run_and_is_recorded(tmp_path: Path) -> None:
     config = helper.config(lr=1e20, steps=100, warmup=0)
     record = train(config, out=tmp_path, dataset=helper.images())

@@ -29,6 +29,22 @@ def test_a_data_set_is_kept_for_runs_that_take_the_same() -> None:
         after = kept.of(place(**change))
         same = after.train.labels.shape == before.train.labels.shape
         assert not (same and torch.equal(after.train.labels, before.train.labels)), change
+    short, long = ({"dataset_options": {"num_samples": num, "num_frames": 1}} for num in (20, 30))
+    assert len(datasets.of(place(dataset="synthetic_speech", **short)).train) == 16
+    assert len(datasets.of(place(dataset="synthetic_speech", **long)).train) == 24
+
+
+def test_data_sets_of_other_options_are_other_ones() -> None:
+    datasets = Datasets()
+    shapes = [
+        datasets.of(
+            Place.of(
+                TrainConfig(model="saddle", dataset="saddle", steps=1, device="cpu", dataset_options=options), None
+            )
+        ).input_shape
+        for options in ({"dimension": 2}, {"dimension": 5})
+    ]
+    assert shapes == [(2,), (8,)]
 
 
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
@@ -39,7 +55,29 @@ def test_jobs(tiny: Path, tmp_path: Path) -> None:
     assert [job.config.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
     assert plan.jobs[5].path == tmp_path / "runs" / "ssgd" / "seed-4"
     assert plan.manifest["rows"]["ssgd"]["config"]["seed"] == 0, "a row is one config for all seeds"
+    elsewhere = make_plan(study.load(str(tiny)), Folder(tmp_path), overrides={"data_dir": "somewhere"})
+    assert elsewhere.jobs[0].config.data_dir == "somewhere"
+    assert "somewhere" not in str(elsewhere.manifest), "a manifest is not of one machine"
     assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
+
+
+def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
+    """Those that the scale selects, unless the command names some; published numbers of all stay known."""
+    tiny.write_text(tiny.read_text().replace("[scales.smoke]", '[scales.smoke]\nrows = ["ssgd", "b"]'))
+    loaded, folder = study.load(str(tiny)), Folder(tmp_path)
+    rows = {
+        (scale, names): [job.row for job in make_plan(loaded, folder, scale=scale, rows=names, num_seeds=1).jobs]
+        for scale in ("smoke", "cpu")
+        for names in (None, ("a",))
+    }
+    assert rows["smoke", None] == ["b", "ssgd"]
+    assert rows["cpu", None] == ["a", "b", "ssgd"]
+    assert rows["smoke", ("a",)] == rows["cpu", ("a",)] == ["a"]
+    manifest = make_plan(loaded, folder, scale="smoke").manifest
+    assert manifest["published"] == {"a": {"train_loss": 0.7}, "b": {"train_loss": 0.6}}
+    tiny.write_text(tiny.read_text().replace('["ssgd", "b"]', '["ssgd", "c"]'))
+    with pytest.raises(ValueError, match="has no row 'c'"):
+        study.load(str(tiny))
 
 
 def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ REFUSED = {
     "run TINY --set seed=3": "--seeds",
     "run TINY --set optimizer_options.momentun=0.5": "did you mean 'momentum'?",
     "run TINY --set batch_size=2000": "row a: the batch size is 2000",
+    "run TINY --rows ssgd --set link=1Gb/s,1ms": "row ssgd: link is '1Gb/s,1ms': virtual learners have none",
     "run TINY --set dataset=mnist --set model=lenet5": "--data-dir",
     "run TINY --set dataset=mnist --set model=lenet5 --data-dir nowhere": "nowhere",
     "run TINY --frobnicate": "--frobnicate",

@@ -7,7 +7,20 @@ import pytest
 from ddpcore.experiments import study
 from ddpcore.experiments.claims import Outcome, judge
 
-NAMES = ("gpu-configs-cifar10", "large-batch-cifar100", "local-sgd-cifar100", "lr-sweep-synthetic", "single-vs-two")
+NAMES = (
+    "batch-size-cifar10",
+    "gpu-configs-cifar10",
+    "large-batch-cifar100",
+    "local-sgd-cifar100",
+    "lr-sweep-synthetic",
+    "mnist-effective-lr",
+    "mnist-flat-minimum",
+    "saddle-escape",
+    "single-vs-two",
+    "ssgd-vs-dpsgd-cifar10",
+    "ssgd-vs-dpsgd-speech",
+    "time-to-accuracy",
+)
 
 # Typed from the tables of the documents.
 PUBLISHED = [
@@ -24,6 +37,11 @@ PUBLISHED = [
     ("local-sgd-cifar100", "samples-J10-K4", "accuracy_pct", 29.75),
     ("local-sgd-cifar100", "steps-J20-K12", "accuracy_pct", 44.73),
     ("local-sgd-cifar100", "rounds-J30-K12", "accuracy_pct", 42.96),
+    ("mnist-effective-lr", "dpsgd", "error_pct", 2.1),
+    ("mnist-effective-lr", "noise-0.01", "error_pct", 5.7),
+    ("mnist-flat-minimum", "dpsgd", "error_pct", 2.3),
+    ("mnist-flat-minimum", "ssgd", "error_pct", 2.6),
+    ("mnist-flat-minimum", "noise-0.01", "error_pct", 3.9),
     ("gpu-configs-cifar10", "simple-cnn-1x1-16", "seconds", 393.81),
     ("gpu-configs-cifar10", "simple-cnn-1x1-16", "precision", 0.39407),
     ("gpu-configs-cifar10", "simple-cnn-2x2-64", "f1", 0.0333),
@@ -31,12 +49,33 @@ PUBLISHED = [
     ("gpu-configs-cifar10", "resnet-2x2-16", "seconds", 298.57),
     ("gpu-configs-cifar10", "vit-1x2-64", "specificity", 0.9615),
     ("gpu-configs-cifar10", "vit-2x2-64", "recall", 0.6271),
+    ("batch-size-cifar10", "128-efficientnet_b0", "accuracy_pct", 87.51),
+    ("batch-size-cifar10", "8192-resnext29", "accuracy_pct", 91.06),
+    ("batch-size-cifar10", "2048-resnet18", "accuracy_pct", 94.96),
+    ("batch-size-cifar10", "128-vgg19", "parameters_mb", 76.45),
+    ("batch-size-cifar10", "128-densenet121", "seconds", 19728),
+    ("ssgd-vs-dpsgd-cifar10", "baseline-128-mobilenet", "accuracy_or_chance_pct", 89.53),
+    ("ssgd-vs-dpsgd-cifar10", "ssgd-8192-senet18", "accuracy_or_chance_pct", 10.0),
+    ("ssgd-vs-dpsgd-cifar10", "dpsgd-8192-senet18", "accuracy_or_chance_pct", 90.48),
+    ("ssgd-vs-dpsgd-cifar10", "dpsgd-2048-shufflenet", "accuracy_or_chance_pct", 92.89),
+    ("ssgd-vs-dpsgd-cifar10", "ssgd-8192-vgg19-half-lr", "accuracy_or_chance_pct", 91.06),
+    ("ssgd-vs-dpsgd-cifar10", "dpsgd-8192-googlenet-quarter-lr", "accuracy_or_chance_pct", 93.41),
+    ("ssgd-vs-dpsgd-cifar10", "noise-8192-efficientnet_b0-0.04", "accuracy_or_chance_pct", 22.15),
+    ("ssgd-vs-dpsgd-speech", "ssgd-4096-synthetic-small", "loss_or_chance", 10.37),
+    ("ssgd-vs-dpsgd-speech", "dpsgd-8192-synthetic-large", "loss_or_chance", 1.47),
+    ("ssgd-vs-dpsgd-speech", "ssgd-8192-synthetic-small-eighth-lr", "loss_or_chance", 2.05),
+    ("ssgd-vs-dpsgd-speech", "dpsgd-8192-synthetic-large-quarter-lr", "loss_or_chance", 1.52),
 ]
 NUM_PUBLISHED = {
+    "batch-size-cifar10": 70,
     "gpu-configs-cifar10": 18,
     "large-batch-cifar100": 18,
     "local-sgd-cifar100": 18,
     "lr-sweep-synthetic": 10,
+    "mnist-effective-lr": 2,
+    "mnist-flat-minimum": 3,
+    "ssgd-vs-dpsgd-cifar10": 132,  # tables 3 and 5, which share 20, and two of section 4.3
+    "ssgd-vs-dpsgd-speech": 30,  # tables 4 and 6, which share 6
 }
 
 
@@ -81,6 +120,16 @@ def test_rows_are_what_the_documents_say() -> None:
     assert (two.learners, two.batch_size, two.sampler, two.epochs) == (2, 32, "distributed", 10)
     local = study.load("local-sgd-cifar100").rows["samples-J20-K12"].config("full")
     assert (local.learners, local.sampler, local.strategy_options) == (12, "fixed", {"period": 20})
+    five = study.load("mnist-effective-lr").rows["dpsgd"].config("full")
+    assert (five.learners, five.batch_size, five.lr, five.topology) == (5, 2000, 1.0, "complete")
+    six = study.load("mnist-flat-minimum").rows["dpsgd"].config("full")
+    assert (six.learners, six.lr, six.steps, six.topology) == (6, 0.2, 6000, "ring")
+    assert six.topology_options == {"neighbors_each_side": 2}
+    gossip = study.load("ssgd-vs-dpsgd-cifar10").rows["dpsgd-4096-vgg19"].config("full")
+    assert (gossip.strategy, gossip.topology, gossip.learners) == ("dpsgd", "random_pair", 16)
+    assert (gossip.lr, gossip.batch_size, gossip.epochs, gossip.milestones) == (0.4, 4096, 320, (160, 240))
+    speech = study.load("ssgd-vs-dpsgd-speech").rows["ssgd-4096-synthetic-small-half-lr"].config("full")
+    assert (speech.lr, speech.reference_batch_size, speech.warmup) == (0.05, 256, 10)
     hosts = study.load("gpu-configs-cifar10").rows["vit-2x2-64"]
     assert (hosts.hosts, hosts.config("full").learners, hosts.config("full").batch_size) == (2, 4, 256)
 

@@ -47,6 +47,7 @@ MAKERS: dict[str, Any] = {
     "push_sum": lambda topology: ddpcore.PushSum(topology),
 }
 ALL_REDUCING = ("ssgd", "local_sgd")  # run with gathered and with reduced averages
+UNBALANCED = "digraph"  # for push_sum alone
 GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd")), "push_sum")
 FIXED = ("complete", "ring", "from_matrix")
 
@@ -64,13 +65,15 @@ class Case(NamedTuple):
 
 def _topologies(strategy: str) -> tuple[str, ...]:
     if strategy in GOSSIP:
+        if strategy == "push_sum":
+            return *TOPOLOGIES, UNBALANCED
         return FIXED if strategy == "dpsgd_topk" else TOPOLOGIES
     return AVERAGES if strategy in ALL_REDUCING else AVERAGES[:1]
 
 
 def fits(topology: str, n: int) -> bool:
     """Some need factors."""
-    numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6)}
+    numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6), UNBALANCED: range(3, LARGEST + 1)}
     return n in numbers.get(topology, range(1, LARGEST + 1))
 
 
@@ -117,6 +120,7 @@ def topology_of(case: Case) -> Any:
         "from_graph": lambda: ddpcore.FromGraph(nx.path_graph(n)),
         "torus_2d": ddpcore.Torus2D,
         "hypercube": ddpcore.Hypercube,
+        "digraph": lambda: ddpcore.FromGraph(nx.DiGraph([(0, 2), *((k, (k + 1) % n) for k in range(n))])),
         "hierarchical": lambda: ddpcore.Hierarchical(2, ddpcore.OnePeerExponential()),
     }.get(case.topology, lambda: None)()
 
@@ -200,6 +204,7 @@ def train(
         "losses": torch.stack(losses).cpu(),
         "average": average.cpu(),
         "consensus": handle.consensus_distance(),
+        "shares": handle.learner.shares,
         "bytes_sent": sent,
     }
 

@@ -1,0 +1,199 @@
+"""An emulated link: when messages would have arrived, by clocks that stand still unless a test moves them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ddpcore
+from ddpcore import Complete, RandomPair, Ring, Topology
+from ddpcore.comm import Communicator, LearnerClock, Link, LinkedCommunicator, VirtualCommunicator, Work
+from ddpcore.comm.base import Done, Exchange
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+sys.path.insert(0, str(ranks.HERE))
+helper = ranks.load("link_ranks")
+
+N, NUM_BYTES = 4, 400
+LINK = Link(bits_per_second=8 * 1000, delay=0.25)  # a byte takes a millisecond; an exchange of 100 floats 0.4 s
+
+
+class Cpu:
+    """Seconds that a learner computed."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Rank(Communicator):
+    """Learner ``rank`` of four, alone: the others say whatever is in ``others``."""
+
+    def __init__(self, rank: int) -> None:
+        self.num_learners, self.learners, self.description = N, (rank,), "nobody"
+        self.others: dict[int, float] = {}
+        self.cpu = Cpu()
+
+    def broadcast_(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+        self.bytes_sent += 1  # whatever this counts, an average is charged as a ring
+        return Done()
+
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        plan = topology.round(step, self.learners[0], N)
+        self.bytes_sent += len(plan.destinations) * weights_LP.numel() * weights_LP.element_size()
+        return VirtualCommunicator(1).exchange(weights_LP, Complete(), step)
+
+    def gather(self, values: Tensor) -> Tensor:
+        self.cpu.seconds += 100.0  # the emulation's own work is nobody's
+        return torch.tensor([self.others.get(rank, values.item()) for rank in range(N)], dtype=values.dtype)
+
+
+def joined(rank: int = 1, link: Link = LINK) -> tuple[LinkedCommunicator, LearnerClock, Rank]:
+    inner = Rank(rank)
+    comm = LinkedCommunicator(inner, link, inner.cpu)
+    return comm, comm.clock, inner
+
+
+def rows() -> Tensor:
+    return torch.zeros(1, NUM_BYTES // 4)
+
+
+def test_an_exchange_arrives_a_delay_after_it_has_left() -> None:
+    comm, clock, _ = joined()
+    exchange = comm.exchange(rows(), RandomPair(), 0)
+    assert clock.now() == 0.0, "nothing waits before the weights are used"
+    exchange.mix_()
+    assert clock.now() == pytest.approx(0.4 + 0.25)
+    assert comm.bytes_sent == NUM_BYTES
+
+
+def test_what_is_computed_meanwhile_is_not_waited_for() -> None:
+    comm, clock, inner = joined()
+    exchange = comm.exchange(rows(), RandomPair(), 0)
+    inner.cpu.seconds += 0.5
+    exchange.mix_()
+    assert clock.now() == pytest.approx(0.65)
+    exchange = comm.exchange(rows(), RandomPair(), 1)
+    inner.cpu.seconds += 3.0
+    exchange.mix_()
+    assert clock.now() == pytest.approx(3.65), "all of it was overlapped"
+
+
+def test_two_neighbours_are_two_messages() -> None:
+    comm, clock, _ = joined()
+    comm.exchange(rows(), Ring(), 0).mix_()
+    assert clock.now() == pytest.approx(2 * 0.4 + 0.25)
+
+
+def test_messages_leave_one_after_the_other() -> None:
+    """Three averages at once: a ring sends 2 * 3 / 4 of the bytes, and takes six delays."""
+    comm, clock, _ = joined()
+    works = [comm.average_(rows()) for _ in range(3)]
+    for number, work in enumerate(works, start=1):
+        work.wait()
+        assert clock.now() == pytest.approx(number * 0.6 + 6 * 0.25)
+    clock.wait_until(100.0)
+    comm.average_(rows()).wait()
+    assert clock.now() == pytest.approx(102.1), "what has left long ago delays nobody"
+
+
+def test_a_late_learner_delays_those_who_need_it() -> None:
+    topology = RandomPair()
+    (partner,) = topology.round(0, 1, N).sources
+    (stranger, *_) = {0, 2, 3} - {partner}
+    comm, clock, inner = joined()
+    inner.others = {stranger: 50.0}
+    comm.exchange(rows(), topology, 0).mix_()
+    assert clock.now() == pytest.approx(0.65)
+    inner.others = {partner: 50.0}
+    comm.exchange(rows(), topology, 0).mix_()
+    assert clock.now() == pytest.approx(50.25)
+    inner.others = {stranger: 60.0}
+    comm.average_(rows()).wait()
+    assert clock.now() == pytest.approx(60.0 + 6 * 0.25), "an average needs all"
+
+
+def test_mixing_at_once() -> None:
+    comm, clock, _ = joined()
+    comm.mix_(rows(), RandomPair(), 0)
+    assert clock.now() == pytest.approx(0.65)
+
+
+def test_now_is_that_of_the_learner_that_is_furthest() -> None:
+    comm, clock, inner = joined()
+    inner.others = {2: 7.0}
+    assert comm.now() == clock.now() == pytest.approx(7.0)
+    inner.others = {2: 3.0}
+    assert comm.now() == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(("rank", "seconds"), [(0, 6.0), (1, 2.0)])
+def test_a_slow_learner_computes_longer_and_waits_as_the_others(rank: int, seconds: float) -> None:
+    comm, clock, inner = joined(rank, Link(bits_per_second=8e3, delay=0.25, slow=3.0))
+    inner.cpu.seconds += 2.0
+    assert clock.now() == pytest.approx(seconds)
+    comm.exchange(rows(), RandomPair(), 0).mix_()
+    assert clock.now() == pytest.approx(seconds + 0.65)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("10Gb/s,50us", (1e10, 5e-5, 1.0)), ("0.5Mb/s,2ms", (5e5, 2e-3, 1.0)), ("1Gb/s,0us,slow=2.5", (1e9, 0.0, 2.5))],
+)
+def test_text(text: str, values: Sequence[float]) -> None:
+    link = Link.parse(text)
+    assert (link.bits_per_second, link.delay, link.slow) == pytest.approx(values)
+
+
+@pytest.mark.parametrize(
+    "text", ["10Gb/s", "10GB/s,50us", "-1Gb/s,50us", "1Gb/s,50us,2", "0Gb/s,50us", "1Gb/s,1us,slow=0.5"]
+)
+def test_no_link(text: str) -> None:
+    with pytest.raises(ValueError, match="link is"):
+        Link.parse(text)
+
+
+def test_virtual_learners_and_baselines_have_no_link() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for strategy, learners in ((ddpcore.SSGD(), 2), (ddpcore.Single(), None)):
+        with pytest.raises(ValueError, match=r"no .*link"):
+            ddpcore.distribute(model, optimizer, strategy, learners=learners, link=LINK)
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    return ranks.run("link_ranks", 3, timeout=300)
+
+
+@pytest.mark.parametrize("transport", ["shm", "pg"])
+@pytest.mark.parametrize("name", helper.STRATEGIES)
+def test_a_link_changes_no_bit(name: str, transport: str, seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        without, linked = rank[name, transport, None], rank[name, transport, helper.LINK]
+        assert without["model"] == linked["model"]
+        assert without["bytes_sent"] == linked["bytes_sent"] > 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "pg"])
+@pytest.mark.parametrize(("name", "delays"), [("ssgd", 4), ("ring", 1)])
+def test_seconds_are_those_of_the_link(name: str, delays: int, transport: str, seen: list[dict[str, Any]]) -> None:
+    """Each step waits for the link at least, and all ranks tell the same time."""
+    everyone = [rank[name, transport, helper.LINK] for rank in seen]
+    first = everyone[0]
+    assert first["seconds"] > helper.NUM_STEPS * (8 * first["step_bytes"] / 1e6 + delays * 0.5)
+    assert "an emulated link of 0.001 Gb/s" in first["communication"]
+    assert [one["seconds"] for one in everyone] == [first["seconds"]] * 3
