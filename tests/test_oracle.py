@@ -96,8 +96,8 @@ def test_several_learners_a_rank(case: Any, real: list[dict[Any, Any]], virtual:
 def test_average_distance_and_bytes(
     case: Any, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]
 ) -> None:
-    """The evaluation model is the mean on every rank, weighted in push_sum; the distance is that of the weights; bytes are
-    counted alike.
+    """The evaluation model is the mean on every rank, weighted in push_sum; distances are those of the weights; bytes
+    are counted alike.
 
     Within 4 ULPs for three and more learners, as the mean may be an all-reduce of gloo.
     """

@@ -195,14 +195,13 @@ def train(
     sent = handle.learner.comm.bytes_sent
     evaluation = handle.evaluation_model()
     averaged = [*evaluation.parameters(), *(buffer for buffer in evaluation.buffers() if buffer.is_floating_point())]
-    average = torch.cat([tensor.detach().flatten() for tensor in averaged])
     numbers = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
     rows = [tensor.detach().reshape(len(held), -1) for tensor in numbers]
     return {
         "weights": torch.cat(rows, dim=1).cpu().clone(),
         "num_weights": sum(parameter.numel() for parameter in evaluation.parameters()),  # buffers stand behind them
         "losses": torch.stack(losses).cpu(),
-        "average": average.cpu(),
+        "average": torch.cat([tensor.detach().flatten() for tensor in averaged]).cpu(),
         "consensus": handle.consensus_distance(),
         "shares": handle.learner.shares,
         "bytes_sent": sent,
