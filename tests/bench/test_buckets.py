@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +185,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     """What was built is reported, and what would be built again is not repeated."""
     line = "buckets --world-size 2 --model mlp --model-options hidden=160x100x20 --bucket-mb 0.05,10,one"
     line += " --batch-size 8 --rounds 2 --steps 1"
-    environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "ddpcore.bench", *line.split(), "--json", "out.json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    words = ("-m", "ddpcore.bench", *line.split(), "--json", "out.json")
+    done = ranks.python(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert set(result) == {

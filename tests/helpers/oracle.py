@@ -166,7 +166,11 @@ GATHER_BYTES = base.GATHER_BYTES
 
 
 def train(
-    case: Case, group: dist.ProcessGroup | None = None, num_rows: int | None = None, transport: str = "auto"
+    case: Case,
+    group: dist.ProcessGroup | None = None,
+    num_rows: int | None = None,
+    transport: str = "auto",
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages.
 
@@ -180,7 +184,7 @@ def train(
         num_rows = case.world_size if num_rows is None else num_rows
         held = list(range(rank * num_rows, (rank + 1) * num_rows))
     torch.manual_seed(17 + rank)  # all must start from learner 0's weights
-    model = model_of(case)
+    model = model_of(case).to(device)
     rule: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
     make = FusedSGD if case.optimizer == "fused" else torch.optim.SGD
     optimizer = make(model.parameters(), **rule)
@@ -201,7 +205,7 @@ def train(
         parts = [slice(None)] if case.model == "mlp" else [slice(0, 2), slice(2, 4)]
         for part in parts:
             with handle.no_sync() if case.model == "batch_norm" and part != parts[-1] else nullcontext():
-                inputs, labels = (x[:, part] for x in batch(step, case.world_size))
+                inputs, labels = (x[:, part].to(device) for x in batch(step, case.world_size))
                 outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs[held[0] : held[-1] + 1])
                 each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
                 each.sum().backward()
@@ -210,15 +214,13 @@ def train(
     sent = handle.learner.comm.bytes_sent
     evaluation = handle.evaluation_model()
     averaged = [*evaluation.parameters(), *(buffer for buffer in evaluation.buffers() if buffer.is_floating_point())]
-    average = torch.cat([tensor.detach().flatten() for tensor in averaged])
     numbers = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
     rows = [tensor.detach().reshape(len(held), -1) for tensor in numbers]
-    num_weights = sum(parameter.numel() for parameter in evaluation.parameters())
     return {
-        "weights": torch.cat(rows, dim=1).clone(),
-        "num_weights": num_weights,  # buffers stand behind them
-        "losses": torch.stack(losses),
-        "average": average,
+        "weights": torch.cat(rows, dim=1).cpu().clone(),
+        "num_weights": sum(parameter.numel() for parameter in evaluation.parameters()),  # buffers stand behind them
+        "losses": torch.stack(losses).cpu(),
+        "average": torch.cat([tensor.detach().flatten() for tensor in averaged]).cpu(),
         "consensus": handle.consensus_distance(),
         "shares": handle.learner.shares,
         "bytes_sent": sent,
