@@ -5,7 +5,7 @@ Shapes: L learners held by this process, P elements of a learner's row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from ddpcore.learner import Learner
 from ddpcore.ops import reference
 from ddpcore.optim.batch import KERNEL_DTYPES
 
-Loss = Callable[[], Tensor | Iterable[Tensor]]
+Loss = Callable[[], Tensor | Iterator[Tensor]]
 """Computes a loss anew with the model as it stands: the sum over the learners held here of their mean losses.
 
 May yield it in parts that add up, of samples that are too many for one graph.
@@ -91,7 +91,7 @@ def parts_of(loss: Loss) -> Iterator[Tensor]:
         ValueError: it is none.
     """
     result = loss()
-    for part in (result,) if isinstance(result, Tensor) else result:
+    for part in result if isinstance(result, Iterator) else (result,):
         if not isinstance(part, Tensor) or part.numel() != 1 or not part.requires_grad:
             raise ValueError(
                 "loss= and full_loss= must return the loss as one number with a graph, or yield parts of it: call the "
