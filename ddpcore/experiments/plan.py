@@ -182,7 +182,7 @@ def _num_ranks(row: Row, config: TrainConfig, world_size: int | None) -> int:
 
 def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
     return {
-        "config": config.overridden({"seed": 0}).to_dict(),
+        "config": config.overridden({"seed": 0, "data_dir": None}).to_dict(),  # a manifest is read on other machines
         "published": dict(row.published),
         "about": row.about,
         "ranks": ranks,

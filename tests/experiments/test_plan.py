@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,16 @@ def test_a_data_set_is_kept_for_runs_that_take_the_same() -> None:
 
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
     """Seed after seed, so that a study that is stopped has whole tables."""
-    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2)
+    data = {"overrides": {"data_dir": "here"}}
+    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2, **data)
     assert [(job.seed, job.row) for job in plan.jobs] == [(s, r) for s in (3, 4) for r in ("a", "b", "ssgd")]
     assert [job.ranks for job in plan.jobs[:3]] == [0, 0, 2]
     assert [job.config.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
     assert plan.jobs[5].path == tmp_path / "runs" / "ssgd" / "seed-4"
     assert plan.manifest["rows"]["ssgd"]["config"]["seed"] == 0, "a row is one config for all seeds"
     assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
+    assert plan.jobs[0].config.data_dir == "here"
+    assert '"here"' not in json.dumps(plan.manifest), "a folder of this machine"
 
 
 def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
