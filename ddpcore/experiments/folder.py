@@ -37,7 +37,7 @@ class Folder:
 
     def manifest(self) -> dict[str, Any]:
         """study, title, source, notes, metrics, claims, published (of all rows), scale, set, seeds, and rows: for each
-        that was chosen its config (with seed 0), published, about, ranks, hosts and kill_rank.
+        that was chosen its config (with seed 0 and no data_dir), published, about, ranks, hosts and kill_rank.
 
         Raises:
             ValueError: there is none, or it is damaged.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def test_data_sets_of_other_options_are_other_ones() -> None:
 
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
     """Seed after seed, so that a study that is stopped has whole tables."""
-    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2)
+    data = {"overrides": {"data_dir": "here"}}
+    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2, **data)
     assert [(job.seed, job.row) for job in plan.jobs] == [(s, r) for s in (3, 4) for r in ("a", "b", "ssgd")]
     assert [job.ranks for job in plan.jobs[:3]] == [0, 0, 2]
     assert [job.config.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
@@ -59,6 +61,8 @@ def test_jobs(tiny: Path, tmp_path: Path) -> None:
     assert elsewhere.jobs[0].config.data_dir == "somewhere"
     assert "somewhere" not in str(elsewhere.manifest), "a manifest is not of one machine"
     assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
+    assert plan.jobs[0].config.data_dir == "here"
+    assert '"here"' not in json.dumps(plan.manifest), "a folder of this machine"
 
 
 def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
