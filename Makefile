@@ -1,6 +1,7 @@
 # make bench | test | check | mutations | build | clean. The first call on a machine sets up everything it needs in .venv.
 #
 #   make bench ARGS="--model mlp"              any flags of python -m ddpcore.bench
+#   make test ARGS="tests/ops" WORKERS=0       some tests, in this process alone
 #   make bench PYTHON=/path/to/python          use an environment that already has torch; downloads nothing
 
 SHELL := /bin/bash
@@ -17,16 +18,18 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -na
 # One in-place build at a time; the stamp carries the name of the Python that it was made for.
 BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+WORKERS ?= 2
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest hypothesis networkx matplotlib ruff mypy clang-format
+TOOLS := pytest pytest-xdist hypothesis networkx matplotlib ruff mypy clang-format
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: bench test check lint types cpp mutations build clean
 bench: build
 	@$(PY) -m ddpcore.bench $(ARGS)
 
+# Two processes, a file each at a time: what one test file sets up (worlds of ranks) is set up once.
 test: build
-	@$(PY) -m pytest -q $(ARGS)
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 # Exactly what CI runs. pytest stands last, so that its closing line is the last one.
 check: lint types cpp test

@@ -1,4 +1,4 @@
-"""``noise_sums`` of four learners' gradients, and of one, against matrix products of float64 copies."""
+"""``noise_sums`` of learners' gradients (``--learners``), and of one, against matrix products of float64 copies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from common import Case, itemsize, main, pieces, randn
 
 from ddpcore import ops
-
-NUM_LEARNERS = 4
 
 
 def _sums(numel: int, options: argparse.Namespace, num_rows: int, about: bool) -> Case:
@@ -35,13 +33,13 @@ def _sums(numel: int, options: argparse.Namespace, num_rows: int, about: bool) -
 
 
 def learners(numel: int, options: argparse.Namespace) -> Case:
-    """Four learners, 64 segments. Reads each row once."""
-    return _sums(numel, options, NUM_LEARNERS, False)
+    """All learners, 64 segments. Reads each row once."""
+    return _sums(numel, options, options.learners, False)
 
 
 def about_an_origin(numel: int, options: argparse.Namespace) -> Case:
-    """The same, less a fifth row."""
-    return _sums(numel, options, NUM_LEARNERS, True)
+    """The same, less a further row."""
+    return _sums(numel, options, options.learners, True)
 
 
 def one(numel: int, options: argparse.Namespace) -> Case:

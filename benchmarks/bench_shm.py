@@ -1,4 +1,7 @@
-"""Shared memory against gloo, beside a copy: two of four ranks average weights, all four average gradients.
+"""Memory that ranks share, against gloo, beside a copy: two of four ranks average weights, all four average gradients.
+
+On the CPU the memory is the host's and the other transport gloo. With ``--device cuda`` all ranks are on one GPU and
+read each other's memory on it by CUDA IPC (``ipc``); gloo, which would go over the host, is left out.
 
 All contenders take turns, A/B/A/B, after a barrier each; a time is that of the slower of ranks 0 and 1. A *mix*
 averages at once, in the weights themselves: each of the two reads and writes half of both (2 times the buffer a rank).
@@ -23,7 +26,7 @@ from rich.table import Table
 
 from ddpcore import launch
 from ddpcore.bench.environment import machine
-from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
+from ddpcore.comm import Communicator, CudaIpcCommunicator, ProcessGroupCommunicator, SharedMemoryCommunicator
 from ddpcore.metrics import quantiles
 from ddpcore.topology import Round, Topology
 
@@ -42,59 +45,72 @@ class OnePair(Topology):
         return 1
 
 
-def contenders(numel: int) -> dict[str, Callable[[int], Any]]:
+def contenders(numel: int, device: torch.device) -> dict[str, Callable[[int], Any]]:
     """What takes turns; each is called with the number of the repeat, by every rank."""
-    shm, gloo = SharedMemoryCommunicator(), ProcessGroupCommunicator()
-    cpu = torch.device("cpu")
-    weights = {"shm": shm.allocate((1, numel), torch.float32, cpu).normal_(), "gloo": torch.randn(1, numel)}
-    grads = {"shm": shm.allocate((1, numel), torch.float32, cpu).normal_(), "gloo": torch.randn(1, numel)}
-    source, target = torch.randn(numel), torch.zeros(numel)
+    on_cpu = device.type == "cpu"
+    ours = name_of(device)
+    comms: dict[str, Communicator] = {ours: SharedMemoryCommunicator() if on_cpu else CudaIpcCommunicator(None, device)}
+    if on_cpu:
+        comms["gloo"] = ProcessGroupCommunicator()
+    weights, grads = (
+        {key: comm.allocate((1, numel), torch.float32, device) for key, comm in comms.items()} for _ in "wg"
+    )
+    for rows in (*weights.values(), *grads.values()):
+        rows.normal_()
+    source, target = torch.randn(numel, device=device), torch.zeros(numel, device=device)
     pair = OnePair()
 
-    def exchange(comm: Communicator, name: str) -> Callable[[int], Any]:
-        return lambda repeat: comm.exchange(weights[name], pair, repeat).mix_()
+    def exchange(key: str) -> Callable[[int], Any]:
+        return lambda repeat: comms[key].exchange(weights[key], pair, repeat).mix_()
 
-    def average(comm: Communicator, name: str) -> Callable[[int], Any]:
-        return lambda repeat: comm.average_(grads[name]).wait()
+    def average(key: str) -> Callable[[int], Any]:
+        return lambda repeat: comms[key].average_(grads[key]).wait()
 
-    return {
-        "shm mix": lambda repeat: shm.mix_(weights["shm"], pair, repeat),
-        "shm exchange": exchange(shm, "shm"),
-        "gloo exchange": exchange(gloo, "gloo"),
-        "shm average": average(shm, "shm"),
-        "gloo all-reduce": average(gloo, "gloo"),
-        "copy": lambda repeat: target.copy_(source) if dist.get_rank() < 2 else None,
+    turns: dict[str, Callable[[int], Any]] = {
+        f"{ours} mix": lambda repeat: comms[ours].mix_(weights[ours], pair, repeat)
     }
+    turns |= {f"{key} exchange": exchange(key) for key in comms}
+    turns |= {f"{key} average": average(key) for key in comms}
+    return turns | {"copy": lambda repeat: target.copy_(source) if dist.get_rank() < 2 else None}
 
 
-def measure(world: launch.World, numel: int, repeats: int, path: Path | None) -> None:
+def name_of(device: torch.device) -> str:
+    """Of the transport that shares memory."""
+    return "shm" if device.type == "cpu" else "ipc"
+
+
+def measure(world: launch.World, numel: int, repeats: int, device: torch.device, path: Path | None) -> None:
     """The worker of ``launch.run``; rank 0 prints."""
-    turns = contenders(numel)
+    turns = contenders(numel, device)
+    finish: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = torch.zeros(repeats + WARM_UP, len(turns), dtype=torch.float64)
     for repeat in range(repeats + WARM_UP):
         for column, turn in enumerate(turns.values()):
+            finish()
             dist.barrier()
             start = time.perf_counter()
             turn(repeat)
+            finish()
             seconds[repeat, column] = time.perf_counter() - start
     everyone = [torch.zeros_like(seconds) for _ in range(world.world_size)]
     dist.all_gather(everyone, seconds)
     if world.rank == 0:
         slower = torch.maximum(everyone[0], everyone[1])[WARM_UP:]
-        report(dict(zip(turns, slower.T.tolist(), strict=True)), numel, world.world_size, path)
+        report(dict(zip(turns, slower.T.tolist(), strict=True)), numel, world.world_size, device, path)
 
 
-def report(times: dict[str, list[float]], numel: int, world_size: int, path: Path | None) -> None:
+def report(times: dict[str, list[float]], numel: int, world_size: int, device: torch.device, path: Path | None) -> None:
     """Medians, ratios in the same turn, bandwidth; and a row a contender in ``path``."""
-    where = machine("cpu")
+    where = machine(device.type)
+    shared = [f"{name_of(device)} {what}" for what in ("mix", "exchange", "average")]
     copy_rate = 8 * numel / statistics.median(times["copy"])
     table = Table(title=f"{where['device']}, {where['cores']} cores, {world_size} ranks, {4 * numel / 1e6:g} MB")
     for heading in (
         "what",
         "ms p20/p50/p80",
-        "shm mix is faster",
-        "shm exchange is",
-        "shm average is",
+        f"{shared[0]} is faster",
+        f"{shared[1]} is",
+        f"{shared[2]} is",
         "GB/s",
         "of copy",
     ):
@@ -104,9 +120,9 @@ def report(times: dict[str, list[float]], numel: int, world_size: int, path: Pat
         q = quantiles([1e3 * one for one in ours])
         ratios = {
             shm: statistics.median(theirs / mine for mine, theirs in zip(times[shm], ours, strict=True))
-            for shm in ("shm mix", "shm exchange", "shm average")
+            for shm in shared
         }
-        num_bytes = {"shm mix": 8 * numel, "shm exchange": 20 * numel, "copy": 8 * numel}.get(name)
+        num_bytes = {shared[0]: 8 * numel, shared[1]: 20 * numel, "copy": 8 * numel}.get(name)
         rate = None if num_bytes is None else num_bytes / statistics.median(ours)
         table.add_row(
             name,
@@ -125,11 +141,13 @@ def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=25 * 10**6 // 4, help="float32 elements; default: 25 MB")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
     options = parser.parse_args()
-    arguments = (options.numel, options.repeats, options.json)
+    device = torch.device(options.device, 0 if options.device == "cuda" else None)
+    arguments = (options.numel, options.repeats, device, options.json)
     launch.run(measure, arguments, world_size=max(2, options.world_size), backend="gloo")
 
 

@@ -89,13 +89,14 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32"], dest="dtypes")
     parser.add_argument("--numel", type=int, nargs="+", default=SIZES, help="elements; default: 1, 10, 100 MB of fp32")
     parser.add_argument("--peers", type=int, default=1, help="neighbours of a mix (where there is one)")
+    parser.add_argument("--learners", type=int, default=4, help="rows of sums over learners (where there are any)")
     parser.add_argument("--repeats", type=int, default=21, help="pairs of samples a row")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="append the rows to this file, one JSON object a line"
     )
     options = parser.parse_args()
-    if min(options.numel) < 1 or options.repeats < 1 or options.peers < 0:
-        parser.error("--numel and --repeats must be at least 1, and --peers at least 0")
+    if min(*options.numel, options.learners, options.repeats) < 1 or options.peers < 0:
+        parser.error("--numel, --learners and --repeats must be at least 1, and --peers at least 0")
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.device == "cuda" and not torch.cuda.is_available():

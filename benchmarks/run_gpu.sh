@@ -6,7 +6,8 @@
 #   benchmarks/run_gpu.sh OUTDIR [--only build|tests|sanitizer|bench] [--dry-run]
 #
 # --dry-run takes the same steps on the CPU at toy size, without the memory checkers. PYTHON names the interpreter
-# (python3), RUN_SECONDS the time for all (570), COMMIT the commit where the folder is no checkout.
+# (python3), RUN_SECONDS the time for all (580), COMMIT the commit where the folder is no checkout, DATA_DIR a folder with
+# CIFAR-100: a study is trained there in what time is left.
 # Exit code: 0 all done, 1 a step failed or was cut, 2 the command cannot be run as it stands.
 set -uo pipefail
 
@@ -37,15 +38,16 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 "$python" -c 'import torch' 2> /dev/null || fail "$python has no torch: set PYTHON to an interpreter that has"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-device=cuda total=${RUN_SECONDS:-570}
+device=cuda total=${RUN_SECONDS:-580} num_gpus=2
 if [ -n "$dry" ]; then
-    device=cpu total=${RUN_SECONDS:-170}
+    device=cpu
 else
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
         fail "torch sees no GPU: use --dry-run to try the steps without one"
+    num_gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 fi
-rm -f "$out"/steps.jsonl "$out"/kernels.jsonl "$out"/optim*.json "$out"/gpu.csv "$out"/logs/*
-failed=0
+rm -f "$out"/steps.jsonl "$out"/kernels.jsonl "$out"/training.jsonl "$out"/*.json "$out"/gpu.csv "$out"/logs/*
+failed=0 planned=0
 
 # note STEP STATUS SECONDS LIMIT [WHY]: one line of the record. No argument holds a quote or a backslash.
 note() {
@@ -54,14 +56,15 @@ note() {
     echo "$1: $2, $3 s${5:+ ($5)}"
 }
 
-# step NAME LIMIT RESERVE COMMAND...: run it for at most LIMIT seconds, and leave RESERVE of 570 for what comes after it.
+# step NAME SECONDS COMMAND...: run it for at most its share of the time, SECONDS of 580, and as much again where the steps
+# before it left as much of theirs. So all limits together are the time for all, and what comes first waits for nothing.
 step() {
-    local name=$1 limit=$2 reserve=$(($3 * total / 570)) start=$SECONDS rc
-    shift 3
-    [ -z "$only" ] || reserve=0
-    local left=$((total - SECONDS - reserve))
-    [ "$limit" -le "$left" ] || limit=$left
-    if [ "$limit" -lt 3 ]; then
+    local name=$1 share=$(($2 * total / 580)) start=$SECONDS rc
+    shift 2
+    planned=$((planned + share))
+    local limit=$((planned - SECONDS))
+    [ "$limit" -le $((2 * share)) ] || limit=$((2 * share))
+    if [ "$limit" -lt 2 ]; then
         note "$name" cut 0 0 "no time was left"
         failed=1
         return 1
@@ -87,7 +90,7 @@ build() {
         TORCH_CUDA_ARCH_LIST=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')
         export TORCH_CUDA_ARCH_LIST
     fi
-    step build 280 220 env DDPCORE_CUDA=$cuda MAX_JOBS="$(nproc)" "$python" setup.py -q build_ext --inplace
+    step build 140 env DDPCORE_CUDA=$cuda MAX_JOBS="$(nproc)" "$python" setup.py -q build_ext --inplace
 }
 
 # The C++ tests are linked with the objects that the build has just made: no kernel is compiled twice.
@@ -106,16 +109,16 @@ cpp_tests() {
         skip cpp-tests "there are no objects in build/: run the build first"
     else
         # shellcheck disable=SC2086
-        step cpp-compile 90 180 $compiler -std=c++20 -O1 -I csrc $tests $objects -lgtest -lgtest_main \
-            -o build/cpp-tests && step cpp-tests 60 160 build/cpp-tests --gtest_brief=1
+        step cpp-compile 50 $compiler -std=c++20 -O1 -I csrc $tests $objects -lgtest -lgtest_main \
+            -o build/cpp-tests && step cpp-tests 20 build/cpp-tests --gtest_brief=1
     fi
 }
 
 tests() {
     if [ -n "$dry" ]; then
-        step pytest 60 40 "$python" -m pytest -q -p no:cacheprovider -m "not cuda" tests/ops/test_norms.py
+        step pytest 110 "$python" -m pytest -q -p no:cacheprovider -m "not cuda" tests/ops/test_norms.py
     else
-        step pytest 180 200 "$python" -m pytest -q -p no:cacheprovider -m cuda --durations=10
+        step pytest 110 "$python" -m pytest -q -p no:cacheprovider -m cuda --durations=10
     fi
     cpp_tests
 }
@@ -135,24 +138,66 @@ sanitizer() {
         filter="--kernel-regex kns=ddpcore"
         [ $tool != initcheck ] || filter=""  # which must see what other kernels write
         # shellcheck disable=SC2086
-        step "sanitizer-$tool" 60 150 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$checker" --tool $tool --error-exitcode 86 \
+        step "sanitizer-$tool" 20 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$checker" --tool $tool --error-exitcode 86 \
             $filter "$python" benchmarks/small_cases.py --device cuda
     done
 }
 
+# kernel NAME SECONDS ARGUMENTS...: a benchmark of common.py, whose rows the summary sets beside copies.
+kernel() {
+    local name=$1 seconds=$2
+    shift 2
+    step "$name" "$seconds" "$python" "benchmarks/${name%%-*}.py" --device $device "$@" --json "$out/kernels.jsonl"
+}
+
+# Sizes: elements of float32. 25 MB to 1 GB, and what the baseline's copies of 16 learners leave room for.
 bench() {
-    local sizes=() lists=() dtypes=(float32 bfloat16) name
+    local all=(--dtype float32 bfloat16) noise=(--numel 6250000 250000000) noise16=(--numel 6250000 62500000)
+    local lists=(--models lenet5,resnet18,resnet50,bert-base,bert-large --seconds 1) quick=() numel=25000000 message=()
     if [ -n "$dry" ]; then
-        sizes=(--numel 5000 --repeats 3) lists=(--models lenet5 --repeats 3 --seconds 1) dtypes=(float32)
+        all=(--numel 5000 --repeats 3) noise=("${all[@]}") noise16=("${all[@]}") numel=5000
+        lists=(--models lenet5 --repeats 3 --seconds 0.1) quick=(--repeats 2 --batch-size 4)
+        message=(--max-mib 0.25 --seconds 0.01)
     fi
-    step optim-float32 100 60 "$python" -m ddpcore.bench optim --device $device "${lists[@]}" \
-        --json "$out/optim-float32.json"
-    for name in benchmarks/bench_*.py; do
-        step "$(basename "$name" .py)" 40 5 "$python" "$name" --device $device --dtype "${dtypes[@]}" "${sizes[@]}" \
-            --json "$out/kernels.jsonl"
+    local name training=(--device $device --json "$out/training.jsonl")
+    local ranks=(--device $device --world-size "$num_gpus")
+    step optim-float32 36 "$python" -m ddpcore.bench optim --device $device "${lists[@]}" --json "$out/optim-float32.json"
+    for name in sgd lars lamb mix mix_sgd norms; do
+        kernel bench_$name 7 "${all[@]}"
     done
-    [ -n "$dry" ] || step optim-bfloat16 60 5 "$python" -m ddpcore.bench optim --device $device --dtype bfloat16 \
-        --json "$out/optim-bfloat16.json"
+    kernel bench_noise 8 --learners 2 "${noise[@]}"
+    kernel bench_noise-16 8 --learners 16 "${noise16[@]}"
+    step bench_steps 16 "$python" benchmarks/bench_steps.py "${training[@]}" "${quick[@]}"
+    step bench_shm 12 "$python" benchmarks/bench_shm.py "${training[@]}" --numel $numel --repeats 5
+    step bench_training 8 "$python" benchmarks/bench_training.py "${training[@]}" "${quick[@]}"
+    step stats 8 "$python" -m ddpcore.bench stats --device $device --backend virtual --every 20 --blocks 4 \
+        --batch-size 16 --json "$out/stats.json"
+    [ -n "$dry" ] || step optim-bfloat16 16 "$python" -m ddpcore.bench optim --device $device --dtype bfloat16 \
+        "${lists[@]}" --json "$out/optim-bfloat16.json"
+    for name in buckets predict; do
+        step $name 8 "$python" -m ddpcore.bench $name "${ranks[@]}" --model lenet5 --rounds 2 --json "$out/$name.json"
+    done
+    if [ "$num_gpus" -lt 2 ]; then
+        skip comm "ranks that share a GPU have no link to measure: bench_shm has their memory"
+    else
+        step comm 8 "$python" -m ddpcore.bench comm "${ranks[@]}" "${message[@]}" --json "$out/comm.json"
+    fi
+    study
+}
+
+# As many rows as the time allows: a run that is cut goes on where it was, with --resume.
+study() {
+    local left=$((total - SECONDS)) rc
+    if [ -z "${DATA_DIR:-}" ]; then
+        skip study "DATA_DIR names no folder with CIFAR-100"
+    elif [ -n "$dry" ] || [ "$left" -lt 20 ]; then
+        skip study "$left s are left"
+    else
+        timeout --signal=INT --kill-after=5 $((left - 10)) "$python" -m ddpcore.experiments run large-batch-cifar100 \
+            --scale full --seeds 1 --set device=$device --data-dir "$DATA_DIR" --out "$out/study" > "$out/logs/study.log" 2>&1
+        rc=$?
+        note study "$([ $rc = 0 ] && echo ok || echo cut)" $((left - total + SECONDS)) $((left - 10)) "see study/results.jsonl"
+    fi
 }
 
 sampler=""

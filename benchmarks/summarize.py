@@ -35,12 +35,12 @@ def clocks(path: Path) -> Row:
 
 
 def rows_of(folder: Path) -> list[Row]:
-    """Kernel rows, then rows of optimizer steps with the environment of their file."""
-    rows = json_lines(folder / "kernels.jsonl")
-    for path in sorted(folder.glob("optim*.json")):
+    """Rows of kernels and of training, then those of each bench with the environment of their file."""
+    rows = json_lines(folder / "kernels.jsonl") + json_lines(folder / "training.jsonl")
+    for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
         where = {key: value for key, value in result["environment"].items() if key != "device"}
-        where["device_name"] = result["environment"]["device"]
+        where["device_name"], where["bench"] = result["environment"]["device"], path.stem
         rows += [{**row, **where} for row in result["rows"]]
     return rows
 
@@ -60,6 +60,14 @@ def kernel_line(row: Row) -> list[str]:
     return [row["case"], f"{row['numel']:,}", row["dtype"], *measured]
 
 
+def training_line(row: Row) -> list[str]:
+    """Of a step or an average between ranks: its size, its time or its rate, and its ratio to the other's."""
+    images = row.get("images_per_s")
+    speed = f"{row['ms']['p50']:.3f} ms" if images is None else f"{images['p50']:,.0f} images/s"
+    size = f"{row['numel']:,} elements" if images is None else f"batch {row['batch_size']}"
+    return [row["case"], size, speed, spread(row["ratio"]) if "ratio" in row else ""]
+
+
 def summary(where: Row, gpu: Row, steps: list[Row], rows: list[Row]) -> str:
     text = [f"# {where['device']}", ""]
     text += [f"torch {where['torch']}, CUDA {where['cuda']}, Python {where['python']}, commit {where['commit']}", ""]
@@ -68,10 +76,13 @@ def summary(where: Row, gpu: Row, steps: list[Row], rows: list[Row]) -> str:
     text += table(["step", "", "seconds", ""], steps_lines)
     cut = [s["step"] for s in steps if s["status"] in ("cut", "timeout")]
     text += ["", f"Cut short or not begun: {', '.join(cut) or 'nothing'}."]
-    kernels = [row for row in rows if "case" in row]
+    kernels = [row for row in rows if "fraction_of_copy" in row]
     if kernels:
         heading = ["kernel", "elements", "dtype", "ms", "GB/s", "of copy", "ours / baseline", "baseline"]
         text += table(heading, [kernel_line(row) for row in kernels])
+    training = [row for row in rows if "case" in row and row not in kernels]
+    if training:
+        text += table(["training", "size", "speed", "ratio"], [training_line(row) for row in training])
     lefts = [row for row in rows if row.get("comparison", "").startswith(row.get("implementation", "-") + " / ")]
     if lefts:
         text += table(

@@ -11,25 +11,41 @@ from ddpcore.flat import FlatParameters
 from ddpcore.plans import BucketTracker
 
 
+def messages(flat: FlatParameters) -> list[tuple[int, int]]:
+    """Columns ``[begin, end)`` of ``flat.grad_LP`` that are sent together: neighbouring buckets of one moment are one.
+
+    Buckets are cut anywhere, so a large parameter completes several at once, and each would cost a round of messages
+    for nothing. The moments are those of a pass whose gradients come in the order of the layout, and not those of the
+    pass at hand: ranks whose gradients come in other orders, or not at all, must still send the same messages.
+    """
+    tracker = BucketTracker(_ranges(flat), list(flat.buckets))
+    ready = [tracker.mark(index) for index in range(len(flat.segments))]
+    return [(flat.buckets[first][0], flat.buckets[end - 1][1]) for first, end in ready if first < end]
+
+
+def _ranges(flat: FlatParameters) -> list[tuple[int, int]]:
+    return [(s.offset, s.offset + s.numel) for s in flat.segments]
+
+
 class GradientBuckets:
-    """Calls back for each bucket of ``flat.grad_LP`` as soon as it is complete, always in the same order.
+    """Calls back for each message of ``flat.grad_LP`` as soon as it is complete, always in the same order.
 
     A backward pass starts with its first gradient. When it has ended, what is still missing counts as zero, the
-    remaining buckets are handed out, and ``on_end`` is called before ``backward()`` returns, so that gradients can be
+    remaining messages are handed out, and ``on_end`` is called before ``backward()`` returns, so that gradients can be
     clipped right after it. Under ``paused`` gradients accumulate locally.
 
     Args:
         flat: the parameters. Their gradients become views of ``flat.grad_LP``.
-        on_bucket: takes columns ``[L, n]`` of ``flat.grad_LP``.
+        on_message: takes columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`.
         on_end: takes the parameters' indices in the order in which their gradients came.
     """
 
     def __init__(
-        self, flat: FlatParameters, on_bucket: Callable[[Tensor], None], on_end: Callable[[list[int]], None]
+        self, flat: FlatParameters, on_message: Callable[[Tensor], None], on_end: Callable[[list[int]], None]
     ) -> None:
         self.flat = flat
         self.paused = False
-        self._on_bucket = on_bucket
+        self._on_message = on_message
         self._on_end = on_end
         self._pass = -1  # autograd's number of the backward pass that the marks belong to
         self._order: list[int] = []
@@ -38,8 +54,8 @@ class GradientBuckets:
 
     def rebuild(self) -> None:
         """Take the layout of ``flat`` anew, after ``flat.reorder``."""
-        ranges = [(s.offset, s.offset + s.numel) for s in self.flat.segments]
-        self._tracker = BucketTracker(ranges, list(self.flat.buckets))
+        self.messages = messages(self.flat)
+        self._tracker = BucketTracker(_ranges(self.flat), self.messages)
         self._index = {id(parameter): index for index, parameter in enumerate(self.flat.parameters)}
 
     def remove(self) -> None:
@@ -71,5 +87,5 @@ class GradientBuckets:
         self._on_end(self._order)
 
     def _hand_out(self, ready: tuple[int, int]) -> None:
-        for begin, end in self.flat.buckets[ready[0] : ready[1]]:
-            self._on_bucket(self.flat.grad_LP[:, begin:end])
+        for begin, end in self.messages[ready[0] : ready[1]]:
+            self._on_message(self.flat.grad_LP[:, begin:end])

@@ -47,6 +47,7 @@ class Distributed:
         """A copy of the model with the average of all learners' weights.
 
         The model in training is not touched, whatever happens. Every rank must call this, and every rank gets the copy.
+        Learners of push_sum count by their push weights p: ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
 
         Args:
             batch_norm: what becomes of floating-point buffers: ``average`` them, keep the ``local`` ones, or
@@ -90,13 +91,18 @@ class Distributed:
     def consensus_distance(self) -> float:
         """Root mean square, over learners, of the distance between a learner's weights and the average weights.
 
-        ``sqrt(1/n sum_j |w_j - w_a|^2)``, Kong et al. 2021. Every rank must call this.
+        ``sqrt(1/n sum_j |w_j - w_a|^2)``, Kong et al. 2021; w_a as in :meth:`evaluation_model`. Every rank must call
+        this.
         """
         weights_LP = self._weights_LP()
+        apart_LP = self._average_of(weights_LP).sub_(weights_LP)  # exact where the two are close: no wider copies
+        distances = torch.linalg.vector_norm(apart_LP, dim=1, dtype=torch.float64).square()
+        return float(self.comm.gather(distances).mean().sqrt())
+
+    def _average_of(self, weights_LP: Tensor) -> Tensor:
         average_LP = weights_LP.clone()
         self.comm.average_(average_LP).wait()
-        distances = (weights_LP.double() - average_LP.double()).square().sum(dim=1)
-        return float(self.comm.gather(distances).mean().sqrt())
+        return average_LP
 
     def _weights_LP(self) -> Tensor:
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])[None]
@@ -201,6 +207,9 @@ class Engine(Distributed):
 
     def _made_by(self) -> str:
         return f"{self.strategy!r} of {self.comm.num_learners} learners"
+
+    def _average_of(self, weights_LP: Tensor) -> Tensor:
+        return self.learner.average_of(weights_LP)
 
     def _weights_LP(self) -> Tensor:
         self.strategy.settle(self.learner)

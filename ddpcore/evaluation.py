@@ -27,8 +27,7 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
             all else averages them.
     """
     flat, comm = learner.flat, learner.comm
-    average_LP = flat.param_LP.clone()
-    comm.average_(average_LP).wait()
+    average_LP = learner.average_of(flat.param_LP)
     views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
     if isinstance(model, StackedModel):
         values = {name: stack[0].clone() for name, stack in views.items()}

@@ -76,14 +76,16 @@ class FlatParameters:
         self.segments = _lay_out(self.names, [(p.shape, p.stride()) for p in self.parameters])
         values = [parameter.detach() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
-        self._allocate(values[0].dtype, values[0].device)
+        self._allocate_params(values[0].dtype, values[0].device)
+        self._allocate_grads()
         itemsize = self.param_LP.element_size()
         self.buckets: tuple[tuple[int, int], ...] = tuple(
             plan_buckets(self.numel, bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT)
         )
         for index, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
             self.param_views[index].copy_(value)  # to every row
-            self._attach(index, gradient)
+            self._attach_param(index)
+            self._attach_grad(index, gradient)
 
     @property
     def numel(self) -> int:
@@ -138,7 +140,8 @@ class FlatParameters:
     def reorder(self, order: Sequence[int]) -> None:
         """Lay the parameters out anew: ``order[i]`` is today's index of the parameter that comes i-th.
 
-        Values and gradients move along. Buckets keep their boundaries and so hold other parameters.
+        Values and gradients move along, one buffer after the other: the old weights are gone before the new gradients
+        take memory. Buckets keep their boundaries and so hold other parameters.
         """
         if sorted(order) != list(range(len(self.segments))):
             raise ValueError("order must name every parameter once")
@@ -149,27 +152,34 @@ class FlatParameters:
         self.names = tuple(self.names[index] for index in order)
         self.parameters = tuple(self.parameters[index] for index in order)
         self.segments = _lay_out(self.names, [(self.segments[i].shape, self.segments[i].stride) for i in order])
-        self._allocate(self.param_LP.dtype, self.param_LP.device)
-        for index, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
+        self._allocate_params(self.param_LP.dtype, self.param_LP.device)
+        for index, value in enumerate(values):
             self.param_views[index].copy_(value)
-            self._attach(index, gradient)
+            self._attach_param(index)
+        del value, values
+        self._allocate_grads()
+        for index, gradient in enumerate(gradients):
+            self._attach_grad(index, gradient)
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate_params(self, dtype: torch.dtype, device: torch.device) -> None:
         last = self.segments[-1]
-        shape = (self.stack or 1, _aligned(last.offset + last.numel))
-        self.param_LP = self._new(shape, dtype, device)
-        self.grad_LP = self._new(shape, dtype, device)
+        self.param_LP = self._new((self.stack or 1, _aligned(last.offset + last.numel)), dtype, device)
         self.param_views = self.views_of(self.param_LP)
-        self.grad_views = self.views_of(self.grad_LP)
         self.param_pointers = tuple(view.data_ptr() for view in self.param_views)
 
-    def _attach(self, index: int, gradient: Tensor | None) -> None:
-        parameter, view = self.parameters[index], self.grad_views[index]
+    def _allocate_grads(self) -> None:
+        self.grad_LP = self._new(self.param_LP.shape, self.param_LP.dtype, self.param_LP.device)
+        self.grad_views = self.views_of(self.grad_LP)
+
+    def _attach_param(self, index: int) -> None:
+        parameter = self.parameters[index]
         parameter.grad = None
         parameter.data = self.param_views[index]
+
+    def _attach_grad(self, index: int, gradient: Tensor | None) -> None:
         if gradient is not None:
-            view.copy_(gradient)
-            parameter.grad = view
+            self.grad_views[index].copy_(gradient)
+            self.parameters[index].grad = self.grad_views[index]
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ddpcore.comm.base import Communicator
 from ddpcore.flat import FlatParameters
@@ -20,6 +21,8 @@ class Learner:
         optimizer: the user's.
         step: optimizer steps taken so far, the t of the equations.
         is_watched: while diagnostics run passes of their own, of which the strategy is not told.
+        shares: float64 ``[n]``, how much each of all learners counts in an average of weights, their mean being 1; None
+            where all count alike.
     """
 
     flat: FlatParameters
@@ -27,3 +30,13 @@ class Learner:
     optimizer: torch.optim.Optimizer
     step: int = 0
     is_watched: bool = False
+    shares: Tensor | None = None
+
+    @torch.no_grad()
+    def average_of(self, weights_LX: Tensor) -> Tensor:
+        """The average ``[L, x]`` of all learners' weights or of some columns of them, rows alike. Collective."""
+        average_LX = weights_LX.clone()
+        if self.shares is not None:
+            average_LX.mul_(self.shares[list(self.comm.learners), None].to(average_LX))
+        self.comm.average_(average_LX).wait()
+        return average_LX

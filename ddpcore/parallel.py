@@ -59,7 +59,7 @@ def distribute(
         timeout: seconds that a living rank may let others wait, over ``shm`` and ``ipc``; a process group has its own.
         link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.stacked.StackedModel`.
-        bucket_bytes: largest bucket of averaged gradients.
+        bucket_bytes: largest bucket of averaged gradients; those that one parameter completes travel together.
         first_bucket_bytes: size of the first.
         policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
         scaler: of mixed precision, for the policy of that name.

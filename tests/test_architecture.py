@@ -28,7 +28,7 @@ FLOORS: dict[str, float] = {
     "diagnostics": 5.8,
     "parallel": 6,
     "": 6.5,  # ddpcore/__init__.py: what a user imports
-    "launch": 6.7,
+    "launch": 6.7, "allocator": 6.7,
     "machine": 6.8,
     "engine": 7,
     "report": 7.5,

@@ -10,7 +10,7 @@ import torch
 from ddpcore._C import BucketTracker, plan_buckets
 from torch import Tensor, nn
 
-from ddpcore.buckets import GradientBuckets
+from ddpcore.buckets import GradientBuckets, messages
 from ddpcore.flat import FlatParameters
 
 # --- plan_buckets ------------------------------------------------------------------------------------------------
@@ -102,6 +102,35 @@ def test_an_unknown_segment(segment: int) -> None:
         BucketTracker(SEGMENTS, BUCKETS).mark(segment)
 
 
+# --- messages ----------------------------------------------------------------------------------------------------
+
+
+def last_of(flat: FlatParameters, end: int) -> int:
+    """The parameter with which the columns before ``end`` are complete, in the order of the layout; counted plainly."""
+    return max(index for index, segment in enumerate(flat.segments) if segment.offset < end)
+
+
+@pytest.mark.parametrize(("size", "first"), [(64, 64), (128, 64), (4096, 64), (2**20, 2**20)])
+@pytest.mark.parametrize("widths", [(6, 6, 6, 6), (3, 200, 2), (64, 1, 1, 64), (1, 1)])
+def test_buckets_of_one_moment_are_one_message(widths: tuple[int, ...], size: int, first: int) -> None:
+    """Cut where buckets are, wherever another parameter completes what follows, and nowhere else."""
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
+    flat = FlatParameters(model.named_parameters(), bucket_bytes=size, first_bucket_bytes=first)
+    ends = [end for _, end in flat.buckets]
+    kept = [end for end, later in itertools.pairwise(ends) if last_of(flat, end) != last_of(flat, later)]
+    cuts = [0, *kept, flat.numel]
+    assert messages(flat) == list(itertools.pairwise(cuts))
+
+
+def test_a_parameter_of_many_buckets_is_one_message() -> None:
+    flat = FlatParameters(nn.Linear(64, 64).named_parameters(), bucket_bytes=1024, first_bucket_bytes=256)
+    assert flat.names == ("bias", "weight")
+    assert len(flat.buckets) == 1 + 16
+    assert messages(flat) == [(0, 64), (64, 64 + 64 * 64)]
+    flat.reorder([1, 0])
+    assert messages(flat) == [flat.buckets[0][:1] + flat.buckets[-2][1:], flat.buckets[-1]], "the bias is still to come"
+
+
 # --- GradientBuckets ---------------------------------------------------------------------------------------------
 
 
@@ -120,16 +149,16 @@ class Layers(nn.Module):
 
 
 class Recorder:
-    """The buckets as they come, with a copy of what they held."""
+    """The messages as they come, with a copy of what they held."""
 
     def __init__(self, model: nn.Module, stack: int | None = None) -> None:
         self.flat = FlatParameters(model.named_parameters(), stack=stack, bucket_bytes=128, first_bucket_bytes=64)
         self.handed: list[tuple[int, int]] = []
         self.contents: list[Tensor] = []
         self.ends: list[list[int]] = []
-        self.buckets = GradientBuckets(self.flat, self.on_bucket, self.on_end)
+        self.buckets = GradientBuckets(self.flat, self.on_message, self.on_end)
 
-    def on_bucket(self, columns: Tensor) -> None:
+    def on_message(self, columns: Tensor) -> None:
         begin = (columns.data_ptr() - self.flat.grad_LP.data_ptr()) // 4
         self.handed.append((begin, begin + columns.shape[1]))
         self.contents.append(columns.clone())
@@ -152,8 +181,8 @@ def test_complete_buckets_in_order_and_the_end_before_backward_returns() -> None
         seen.forget()
         model.zero_grad()
         backward(model)
-        assert len(seen.flat.buckets) > 5
-        assert seen.handed == list(seen.flat.buckets)
+        assert len(seen.flat.buckets) > len(seen.handed) > 5
+        assert seen.handed == messages(seen.flat)
         assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP), "handed out before it was complete"
         assert len(seen.ends) == 1
         assert sorted(seen.ends[0]) == list(range(10))
@@ -165,20 +194,20 @@ def test_the_order_does_not_follow_the_gradients(path: list[int]) -> None:
     model = Layers()
     seen = Recorder(model)
     backward(model, path)
-    assert seen.handed == list(seen.flat.buckets)
+    assert seen.handed == messages(seen.flat)
     assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
     layers = [int(seen.flat.names[index].split(".")[1]) for index in seen.ends[0]]
     assert layers[::2] == path[::-1], "on_end is told the order in which gradients came"
 
 
 def test_buckets_start_before_backward_ends() -> None:
-    """Communication overlaps: the last layer's bucket is out before the first layer has its gradient."""
+    """Communication overlaps: the last layer's message is out before the first layer has its gradient."""
     model = Layers()
     seen = Recorder(model)
     early: list[int] = []
     model.layers[0].weight.register_hook(lambda grad: early.append(len(seen.handed)))
     backward(model)
-    assert 0 < early[0] < len(seen.flat.buckets)
+    assert 0 < early[0] < len(seen.handed)
 
 
 def test_unused_parameters_count_as_zero() -> None:
@@ -186,7 +215,7 @@ def test_unused_parameters_count_as_zero() -> None:
     seen = Recorder(model)
     seen.flat.grad_LP.fill_(3.0)
     backward(model, [0, 2])
-    assert seen.handed == list(seen.flat.buckets)
+    assert seen.handed == messages(seen.flat)
     assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
     assert sorted({seen.flat.names[i].split(".")[1] for i in seen.ends[0]}) == ["0", "2"]
     for name, parameter, view in zip(seen.flat.names, seen.flat.parameters, seen.flat.grad_views, strict=True):
@@ -208,7 +237,7 @@ def test_paused() -> None:
     piled = [parameter.grad.clone() for parameter in model.layers[:2].parameters()]
     seen.buckets.paused = False
     backward(model, [2])
-    assert seen.handed == list(seen.flat.buckets)
+    assert seen.handed == messages(seen.flat)
     assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
     for parameter, before in zip(model.layers[:2].parameters(), piled, strict=True):
         assert torch.equal(parameter.grad, before)
@@ -221,7 +250,7 @@ def test_backward_twice_accumulates() -> None:
     once = seen.flat.grad_LP.clone()
     seen.forget()
     backward(model)
-    assert seen.handed == list(seen.flat.buckets)
+    assert seen.handed == messages(seen.flat)
     assert len(seen.ends) == 1
     assert torch.equal(seen.flat.grad_LP, 2 * once)
     assert torch.equal(torch.cat(seen.contents, dim=1), 2 * once)
@@ -231,7 +260,7 @@ def test_a_parameter_used_twice_in_one_pass() -> None:
     model = Layers()
     seen = Recorder(model)
     backward(model, [0, 1, 0, 1, 0])
-    assert seen.handed == list(seen.flat.buckets)
+    assert seen.handed == messages(seen.flat)
     assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
 
 
@@ -253,7 +282,7 @@ def test_rebuild_after_a_new_order() -> None:
     seen.buckets.rebuild()
     seen.forget()
     backward(model, [4, 3, 2, 1, 0])
-    assert seen.handed == list(seen.flat.buckets)
+    assert seen.handed == messages(seen.flat)
     assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
     assert seen.ends[0] == list(range(10)), "gradients now come in the order of the layout"
 
@@ -283,7 +312,7 @@ def test_an_error_inside_backward_is_forgotten_by_the_next() -> None:
     model.zero_grad()
     seen.forget()
     backward(model)
-    assert seen.handed == list(seen.flat.buckets)
+    assert seen.handed == messages(seen.flat)
     assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
     assert len(seen.ends) == 1
     assert sorted(seen.ends[0]) == list(range(10))

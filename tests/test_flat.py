@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -325,6 +327,26 @@ def test_reorder_moves_values_and_gradients_along(stack: int | None) -> None:
         assert id(parameter) == objects[name]
     fill_gradients(model)
     assert flat.gather_grads()
+
+
+def test_reorder_holds_three_buffers_at_most() -> None:
+    """Of four: the old weights are gone before the new gradients are there."""
+    alive: list[int] = []
+    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = torch.zeros(shape, dtype=dtype, device=device)
+        storages = [storage for known in buffers if (storage := known()) is not None]
+        alive.append(1 + len({storage.data_ptr() for storage in storages}))
+        buffers.append(weakref.ref(buffer.untyped_storage()))
+        return buffer
+
+    model = network()
+    flat = FlatParameters(model.named_parameters(), allocate=allocate)
+    fill_gradients(model)
+    flat.gather_grads()
+    flat.reorder([2, 0, 1, 6, 4, 3, 5])
+    assert alive == [1, 2, 3, 3]
 
 
 def test_reorder_to_the_same_order_moves_nothing() -> None:

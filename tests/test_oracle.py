@@ -76,10 +76,10 @@ def test_weights_and_losses(case: Any, transport: str, real: list[dict[Any, Any]
         assert torch.equal(parameters, parameters[:1].expand_as(parameters)), "they must hold the same bits"
 
 
-@pytest.mark.parametrize("case", oracle.GRIDS, ids=str)
-def test_several_learners_a_rank(case: Any, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
-    """Two virtual learners on each of half as many ranks: as all of them in one process, bit for bit if gathered."""
-    seen = [rank[("grid", *case)] for rank in real[: case.world_size // 2]]
+@pytest.mark.parametrize(("case", "num_rows"), oracle.GRIDS, ids=str)
+def test_several_learners_a_rank(case: Any, num_rows: int, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
+    """Two or three virtual learners on each of fewer ranks: as all in one process, bit for bit if gathered."""
+    seen = [rank[("grid", num_rows, *case)] for rank in real[: case.world_size // num_rows]]
     weights = torch.cat([one["weights"] for one in seen])
     if is_bitwise(case, "pg"):
         assert torch.equal(weights, virtual[case]["weights"])
@@ -96,12 +96,15 @@ def test_several_learners_a_rank(case: Any, real: list[dict[Any, Any]], virtual:
 def test_average_distance_and_bytes(
     case: Any, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]
 ) -> None:
-    """The evaluation model is the mean on every rank; the distance is that of the weights; bytes are counted alike.
+    """The evaluation model is the mean on every rank, weighted in push_sum; distances and bytes are counted alike.
 
     Within 4 ULPs for three and more learners, as the mean may be an all-reduce of gloo.
     """
     expected, weights = virtual[case], virtual[case]["weights"].double()
-    mean = weights.mean(dim=0)
+    shares = torch.ones(case.world_size).double() if expected["shares"] is None else expected["shares"]
+    if case.topology == oracle.UNBALANCED:
+        assert shares.max() > 1.2, "the graph is not balanced, or this test compares nothing"
+    mean = (shares[:, None] * weights).mean(dim=0)
     assert ulps(expected["average"], mean) <= 4
     weights, mean = (rows[..., : expected["num_weights"]] for rows in (weights, mean))
     distance = (weights - mean).square().sum(dim=1).mean().sqrt().item()

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore.bench.contender import Contender, barrier
+from ddpcore.buckets import messages
 
 Call = Callable[[], Any]
 _ITEMSIZE = 4  # bytes of a gradient: every model of the bench is float32
 
 
 def bucket_bytes(one: Contender) -> list[int]:
-    """The buckets that averaged gradients go in, as they were really built; those of DDP once it has rebuilt them."""
+    """The buckets of averaged gradients as they were really built; those of DDP once it has rebuilt them."""
     assert one.trainer is not None
     learner, model = one.trainer.handle.learner, one.trainer.handle.model
     if learner is not None:
@@ -28,16 +29,25 @@ def bucket_bytes(one: Contender) -> list[int]:
     return [int(size) for size in sizes.split(",")]
 
 
+def sent_bytes(one: Contender) -> list[int]:
+    """The messages that these buckets go in; DDP sends each on its own."""
+    assert one.trainer is not None
+    learner = one.trainer.handle.learner
+    if learner is None:
+        return bucket_bytes(one)
+    return [_ITEMSIZE * (end - begin) for begin, end in messages(learner.flat)]
+
+
 def averages(one: Contender) -> list[Call]:
-    """The average of each bucket in turn, as a blocking call; of DDP an all-reduce of as many bytes."""
+    """The average of each message in turn, as a blocking call; of DDP an all-reduce of as many bytes."""
     assert one.trainer is not None
     learner = one.trainer.handle.learner
     if learner is None:
         device = one.trainer.dataset.train.labels.device
-        rows = [torch.zeros(size // _ITEMSIZE, device=device) for size in bucket_bytes(one)]
+        rows = [torch.zeros(size // _ITEMSIZE, device=device) for size in sent_bytes(one)]
         return [lambda row=row: dist.all_reduce(row) for row in rows]  # type: ignore[misc]
     comm, flat = learner.comm, learner.flat
-    return [lambda b=begin, e=end: comm.average_(flat.grad_LP[:, b:e]).wait() for begin, end in flat.buckets]  # type: ignore[misc]
+    return [lambda b=begin, e=end: comm.average_(flat.grad_LP[:, b:e]).wait() for begin, end in messages(flat)]  # type: ignore[misc]
 
 
 @torch.no_grad()

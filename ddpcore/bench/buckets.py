@@ -12,7 +12,7 @@ from typing import Any
 from ddpcore import models
 from ddpcore.bench import alone, command_line
 from ddpcore.bench import contender as contenders
-from ddpcore.bench.command_line import check_names, check_writable, flag, names, option, write_json
+from ddpcore.bench.command_line import check_names, check_writable, flag, names, option, settings, write_json
 from ddpcore.bench.config import BenchConfig, Plan
 from ddpcore.bench.contender import COMPUTE, DEFAULT_BUCKET_MB, Contender, run_block
 from ddpcore.bench.environment import environment, free_memory
@@ -56,6 +56,9 @@ class BucketsConfig:
 
     world_size: int | None = option(None, "number of ranks (4, or torchrun's)", type=int)
     model: str = option("resnet18", ", ".join(models.names()))
+    model_options: dict[str, Any] | None = option(
+        None, "options of the model, such as hidden=2048x2048 of mlp", type=settings, metavar="KEY=VALUE,..."
+    )
     strategies: tuple[str, ...] = option(
         ("ddp", "ssgd"), f"comma-separated, of {','.join(STRATEGIES)}", metavar="A,B,...", type=names
     )
@@ -92,8 +95,8 @@ class BucketsConfig:
         Raises:
             ValueError: there is none.
         """
-        shared = ("world_size", "model", "strategies", "batch_size", "seed", "device", "transport", "json")
-        return BenchConfig(**{name: getattr(self, name) for name in shared})
+        shared = ("world_size", "model", "model_options", "strategies", "batch_size", "seed", "device", "transport")
+        return BenchConfig(**{name: getattr(self, name) for name in (*shared, "json")})
 
     def all_sizes(self) -> list[float]:
         """Those asked for and the default, ascending."""
@@ -131,7 +134,7 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
     plan = settle_real(config.bench(), joined)
     build_dataset(plan, first=True)
     advice = "name fewer sizes with --bucket-mb, or a smaller --model"
-    check_memory(config.model, _num_contenders(config), plan, advice)
+    check_memory(_num_contenders(config), plan, advice)
     return Job(worker=run_rank, args=(plan, config), world_size=plan.world_size, backend=plan.choice.backend)
 
 
@@ -157,7 +160,7 @@ def _sweep(name: str, config: BucketsConfig, plan: Plan, world: World, dataset: 
     """The strategy once for each set of buckets that differs from the others; contenders that do not go at once."""
     found: dict[tuple[int, ...], Swept] = {}
     for size in config.all_sizes():
-        memory = PeakMemory(plan.device)
+        memory = PeakMemory(plan.device, world.local_world_size)
         contender = contenders.build(name, plan, world, dataset, size)
         run_block(contender, WARM_UP_STEPS, False)
         built = tuple(alone.bucket_bytes(contender))
@@ -185,6 +188,7 @@ def _gather(swept: Swept) -> dict[str, Any]:
         "bucket_mb": swept.bucket_mb,
         "also": swept.also,
         "bucket_bytes": alone.bucket_bytes(swept.contender),
+        "sent_bytes": alone.sent_bytes(swept.contender),
         "step_ms": _step_ms(swept.contender),
         "comm_ms": 1e3 * quantiles(slowest)["p50"],
         "round_seconds": swept.contender.block_seconds,
@@ -202,6 +206,8 @@ def row_of(seen: dict[str, Any], compute_seconds: Sequence[float], steps: int) -
         "same_buckets_mb": seen["also"],
         "num_buckets": len(seen["bucket_bytes"]),
         "bucket_bytes": seen["bucket_bytes"],
+        "num_sent": len(seen["sent_bytes"]),
+        "sent_bytes": seen["sent_bytes"],
         "step_ms": seen["step_ms"],
         "comm_ms": seen["comm_ms"],
         "exposed_comm_ms": exposed,
@@ -266,23 +272,29 @@ def _finish(config: BucketsConfig, plan: Plan, rows: list[dict[str, Any]], recom
     print_buckets(result)
 
 
-def check_memory(model: str, num_contenders: int, plan: Plan, advice: str) -> None:
+def check_memory(num_contenders: int, plan: Plan, advice: str) -> None:
     """A machine that runs out of memory kills ranks without a word.
 
     Raises:
         ValueError: so many contenders, each with a model of its own, do not fit; the message ends in ``advice``.
     """
-    num_bytes = sum(4 * parameter.numel() for parameter in models.build(model).parameters())
+    num_bytes = _num_bytes(plan.config)
     ranks = plan.world_size if plan.device == "cpu" else 1
     needed, free = ranks * COPIES * num_bytes * num_contenders, free_memory(plan.device)
     if needed > free:
         raise ValueError(
-            f"{num_contenders} copies of {model} need about {needed / 1e9:.1f} GB of memory and "
+            f"{num_contenders} copies of {plan.config.model} need about {needed / 1e9:.1f} GB of memory and "
             f"{free / 1e9:.1f} GB are free: {advice}"
         )
 
 
 def _num_contenders(config: BucketsConfig) -> int:
     """At most, with the one that only computes: sizes beyond the model are one."""
-    model_mb = sum(4 * parameter.numel() for parameter in models.build(config.model).parameters()) / MiB
+    model_mb = _num_bytes(config.bench()) / MiB
     return 1 + len(config.strategies) * (1 + len({min(size, model_mb) for size in config.all_sizes()}))
+
+
+def _num_bytes(config: BenchConfig) -> int:
+    """Of the model's parameters."""
+    model = models.build(config.model, **(config.model_options or {}))
+    return sum(4 * parameter.numel() for parameter in model.parameters())

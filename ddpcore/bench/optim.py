@@ -35,7 +35,9 @@ class OptimConfig:
         ValueError: one line that says what is wrong and what to do.
     """
 
-    models: tuple[str, ...] = option(shapes.names(), "comma-separated parameter lists", metavar="A,B,...", type=names)
+    models: tuple[str, ...] = option(
+        shapes.USUAL, f"comma-separated, of {','.join(shapes.names())}", metavar="A,B,...", type=names
+    )
     optimizers: tuple[str, ...] = option(tuple(OURS), "comma-separated", metavar="A,B,...", type=names)
     peers: bool = option(True, "other libraries too, where they are installed", action=command_line.BOOLEAN)
     repeats: int = option(21, "pairs of samples of each comparison, at most", type=int)
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         OptimConfig,
         argv,
         prog="python -m ddpcore.bench optim",
-        description="Time whole optimizer steps, interleaved, on the parameters of three networks.",
+        description="Time whole optimizer steps, interleaved, on the parameters of well-known networks.",
     )
     _check_memory(config)
     if config.threads is not None:

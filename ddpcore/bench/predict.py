@@ -24,6 +24,7 @@ from ddpcore.bench.job import Job, settle_real
 from ddpcore.bench.phases import Phases
 from ddpcore.bench.run import build_dataset
 from ddpcore.bench.step_model import Compute, Machine, Transfer
+from ddpcore.buckets import messages
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.launch import World
 from ddpcore.metrics import quantiles, to_json
@@ -139,7 +140,7 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
     plans = [settle_real(bench, joined) for bench in config.benches()]
     build_dataset(plans[0], first=True)
     num_cases = sum(len(_cases(plan, plans, config)) for plan in plans)
-    check_memory(config.model, 1 + num_cases, plans[0], "name fewer --topology or --bucket-mb, or a smaller --model")
+    check_memory(1 + num_cases, plans[0], "name fewer --topology or --bucket-mb, or a smaller --model")
     args = (plans, config)
     return Job(worker=run_rank, args=args, world_size=plans[0].world_size, backend=plans[0].choice.backend)
 
@@ -183,7 +184,7 @@ def _cases(plan: Plan, plans: list[Plan], config: PredictConfig) -> list[tuple[s
 
 
 def _parts(one: Contender, plan: Plan) -> list[Call]:
-    """Of ssgd each bucket's average and all at once, of local_sgd that of all weights, of dpsgd exchange and mix."""
+    """Of ssgd each message's average and all at once, of local_sgd that of all weights, of dpsgd exchange and mix."""
     assert one.trainer is not None
     learner = one.trainer.handle.learner
     assert learner is not None
@@ -191,7 +192,7 @@ def _parts(one: Contender, plan: Plan) -> list[Call]:
     if one.name == strategies.SSGD.name:
 
         def together() -> None:
-            works = [comm.average_(flat.grad_LP[:, begin:end]) for begin, end in flat.buckets]
+            works = [comm.average_(flat.grad_LP[:, begin:end]) for begin, end in messages(flat)]
             for work in works:
                 work.wait()
 
@@ -211,10 +212,10 @@ def predict(
 ) -> float:
     """Seconds of a step of a strategy, from the transfers that :func:`_parts` times."""
     if name == strategies.SSGD.name:
-        *buckets, together = parts
+        *sent, together = parts
         # Averages that are under way together are faster than one after the other; each has its share of that time.
-        alone_seconds = sum(bucket.seconds for bucket in buckets)
-        shares = [bucket.seconds / alone_seconds if alone_seconds > 0 else 0.0 for bucket in buckets]
+        alone_seconds = sum(message.seconds for message in sent)
+        shares = [message.seconds / alone_seconds if alone_seconds > 0 else 0.0 for message in sent]
         averages = [Transfer(seconds=share * together.seconds, cpu=share * together.cpu) for share in shares]
         return step_model.ssgd(compute, averages, sizes, machine)
     if name == strategies.LocalSGD.name:
@@ -233,7 +234,7 @@ def row_of(
     transport = None if plan.transport is None else plan.transport.name
     on_cpu = plan.device == "cpu"
     num_threads = plan.world_size * launch.threads_per_rank(plan.world_size)
-    sizes = alone.bucket_bytes(contender)
+    sizes = alone.sent_bytes(contender)
     predicted, measured, comm = [], [], []
     for turns in zip(*everyone, strict=True):
         compute = phases.compute(turns[0].compute, sum(turn.compute_cpu for turn in turns) if on_cpu else 0.0)
@@ -251,7 +252,7 @@ def row_of(
         "strategy": name,
         "topology": plan.config.topology if is_dpsgd else None,
         "bucket_mb": one.bucket_mb,
-        "num_buckets": len(sizes) if name == strategies.SSGD.name else None,
+        "num_buckets": len(alone.bucket_bytes(contender)) if name == strategies.SSGD.name else None,
         "transport": transport,
         "comm_ms": 1e3 * median(comm),
         "predicted_ms": 1e3 * median(predicted),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -16,10 +17,11 @@ from ddpcore import data, models
 from ddpcore.bench import contender as contenders
 from ddpcore.bench.command_line import write_json
 from ddpcore.bench.config import Plan, parse
-from ddpcore.bench.contender import COMPUTE, Contender, run_block
+from ddpcore.bench.contender import COMPUTE, Contender, barrier, run_block
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.bench.job import Job, settle
+from ddpcore.engine import Trainer
 from ddpcore.launch import World
 from ddpcore.metrics import json_number, quantiles, to_json
 from ddpcore.report.table import print_report
@@ -124,9 +126,8 @@ def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any
     finite = math.isfinite(losses[-1].item())
     # With one learner there is nothing to average, and rank 0's own model is the averaged one.
     evaluation = trainer.evaluate() if trainer is not None and compared and finite else None
-    distance = (
-        trainer.handle.consensus_distance() if trainer is not None and compared and one.name != "single" else None
-    )
+    measured = trainer is not None and compared and one.name != "single"
+    distance, consensus_ms = _consensus(trainer) if trainer is not None and measured else (None, None)
     return {
         "name": one.name,
         "step_ms": quantiles([1000 * second for seen in everyone for second in seen["seconds"]]),
@@ -136,8 +137,17 @@ def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any
         "loss_last": losses[-1].item(),
         "test_error_pct": None if evaluation is None else evaluation.error_pct,
         "consensus_distance": distance,
+        "consensus_ms": consensus_ms,
         "gpu": [seen["gpu"] for seen in everyone],
     }
+
+
+def _consensus(trainer: Trainer) -> tuple[float, float]:
+    """The distance, and the milliseconds that it took: it is a number at the end, so it waits for a GPU. Collective."""
+    barrier()
+    start = time.perf_counter()
+    distance = trainer.handle.consensus_distance()
+    return distance, 1e3 * (time.perf_counter() - start)
 
 
 def _rows(plan: Plan, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -170,6 +180,7 @@ def _rows(plan: Plan, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "loss_last": json_number(result["loss_last"]),
                 "test_error_pct": result["test_error_pct"],
                 "consensus_distance": result["consensus_distance"],
+                "consensus_ms": result["consensus_ms"],
                 "ratio_to_ddp": ratio,
                 **_gpu(plan, result),
             }

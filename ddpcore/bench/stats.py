@@ -37,6 +37,7 @@ class StatsConfig:
     world_size: int = option(2, "ranks, or virtual learners", type=int)
     backend: str = option("gloo", "gloo, or virtual")
     strategy: str = option("ssgd", ", ".join(STRATEGIES))
+    device: str = option("cpu", "cpu, or cuda of virtual learners")
     model: str = option("lenet5", ", ".join(models.names()))
     batch_size: int = option(256, "samples of a learner's batch", type=int)
     every: int = option(50, "steps between two records", type=int)
@@ -46,6 +47,7 @@ class StatsConfig:
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, ("gloo", "virtual"))
+        check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("strategy", self.strategy, STRATEGIES)
         check_choice("model", self.model, models.names())
         for name in ("batch_size", "every", "blocks", "threads"):
@@ -53,12 +55,16 @@ class StatsConfig:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
         if self.world_size < 2:
             raise ValueError(f"--world-size is {self.world_size}: the estimate needs two batches, take at least 2")
+        if self.device == "cuda" and self.backend != "virtual":
+            raise ValueError("--device cuda is for learners that share a GPU: use --backend virtual")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU: use --device cpu")
         if self.json is not None:
             check_writable(self.json.resolve())
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the bench on the CPU; returns 0, or 1 where a rank failed.
+    """Run the bench; returns 0, or 1 where a rank failed.
 
     Raises:
         ValueError: the command cannot be run as it stands; one line.
@@ -84,7 +90,7 @@ class Contender:
         self.name, self.config = name, config
         self.virtual = config.backend == "virtual"
         torch.manual_seed(0)
-        model = models.build(config.model)
+        model = models.build(config.model).to(config.device)
         self.optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
         strategy = strategies.build(config.strategy, topology=topology.build("ring", 0, 2))
         learners = config.world_size if self.virtual else None
@@ -92,8 +98,8 @@ class Contender:
         spec = models.spec(config.model)
         shape = (config.batch_size, *spec.input_shapes[0])
         rows = (config.world_size,) if self.virtual else ()
-        self.inputs = torch.randn(*rows, *shape)
-        self.labels = torch.randint(spec.num_classes, (*rows, config.batch_size))
+        self.inputs = torch.randn(*rows, *shape).to(config.device)
+        self.labels = torch.randint(spec.num_classes, (*rows, config.batch_size)).to(config.device)
         self.seconds: list[float] = []
         self.statistics = watch(self)
 
@@ -108,6 +114,8 @@ class Contender:
             self.optimizer.zero_grad()
             self.loss().backward()
             self.optimizer.step()
+        if self.config.device == "cuda":
+            torch.cuda.synchronize()
         if timed:
             self.seconds.append((time.perf_counter() - start) / num_steps)
 
@@ -145,7 +153,11 @@ def run_rank(world: World, config: StatsConfig) -> None:
         for one in field if block % 2 == 0 else reversed(field):
             one.run_block(config.every, timed=True)
     if world.rank == 0:
-        result = {"environment": machine("cpu"), "config": config, "rows": [_row(one, field[0]) for one in field]}
+        result = {
+            "environment": machine(config.device),
+            "config": config,
+            "rows": [_row(one, field[0]) for one in field],
+        }
         print_stats(to_json(result))
         if config.json is not None:
             write_json(config.json, to_json(result))

@@ -55,11 +55,11 @@ class Machine:
 
 
 def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
-    """The share of the backward pass after which each bucket is complete; buckets fill in the order of arrival.
+    """The share of the backward pass after which each message is complete; they fill in the order of arrival.
 
     Args:
         arrivals: see :class:`Compute`.
-        sizes: elements, or any measure, of each bucket; they are scaled to the sum of the parameters, because buffers
+        sizes: elements, or any measure, of each message; they are scaled to the sum of the parameters, because buffers
             are padded.
     """
     total, scale = sum(numel for numel, _ in arrivals), sum(sizes)
@@ -74,14 +74,14 @@ def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) ->
     return shares
 
 
-def ssgd(compute: Compute, buckets: Sequence[Transfer], sizes: Sequence[int], machine: Machine) -> float:
-    """Buckets go one after the other, each no sooner than it is complete; the optimizer waits for the last."""
+def ssgd(compute: Compute, messages: Sequence[Transfer], sizes: Sequence[int], machine: Machine) -> float:
+    """Messages go one after the other, each no sooner than it is complete; the optimizer waits for the last."""
     backward_end = compute.forward + compute.backward
     end = 0.0
-    for bucket, share in zip(buckets, ready_shares(compute.arrivals, sizes), strict=True):
+    for message, share in zip(messages, ready_shares(compute.arrivals, sizes), strict=True):
         ready = compute.forward + share * compute.backward if machine.background else backward_end
-        end = max(end, ready) + bucket.seconds
-    return _longest(max(backward_end, end) + compute.update, compute, buckets, machine)
+        end = max(end, ready) + message.seconds
+    return _longest(max(backward_end, end) + compute.update, compute, messages, machine)
 
 
 def dpsgd(compute: Compute, exchange: Transfer, mix: Transfer, machine: Machine) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import cifar, features, mnist, speech, synthetic
+from ddpcore.data import cifar, features, mnist, saddle, speech, synthetic
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.download import download as _download
 from ddpcore.data.shards import SAMPLERS, ShardedBatches
@@ -67,6 +67,7 @@ _FILES = {
 _LOADERS: dict[str, Callable[..., Dataset]] = {
     "synthetic": synthetic.load,
     "synthetic_speech": speech.load,
+    "saddle": saddle.load,
     "features": features.load,
 }
 

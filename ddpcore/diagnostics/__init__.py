@@ -2,7 +2,8 @@
 
 from .dynamics import Dynamics, Spread
 from .estimates import NoiseScale, noise_scale
+from .flatness import Flatness, flatness
 from .noise import NoiseStatistics
 from .record import NoiseRecord
 
-__all__ = ["Dynamics", "NoiseRecord", "NoiseScale", "NoiseStatistics", "Spread", "noise_scale"]
+__all__ = ["Dynamics", "Flatness", "NoiseRecord", "NoiseScale", "NoiseStatistics", "Spread", "flatness", "noise_scale"]

@@ -35,6 +35,7 @@ class Dynamics:
 
     Attributes:
         lr: a.
+        full_loss: the loss that g is the gradient of, at w_a.
         effective_lr: a_e.
         noise: D.
         ssgd_noise: D_S.
@@ -46,6 +47,7 @@ class Dynamics:
     """
 
     lr: float
+    full_loss: float
     effective_lr: float
     noise: float
     ssgd_noise: float
@@ -72,7 +74,12 @@ class Spread:
 
 
 def dynamics(
-    products: Tensor, lr: float, hessian_squares: float | None, num_learners: int, full_gradient: str
+    products: Tensor,
+    lr: float,
+    full_loss: float,
+    hessian_squares: float | None,
+    num_learners: int,
+    full_gradient: str,
 ) -> Dynamics:
     """From the inner products ``[3, 3]`` of g_a, k and g (float64), and ``1/n sum_j |H (w_j - w_a)|^2``."""
     (aa, ak, ag), (_, kk, kg), (_, _, gg) = products.tolist()
@@ -80,6 +87,7 @@ def dynamics(
     effective = lr * ag / gg if gg > 0 else float("nan")
     return Dynamics(
         lr=lr,
+        full_loss=full_loss,
         effective_lr=effective,
         noise=square * aa - effective * effective * gg,
         ssgd_noise=square * (kk - kg * kg / gg) if gg > 0 else float("nan"),

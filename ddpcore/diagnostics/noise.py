@@ -6,6 +6,7 @@ Shapes: L learners held by this process, n in all, P elements of a learner's row
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,18 @@ class NoiseStatistics(Observer):
             learner.flat.param_LP, self._average(learner, learner.flat.param_LP)[0], learner.comm, num
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """What later records depend on: sums of steps that later noise scales are averages over. Reads the records."""
+        _ = self.records
+        return {"series": self._series.state_dict(), "steps": self._steps, "num_skipped": self._num_skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave, between two steps; records begin anew."""
+        self._series.load_state_dict(state["series"])
+        self._steps, self._num_skipped = list(state["steps"]), state["num_skipped"]
+        self._records, self._pending = [], []
+        self._last = self._clock.mark()
+
     def close(self) -> None:
         """Watch no longer."""
         while self._remove:
@@ -166,8 +179,8 @@ class NoiseStatistics(Observer):
             self._measure_apart(learner, result)
         elif self._full_loss is not None:
             mean_P = learner.flat.grad_LP[0] * self._unscale(learner.flat.grad_LP)
-            full_LP = self._gradient_at(learner, learner.flat.param_LP, self._full_loss)
-            self._add_products(learner, result, mean_P, mean_P, self._average(learner, full_LP)[0])
+            full_P = self._full_gradient(learner, learner.flat.param_LP, self._full_loss, result)
+            self._add_products(learner, result, mean_P, mean_P, full_P)
             result.hessian = torch.zeros(()) if self._hessian else None
         if self._steps:
             own_LTS = torch.stack([own for own, _ in self._steps], dim=1)
@@ -185,7 +198,7 @@ class NoiseStatistics(Observer):
     def _measure_apart(self, learner: Learner, result: Measured) -> None:
         """Learners hold different weights: gradients here and at the mean, and how far apart they are."""
         flat, comm = learner.flat, learner.comm
-        mean_LP = self._average(learner, flat.param_LP)
+        mean_LP = learner.average_of(flat.param_LP)
         distances = [noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP]
         distance_L1 = torch.cat(distances)
         comm.average_(distance_L1).wait()
@@ -194,13 +207,13 @@ class NoiseStatistics(Observer):
             products = dynamics.covariance_products(flat.param_LP, mean_LP[0], comm)
             result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: self._num_directions] / comm.num_learners**2
         own_LP = self._local_gradients(learner)
-        grad_LP = own_LP if self._loss is None else self._gradient_at(learner, mean_LP, self._loss)
+        grad_LP = own_LP if self._loss is None else self._gradient_at(learner, mean_LP, self._loss)[0]
         average_LP = self._average(learner, grad_LP)
         self._steps.append((self._squares(learner, grad_LP), self._squares(learner, average_LP[:1])[0]))
         result.at_mean = self._loss is not None
         if self._full_loss is None:
             return
-        full_P = self._average(learner, self._gradient_at(learner, mean_LP, self._full_loss))[0]
+        full_P = self._full_gradient(learner, mean_LP, self._full_loss, result)
         self._add_products(learner, result, self._average(learner, own_LP)[0], average_LP[0], full_P)
         if self._hessian:
             with passes.at_weights(self._model, learner, mean_LP):
@@ -220,9 +233,17 @@ class NoiseStatistics(Observer):
         assert self._engine is not None
         return self._engine.model
 
-    def _gradient_at(self, learner: Learner, weights_LP: Tensor, loss: Loss) -> Tensor:
+    def _gradient_at(self, learner: Learner, weights_LP: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
         with passes.at_weights(self._model, learner, weights_LP):
             return passes.gradient(learner, loss)
+
+    def _full_gradient(self, learner: Learner, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
+        """g ``[P]``, and into the result the full loss itself: means over all learners."""
+        grad_LP, total = self._gradient_at(learner, weights_LP, loss)
+        loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
+        learner.comm.average_(loss_L1).wait()
+        result.full_loss = loss_L1[0, 0]
+        return self._average(learner, grad_LP)[0]
 
     @staticmethod
     def _average(learner: Learner, rows_LP: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,6 +137,20 @@ class Series:
     def __len__(self) -> int:
         return len(self._own)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that are kept, as tensors, and of how many learners."""
+        kept = {
+            name: [torch.from_numpy(row) for row in rows] for name, rows in (("own", self._own), ("mean", self._mean))
+        }
+        return {**kept, "num_learners": self._num_learners}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self._num_learners = state["num_learners"]
+        for rows, known in ((self._own, state["own"]), (self._mean, state["mean"])):
+            rows.clear()
+            rows.extend(row.numpy() for row in known)
+
     def whole(self) -> NoiseScale | None:
         """Of all segments together; None before the first step, or of one learner."""
         if not self._own or self._num_learners < 2:
@@ -165,6 +180,7 @@ class Measured:
     at_mean: bool = True
     products: Tensor | None = None  # of g_a, k and g
     lr: float = 0.0
+    full_loss: Tensor | None = None
     hessian: Tensor | None = None
     distance: Tensor | None = None  # 1/n sum_j |w_j - w_a|^2
     eigenvalues: Tensor | None = None
@@ -181,7 +197,8 @@ class Measured:
         if self.products is not None:
             hessian = None if self.hessian is None else float(self.hessian)
             products = self.products.cpu()
-            moves = dynamics(products, self.lr, hessian, self.num_learners, full_loss_of)
+            loss = float("nan") if self.full_loss is None else float(self.full_loss)
+            moves = dynamics(products, self.lr, loss, hessian, self.num_learners, full_loss_of)
         if self.distance is not None:
             square = float(self.distance)
             values = () if self.eigenvalues is None else tuple(self.eigenvalues.clamp_min(0.0).tolist())

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddpcore import data, models, parallel, schedules
 from ddpcore.data import Dataset, ShardedBatches
-from ddpcore.engine import optimizers
+from ddpcore.engine import optimizers, statistics
 from ddpcore.engine.config import TrainConfig
 from ddpcore.engine.trainer import Trainer
 from ddpcore.launch import World
@@ -177,4 +177,10 @@ def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
         compile=config.compile,
     )
+    if config.flatness_samples:  # at the end; that it can be is known now
+        statistics.part_of(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
+    if config.statistics_every:
+        statistics.attach(
+            trainer, every=config.statistics_every, num_samples=config.statistics_samples, seed=config.seed
+        )
     return trainer, model

@@ -89,6 +89,12 @@ class TrainConfig:
         evaluation_batch_norm: how the averaged model comes by its statistics, see
             :meth:`ddpcore.Distributed.evaluation_model`.
         recalibration_batches: training batches for ``recalibrate``.
+        statistics_every: steps between two records of :class:`ddpcore.diagnostics.NoiseStatistics`; 0 takes none.
+        statistics_samples: training samples, drawn from the seed, whose gradient stands for that of the full loss; None
+            takes the training set.
+        flatness_samples: training samples on which :func:`ddpcore.diagnostics.flatness` looks at the averaged model at
+            the end; 0 does not look.
+        escape_loss: level of the full loss below which a run counts as escaped from where it began.
         seed: of weights, dropout, batches, augmentation, pairs and noise.
         diverged_above: stop where the training loss exceeds this many times that of the first step; None stops where it
             is not finite alone.
@@ -148,6 +154,10 @@ class TrainConfig:
     evaluate_on: str = EVALUATION_SPLITS[0]
     evaluation_batch_norm: str = BATCH_NORM[0]
     recalibration_batches: int = 32
+    statistics_every: int = 0
+    statistics_samples: int | None = None
+    flatness_samples: int = 0
+    escape_loss: float | None = None
     seed: int = 0
     diverged_above: float | None = None
     checkpoint_every: int | None = None
@@ -159,9 +169,10 @@ class TrainConfig:
             object.__setattr__(self, name, _typed(name, getattr(self, name), hint))
         for name in ("batch_size", "accumulation", "epochs", "steps", "learners", "recalibration_batches", "keep_last"):
             _check_at_least(name, getattr(self, name), 1)
-        for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup"):
+        for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup", "statistics_every"):
             _check_at_least(name, getattr(self, name), 0)
-        for name in ("reference_batch_size", "num_train", "num_test"):
+        _check_at_least("flatness_samples", self.flatness_samples, 0)
+        for name in ("reference_batch_size", "num_train", "num_test", "statistics_samples"):
             _check_at_least(name, getattr(self, name), 1)
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0")
@@ -218,6 +229,13 @@ class TrainConfig:
             raise ValueError(f"milestones is {self.milestones}: they and the schedule 'step' go together")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=0) < 0:
             raise ValueError(f"milestones is {self.milestones}: they must ascend from 0")
+        if self.statistics_every and (self.learners == 1 or self.strategy in ("ddp", "push_sum")):
+            raise ValueError(
+                f"statistics_every is {self.statistics_every}: it compares two learners at least, of another strategy "
+                "than ddp and push_sum; set it to 0"
+            )
+        if self.escape_loss is not None and not self.statistics_every:
+            raise ValueError("escape_loss is looked for where the full loss is known: set statistics_every")
         if self.policies.get("scaler", "keep") != "keep":
             raise ValueError("policies has a scaler: bf16 and fp32 need none, leave it out")
 

@@ -16,6 +16,7 @@ from ddpcore.engine.evaluation import Evaluation
 from ddpcore.engine.outputs import Outputs
 from ddpcore.engine.progress import Progress
 from ddpcore.engine.signals import Listener
+from ddpcore.engine.statistics import flatness_of, row_of
 from ddpcore.engine.trainer import Trainer
 
 CHECK_EVERY = 20  # steps between two looks at the loss, each of which waits for the device and all ranks
@@ -47,6 +48,7 @@ class Loop:
         self.total = total_steps(self.config, self.steps_per_epoch)
         self._started = time.perf_counter() - self.progress.seconds
         self._mark = 0.0  # where training went on last, by the clock that training is timed by
+        self._num_records = 0  # of the statistics, that are written
 
     def run(self, listener: Listener) -> bool:
         """Train to the end; False where ``listener`` was asked to stop before it, and the run is saved."""
@@ -60,6 +62,7 @@ class Loop:
             if over or step == 1 or step % CHECK_EVERY == 0:
                 loss, stop = progress.check(trainer.handle.comm, listener.asked, self.config.diverged_above)
                 self._advance(loss)
+                self._write_statistics()
             best = self._end_epoch() if over or progress.diverged else False
             if self._is_due(step, over, best) or (stop and step < self.total):
                 self._save()
@@ -79,6 +82,15 @@ class Loop:
             reached = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
             epoch = 1 + (step - 1) // self.steps_per_epoch
             self.outputs.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
+
+    def _write_statistics(self) -> None:
+        """Records since the last time; here, where the loss was waited for, they keep nobody waiting."""
+        statistics = self.trainer.statistics
+        records = [] if statistics is None else statistics.records[self._num_records :]
+        self._num_records += len(records)
+        if self.outputs is not None:
+            for record in records:
+                self.outputs.write(row_of(record))
 
     def _is_due(self, step: int, over: bool, best: bool) -> bool:
         """Whether a checkpoint is to be written after this step."""
@@ -136,6 +148,9 @@ class Loop:
         model = self.trainer.handle.evaluation_model()
         if self.outputs is None:
             return
+        num, flat = self.config.flatness_samples, None
+        if num and not progress.diverged:
+            flat = flatness_of(model, self.trainer.dataset, num_samples=num, seed=self.config.seed)
         self.outputs.write_model(safetensors.torch.save({n: t.contiguous() for n, t in model.state_dict().items()}))
         self.outputs.write(
             {
@@ -146,6 +161,7 @@ class Loop:
                 "best_accuracy": best.get("accuracy"),
                 "best_epoch": best.get("epoch"),
                 "test": None if test is None else _scores(test),
+                "flatness": flat,
                 "total_seconds": time.perf_counter() - self._started,
             }
         )
@@ -160,6 +176,7 @@ class Loop:
 
     def _save(self) -> None:
         self._pause()
+        self._write_statistics()  # a run that goes on from here does not take them again
         self.progress.seconds = time.perf_counter() - self._started
         best = self.progress.best
         self.checkpoints.save(
@@ -173,6 +190,7 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
         trainer, device = self.trainer, self.place.device
+        statistics = trainer.statistics
         random = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(device)
@@ -183,6 +201,7 @@ class Loop:
             "handle": trainer.handle.state_dict(),
             "random": random,
             "progress": self.progress.state_dict(),
+            "statistics": None if statistics is None else statistics.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -204,6 +223,8 @@ class Loop:
         self.trainer.handle.load_state_dict(state["handle"])
         self.trainer.num_steps = state["step"]
         self.progress = Progress(**state["progress"])
+        if self.trainer.statistics is not None:
+            self.trainer.statistics.load_state_dict(state["statistics"])
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"] and self.place.device.type == "cuda":
             torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.place.device)

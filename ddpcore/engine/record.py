@@ -22,14 +22,18 @@ class RunRecord:
             config's link as they would be there),
             samples_per_s, consensus_distance, evaluation_seconds, total_seconds, and where there was an evaluation
             split, loss, accuracy, precision, recall, f1, specificity, all of that split and 0..1.
+        statistics: ``kind`` "statistics", one every ``statistics_every`` steps: what
+            :class:`ddpcore.diagnostics.NoiseRecord` holds, without single parameters.
         final: ``kind`` "end": step, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch,
             total_seconds, and test, the scores of the test split, of a run that was evaluated on the validation split;
-            empty while the run is not over.
+            flatness, what :class:`ddpcore.diagnostics.Flatness` holds, where it was asked for; empty while the run is
+            not over.
     """
 
     path: Path
     header: dict[str, Any]
     epochs: list[dict[str, Any]]
+    statistics: list[dict[str, Any]]
     final: dict[str, Any]
 
     @classmethod
@@ -40,12 +44,18 @@ class RunRecord:
             ValueError: there is none, or a line is no JSON.
         """
         path = Path(out) / FILE
-        kinds: dict[str, list[dict[str, Any]]] = {"run": [], "epoch": [], "end": []}
+        kinds: dict[str, list[dict[str, Any]]] = {"run": [], "epoch": [], "statistics": [], "end": []}
         for row in rows(path):
             kinds.setdefault(row["kind"], []).append(row)
         if not kinds["run"]:
             raise ValueError(f"{path}: there is no record of a run: train into this folder first")
-        return cls(path=path, header=kinds["run"][0], epochs=kinds["epoch"], final=(kinds["end"] or [{}])[-1])
+        return cls(
+            path=path,
+            header=kinds["run"][0],
+            epochs=kinds["epoch"],
+            statistics=kinds["statistics"],
+            final=(kinds["end"] or [{}])[-1],
+        )
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:

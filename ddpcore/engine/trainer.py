@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.distributed import Distributed
 from ddpcore.engine.evaluation import Evaluation, evaluate
 from ddpcore.schedules import Schedule
@@ -51,6 +52,7 @@ class Trainer:
     ) -> None:
         self.handle = handle
         self.optimizer = optimizer
+        self.statistics: NoiseStatistics | None = None  # set by ddpcore.engine.statistics.attach
         self.dataset = dataset
         self.batches = batches
         self.learners = learners
@@ -68,7 +70,7 @@ class Trainer:
         if self.schedule is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.schedule(self.num_steps)
-        indices_LB = self.batches.indices(self.num_steps)[self.learners]
+        indices_LB = self.indices()
         self.optimizer.zero_grad()
         parts = indices_LB.chunk(self.accumulation, dim=1)
         losses = []
@@ -81,13 +83,21 @@ class Trainer:
         self.num_steps += 1
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
 
-    def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
-        """Forward and backward of a part of the batch; its share of the losses ``[L]``."""
+    def indices(self) -> Tensor:
+        """Training samples int64 ``[L, B]`` of the step at hand."""
+        return self.batches.indices(self.num_steps)[self.learners]
+
+    def losses(self, model: Callable[..., Tensor], indices_LB: Tensor) -> Tensor:
+        """Mean training loss ``[L]`` of each learner's samples, by the model as it stands."""
         epoch = self.batches.epoch(self.num_steps)
         inputs, labels = self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
-            logits = self.model(inputs)
-        losses = learner_losses(logits.float(), labels, self.label_smoothing)
+            logits = model(inputs)
+        return learner_losses(logits.float(), labels, self.label_smoothing)
+
+    def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
+        """Forward and backward of a part of the batch; its share of the losses ``[L]``."""
+        losses = self.losses(self.model, indices_LB)
         if share != 1:
             losses = losses * share
         losses.sum().backward()

@@ -8,6 +8,10 @@ comparisons, ``and``, ``or``, ``not``, and the functions below. Nothing of it is
 - ``abs(number)``.
 - ``diverged(row)``: whether the loss of every seed left the finite numbers, or went above the row's bound.
 - ``all_seeds(truth)``: whether it holds for each seed that all of its rows have; ``value(row)`` is that seed's number.
+- ``count(truth)``: for how many of those seeds it holds; a seed that lacks one of the numbers, because it diverged or
+  never came there, does not count.
+- ``paired(row, other)``: the two-sided p-value of Wilcoxon's signed-rank test on the differences of the seeds that both
+  rows have, six at least; which row is above is for ``mean`` to say.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from scipy import stats
 
 from ddpcore.engine.config import advice
 
@@ -31,7 +37,10 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
 _OVER_SEEDS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean, "min": min, "max": max, "std": statistics.stdev,
 }  # fmt: skip
-_FUNCTIONS = (*_OVER_SEEDS, "abs", "diverged", "all_seeds", "value")
+_EACH_SEED = {"all_seeds": _TRUTH, "count": _NUMBER}  # what they are
+_FUNCTIONS = (*_OVER_SEEDS, *_EACH_SEED, "abs", "diverged", "paired", "value")
+_FEWEST_PAIRS = 6  # fewer differences, even of one sign, are no surprise at 5 percent: they would refute nothing
+_ROWS = {"paired": 2}  # that a function takes; all others take one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +100,9 @@ def judge(predicate: str, outcomes: Outcomes, metric: str) -> Verdict:
 
 def rows_in(tree: ast.AST) -> list[str]:
     """The rows that a predicate names, each once."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    names = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
-    return list(dict.fromkeys(str(name) for name in names))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    taken = [arg for call in calls for arg in call.args[: _ROWS.get(ast.unparse(call.func), 1)]]
+    return list(dict.fromkeys(str(arg.value) for arg in taken if isinstance(arg, ast.Constant)))
 
 
 def _parse(predicate: str) -> ast.expr:
@@ -133,13 +142,13 @@ def _kind(node: ast.expr, predicate: str, rows: Sequence[str], metrics: Sequence
     name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
     if name not in _FUNCTIONS or node.keywords:
         raise ValueError(f"claim {predicate!r}: unknown function {name!r}: {advice(name, _FUNCTIONS)}")
-    if name in ("abs", "all_seeds"):
+    if name == "abs" or name in _EACH_SEED:
         if len(node.args) != 1:
             raise ValueError(f"claim {predicate!r}: {name} takes one expression")
-        demand(node.args[0], _NUMBER if name == "abs" else _TRUTH, in_seeds or name == "all_seeds")
-        return _NUMBER if name == "abs" else _TRUTH
+        demand(node.args[0], _NUMBER if name == "abs" else _TRUTH, in_seeds or name in _EACH_SEED)
+        return _EACH_SEED.get(name, _NUMBER)
     if (name == "value") != in_seeds:
-        wanted = "value(row) inside of all_seeds, and nowhere else"
+        wanted = "value(row) inside of all_seeds and count, and nowhere else"
         raise ValueError(f"claim {predicate!r}: {name} stands in the wrong place: take {wanted}")
     _check_names(node, name, predicate, rows, metrics)
     return _TRUTH if name == "diverged" else _NUMBER
@@ -147,9 +156,12 @@ def _kind(node: ast.expr, predicate: str, rows: Sequence[str], metrics: Sequence
 
 def _check_names(call: ast.Call, name: str, predicate: str, rows: Sequence[str], metrics: Sequence[str]) -> None:
     texts = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
-    if len(texts) != len(call.args) or not 1 <= len(texts) <= (1 if name == "diverged" else 2):
-        raise ValueError(f"claim {predicate!r}: {name} takes a row, and a metric if need be, in quotes")
-    for what, text, known in zip(("row", "metric"), texts, (rows, metrics), strict=False):
+    num_rows = _ROWS.get(name, 1)
+    if len(texts) != len(call.args) or not num_rows <= len(texts) <= num_rows + (name != "diverged"):
+        wanted = "a row" if num_rows == 1 else "two rows"
+        raise ValueError(f"claim {predicate!r}: {name} takes {wanted}, and a metric if need be, in quotes")
+    kinds = [("row", rows)] * num_rows + [("metric", metrics)]
+    for (what, known), text in zip(kinds, texts, strict=False):
         if text not in known:
             raise ValueError(f"claim {predicate!r}: unknown {what} {text!r}: {advice(text, tuple(known))}")
 
@@ -184,10 +196,11 @@ class _Evaluation:
         if name == "abs":
             return abs(self.of(args[0]))
         if name == "all_seeds":
-            common = set.intersection(*(set(self.outcomes[row]) for row in rows_in(args[0])))
-            if not common:
-                raise _NotRun("its rows have no seed in common")
-            return all(replace(self, seed=seed).of(args[0]) for seed in sorted(common))
+            return all(replace(self, seed=seed).of(args[0]) for seed in self._common(rows_in(args[0])))
+        if name == "count":
+            return sum(self._holds(args[0], seed) for seed in self._common(rows_in(args[0])))
+        if name == "paired":
+            return self._paired(*(str(ast.literal_eval(arg)) for arg in args))
         row, metric = [*(str(ast.literal_eval(arg)) for arg in args), self.metric][:2]
         seeds = self.outcomes[row]
         if name == "diverged":
@@ -199,6 +212,30 @@ class _Evaluation:
         if name == "std" and len(values) < 2:
             raise _NotRun(f"the spread of {row} needs two seeds")
         return _OVER_SEEDS[name](values)
+
+    def _common(self, rows: Sequence[str]) -> list[int]:
+        common = set.intersection(*(set(self.outcomes[row]) for row in rows))
+        if not common:
+            raise _NotRun("its rows have no seed in common")
+        return sorted(common)
+
+    def _holds(self, node: ast.expr, seed: int) -> bool:
+        try:
+            return bool(replace(self, seed=seed).of(node))
+        except _NotRun:
+            return False
+
+    def _paired(self, row: str, other: str, metric: str | None = None) -> float:
+        common = self._common([row, other])
+        mine, theirs = (
+            list(self._values(name, {seed: self.outcomes[name][seed] for seed in common}, metric or self.metric))
+            for name in (row, other)
+        )
+        if len(common) < _FEWEST_PAIRS:
+            raise _NotRun(f"a test of {row} and {other} needs {_FEWEST_PAIRS} seeds, they share {len(common)}")
+        if mine == theirs:
+            return 1.0
+        return float(stats.wilcoxon(mine, theirs).pvalue)
 
     def _values(self, row: str, seeds: Mapping[int, Outcome], metric: str) -> Iterator[float]:
         for seed, outcome in seeds.items():

@@ -18,7 +18,8 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
     Returns:
         For each study: study, title, question, source, notes, metrics; runs, one a folder: name, scale, seeds, set and
-        device; lines, one a row and metric: row, about, metric, published (a number or None), measured (one a run: see
+        device; curves, one a run: by row those of its seeds, see :func:`ddpcore.experiments.results.curves_of`; lines,
+        one a row and metric: row, about, metric, published (a number or None), measured (one a run: see
         :func:`_spread`; None where it was not run); claims: text, source, predicate, on_published and verdicts (one a
         run), each with word and reason.
 
@@ -48,6 +49,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "notes", "metrics")},
         "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
+        "curves": [_curves(rows, found) for found in results],
         "lines": [
             _line(name, row, metric, results)
             for name, row in rows.items()
@@ -93,6 +95,15 @@ def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str,
             if result["status"] == FAILED
         ],
     }
+
+
+def _curves(rows: Mapping[str, Any], results: Results) -> dict[str, list[dict[str, list[float]]]]:
+    found: dict[str, list[dict[str, list[float]]]] = {}
+    for row in rows:
+        curves = [result["curves"] for (name, _), result in results.items() if name == row and result.get("curves")]
+        if curves:
+            found[row] = curves
+    return found
 
 
 def _has(results: Results, row: str, metric: str) -> bool:

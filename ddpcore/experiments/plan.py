@@ -79,7 +79,7 @@ class Datasets:
         key = shape, *(
             getattr(config, name)
             for name in ("dataset", "data_dir", "normalize", "augment", "num_validation", "num_train", "num_test")
-        ), config.dataset_options, config.random_labels, config.seed  # fmt: skip
+        ), config.random_labels, config.seed, str(config.dataset_options)  # fmt: skip
         if self._dataset is None or key != self._key:
             self._key, self._dataset = key, build_dataset(place)
         return self._dataset
@@ -182,7 +182,7 @@ def _num_ranks(row: Row, config: TrainConfig, world_size: int | None) -> int:
 
 def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
     return {
-        "config": config.overridden({"seed": 0, "data_dir": None}).to_dict(),  # a manifest is read on other machines
+        "config": config.overridden({"seed": 0, "data_dir": None}).to_dict(),  # no row is of a seed or of a machine
         "published": dict(row.published),
         "about": row.about,
         "ranks": ranks,

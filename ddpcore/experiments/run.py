@@ -15,13 +15,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpcore import launch
+from ddpcore.allocator import keep_freed_memory
 from ddpcore.engine import Interrupted, train
 from ddpcore.engine.build import Place
 from ddpcore.engine.checkpoint import Checkpoints
 from ddpcore.experiments import hosts
 from ddpcore.experiments.folder import FAILED, FINISHED, Folder
 from ddpcore.experiments.plan import Datasets, Job, Plan, backend_of
-from ddpcore.experiments.results import metrics_of
+from ddpcore.experiments.results import curves_of, metrics_of
 from ddpcore.launch import World
 
 POLL_SECONDS = 0.002  # between two looks for the checkpoint after which a rank is to die
@@ -115,6 +116,7 @@ def _die_after_checkpoint(job: Job, done: threading.Event) -> None:
 
 def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
     """A run, from its checkpoint where there is one, and its result."""
+    keep_freed_memory()
     dataset = datasets.of(Place.of(job.config, world))
     record = train(job.config, out=job.path, world=world, resume=True, dataset=dataset)
     return {
@@ -122,6 +124,7 @@ def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
         "status": FINISHED,
         "diverged": record.final["diverged"],
         "metrics": metrics_of(record, len(job.recovered)),
+        "curves": curves_of(record),
         "total_seconds": record.final["total_seconds"],
         **{key: record.header[key] for key in ("device", "cores", "torch", "ddpcore", "commit", "communication")},
     }
@@ -134,6 +137,7 @@ def _failure(job: Job, error: str) -> dict[str, Any]:
         "status": FAILED,
         "diverged": False,
         "metrics": {},
+        "curves": {},
         "error": lines[-1] if lines else "unknown",
     }
 

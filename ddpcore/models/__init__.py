@@ -23,6 +23,7 @@ from ddpcore.models import (
     mobilenet,
     resnet,
     resnext,
+    saddle,
     senet,
     shufflenet,
     simplenet,
@@ -81,6 +82,7 @@ _SPECS = {
     "mobilenet_v2": _spec(mobilenet.INPUT_SHAPES, mobilenet.NUM_CLASSES, mobilenet.MobileNetV2),
     "shufflenet": _spec(shufflenet.INPUT_SHAPES, shufflenet.NUM_CLASSES, shufflenet.ShuffleNet),
     "efficientnet_b0": _spec(efficientnet.INPUT_SHAPES, efficientnet.NUM_CLASSES, efficientnet.EfficientNetB0),
+    "saddle": Spec(input_shapes=saddle.INPUT_SHAPES, num_classes=saddle.NUM_CLASSES, make=saddle.Saddle, any_size=True),
     "speech_lstm": Spec(
         input_shapes=speech_lstm.INPUT_SHAPES,
         num_classes=speech_lstm.NUM_CLASSES,

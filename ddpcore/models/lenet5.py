@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((1, 28, 28), (3, 32, 32))
@@ -9,11 +11,12 @@ NUM_CLASSES = 10
 
 
 class LeNet5(nn.Module):
-    """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C]; the widths are LeCun's: 6, 16, 120, 84.
+    """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C].
 
     Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling; dropout follows the first
-    and the second fully connected layer. 61750 parameters for 1 x 28 x 28 and 10 classes.
-    ValueError unless dropout, the share of activations that it zeroes, is in 0..1.
+    and the second fully connected layer. `widths` are those of the two convolutions and of these two layers; LeCun's
+    make 61750 parameters for 1 x 28 x 28 and 10 classes. ValueError unless there are four widths of at least 1 and
+    dropout, the share of activations that it zeroes, is in 0..1.
     """
 
     def __init__(
@@ -21,17 +24,21 @@ class LeNet5(nn.Module):
         input_shape: tuple[int, ...] = INPUT_SHAPES[0],
         num_classes: int = NUM_CLASSES,
         *,
+        widths: Sequence[int] = (6, 16, 120, 84),
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
+        if len(widths) != 4 or min(widths) < 1:
+            raise ValueError(f"widths is {widths}: give four of at least 1, such as (6, 16, 120, 84)")
+        filters, more_filters, wide, narrow = widths
         channels, height, _ = input_shape
         padding = (32 - height) // 2  # LeCun's input is 32 x 32: smaller images are padded to it
-        self.features = nn.Sequential(*_block(channels, 6, padding), *_block(6, 16, 0))
+        self.features = nn.Sequential(*_block(channels, filters, padding), *_block(filters, more_filters, 0))
         self.classifier = nn.Sequential(
             nn.Flatten(),
-            *(nn.Linear(16 * 5 * 5, 120), nn.ReLU(), nn.Dropout(dropout)),
-            *(nn.Linear(120, 84), nn.ReLU(), nn.Dropout(dropout)),
-            nn.Linear(84, num_classes),
+            *(nn.Linear(more_filters * 5 * 5, wide), nn.ReLU(), nn.Dropout(dropout)),
+            *(nn.Linear(wide, narrow), nn.ReLU(), nn.Dropout(dropout)),
+            nn.Linear(narrow, num_classes),
         )
 
     def forward(self, inputs: Tensor) -> Tensor:

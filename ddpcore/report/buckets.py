@@ -58,15 +58,15 @@ def _advice(one: dict[str, Any]) -> str:
     return f"{one['strategy']} {default} (the default; {margin})"
 
 
-def _sizes_built(row: dict[str, Any]) -> str:
-    largest = max(row["bucket_bytes"]) / 2**20
-    return f"{row['num_buckets']} up to {largest:.3g}"
+def _sizes(num_bytes: list[int]) -> str:
+    return f"{len(num_bytes)} up to {max(num_bytes) / 2**20:.3g}"
 
 
 _COLUMNS = {
     "strategy": lambda row: row["strategy"],
     "largest bucket": lambda row: size_name(row["bucket_mb"]),
-    "built, MiB": _sizes_built,
+    "built, MiB": lambda row: _sizes(row["bucket_bytes"]),
+    "sent, MiB": lambda row: _sizes(row["sent_bytes"]),
     "step ms p20/p50/p80": lambda row: "/".join(f"{row['step_ms'][q]:.2f}" for q in ("p20", "p50", "p80")),
     "comm alone ms": lambda row: f"{row['comm_ms']:.2f}",
     "exposed ms": lambda row: f"{row['exposed_comm_ms']:.2f}",

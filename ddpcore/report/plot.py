@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ except ImportError:  # the extra `plot`: nothing but --plot needs it
     Figure = None  # type: ignore[assignment,misc]
 
 SUFFIXES = (".png", ".svg")
+ROWS_A_LINE = 6
+CURVES = {"effective_lr": "effective / learning rate", "loss": "training loss of the mean", "noise": "noise strength"}
 
 
 def check_plot(path: Path) -> None:
@@ -28,6 +31,9 @@ def check_plot(path: Path) -> None:
 def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:
     """The study's first metric, row by row: published as diamonds, the mean of each run with a bar from min to max.
 
+    Where runs have curves they stand below, ROWS_A_LINE rows in each line of panels: the median over seeds, shaded from
+    the smallest to the largest.
+
     Args:
         comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
         path: ``.png`` or ``.svg``.
@@ -39,8 +45,15 @@ def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str
     check_plot(path)
     metric = comparison["metrics"][0]
     lines = [line for line in comparison["lines"] if line["metric"] == metric]
-    figure = Figure(figsize=(8, 1.5 + 0.3 * len(lines)), layout="constrained")
-    axes = figure.add_subplot()
+    panels = [
+        (label, list(curves)[first : first + ROWS_A_LINE], curves)
+        for label, curves in zip(run_labels, comparison["curves"], strict=True)
+        for first in range(0, len(curves), ROWS_A_LINE)
+    ]
+    heights = [1.5 + 0.3 * len(lines), *[3.0] * len(panels)]
+    figure = Figure(figsize=(12 if panels else 8, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), len(CURVES), height_ratios=heights)
+    axes = figure.add_subplot(grid[0, :])
     places = range(len(lines))
     known = [
         (place, line["published"]) for place, line in zip(places, lines, strict=True) if line["published"] is not None
@@ -65,7 +78,28 @@ def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str
     axes.set_title(comparison["title"], fontsize="medium")
     axes.legend(fontsize="small")
     axes.grid(axis="x", alpha=0.3)
+    for line, (label, rows, curves) in enumerate(panels, start=1):
+        for column, (name, title) in enumerate(CURVES.items()):
+            axes = figure.add_subplot(grid[line, column])
+            for row in rows:
+                _draw_curves(axes, curves[row], name, row)
+            axes.set(xlabel="step", ylabel=title, yscale="log" if name == "noise" else "linear")
+            axes.grid(alpha=0.3)
+            if name == next(iter(CURVES)):
+                axes.legend(fontsize="x-small", title=label if len(run_labels) > 1 else None)
     _save(figure, path)
+
+
+def _draw_curves(axes: Any, seeds: list[dict[str, list[float]]], name: str, row: str) -> None:
+    """Steps that some seeds have alone, because others diverged, are drawn of those."""
+    points: dict[float, list[float]] = {}
+    for curve in seeds:
+        for step, value in zip(curve["step"], curve[name], strict=True):
+            points.setdefault(step, []).append(value)
+    steps = sorted(points)
+    (line,) = axes.plot(steps, [statistics.median(points[step]) for step in steps], label=row, linewidth=1)
+    low, high = [min(points[step]) for step in steps], [max(points[step]) for step in steps]
+    axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 def plot_buckets(result: dict[str, Any], path: Path) -> None:

@@ -93,7 +93,8 @@ class LocalSGD(Strategy):
         """Average what is due."""
         due = [index for index in range(self.fragments) if self._is_due(learner.step, index)]
         columns = self._columns(learner.flat.numel)
-        works = [learner.comm.average_(learner.flat.param_LP[:, slice(*columns[index])]) for index in due]
+        parts = [learner.flat.param_LP[:, slice(*columns[index])] for index in due]
+        works = [learner.comm.average_(part, learner.step - 1) for part in parts]
         for index, work in zip(due, works, strict=True):
             work.wait()
             if self._anchor is not None:

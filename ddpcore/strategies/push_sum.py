@@ -18,7 +18,8 @@ class PushSum(Strategy):
     ``x_j(t+1) = sum_k P_jk(t) (x_k(t) - a g_k(z_k(t)))``, ``p_j(t+1) = sum_k P_jk(t) p_k(t)``, ``z_j = x_j / p_j``.
 
     Columns of P sum to one, so the sum of x is preserved; rows need not, so x alone drifts towards learners that hear
-    more, and the push weight p says by how much. The model holds z at all times but inside the optimizer's step.
+    more, and the push weight p says by how much. The model holds z at all times but inside the optimizer's step. The
+    average of all learners is that of x, ``sum_j x_j / n = sum_j p_j z_j / sum_j p_j``: gradients alone move it.
 
     Args:
         topology: P(t); directed graphs are welcome.
@@ -59,7 +60,7 @@ class PushSum(Strategy):
         """Exchange x and p, and go on from z."""
         step = learner.step - 1
         learner.comm.mix_(learner.flat.param_LP, self.topology, step)
-        self._push_weights = self._pushed(step)
+        self._push_weights = learner.shares = self._pushed(step)
         self.settle(learner)
 
     def meets(self, step: int) -> bool:
@@ -84,5 +85,5 @@ class PushSum(Strategy):
 
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         """See :class:`Strategy`."""
-        self._push_weights = state["push_weights"].clone()
+        self._push_weights = learner.shares = state["push_weights"].clone()
         self._is_biased = False

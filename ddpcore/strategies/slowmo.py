@@ -79,7 +79,7 @@ class SlowMo(Strategy):
         if learner.step % self.period:
             return
         weights_LP = learner.flat.param_LP
-        learner.comm.average_(weights_LP).wait()
+        learner.comm.average_(weights_LP, learner.step - 1).wait()
         assert self._anchor_P is not None
         assert self._momentum_P is not None
         lr = learner.optimizer.param_groups[0]["lr"]

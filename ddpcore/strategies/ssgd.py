@@ -34,7 +34,18 @@ class SSGD(Strategy):
             learner.flat.grad_LP.zero_()
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """Start the average of the bucket."""
+        """Start the average of the message.
+
+        Raises:
+            RuntimeError: a backward pass died and no forward pass has cleared up: on a graph that was kept.
+        """
+        is_first = columns.storage_offset() == learner.flat.grad_LP.storage_offset()
+        if is_first and self._works:
+            self.after_backward(learner)  # if a rank is gone, this says so
+            raise RuntimeError(
+                "a backward pass went over a graph that was kept from one that died, whose averages were under way: "
+                "its gradients are mixed up, call zero_grad() and the model again"
+            )
         self._works.append(learner.comm.average_(columns, learner.step))
 
     def after_backward(self, learner: Learner) -> None:

@@ -10,16 +10,16 @@ from ddpcore.topology.hierarchical import Hierarchical
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
 
-_BUILDERS: dict[str, Callable[[int, int], Topology]] = {
-    "complete": lambda seed, local_size: Complete(),
-    "ring": lambda seed, local_size: Ring(),
-    "star": lambda seed, local_size: Star(),
-    "torus_2d": lambda seed, local_size: Torus2D(),
-    "hypercube": lambda seed, local_size: Hypercube(),
-    "static_exponential": lambda seed, local_size: StaticExponential(),
-    "random_pair": lambda seed, local_size: RandomPair(seed),
-    "one_peer_exponential": lambda seed, local_size: OnePeerExponential(),
-    "hierarchical": lambda seed, local_size: Hierarchical(local_size),
+_BUILDERS: dict[str, Callable[[int, int, int], Topology]] = {
+    "complete": lambda seed, local_size, sides: Complete(),
+    "ring": lambda seed, local_size, sides: Ring(sides),
+    "star": lambda seed, local_size, sides: Star(),
+    "torus_2d": lambda seed, local_size, sides: Torus2D(),
+    "hypercube": lambda seed, local_size, sides: Hypercube(),
+    "static_exponential": lambda seed, local_size, sides: StaticExponential(),
+    "random_pair": lambda seed, local_size, sides: RandomPair(seed),
+    "one_peer_exponential": lambda seed, local_size, sides: OnePeerExponential(),
+    "hierarchical": lambda seed, local_size, sides: Hierarchical(local_size),
 }
 
 
@@ -28,19 +28,20 @@ def names() -> tuple[str, ...]:
     return tuple(_BUILDERS)
 
 
-def build(name: str, seed: int = 0, local_size: int = 2) -> Topology:
+def build(name: str, seed: int = 0, local_size: int = 2, neighbors_each_side: int = 1) -> Topology:
     """The topology of a name.
 
     Args:
         name: one of `names()`.
         seed: of random ones.
         local_size: learners a host, of `hierarchical`, which has `OnePeerExponential` between the hosts.
+        neighbors_each_side: of `ring`.
 
     Raises:
-        ValueError: there is no such name; the message has the nearest one and all others.
+        ValueError: there is no such name, or no such topology; the message has the nearest one and all others.
     """
     if name not in _BUILDERS:
         near = get_close_matches(name, _BUILDERS, n=1)
         guess = f", did you mean {near[0]}?" if near else ":"
         raise ValueError(f"unknown topology '{name}'{guess} choose one of {', '.join(names())}")
-    return _BUILDERS[name](seed, local_size)
+    return _BUILDERS[name](seed, local_size, neighbors_each_side)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,8 @@ _spec.loader.exec_module(ranks)
 
 MiB = 2**20
 ROW = {
-    "strategy", "bucket_mb", "same_buckets_mb", "num_buckets", "bucket_bytes", "step_ms", "comm_ms", "exposed_comm_ms",
-    "overlap_pct", "peak_memory_mb",
+    "strategy", "bucket_mb", "same_buckets_mb", "num_buckets", "bucket_bytes", "num_sent", "sent_bytes", "step_ms",
+    "comm_ms", "exposed_comm_ms", "overlap_pct", "peak_memory_mb",
 }  # fmt: skip
 
 
@@ -36,6 +34,7 @@ def seen(bucket_mb: float, seconds: list[float], *, strategy: str = "ssgd", also
         "bucket_mb": bucket_mb,
         "also": list(also),
         "bucket_bytes": [MiB, 2 * MiB],
+        "sent_bytes": [3 * MiB],
         "step_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0},
         "comm_ms": 4.0,
         "round_seconds": seconds,
@@ -91,7 +90,7 @@ def test_rows() -> None:
     assert set(row) == ROW
     assert row["exposed_comm_ms"] == pytest.approx(2)
     assert row["overlap_pct"] == pytest.approx(50)
-    assert (row["num_buckets"], row["same_buckets_mb"]) == (2, [10, math.inf])
+    assert (row["num_buckets"], row["num_sent"], row["same_buckets_mb"]) == (2, 1, [10, math.inf])
     assert row_of(seen(5, [0.008]), [0.010], 2)["exposed_comm_ms"] == 0.0, "never negative"
 
 
@@ -111,6 +110,8 @@ REFUSED = [
     ("--world-size 0", "--world-size is 0"),
     ("--batch-size 3", "batch size 3"),
     ("--model vgg", "unknown --model 'vgg'"),
+    ("--model mlp --model-options width=3", "model 'mlp' has no option 'width'"),
+    ("--model mlp --model-options hidden", "'hidden' is not of the form key=value"),
     ("--transport tcp", "unknown --transport 'tcp'"),
     ("--transport ipc", "--transport ipc is for ranks on cuda"),
     ("--device cuda", "--device cuda"),
@@ -182,26 +183,30 @@ def test_a_rank_of_torchrun_names_itself(
 
 def test_two_ranks(tmp_path: Path) -> None:
     """What was built is reported, and what would be built again is not repeated."""
-    line = "buckets --world-size 2 --model lenet5 --bucket-mb 0.05,10,one --batch-size 8 --rounds 2 --steps 1"
-    environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "ddpcore.bench", *line.split(), "--json", "out.json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    line = "buckets --world-size 2 --model mlp --model-options hidden=160x100x20 --bucket-mb 0.05,10,one"
+    line += " --batch-size 8 --rounds 2 --steps 1"
+    words = ("-m", "ddpcore.bench", *line.split(), "--json", "out.json")
+    done = ranks.python(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert set(result) == {
         "environment", "model", "world_size", "batch_size", "rounds", "rows", "recommended",
     }  # fmt: skip
-    numel = sum(parameter.numel() for parameter in models.build("lenet5").parameters())
+    numel = sum(parameter.numel() for parameter in models.build("mlp", hidden=(160, 100, 20)).parameters())
     rows: dict[str, list[dict[str, Any]]] = {"ddp": [], "ssgd": []}
     for row in result["rows"]:
         assert set(row) == ROW
         assert len(row["bucket_bytes"]) == row["num_buckets"]
+        assert len(row["sent_bytes"]) == row["num_sent"] <= row["num_buckets"]
+        assert sum(row["sent_bytes"]) == sum(row["bucket_bytes"])
         assert row["comm_ms"] > 0
         assert row["exposed_comm_ms"] >= 0
         assert 0 <= row["overlap_pct"] <= 100
         rows[row["strategy"]].append(row)
     for row in rows["ddp"]:
         assert sum(row["bucket_bytes"]) == 4 * numel
+        assert row["sent_bytes"] == row["bucket_bytes"]
+    assert rows["ssgd"][0]["num_sent"] < rows["ssgd"][0]["num_buckets"], "the first matrix is larger than a bucket"
     for row in rows["ssgd"]:
         assert 4 * numel <= sum(row["bucket_bytes"]) < 4 * (numel + 16 * 20), "with padding"
         assert all(size % 64 == 0 for size in row["bucket_bytes"])

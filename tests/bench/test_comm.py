@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,15 +116,22 @@ def test_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "launcher", [["-m"], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]]
-)
-def test_two_ranks(launcher: list[str], tmp_path: Path) -> None:
-    """Alone and under torchrun: every operation over both transports, and nothing wrong arrives."""
-    line = "comm --max-mib 0.25 --seconds 0.01 --json out.json" + (" --world-size 2" if launcher == ["-m"] else "")
+def alone(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    words = ["-m", "ddpcore.bench", *words, "--world-size", "2"]
+    return ranks.python(*words, cwd=folder, CUDA_VISIBLE_DEVICES="")
+
+
+def torchrun(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpcore.bench"]
     environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, "ddpcore.bench", *line.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    command = [sys.executable, *launcher, *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.parametrize("start", [alone, torchrun], ids=lambda start: start.__name__)
+def test_two_ranks(start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """Alone and under torchrun: every operation over both transports, and nothing wrong arrives."""
+    done = start(["comm", "--max-mib", "0.25", "--seconds", "0.01", "--json", "out.json"], tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert set(result) == {"environment", "world_size", "rows"}

@@ -34,6 +34,7 @@ ROW = {
     "loss_last",
     "test_error_pct",
     "consensus_distance",
+    "consensus_ms",
     "ratio_to_ddp",
 }
 ENVIRONMENT = {
@@ -58,6 +59,11 @@ ENVIRONMENT = {
 
 def command(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The bench in a process of its own, in an empty folder, on the CPU."""
+    return ranks.python("-m", "ddpcore.bench", *line.split(), cwd=folder, CUDA_VISIBLE_DEVICES="")
+
+
+def started(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The same as a user starts it: a new interpreter, which spawns its ranks."""
     environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
     whole = [sys.executable, "-m", "ddpcore.bench", *line.split()]
     return subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
@@ -72,9 +78,12 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def rows_of(line: str, folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], str]:
+Start = Callable[[str, Path], subprocess.CompletedProcess[str]]
+
+
+def rows_of(line: str, folder: Path, start: Start = command) -> tuple[dict[str, Any], dict[str, dict[str, Any]], str]:
     """The environment, the rows by strategy, and the printed text of a run that must succeed."""
-    done = command(f"{line} --json out.json", folder)
+    done = start(f"{line} --json out.json", folder)
     assert done.returncode == 0, done.stderr
     result = strict((folder / "out.json").read_text())
     assert set(result) == {"environment", "rows"}
@@ -258,7 +267,7 @@ def test_refused_as_a_process(line: str, tmp_path: Path) -> None:
 
 
 def test_default_strategies_twice(tmp_path: Path) -> None:
-    """Two real ranks. The same seed gives the same losses, bit for bit; all contenders start from the same loss."""
+    """Two real ranks. The same seed gives the same losses, bit for bit, however the ranks were started."""
     line = "--world-size 2 --steps 6 --batch-size 32 --seed 3 --period 2"
     environment, rows, text = rows_of(line, tmp_path)
     assert list(rows) == ["ddp", "ssgd", "dpsgd", "local_sgd"]
@@ -278,10 +287,11 @@ def test_default_strategies_twice(tmp_path: Path) -> None:
     assert rows["ssgd"]["loss_last"] == pytest.approx(rows["ddp"]["loss_last"], rel=1e-5)
     assert rows["ssgd"]["consensus_distance"] == pytest.approx(0, abs=1e-6)
     assert rows["dpsgd"]["consensus_distance"] > 1e-5
+    assert all(row["consensus_ms"] > 0 for name, row in rows.items() if name != "single")
     assert rows["ddp"]["bytes_per_step"] == pytest.approx(rows["ssgd"]["bytes_per_step"], rel=0.5)  # no padding in ddp
     assert rows["local_sgd"]["bytes_per_step"] == pytest.approx(rows["ssgd"]["bytes_per_step"] / 2)
 
-    _, again, _ = rows_of(line, tmp_path)
+    _, again, _ = rows_of(line, tmp_path, started)
     for name, row in rows.items():
         for key in ("loss_first", "loss_last", "consensus_distance", "bytes_per_step"):
             assert again[name][key] == row[key], f"{name}: {key}"
@@ -354,6 +364,7 @@ def test_mnist_with_single_beside_ranks(mnist: Path) -> None:
     assert (single["world_size"], single["bytes_per_step"]) == (1, 0.0)
     assert single["exposed_comm_ms"] is None
     assert single["consensus_distance"] is None
+    assert single["consensus_ms"] is None
     assert single["loss_first"] == pytest.approx(rows["ddp"]["loss_first"], rel=1e-5)
     assert single["loss_last"] == pytest.approx(rows["ddp"]["loss_last"], rel=1e-4)
 

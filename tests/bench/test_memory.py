@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 
 from ddpcore.bench import memory
 from ddpcore.bench.memory import PeakMemory
+from ddpcore.comm.memory import HostMemory
+
+KNOWN = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say")
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say")
+@KNOWN
 def test_the_peak_counts_and_what_was_before_does_not() -> None:
     before = torch.ones(32 * 2**18)
     peak = PeakMemory("cpu")
@@ -24,6 +28,24 @@ def test_the_peak_counts_and_what_was_before_does_not() -> None:
     assert again is not None
     assert again < 30, "the peak counts anew"
     assert before[0] == 1
+
+
+@KNOWN
+@pytest.mark.parametrize(("num_sharing", "least", "most"), [(1, 110, 145), (4, 30, 65)])
+def test_what_ranks_share_counts_once(num_sharing: int, least: float, most: float) -> None:
+    """64 MiB that are kept and 64 that are gone at the end: one quarter of both, where four ranks map them."""
+    peak = PeakMemory("cpu", num_sharing)
+    kept, _ = HostMemory().allocate(64 * 2**20)
+    passing, _ = HostMemory().allocate(64 * 2**20)
+    for _ in range(2000):  # until somebody has looked
+        if peak._shared._most - peak._shared._before >= 128 * 2**20:
+            break
+        time.sleep(0.005)
+    del passing
+    grown = peak.grown_mb()
+    assert grown is not None
+    assert least <= grown < most
+    assert not kept.any()
 
 
 def test_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("optim --models vgg", "unknown list 'vgg': choose from lenet5, resnet18, bert-base"),
+    ("optim --models vgg", "unknown list 'vgg': choose from lenet5, resnet18, resnet50, bert-base, bert-large"),
     ("optim --models lenet5,lenet5", "names one twice"),
     ("optim --models ,", "--models is empty"),
     ("optim --optimizers adam", "unknown optimizer 'adam': choose from sgd, lars, lamb"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,9 +89,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     """A row a strategy, bucket size, topology and transport; what has no topology has one row a transport."""
     line = "predict --world-size 2 --model lenet5 --batch-size 8 --rounds 2 --period 2 --transport shm,pg"
     line += " --bucket-mb 0.05,25 --topology ring,random_pair"
-    environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "ddpcore.bench", *line.split(), "--json", "out.json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    words = ("-m", "ddpcore.bench", *line.split(), "--json", "out.json")
+    done = ranks.python(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert set(result) == {"environment", "model", "world_size", "batch_size", "period", "compute_ms", "rows"}

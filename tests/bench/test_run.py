@@ -38,6 +38,7 @@ def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str,
         "loss_last": 1.0,
         "test_error_pct": None,
         "consensus_distance": 0.0,
+        "consensus_ms": 1.0,
         "gpu": [None],
     }
     return seen | more

@@ -9,10 +9,16 @@ from ddpcore.bench import shapes
 
 @pytest.mark.parametrize(
     ("name", "parameters", "num_tensors"),
-    [("lenet5", 69_656, 10), ("resnet18", 11_689_512, 62), ("bert-base", 109_482_240, 199)],
+    [
+        ("lenet5", 69_656, 10),
+        ("resnet18", 11_689_512, 62),
+        ("resnet50", 25_557_032, 161),
+        ("bert-base", 109_482_240, 199),
+        ("bert-large", 335_141_888, 391),
+    ],
 )
 def test_sizes(name: str, parameters: int, num_tensors: int) -> None:
-    """torchvision's resnet18 and transformers' BertModel(bert-base-uncased) have as many."""
+    """torchvision's ResNets and transformers' BertModel (bert-base-uncased, bert-large-uncased) have as many."""
     found = shapes.shapes(name)
     assert (shapes.num_elements(found), len(found)) == (parameters, num_tensors)
 
@@ -33,4 +39,6 @@ def test_parts_of_the_larger_ones() -> None:
 
 
 def test_every_list_has_a_title() -> None:
-    assert [shapes.title(name) for name in shapes.names()] == ["LeNet-5", "ResNet-18", "BERT-base"]
+    assert [shapes.title(name) for name in shapes.names()] == [
+        "LeNet-5", "ResNet-18", "ResNet-50", "BERT-base", "BERT-large",
+    ]  # fmt: skip

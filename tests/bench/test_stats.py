@@ -33,6 +33,8 @@ def test_a_run(tmp_path, capsys):
         ("--strategy push_sum", "unknown --strategy 'push_sum'"),
         ("--model gpt", "unknown --model 'gpt'"),
         ("--backend nccl", "unknown --backend 'nccl'"),
+        ("--device tpu", "unknown --device 'tpu'"),
+        ("--device cuda", "use --backend virtual"),
         ("--json /", "is a folder"),
     ],
 )

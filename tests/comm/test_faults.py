@@ -67,6 +67,28 @@ def test_a_call_of_a_process_group_that_fails_is_named(trial: tuple[Any, ...], o
     assert output.count("\n") == 1
 
 
+@pytest.mark.parametrize("trial", named(trials.dies_in_training))
+def test_a_rank_that_dies_in_training_is_named_with_its_step(
+    trial: tuple[Any, ...], outcome: Callable[..., Outcome]
+) -> None:
+    (_, output), lost = outcome(*trial)
+    assert lost == (-9, "")
+    text = "an average of 32 float32 at step 2"
+    assert f"RuntimeError: {text} failed on rank 0" in output or ("rank 1 is gone" in output and text in output)
+    assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize("trial", named(trials.goes_on_backwards))
+def test_a_backward_pass_after_a_death_says_so_again(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+    """A graph that was kept runs no forward pass that could clear up: neither wait for ever nor go on alone."""
+    (status, output), lost = outcome(*trial)
+    assert lost == (-9, "")
+    assert status == 0
+    lines = output.splitlines()
+    assert len(lines) == 3
+    assert all("rank 1 is gone" in line or "a rank of [1] died" in line for line in lines)
+
+
 @pytest.mark.parametrize("trial", named(trials.trains_something_else))
 def test_settings_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
     for _, output in outcome(*trial):

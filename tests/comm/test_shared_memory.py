@@ -126,7 +126,11 @@ def test_killed_at_any_moment(trial: tuple[Any, ...], outcome: Callable[..., Out
         assert status == KILLED or "rank 1 is gone" in output or "RuntimeError: [" in output  # gloo's, while setting up
 
 
-@pytest.mark.parametrize("trial", [one for one in trials.TRIALS if one[0] is trials.trains_something_else], ids=str)
+@pytest.mark.parametrize(
+    "trial",
+    [one for one in trials.TRIALS if one[0] is trials.trains_something_else],
+    ids=lambda trial: "-".join(map(str, trial[1:])),
+)
 def test_ranks_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
     """On every rank and over every transport: the check is made before there is one."""
     facts = {

@@ -26,10 +26,10 @@ def test_synthetic_serves_every_model(name: str) -> None:
 
 
 def test_refusals() -> None:
-    assert data.names() == ("synthetic", "synthetic_speech", "features", "mnist", "cifar10", "cifar100")
+    assert data.names() == ("synthetic", "synthetic_speech", "saddle", "features", "mnist", "cifar10", "cifar100")
     for ask in (data.build, data.options):
         with pytest.raises(
-            ValueError, match="unknown data set 'imagenet': choose one of synthetic, synthetic_speech, fe"
+            ValueError, match="unknown data set 'imagenet': choose one of synthetic, synthetic_speech, sa"
         ):
             ask("imagenet")
     with pytest.raises(ValueError, match="pass --data-dir"):
@@ -54,7 +54,7 @@ def test_options_of_each_data_set() -> None:
         ValueError, match="'synthetic_speech' has no option 'input_shape': choose from num_classes, num_fr"
     ):
         data.build("synthetic_speech", input_shape=(3, 4))
-    for name in ("synthetic", "synthetic_speech", "features"):
+    for name in ("synthetic", "synthetic_speech", "saddle", "features"):
         for option in ("normalize", "augment"):
             with pytest.raises(ValueError, match=f"{name} samples are no images: leave normalize and augment out"):
                 data.build(name, data_dir="anywhere", **{option: True})

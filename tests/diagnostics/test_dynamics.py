@@ -79,7 +79,9 @@ def exact(weights: np.ndarray, steps: int, dtype: torch.dtype) -> dict[str, Any]
     ways = weights - mean
     hessian, covariance = full[:, :, :D].mean(axis=0), ways.T @ ways / N**2
     eta_s = LR * k - LR * (k @ g) / (g @ g) * g
+    away = mean - full[:, :, D]
     return {
+        "full_loss": 0.5 * np.mean([x @ a[:, :D] @ x for a, x in zip(full, away, strict=True)]),
         "effective_lr": effective,
         "noise": eta @ eta,  # what stands upright on g
         "ssgd_noise": eta_s @ eta_s,
@@ -96,6 +98,7 @@ def exact(weights: np.ndarray, steps: int, dtype: torch.dtype) -> dict[str, Any]
 
 
 NUMBERS = (
+    "full_loss",
     "effective_lr",
     "noise",
     "ssgd_noise",
@@ -141,7 +144,7 @@ def test_ssgd_has_no_landscape_noise():
     moves = record.dynamics
     assert record.spread is None
     assert moves.landscape_noise == 0.0 and moves.hessian_noise == 0.0
-    for name in ("effective_lr", "noise", "grad_squared", "mean_grad_squared"):
+    for name in ("full_loss", "effective_lr", "noise", "grad_squared", "mean_grad_squared"):
         assert getattr(moves, name) == pytest.approx(expected[name], rel=1e-11), name
     assert moves.ssgd_noise == pytest.approx(moves.noise, rel=1e-12)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from ddpcore.engine import train
+
 _spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
 ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
@@ -21,7 +23,7 @@ def seen() -> list[dict[str, Any]]:
     return ranks.run("train_ranks", 2, timeout=300)
 
 
-@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "process group", "two each"])
+@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "process group", "two each", "watched"])
 def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         through, resumed = rank[name]["contents"]
@@ -35,6 +37,25 @@ def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
         assert rows[0] == rows[1]
         assert rank[name]["through"] == seen[0][name]["through"], "every rank returns the record"
         assert rank[name]["through"].header["ranks"] == 2
+
+
+def test_statistics_beside_training(seen: list[dict[str, Any]], tmp_path: Path) -> None:
+    """They change no weight, are those of virtual learners but for rounding, and of a resumed run the same ones."""
+    virtual = train(helper.config(**helper.WATCHED), out=tmp_path, dataset=helper.images())
+    for rank in seen:
+        contents = [rank[name]["contents"][0]["model.safetensors"] for name in ("plain", "watched")]
+        assert contents[0] == contents[1]
+        through, resumed = (
+            [{key: value for key, value in line.items() if key not in ("seconds", "share")} for line in one.statistics]
+            for one in (rank["watched"]["through"], rank["watched"]["resumed"])
+        )
+        assert through == resumed
+        assert [line["step"] for line in through] == [2, 4, 6]
+        for ours, theirs in zip(through, virtual.statistics, strict=True):
+            for name in ("full_loss", "effective_lr", "noise", "grad_squared"):
+                assert ours["dynamics"][name] == pytest.approx(theirs["dynamics"][name], rel=1e-3), name
+        flat = rank["watched"]["through"].final["flatness"]
+        assert flat["relative_trace"] == pytest.approx(virtual.final["flatness"]["relative_trace"], rel=1e-3)
 
 
 def test_a_signal_to_one_rank_stops_all(seen: list[dict[str, Any]]) -> None:

@@ -26,6 +26,9 @@ TRUE = [
     'all_seeds(value("a") < value("b") and value("a", "seconds") > value("b", "seconds"))',
     'diverged("c") or mean("c") < 1',
     'mean("a") > 1\nand mean("a") < 3',
+    'count(value("a") > 2) == 1 and count(value("b") > 1) == 2',
+    'count(value("c") > 0) == 0 and count(value("c", "seconds") > 0) == 1',
+    'count(value("a") < value("b")) / 2 == 1',
 ]
 FALSE = [
     'mean("a") > 2',
@@ -39,6 +42,9 @@ UNKNOWN = {
     'mean("a") > 1 or mean("gone") > 1': "no finished run of gone",
     'mean("c") > 1': "no loss of c: it diverged",
     'std("c", "seconds") > 1': "two seeds",
+    'paired("a", "b") < 1': "a test of a and b needs 6 seeds, they share 2",
+    'paired("a", "gone") < 1': "no finished run of gone",
+    'paired("c", "a") < 1': "no loss of c: it diverged",
     'mean("a") / (mean("a") - 2) > 1': "divides by zero",
 }
 REFUSED = {
@@ -50,6 +56,12 @@ REFUSED = {
     'avg("a") > 1': "unknown function 'avg'",
     'means("a") > 1': "did you mean 'mean'?",
     'mean(a) > 1': "in quotes",
+    'paired("a") < 1': "takes two rows",
+    'paired("a", "loss") < 1': "unknown row 'loss'",
+    'paired("a", "b", "secs") < 1': "did you mean 'seconds'?",
+    'count(value("a")) > 1': "must be true or false",
+    'count(diverged("a")) > 1': "wrong place",
+    'count(value("a") > 1)': "it is a number",
     'mean() > 1': "in quotes",
     'mean("a", "loss", "b") > 1': "in quotes",
     'diverged("a", "loss")': "in quotes",
@@ -92,6 +104,20 @@ def test_seeds_that_rows_do_not_share() -> None:
     assert judge('all_seeds(value("a") < value("b"))', apart, "loss").word == NOT_RUN
     both = {"a": OUTCOMES["a"], "b": {1: OUTCOMES["b"][1]}}
     assert judge('all_seeds(value("b") - value("a") == 2)', both, "loss").word == HOLDS, "seed 1 alone"
+
+
+def test_paired_is_wilcoxons_exact_test() -> None:
+    """Ten differences of one sign: of the 2^10 assignments of signs two are as extreme. Seeds pair, not the order."""
+    low = {seed: Outcome(metrics={"loss": seed / 7}) for seed in range(10)}
+    high = {seed: Outcome(metrics={"loss": seed / 7 + 0.1 + seed**2 / 100}) for seed in reversed(range(12))}
+    outcomes = {"a": low, "b": high}
+    assert judge(f'abs(paired("a", "b") - {2 / 2**10}) < 1e-12', outcomes, "loss").word == HOLDS
+    assert judge('paired("a", "b") == paired("b", "a")', outcomes, "loss").word == HOLDS
+    assert judge('paired("a", "a") == 1', outcomes, "loss").word == HOLDS
+    mixed = {seed: Outcome(metrics={"loss": (-2.0) ** seed}) for seed in range(6)}
+    zero = {seed: Outcome(metrics={"loss": 0.0}) for seed in range(6)}
+    verdict = judge('abs(paired("a", "b") - 54 / 64) < 1e-12', {"a": mixed, "b": zero}, "loss")
+    assert verdict.word == HOLDS, "ranks 1, 3, 5 above: of 64 choices 54 have one side at 9 or less"
 
 
 @pytest.mark.parametrize("predicate", REFUSED)

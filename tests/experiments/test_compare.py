@@ -95,6 +95,31 @@ def test_plots(suffix: str, magic: bytes, main: Main, folder: Folder) -> None:
     assert f"(plot.{suffix})" in page.read_text()
 
 
+def watched(seed: int, steps: list[int]) -> dict[str, list[float]]:
+    numbers = [float(seed + step) for step in steps]
+    return {"step": list(map(float, steps)), "effective_lr": numbers, "loss": numbers, "noise": numbers}
+
+
+def test_curves_of_some_rows(main: Main, folder: Folder) -> None:
+    """Of one row in two, and of a seed that ended before the others."""
+    results = folder.results()
+    lines = [
+        results["a", 0] | {"curves": watched(0, [5, 10])},
+        results["a", 1] | {"curves": watched(1, [5])},
+        results["b", 0] | {"curves": {}},
+    ]
+    (folder.path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (result,) = compare([folder.path])
+    assert result["curves"] == [{"a": [watched(0, [5, 10]), watched(1, [5])]}]
+    pytest.importorskip("matplotlib")
+    plots = [folder.path / "curves.svg", folder.path / "none.svg"]
+    assert main("compare", folder.path, "--plot", plots[0])[0] == 0
+    (folder.path / "results.jsonl").write_text(json.dumps(lines[2]) + "\n")
+    assert main("compare", folder.path, "--plot", plots[1])[0] == 0
+    axes = [plot.read_text().count('<g id="axes_') for plot in plots]
+    assert axes == [4, 1], "three panels below the rows, or none"
+
+
 def test_lists(main: Main, tiny: Path) -> None:
     code, out, _ = main("list")
     assert code == 0 and "lr-sweep-synthetic" in out and "large-batch-cifar100" in out

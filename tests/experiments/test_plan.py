@@ -35,6 +35,19 @@ def test_a_data_set_is_kept_for_runs_that_take_the_same() -> None:
     assert len(datasets.of(place(dataset="synthetic_speech", **long)).train) == 24
 
 
+def test_data_sets_of_other_options_are_other_ones() -> None:
+    datasets = Datasets()
+    shapes = [
+        datasets.of(
+            Place.of(
+                TrainConfig(model="saddle", dataset="saddle", steps=1, device="cpu", dataset_options=options), None
+            )
+        ).input_shape
+        for options in ({"dimension": 2}, {"dimension": 5})
+    ]
+    assert shapes == [(2,), (8,)]
+
+
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
     """Seed after seed, so that a study that is stopped has whole tables."""
     data = {"overrides": {"data_dir": "here"}}
@@ -44,6 +57,9 @@ def test_jobs(tiny: Path, tmp_path: Path) -> None:
     assert [job.config.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
     assert plan.jobs[5].path == tmp_path / "runs" / "ssgd" / "seed-4"
     assert plan.manifest["rows"]["ssgd"]["config"]["seed"] == 0, "a row is one config for all seeds"
+    elsewhere = make_plan(study.load(str(tiny)), Folder(tmp_path), overrides={"data_dir": "somewhere"})
+    assert elsewhere.jobs[0].config.data_dir == "somewhere"
+    assert "somewhere" not in str(elsewhere.manifest), "a manifest is not of one machine"
     assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
     assert plan.jobs[0].config.data_dir == "here"
     assert '"here"' not in json.dumps(plan.manifest), "a folder of this machine"

@@ -1,44 +1,66 @@
-"""The numbers of a run, from a record that nobody measured."""
+"""Metrics and curves from the statistics in a record."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpcore.engine import RunRecord
-from ddpcore.experiments.results import METRICS, metrics_of
+from ddpcore.engine import RunRecord, TrainConfig
+from ddpcore.experiments.results import METRICS, MOST_POINTS, curves_of, metrics_of
+
+CONFIG = TrainConfig(
+    model="saddle", dataset="saddle", steps=100, strategy="ssgd", learners=2, statistics_every=10, escape_loss=0.55
+).to_dict()
 
 
-def record(*, diverged: bool = False, target: float | None = None) -> RunRecord:
-    scores = {"split": "test", "loss": 1.5, "accuracy": 0.6, "precision": 0.1, "recall": 0.2, "f1": 0.3}
-    epochs: list[dict[str, Any]] = [
-        {"seconds": 2.0, "train_loss": 2.0, **scores, "accuracy": 0.5},
-        {"seconds": 3.0, "train_loss": 1.0, **({} if diverged else scores)},
-    ]
-    header = {"num_classes": 4, "num_parameters": 2**19, "config": {"target": target}}
-    final = {"diverged": diverged, "best_accuracy": 0.6, "step": 70}
-    return RunRecord(path=Path("record.jsonl"), header=header, epochs=epochs, final=final)
+def line(step: int, effective_lr: float | None, loss: float, valid: bool = True) -> dict[str, Any]:
+    moves = {"lr": 0.5, "effective_lr": effective_lr, "full_loss": loss, "noise": step * 1.0, "landscape_noise": 0.25}
+    return {"kind": "statistics", "step": step, "valid": valid, "dynamics": moves}
 
 
-def test_every_metric_has_a_meaning() -> None:
-    assert set(metrics_of(record())) == set(METRICS)
+def record(lines: list[dict[str, Any]], final: dict[str, Any] | None = None) -> RunRecord:
+    header = {"config": CONFIG, "total_steps": 100, "num_classes": 2, "num_parameters": 2}
+    epoch = {"train_loss": 0.3, "split": "test", "accuracy": 0.75, "seconds": 2.0}
+    ended = {"diverged": False, "step": 100, **(final or {})}
+    return RunRecord(path=Path(), header=header, epochs=[epoch], statistics=lines, final=ended)
 
 
-def test_a_run_that_diverged_counts_as_guessing_where_a_table_says_so() -> None:
-    ended, failed = metrics_of(record()), metrics_of(record(diverged=True))
-    assert (ended["accuracy_or_chance_pct"], ended["loss_or_chance"]) == (60.0, 1.5)
-    assert (failed["accuracy_or_chance_pct"], failed["loss_or_chance"]) == (25.0, math.log(4))
-    assert failed["accuracy_pct"] is None and failed["test_loss"] is None
+def test_early_late_and_escape() -> None:
+    lines = [line(10 * k, 0.05 * k, 1 - 0.1 * k) for k in range(1, 11)]
+    seen = metrics_of(record(lines))
+    assert set(seen) == set(METRICS)
+    assert seen["effective_lr_early"] == pytest.approx((0.1 + 0.2) / 2), "steps 10 and 20, in units of the rate"
+    assert seen["effective_lr_late"] == pytest.approx((0.9 + 1.0) / 2), "steps 90 and 100"
+    assert seen["effective_lr_min"] == pytest.approx(0.1)
+    assert (seen["noise_early"], seen["noise_late"]) == (15.0, 95.0)
+    assert (seen["landscape_noise_early"], seen["landscape_noise_late"]) == (0.25, 0.25)
+    assert seen["full_loss"] == pytest.approx(0.0)
+    assert seen["escape_step"] == 50, "0.5 is the first below 0.55"
+    assert seen["error_pct"] == 25.0
 
 
-@pytest.mark.parametrize(("target", "seconds"), [(None, None), (0.55, 5.0), (0.6, 5.0), (0.7, None)])
-def test_seconds_to_a_target(target: float | None, seconds: float | None) -> None:
-    values = metrics_of(record(target=target))
-    assert (values["seconds_to_target"], values["seconds"], values["steps"]) == (seconds, 5.0, 70)
+def test_what_is_not_there() -> None:
+    """No statistics, a record that means nothing, and a loss that never fell."""
+    nothing = metrics_of(record([]))
+    assert nothing["effective_lr_early"] is nothing["escape_step"] is nothing["full_loss"] is None
+    broken = metrics_of(record([line(10, None, 0.1), line(20, 0.5, 0.1, valid=False), line(30, 0.4, 0.9)]))
+    assert broken["escape_step"] is None and broken["effective_lr_early"] is None
+    assert broken["effective_lr_min"] == pytest.approx(0.8)
 
 
-def test_size() -> None:
-    assert metrics_of(record())["parameters_mb"] == 2.0
+def test_flatness() -> None:
+    flat = {"hessian_eigenvalue": 3.0, "relative_eigenvalue": 2.0, "relative_trace": 9.0, "loss_increase": 0.1}
+    seen = metrics_of(record([], {"flatness": {**flat, "loss": 0.5}}))
+    assert {name: seen[name] for name in flat} == flat
+    assert metrics_of(record([], {"flatness": None}))["relative_trace"] is None
+
+
+def test_curves() -> None:
+    lines = [line(k, 0.123456, 1.0) for k in range(1, 10 * MOST_POINTS + 2)]
+    curves = curves_of(record(lines))
+    assert {len(values) for values in curves.values()} == {len(lines[::11])}
+    assert len(curves["step"]) <= MOST_POINTS
+    assert curves["step"][:2] == [1.0, 12.0] and curves["effective_lr"][0] == 0.2469
+    assert curves_of(record([])) == {}

@@ -31,7 +31,7 @@ def command(*words: object) -> list[str]:
 
 
 def process(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), env=ranks.environment(), capture_output=True, text=True, timeout=240)
+    return ranks.python("-m", "ddpcore.experiments", *words, cwd=ranks.ROOT)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -13,6 +13,9 @@ NAMES = (
     "large-batch-cifar100",
     "local-sgd-cifar100",
     "lr-sweep-synthetic",
+    "mnist-effective-lr",
+    "mnist-flat-minimum",
+    "saddle-escape",
     "single-vs-two",
     "ssgd-vs-dpsgd-cifar10",
     "ssgd-vs-dpsgd-speech",
@@ -34,6 +37,11 @@ PUBLISHED = [
     ("local-sgd-cifar100", "samples-J10-K4", "accuracy_pct", 29.75),
     ("local-sgd-cifar100", "steps-J20-K12", "accuracy_pct", 44.73),
     ("local-sgd-cifar100", "rounds-J30-K12", "accuracy_pct", 42.96),
+    ("mnist-effective-lr", "dpsgd", "error_pct", 2.1),
+    ("mnist-effective-lr", "noise-0.01", "error_pct", 5.7),
+    ("mnist-flat-minimum", "dpsgd", "error_pct", 2.3),
+    ("mnist-flat-minimum", "ssgd", "error_pct", 2.6),
+    ("mnist-flat-minimum", "noise-0.01", "error_pct", 3.9),
     ("gpu-configs-cifar10", "simple-cnn-1x1-16", "seconds", 393.81),
     ("gpu-configs-cifar10", "simple-cnn-1x1-16", "precision", 0.39407),
     ("gpu-configs-cifar10", "simple-cnn-2x2-64", "f1", 0.0333),
@@ -64,6 +72,8 @@ NUM_PUBLISHED = {
     "large-batch-cifar100": 18,
     "local-sgd-cifar100": 18,
     "lr-sweep-synthetic": 10,
+    "mnist-effective-lr": 2,
+    "mnist-flat-minimum": 3,
     "ssgd-vs-dpsgd-cifar10": 132,  # tables 3 and 5, which share 20, and two of section 4.3
     "ssgd-vs-dpsgd-speech": 30,  # tables 4 and 6, which share 6
 }
@@ -110,6 +120,11 @@ def test_rows_are_what_the_documents_say() -> None:
     assert (two.learners, two.batch_size, two.sampler, two.epochs) == (2, 32, "distributed", 10)
     local = study.load("local-sgd-cifar100").rows["samples-J20-K12"].config("full")
     assert (local.learners, local.sampler, local.strategy_options) == (12, "fixed", {"period": 20})
+    five = study.load("mnist-effective-lr").rows["dpsgd"].config("full")
+    assert (five.learners, five.batch_size, five.lr, five.topology) == (5, 2000, 1.0, "complete")
+    six = study.load("mnist-flat-minimum").rows["dpsgd"].config("full")
+    assert (six.learners, six.lr, six.steps, six.topology) == (6, 0.2, 6000, "ring")
+    assert six.topology_options == {"neighbors_each_side": 2}
     gossip = study.load("ssgd-vs-dpsgd-cifar10").rows["dpsgd-4096-vgg19"].config("full")
     assert (gossip.strategy, gossip.topology, gossip.learners) == ("dpsgd", "random_pair", 16)
     assert (gossip.lr, gossip.batch_size, gossip.epochs, gossip.milestones) == (0.4, 4096, 320, (160, 240))

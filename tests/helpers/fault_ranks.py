@@ -202,6 +202,43 @@ DEATHS = {
     "broadcast": "the broadcast of 500 float32",
     "gathering": "the gathering of {rows} float32",
 }
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "local_sgd": lambda: ddpcore.LocalSGD(1),
+    "slowmo": lambda: ddpcore.SlowMo(period=1),
+    "ssgd": ddpcore.SSGD,
+}
+
+
+def dies_in_training(rank: int, transport: str, strategy: str) -> None:
+    """Rank 1 is killed before the backward pass of step 2."""
+    model = nn.Linear(5, 3)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, STRATEGIES[strategy](), transport=transport, **SMALL)
+    for step in range(4):
+        loss = loss_of(model, step, rank)
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+
+
+def goes_on_backwards(rank: int, transport: str) -> None:
+    """Rank 1 is killed, and rank 0 goes on with the graph that it has kept, three times; says what each pass says."""
+    torch.manual_seed(0)
+    model = Fragile()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), transport=transport, **SMALL)
+    loss = loss_of(model, 0, rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        try:
+            loss.backward(retain_graph=True)
+            print("went on")
+        except RuntimeError as error:
+            print(error)
+
+
 TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     *(
         (backward_dies, 2, transport, set_to_none, late)
@@ -214,6 +251,8 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (is_late, 2, 0.5),
     (is_late, 2, -1.0),
     *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
+    *((dies_in_training, 2, transport, strategy) for transport in ("shm", "pg") for strategy in STRATEGIES),
+    *((goes_on_backwards, 2, transport) for transport in ("shm", "pg")),
     *((abandons, 2, make) for make in COMMUNICATORS),
 ]
 

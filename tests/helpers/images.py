@@ -37,6 +37,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "noisy apart": {"strategy": "noisy_ssgd", "strategy_options": {"where": "per_learner"}, "accumulation": 2},
 }
 
+# Of two learners, real or virtual: without dropout, whose masks differ from rank to rank.
+PLAIN: dict[str, Any] = {"strategy": "dpsgd", "learners": 2, "model_options": {"dropout": 0.0}}
+WATCHED: dict[str, Any] = {**PLAIN, "statistics_every": 2, "flatness_samples": 20}
+
 
 def images(*, augment: bool = True, validation: int = 0) -> Dataset:
     """uint8 [N, 3, 32, 32]: the class decides the brightness of one quarter."""

@@ -6,6 +6,7 @@ As a script: one rank of six, which runs all cases on groups of the first 1 to 6
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -41,12 +42,20 @@ MAKERS: dict[str, Any] = {
     "dpsgd_atc": lambda topology: ddpcore.DPSGD(topology, order="adapt_then_combine"),
     "dpsgd_cta": lambda topology: ddpcore.DPSGD(topology, order="combine_then_adapt"),
     "dpsgd_stale": lambda topology: ddpcore.DPSGD(topology, staleness=1),
-    "dpsgd_bf16": lambda topology: ddpcore.DPSGD(topology, compression=BFloat16()),
     "dpsgd_int8_stale": lambda topology: ddpcore.DPSGD(topology, compression=Int8(), staleness=1),
-    "dpsgd_topk": lambda topology: ddpcore.DPSGD(topology, compression=TopK(ratio=0.2)),
     "push_sum": lambda topology: ddpcore.PushSum(topology),
 }
+ORDERS = {"awc": "average_while_computing", "atc": "adapt_then_combine", "cta": "combine_then_adapt"}
+CODECS = {"bf16": BFloat16, "int8": Int8, "topk": partial(TopK, ratio=0.2)}
+CODED = {f"dpsgd_{order}_{codec}": (order, codec) for order in ORDERS for codec in CODECS}
+MAKERS |= {
+    name: lambda topology, order=order, codec=codec: ddpcore.DPSGD(
+        topology, order=ORDERS[order], compression=CODECS[codec]()
+    )
+    for name, (order, codec) in CODED.items()
+}
 ALL_REDUCING = ("ssgd", "local_sgd")  # run with gathered and with reduced averages
+UNBALANCED = "digraph"  # for push_sum alone
 GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd")), "push_sum")
 FIXED = ("complete", "ring", "from_matrix")
 
@@ -56,7 +65,7 @@ class Case(NamedTuple):
     topology: str  # of those that gossip; of the others one of AVERAGES
     world_size: int
     optimizer: str
-    model: str = "mlp"  # or batch_norm, with two micro-batches a step
+    model: str = "mlp"  # or batch_norm, with two micro-batches a step; or backwards, each of them averaged
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
@@ -64,13 +73,19 @@ class Case(NamedTuple):
 
 def _topologies(strategy: str) -> tuple[str, ...]:
     if strategy in GOSSIP:
-        return FIXED if strategy == "dpsgd_topk" else TOPOLOGIES
+        if strategy == "push_sum":
+            return *TOPOLOGIES, UNBALANCED
+        if strategy == "dpsgd_awc_topk":
+            return FIXED
+        if strategy in CODED and strategy != "dpsgd_awc_bf16":  # which has seen all topologies
+            return ("ring",) if "topk" in strategy else ("ring", "random_pair")
+        return TOPOLOGIES
     return AVERAGES if strategy in ALL_REDUCING else AVERAGES[:1]
 
 
 def fits(topology: str, n: int) -> bool:
     """Some need factors."""
-    numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6)}
+    numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6), UNBALANCED: range(3, LARGEST + 1)}
     return n in numbers.get(topology, range(1, LARGEST + 1))
 
 
@@ -86,10 +101,17 @@ CASES = [
     for strategy in MAKERS
     for world_size in (1, 2, 3, LARGEST)
 ]
+CASES += [
+    Case(strategy, AVERAGES[0], world_size, optimizer, "backwards")
+    for strategy in ("ssgd", "noisy_ssgd", "noisy_ssgd_apart")
+    for world_size in (1, 3, LARGEST)
+    for optimizer in ("fused", "torch")
+]
 
 
-GRIDS = [case for case in CASES if case.world_size in (4, LARGEST) and case.optimizer == "fused"]
-"""Run with two virtual learners on each of half as many ranks, too."""
+GRIDS = [(case, 2) for case in CASES if case.world_size in (4, LARGEST) and case.optimizer == "fused"]
+GRIDS += [(case, 3) for case, _ in GRIDS if case.world_size == LARGEST and case.topology in ("ring", "random_pair")]
+"""Run with so many virtual learners on each of fewer ranks, too. They take no transport, so no shared memory."""
 
 
 def outer(tensors: Any) -> torch.optim.Optimizer:
@@ -117,6 +139,7 @@ def topology_of(case: Case) -> Any:
         "from_graph": lambda: ddpcore.FromGraph(nx.path_graph(n)),
         "torus_2d": ddpcore.Torus2D,
         "hypercube": ddpcore.Hypercube,
+        "digraph": lambda: ddpcore.FromGraph(nx.DiGraph([(0, 2), *((k, (k + 1) % n) for k in range(n))])),
         "hierarchical": lambda: ddpcore.Hierarchical(2, ddpcore.OnePeerExponential()),
     }.get(case.topology, lambda: None)()
 
@@ -143,7 +166,11 @@ GATHER_BYTES = base.GATHER_BYTES
 
 
 def train(
-    case: Case, group: dist.ProcessGroup | None = None, num_rows: int | None = None, transport: str = "auto"
+    case: Case,
+    group: dist.ProcessGroup | None = None,
+    num_rows: int | None = None,
+    transport: str = "auto",
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages.
 
@@ -157,7 +184,7 @@ def train(
         num_rows = case.world_size if num_rows is None else num_rows
         held = list(range(rank * num_rows, (rank + 1) * num_rows))
     torch.manual_seed(17 + rank)  # all must start from learner 0's weights
-    model = model_of(case)
+    model = model_of(case).to(device)
     rule: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
     make = FusedSGD if case.optimizer == "fused" else torch.optim.SGD
     optimizer = make(model.parameters(), **rule)
@@ -175,10 +202,10 @@ def train(
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        parts = [slice(0, 2), slice(2, 4)] if case.model == "batch_norm" else [slice(None)]
+        parts = [slice(None)] if case.model == "mlp" else [slice(0, 2), slice(2, 4)]
         for part in parts:
-            with handle.no_sync() if part != parts[-1] else nullcontext():
-                inputs, labels = (x[:, part] for x in batch(step, case.world_size))
+            with handle.no_sync() if case.model == "batch_norm" and part != parts[-1] else nullcontext():
+                inputs, labels = (x[:, part].to(device) for x in batch(step, case.world_size))
                 outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs[held[0] : held[-1] + 1])
                 each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
                 each.sum().backward()
@@ -187,16 +214,15 @@ def train(
     sent = handle.learner.comm.bytes_sent
     evaluation = handle.evaluation_model()
     averaged = [*evaluation.parameters(), *(buffer for buffer in evaluation.buffers() if buffer.is_floating_point())]
-    average = torch.cat([tensor.detach().flatten() for tensor in averaged])
     numbers = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
     rows = [tensor.detach().reshape(len(held), -1) for tensor in numbers]
-    num_weights = sum(parameter.numel() for parameter in evaluation.parameters())
     return {
-        "weights": torch.cat(rows, dim=1).clone(),
-        "num_weights": num_weights,  # buffers stand behind them
-        "losses": torch.stack(losses),
-        "average": average,
+        "weights": torch.cat(rows, dim=1).cpu().clone(),
+        "num_weights": sum(parameter.numel() for parameter in evaluation.parameters()),  # buffers stand behind them
+        "losses": torch.stack(losses).cpu(),
+        "average": torch.cat([tensor.detach().flatten() for tensor in averaged]).cpu(),
         "consensus": handle.consensus_distance(),
+        "shares": handle.learner.shares,
         "bytes_sent": sent,
     }
 
@@ -211,8 +237,10 @@ def main() -> None:
         if rank < case.world_size:
             for transport in ("pg", "shm"):
                 results[tuple(case), transport] = train(case, groups[case.world_size], transport=transport)
-        if case in GRIDS and rank < case.world_size // 2:
-            results[("grid", *case)] = train(case, groups[case.world_size // 2], num_rows=2)
+    for case, num_rows in GRIDS:
+        num_ranks = case.world_size // num_rows
+        if rank < num_ranks:
+            results[("grid", num_rows, *case)] = train(case, groups[num_ranks], num_rows=num_rows)
     torch.save(results, path)
     dist.barrier()
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -17,6 +18,9 @@ import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+if str(HERE) not in sys.path:  # forked processes find `forked` by the path of their parent
+    sys.path.append(str(HERE))
+forked = importlib.import_module("forked")
 
 
 def environment() -> dict[str, str]:
@@ -40,35 +44,42 @@ def load(name: str) -> ModuleType:
     return sys.modules[qualified]
 
 
+def python(*words: object, cwd: Path, timeout: float = 240.0, **more: str) -> subprocess.CompletedProcess[str]:
+    """``python WORDS`` as a process of its own, without the seconds of an import (:mod:`forked`)."""
+    return forked.run([*map(str, words)], cwd=cwd, env=environment() | more, timeout=timeout)
+
+
 def run(script: str, world_size: int, timeout: float = 300.0) -> list[Any]:
     """What ``script`` saves on each rank. A rank that fails, or a run that lasts too long, is a RuntimeError."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(HERE / f"{script}.py"), folder, str(world_size)]
-        ranks = []
+    with tempfile.TemporaryDirectory() as name:
+        folder, ranks = Path(name), []
         for rank in range(world_size):
-            with Path(folder, f"{rank}.log").open("wb") as log:
-                started = subprocess.Popen(
-                    [*command, str(rank)], env=environment(), stdout=log, stderr=subprocess.STDOUT
-                )
-            ranks.append(started)
+            words = [str(HERE / f"{script}.py"), name, str(world_size), str(rank)]
+            ranks.append(forked.start(words, log_folder(folder, rank), environment(), Path.cwd()))
         try:
             deadline = time.monotonic() + timeout
-            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
         finally:
-            time.sleep(0.5 if any(rank.poll() for rank in ranks) else 0)  # ranks that fail together say so
-            codes = [rank.poll() for rank in ranks]
+            time.sleep(0.5 if any(rank.exitcode for rank in ranks) else 0)  # ranks that fail together say so
+            codes = [rank.exitcode for rank in ranks]
             for rank in ranks:
                 rank.kill()
-                rank.wait()
+                rank.join()
         if any(code != 0 for code in codes):
-            output = "".join(
-                f"--- rank {rank}: {code}\n{Path(folder, f'{rank}.log').read_text()}" for rank, code in enumerate(codes)
-            )
+            logs = ["".join(forked.output(log_folder(folder, rank))) for rank in range(world_size)]
+            output = "".join(f"--- rank {rank}: {code}\n{logs[rank]}" for rank, code in enumerate(codes))
             raise RuntimeError(f"{script}: exit codes {codes} (None: still running after {timeout} s)\n{output}")
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world_size)]
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def log_folder(folder: Path, rank: int) -> Path:
+    """Where a rank of :func:`run` leaves what it says."""
+    path = folder / f"log-{rank}"
+    path.mkdir(exist_ok=True)
+    return path
 
 
 def join() -> tuple[Path, int, int]:

@@ -21,6 +21,8 @@ RUNS = {
     **images.STRATEGIES,
     "ddp": {"strategy": "ddp", "optimizer": "torch_sgd"},
     "process group": {"strategy": "dpsgd", "transport": "pg"},
+    "plain": images.PLAIN,
+    "watched": images.WATCHED,
     "two each": {"strategy": "dpsgd", "learners": 4, "evaluation_batch_norm": "recalibrate"},
 }
 

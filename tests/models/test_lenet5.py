@@ -19,6 +19,15 @@ def test_parameter_count(input_shape: tuple[int, ...], num_classes: int, num_par
     assert model(torch.randn(2, *input_shape)).shape == (2, num_classes)
 
 
+def test_widths() -> None:
+    model = LeNet5((3, 32, 32), 100, widths=(32, 64, 256, 128))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 509540
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
+    for wrong in ((6, 16, 120), (6, 16, 0, 84)):
+        with pytest.raises(ValueError, match="widths is"):
+            LeNet5(widths=wrong)
+
+
 def test_order_of_the_layers() -> None:
     block = [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d]
     dense = [nn.Linear, nn.ReLU, nn.Dropout]

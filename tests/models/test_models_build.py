@@ -39,7 +39,7 @@ def test_the_seed_decides_the_weights_and_all_of_them_learn(name: str) -> None:
 
 def test_a_shape_that_does_not_fit_names_the_models_that_do() -> None:
     with pytest.raises(
-        ValueError, match=r"'mlp' takes samples of 1x28x28 or 784 .* fit 10: models that do: simplenet$"
+        ValueError, match=r"'mlp' takes samples of 1x28x28 or 784 .* fit 10: models that do: simplenet, saddle$"
     ):
         models.build("mlp", input_shape=(10,))
     with pytest.raises(ValueError, match=r"models that do: mlp, lenet5, mnist_cnn, simple_cnn, resnet, resnet18, vit$"):
@@ -63,7 +63,7 @@ def test_options_reach_the_model() -> None:
         2,
         3,
     )
-    assert models.spec("lenet5").options == {"dropout": 0.5}
+    assert models.spec("lenet5").options == {"widths": (6, 16, 120, 84), "dropout": 0.5}
     assert models.spec("resnet18").options == {}
     images = torch.randn(2, 1, 28, 28)
     undropped = models.build("lenet5", dropout=0.0)

@@ -78,6 +78,26 @@ def test_learners_agree_on_the_true_mean() -> None:
     assert (plain - mean).norm() > 0.1
 
 
+def test_the_average_counts_by_push_weights() -> None:
+    """Mixing moves the plain mean of z and not the average of x, of which evaluation and consensus tell."""
+    handle, _, seen = trained(PushSum(Digraph()), 2, 0.0)
+    start, weights = seen[0].double().mean(0), seen[-1].double()
+    push = torch.ones(N, dtype=torch.float64)
+    for step in range(2):
+        push = torch.from_numpy(Digraph().matrix(step, N)) @ push
+    average = torch.einsum("j,joi->oi", push, weights) / push.sum()
+    assert (weights.mean(0) - average).norm() > 0.05, "the graph is not balanced, or this test compares nothing"
+    torch.testing.assert_close(average, start, rtol=1e-5, atol=1e-5)
+    for _ in range(2):
+        evaluated = handle.evaluation_model().weight.detach().double()
+        torch.testing.assert_close(evaluated, average, rtol=1e-5, atol=1e-6)
+        distance = (weights - average).square().sum((1, 2)).mean().sqrt().item()
+        assert handle.consensus_distance() == pytest.approx(distance, rel=1e-5)
+        state = handle.state_dict()
+        handle.learner.shares = None  # a state brings them back
+        handle.load_state_dict(state)
+
+
 def test_ordinary_gossip_refuses_a_directed_graph() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"push.?sum|row 0 sums"):

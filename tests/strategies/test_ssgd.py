@@ -40,3 +40,29 @@ def test_bytes_are_one_average_a_step() -> None:
         optimizer.step()
     assert handle.learner.comm.bytes_sent == 3 * (3 * 256 * 4)  # gathered: three others
     assert handle.learner.step == 3
+
+
+def test_a_graph_that_was_kept_from_a_backward_pass_that_died_is_refused() -> None:
+    """Its averages are under way on the buffer that gradients go to; the next forward pass begins anew."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes = {"bucket_bytes": 64, "first_bucket_bytes": 64}
+    handle = ddpcore.distribute(model, optimizer, SSGD(), learners=2, vectorize=False, **sizes)
+    inputs = torch.ones(2, 3, 4)
+    is_broken = True
+
+    def explode(grad: Tensor) -> None:
+        if is_broken:
+            raise ArithmeticError("boom")
+
+    loss = handle.model(inputs).sum()
+    model[0].weight.register_hook(explode)
+    with pytest.raises(ArithmeticError, match="boom"):
+        loss.backward(retain_graph=True)
+    is_broken = False
+    with pytest.raises(RuntimeError, match="a graph that was kept from one that died"):
+        loss.backward(retain_graph=True)
+    optimizer.zero_grad()
+    handle.model(inputs).sum().backward()
+    assert torch.equal(model[1].bias.grad, torch.full((2, 4), 3.0))
+    optimizer.step()

@@ -1,0 +1,146 @@
+r"""How flat the training loss is around a solution, by measures that a mere change of scale cannot move.
+
+A network with ReLU computes the same function when the weights and biases of a layer are multiplied by c and the
+weights of the next one divided by it, yet any eigenvalue of the Hessian H can be had in this way (Dinh et al. 2017,
+section 4). So changes of the weights w are taken in proportion to them, each weight to its own size, as ASAM takes
+them with the normalization operator ``T_w = diag|w|`` (Kwon et al. 2021, sections 3 and 4): ``w + diag|w| e``. To
+second order this adds ``1/2 e^T A e`` with ``A = diag|w| H diag|w|``, which the rescaling leaves as it is:
+
+    relative_eigenvalue = max_i lambda_i(A)                  the worst direction
+    relative_trace      = tr A = sum_k w_k^2 H_kk            all directions: noise of strength s adds s^2 / 2 tr A
+    loss_increase       = E_x L(w (1 + s x)) - L(w)          x standard normal; the same, not to second order
+
+The last is the expected sharpness of PAC-Bayesian bounds with noise in proportion to the weights (Neyshabur et al.
+2017a, section 2.3). Beside them stands ``hessian_eigenvalue = max_i lambda_i(H)``, the usual one (Keskar et al. 2016),
+which does depend on the scale.
+
+Shapes: P elements of all parameters that need a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator, eigsh
+from torch import Tensor, nn
+
+from ddpcore.diagnostics.passes import Loss, part_product, parts_of
+
+STRENGTH = 0.1  # s
+NUM_PROBES = 16  # of the trace, and of the noise
+TOLERANCE = 1e-3  # of eigenvalues, relative: far below what differs from seed to seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flatness:
+    """The equations above.
+
+    Attributes:
+        loss: L(w).
+        hessian_eigenvalue: the largest of H.
+        relative_eigenvalue: the largest of A.
+        relative_trace: tr A, by Hutchinson's estimate.
+        relative_trace_error: its standard error.
+        loss_increase: see above, mean over NUM_PROBES draws.
+        loss_increase_error: its standard error.
+    """
+
+    loss: float
+    hessian_eigenvalue: float
+    relative_eigenvalue: float
+    relative_trace: float
+    relative_trace_error: float
+    loss_increase: float
+    loss_increase_error: float
+
+
+def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
+    """The measures of a model at its weights, which are as they were when this returns, or raises.
+
+    Costs about 100 Hessian-vector products, each about three passes over the samples of the loss.
+
+    Args:
+        model: in the mode in which its loss is meant, with second derivatives.
+        loss: computes the loss with the model as it stands, or yields parts of it that add up.
+        seed: of probes and noise.
+
+    Raises:
+        ValueError: nothing needs a gradient, or the loss is no number with a graph.
+    """
+    curvature = _Curvature(model, loss)
+    ones_P, sizes_P = torch.ones_like(curvature.weights_P), curvature.weights_P.abs()
+    generator = torch.Generator().manual_seed(seed)
+    signs = [_like(torch.randint(2, sizes_P.shape, generator=generator) * 2.0 - 1, sizes_P) for _ in range(NUM_PROBES)]
+    traces = [float(sign_P.double() @ curvature.product(sign_P, sizes_P).double()) for sign_P in signs]
+    before = curvature.loss_at(curvature.weights_P)
+    noises = [_like(torch.randn(sizes_P.shape, generator=generator), sizes_P) for _ in range(NUM_PROBES)]
+    increases = [curvature.loss_at(curvature.weights_P + STRENGTH * sizes_P * x_P) - before for x_P in noises]
+    start = np.random.Generator(np.random.PCG64(seed)).standard_normal(len(sizes_P))
+    return Flatness(
+        loss=before,
+        hessian_eigenvalue=_largest_eigenvalue(lambda v_P: curvature.product(v_P, ones_P), curvature.weights_P, start),
+        relative_eigenvalue=_largest_eigenvalue(lambda v_P: curvature.product(v_P, sizes_P), sizes_P, start),
+        relative_trace=float(np.mean(traces)),
+        relative_trace_error=float(np.std(traces, ddof=1) / NUM_PROBES**0.5),
+        loss_increase=float(np.mean(increases)),
+        loss_increase_error=float(np.std(increases, ddof=1) / NUM_PROBES**0.5),
+    )
+
+
+class _Curvature:
+    """The loss around the weights of a model."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self._parameters:
+            raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+        self._loss = loss
+        self.weights_P = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
+
+    def product(self, vector_P: Tensor, scale_P: Tensor) -> Tensor:
+        """``diag(scale) H diag(scale) vector``."""
+        result_P = torch.zeros_like(vector_P)
+        views, vectors = self._views(result_P), self._views(scale_P * vector_P)
+        with torch.enable_grad():
+            for part in parts_of(self._loss):
+                for view, product in zip(views, part_product(part, self._parameters, vectors), strict=True):
+                    if product is not None:
+                        view += product
+        return scale_P * result_P
+
+    def loss_at(self, weights_P: Tensor) -> float:
+        """The loss with other weights in the place of the model's."""
+        own = [parameter.data for parameter in self._parameters]
+        try:
+            for parameter, view in zip(self._parameters, self._views(weights_P), strict=True):
+                parameter.data = view
+            with torch.enable_grad():
+                return sum(part.item() for part in parts_of(self._loss))
+        finally:
+            for parameter, data in zip(self._parameters, own, strict=True):
+                parameter.data = data
+
+    def _views(self, row_P: Tensor) -> list[Tensor]:
+        parts = row_P.split([parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+
+def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, start: np.ndarray) -> float:
+    """By Lanczos's method (ARPACK): the largest, not the largest in magnitude."""
+    num = len(like_P)
+
+    def matvec(vector: np.ndarray) -> np.ndarray:
+        return product(_like(torch.from_numpy(vector.reshape(-1)), like_P)).double().cpu().numpy()
+
+    if num < 3:  # too small for ARPACK
+        return float(np.linalg.eigvalsh(np.stack([matvec(row) for row in np.eye(num)])).max())
+    operator = LinearOperator((num, num), matvec=matvec, dtype=np.float64)
+    values = eigsh(operator, k=1, which="LA", v0=start, tol=TOLERANCE, return_eigenvectors=False)
+    return float(values[0])
+
+
+def _like(row: Tensor, like_P: Tensor) -> Tensor:
+    return row.to(like_P)

@@ -1,0 +1,45 @@
+"""A strict saddle that learners begin at: how long do they stay?"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((2,),)
+NUM_CLASSES = 2
+
+
+class Saddle(nn.Module):
+    """Logits z of class 1 and 0 of all others, ``z = 1/2 escape e^2 + (p + e q).s``; inputs [B, 2 S] hold p and q.
+
+    Has 1 + S parameters, e and s, normal with standard deviation `radius` at first. Of two classes and with label 1 a
+    sample's loss is ``log(1 + exp(-z))``, ln 2 at zero weights. Where p and q have mean zero over the samples, as in
+    the data set `saddle`, zero is a strict saddle of the mean loss: its Hessian is ``-escape / 2`` along e and
+    ``mean(p p^T) / 4`` along s, with nothing between the two, though each sample's own has ``-q / 2`` there.
+
+    ValueError for an odd number of inputs, escape not above 0, or radius below 0.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
+        num_classes: int = NUM_CLASSES,
+        *,
+        escape: float = 0.1,
+        radius: float = 1e-8,
+    ) -> None:
+        super().__init__()
+        if input_shape[0] % 2:
+            raise ValueError(f"samples of {input_shape[0]} numbers are no p and q of one length: take an even number")
+        if escape <= 0 or radius < 0:
+            raise ValueError(f"escape is {escape} and radius is {radius}: take one above 0, and one of at least 0")
+        self.escape, self.num_classes = escape, num_classes
+        self.e = nn.Parameter(radius * torch.randn(1))
+        self.s = nn.Parameter(radius * torch.randn(input_shape[0] // 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of a batch."""
+        p, q = inputs.chunk(2, dim=-1)
+        z = 0.5 * self.escape * self.e.square() + (p + self.e * q) @ self.s
+        return F.pad(z[..., None], (1, self.num_classes - 2))

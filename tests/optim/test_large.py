@@ -1,0 +1,105 @@
+"""Tensors that are larger than caches, than a thread's share, and than what 32 bits can count."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+
+TEN_MILLION = 10_000_003  # no multiple of a vector, a block or a tile
+STEPS = 2
+TOLERANCE = 8 * 2**-23 * 8  # eight units in the last place of weights below 8
+MORE_THAN_32_BITS = 2**31 + 4097
+LARGE_BYTES = 2 * 2 * MORE_THAN_32_BITS  # bf16 weights, and as much to spare
+
+
+def free_bytes() -> int:
+    """What can be had without swapping; the page size times the free pages where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+@pytest.fixture
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def weights_and_gradients() -> tuple[nn.Parameter, list[torch.Tensor]]:
+    return nn.Parameter(torch.randn(TEN_MILLION)), [torch.randn(TEN_MILLION) for _ in range(STEPS)]
+
+
+def step(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[torch.Tensor]) -> None:
+    for grad in grads:
+        param.grad = grad
+        optimizer.step()
+
+
+def assert_close(param: nn.Parameter, exact: torch.Tensor) -> None:
+    assert (param.detach().double() - exact).abs().max() <= TOLERANCE
+
+
+def test_ten_million_elements_of_sgd(two_threads):
+    param, grads = weights_and_gradients()
+    exact, momentum = param.detach().double(), 0.0
+    step(FusedSGD([param], lr=0.1, momentum=0.9, weight_decay=0.05), param, grads)
+    for grad in grads:
+        momentum = 0.9 * momentum + grad.double() + 0.05 * exact
+        exact = exact - 0.1 * momentum
+    assert_close(param, exact)
+
+
+def test_ten_million_elements_of_lars(two_threads):
+    param, grads = weights_and_gradients()
+    exact, momentum = param.detach().double(), 0.0
+    step(FusedLARS([param], lr=0.1, weight_decay=0.05, trust_coefficient=3.0), param, grads)
+    for grad in grads:
+        ratio = 3.0 * exact.norm() / (grad.double().norm() + 0.05 * exact.norm() + 1e-8)
+        momentum = 0.9 * momentum + 0.1 * ratio * (grad.double() + 0.05 * exact)
+        exact = exact - momentum
+    assert_close(param, exact)
+
+
+def test_ten_million_elements_of_lamb(two_threads):
+    param, grads = weights_and_gradients()
+    exact, first, second = param.detach().double(), 0.0, 0.0
+    step(FusedLAMB([param], lr=0.1, weight_decay=0.05), param, grads)
+    for t, grad in enumerate(grads, start=1):
+        first = 0.9 * first + 0.1 * grad.double()
+        second = 0.999 * second + 0.001 * grad.double().square()
+        update = first / (1 - 0.9**t) / ((second / (1 - 0.999**t)).sqrt() + 1e-6) + 0.05 * exact
+        exact = exact - 0.1 * exact.norm() / update.norm() * update
+    assert_close(param, exact)
+
+
+@pytest.mark.parametrize("make", [FusedSGD, FusedLARS])
+def test_more_elements_than_32_bits_count(make, two_threads):
+    """The gradient is zero but for its last element, and stays one page of zeros in memory."""
+    if free_bytes() < LARGE_BYTES:
+        pytest.skip(f"{LARGE_BYTES / 1e9:.0f} GB of memory are not free")
+    param = nn.Parameter(torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16))
+    param.grad = torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16)
+    with torch.no_grad():
+        param[0], param[-1], param.grad[-1] = 1.0, 3.0, 4.0
+    if make is FusedSGD:
+        moved = 3.0 - 0.5 * 4.0
+        optimizer = FusedSGD([param], lr=0.5)
+    else:
+        ratio = 0.5 * math.sqrt(10.0) / 4.0
+        moved = 3.0 - ratio * 4.0
+        optimizer = FusedLARS([param], lr=1.0, momentum=0.0, trust_coefficient=0.5, eps=0.0)
+    optimizer.step()
+    assert (param[0].item(), param[-1].item()) == (1.0, pytest.approx(moved, rel=2**-8))
+    assert param.detach().count_nonzero() == 2, "nothing else has moved"
+    if make is FusedLARS:
+        assert optimizer.trust_ratios()[0][-3:] == pytest.approx((ratio, math.sqrt(10.0), 4.0))
