@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,6 +13,10 @@ import pytest
 # Before torch is loaded: threads that wait for each other sleep. Else, where tests share cores, one spins for the time
 # in which the other cannot run: 35 times the CPU time of small training steps on two busy cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts what it runs in the background deaf to Ctrl-C, and so would be every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 from torch import Tensor

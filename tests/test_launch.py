@@ -44,16 +44,15 @@ class Launcher:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
 
-    def run(self, trial: str, world_size: int, *launcher: str) -> tuple[int, str, float]:
-        """The exit code, standard error, and how long it took from the start."""
-        began = time.monotonic()
+    def run(self, trial: str, world_size: int, *launcher: str) -> tuple[int, str]:
+        """The exit code and standard error."""
         process = self.start(trial, world_size, *launcher)
         try:
             _, errors = process.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             self.clean_up()
             raise
-        return process.returncode, errors, time.monotonic() - began
+        return process.returncode, errors
 
     def alive(self) -> list[str]:
         """Command lines of living processes that carry the mark."""
@@ -157,7 +156,7 @@ def test_self_started_and_torchrun_are_the_same(tmp_path: Path) -> None:
         folder = tmp_path / way
         folder.mkdir()
         one = Launcher(folder)
-        code, errors, _ = one.run("train", 2, *start)
+        code, errors = one.run("train", 2, *start)
         one.clean_up()
         assert code == 0, errors
         seen.append(one.results(2))
@@ -167,7 +166,7 @@ def test_self_started_and_torchrun_are_the_same(tmp_path: Path) -> None:
 
 
 def test_each_rank_gets_its_share_of_the_cores(launcher: Launcher) -> None:
-    code, errors, _ = launcher.run("threads", 2)
+    code, errors = launcher.run("threads", 2)
     assert code == 0, errors
     assert launcher.results(2) == [launch.threads_per_rank(2)] * 2
 
@@ -178,9 +177,8 @@ def test_each_rank_gets_its_share_of_the_cores(launcher: Launcher) -> None:
 @needs_proc
 def test_a_rank_that_raises(launcher: Launcher) -> None:
     """Its own traceback comes first, and not that of a rank that lost its connection to it."""
-    code, errors, seconds = launcher.run("raises", 3)
+    code, errors = launcher.run("raises", 3)  # in time: rank 0 and 2 would never end by themselves
     assert code == 1
-    assert seconds < 40, "the others were waited for"
     lines = errors.strip().splitlines()
     assert lines[0] == "rank 1 failed:"
     assert lines[1].startswith("Traceback")
@@ -191,7 +189,7 @@ def test_a_rank_that_raises(launcher: Launcher) -> None:
 
 @needs_proc
 def test_a_rank_that_leaves_without_a_word(launcher: Launcher) -> None:
-    code, errors, _ = launcher.run("exits", 3)
+    code, errors = launcher.run("exits", 3)
     assert code == 1
     assert re.search(r"rank 1 ended with exit code 7", errors)
     assert not launcher.alive()
@@ -200,7 +198,7 @@ def test_a_rank_that_leaves_without_a_word(launcher: Launcher) -> None:
 @needs_proc
 def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
     """Although the ranks that lost their connection to it have tracebacks to show."""
-    code, errors, _ = launcher.run("is_killed", 3)
+    code, errors = launcher.run("is_killed", 3)
     assert code == 1
     assert errors.strip().splitlines()[0] == "rank 2 was ended by SIGKILL"
     assert not launcher.alive()
@@ -208,7 +206,7 @@ def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
 
 @needs_proc
 def test_a_rank_that_ignores_sigterm_is_ended_all_the_same(launcher: Launcher) -> None:
-    code, errors, _ = launcher.run("ignores_sigterm", 2)
+    code, errors = launcher.run("ignores_sigterm", 2)
     assert code == 1
     assert errors.startswith("rank 1 failed:")
     assert not launcher.alive()
