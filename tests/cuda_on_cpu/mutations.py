@@ -190,7 +190,7 @@ MUTATIONS = [
              "            return two_passes<Lamb<T, Master>>(args, args, rule, stream);\n        }();",
              "graphs:ReplayedSteps*"),
     Mutation("both twins without decay in R", "../math.h",
-             "(grad_norm + decay * weight_norm + ", "(grad_norm + ", "exact:LarsOfEvery*"),
+             "(grad_norm + decay * weight_norm + ", "(grad_norm + 0.0 * decay + ", "exact:LarsOfEvery*"),
 ]  # fmt: skip
 
 
