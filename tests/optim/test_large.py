@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,23 @@ def free_bytes() -> int:
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except OSError:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def zeros_in_few_pages(numel: int) -> torch.Tensor:
+    """Zeros of fp32 whose chunks, but for the last two, are one chunk of memory: what writes zeros needs no more."""
+    chunk, num_bytes = 2**28, 4 * numel
+    total = -(-num_bytes // chunk) * chunk
+    place = ctypes.CDLL(None).mmap
+    place.restype = ctypes.c_void_p
+    place.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    both, unreserved, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x4000, 0x10
+    first = place(None, total, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved, -1, 0)
+    file = os.memfd_create("zeros")
+    os.ftruncate(file, chunk)
+    for start in range(chunk, total - 2 * chunk, chunk):
+        assert place(first + start, chunk, both, mmap.MAP_SHARED | fixed, file, 0) == first + start
+    os.close(file)
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(first), dtype=torch.float32)
 
 
 @pytest.fixture
@@ -103,3 +123,27 @@ def test_more_elements_than_32_bits_count(make, two_threads):
     assert param.detach().count_nonzero() == 2, "nothing else has moved"
     if make is FusedLARS:
         assert optimizer.trust_ratios()[0][-3:] == pytest.approx((ratio, math.sqrt(10.0), 4.0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="two states in one chunk of memory need Linux' mmap")
+def test_more_elements_than_32_bits_count_in_lamb(two_threads):
+    """Its states, fp32 for weights of bf16, would take 17 GB."""
+    if free_bytes() < LARGE_BYTES:
+        pytest.skip(f"{LARGE_BYTES / 1e9:.0f} GB of memory are not free")
+    param = nn.Parameter(torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16))
+    param.grad = torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16)
+    with torch.no_grad():
+        param[0], param[-1], param.grad[-1] = 1.0, 3.0, 4.0
+    optimizer = FusedLAMB([param], lr=0.5)
+    first, second = zeros_in_few_pages(MORE_THAN_32_BITS), zeros_in_few_pages(MORE_THAN_32_BITS)
+    optimizer.state[param] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].data_ptr() == first.data_ptr()
+    assert optimizer.trust_ratios()[0] == pytest.approx((math.sqrt(10.0), math.sqrt(10.0), 1.0), rel=1e-5)
+    assert (param[0].item(), param[-1].item()) == (1.0, pytest.approx(3.0 - 0.5 * math.sqrt(10.0), rel=2**-8))
+    assert (first[-1].item(), second[-1].item()) == pytest.approx((0.1 * 4.0, 0.001 * 16.0))
+    assert [param.detach().count_nonzero(), first[-(2**20) :].count_nonzero(), first[: 2**20].count_nonzero()] == [
+        2,
+        1,
+        0,
+    ]
