@@ -5,7 +5,7 @@ Shapes: L learners held by this process, P elements of one learner's buffer (pad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ddpcore import ops
+from ddpcore.ops import Mixture
 from ddpcore.plans import plan_buckets
 
 ALIGNMENT = 16  # elements: every parameter, row and bucket starts on a vector boundary
 MiB = 2**20
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+_Place = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a buffer of weights, its views, and their addresses
 
 
 @dataclass(frozen=True)
@@ -101,16 +104,41 @@ class FlatParameters:
             for s in self.segments
         )
 
-    def gather_grads(self) -> bool:
+    def mix_(self, mixture: Mixture) -> None:
+        """Average the one row with neighbours' weights; it goes on where the mixture says."""
+        ops.mix_(
+            self.param_LP[0],
+            mixture.peers,
+            mixture.self_weight,
+            mixture.peer_weights,
+            mixture.noise,
+            out=mixture.out,
+        )
+        self.move_to(mixture.out)
+
+    def move_to(self, row: Tensor | None) -> None:
+        """Go on at another row ``[P]``, which holds the weights already; None: stay. Old places are remembered."""
+        if row is None or row.data_ptr() == self.param_LP.data_ptr():
+            return
+        if row.data_ptr() not in self._places:
+            self._places[row.data_ptr()] = self._place_at(row[None])
+        self._live_at(self._places[row.data_ptr()])
+        for parameter, view in zip(self.parameters, self.param_views, strict=True):
+            parameter.data = view
+
+    def gather_grads(self, left: Container[int] = ()) -> bool:
         """Bring every ``.grad`` into ``grad_LP`` and leave the views in their place.
+
+        Args:
+            left: indices of parameters whose gradients stay where they are; their part of ``grad_LP`` means nothing.
 
         Returns:
             Whether every parameter has a gradient. Others keep ``None``, and their part of ``grad_LP`` is zero.
         """
         views, gradients, missing = [], [], []
-        for parameter, view in zip(self.parameters, self.grad_views, strict=True):
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.grad_views, strict=True)):
             gradient = parameter.grad
-            if gradient is view:
+            if gradient is view or index in left:
                 continue
             if gradient is None:
                 missing.append(view)
@@ -126,8 +154,24 @@ class FlatParameters:
             torch._foreach_zero_(missing)
         return not missing
 
+    def own_grads(self, min_numel: int) -> dict[int, Tensor]:
+        """Gradients that autograd left outside of ``grad_LP``: by index, rows ``[1, n]`` laid out like their weights.
+
+        None of virtual learners, and none below ``min_numel`` elements.
+        """
+        return {
+            index: gradient.as_strided((1, segment.numel), (segment.numel, 1))
+            for index, (parameter, segment) in enumerate(zip(self.parameters, self.segments, strict=True))
+            if segment.numel >= min_numel
+            and self.stack is None
+            and (gradient := parameter.grad) is not None
+            and gradient is not self.grad_views[index]
+            and gradient.layout == torch.strided
+            and gradient.stride() == segment.stride
+        }
+
     def gather_grad(self, index: int) -> None:
-        """The same for one parameter."""
+        """The same as :meth:`gather_grads` for one parameter."""
         parameter, view = self.parameters[index], self.grad_views[index]
         if parameter.grad is None:
             view.zero_()
@@ -163,9 +207,15 @@ class FlatParameters:
 
     def _allocate_params(self, dtype: torch.dtype, device: torch.device) -> None:
         last = self.segments[-1]
-        self.param_LP = self._new((self.stack or 1, _aligned(last.offset + last.numel)), dtype, device)
-        self.param_views = self.views_of(self.param_LP)
-        self.param_pointers = tuple(view.data_ptr() for view in self.param_views)
+        self._places: dict[int, _Place] = {}
+        self._live_at(self._place_at(self._new((self.stack or 1, _aligned(last.offset + last.numel)), dtype, device)))
+
+    def _place_at(self, rows_LP: Tensor) -> _Place:
+        views = self.views_of(rows_LP)
+        return rows_LP, views, tuple(view.data_ptr() for view in views)
+
+    def _live_at(self, place: _Place) -> None:
+        self.param_LP, self.param_views, self.param_pointers = place
 
     def _allocate_grads(self) -> None:
         self.grad_LP = self._new(self.param_LP.shape, self.param_LP.dtype, self.param_LP.device)

@@ -1,6 +1,8 @@
 // The averages and sums as calls: from tensors to the plain structs of args.h.
 #pragma once
 
+#include <algorithm>
+
 #include "steps.h"
 
 namespace ddpcore {
@@ -18,7 +20,7 @@ struct MixCall {
 
     MixCall(
         const Tensor& weights, const Tensors& peer_tensors, double self_weight,
-        const std::vector<double>& weights_of_peers, const Noise& noise)
+        const std::vector<double>& weights_of_peers, const Noise& noise, const std::optional<Tensor>& out)
         : partials(new_sums(weights, {num_blocks_of(weights.numel()), static_cast<int64_t>(peer_tensors.size())})),
           sums(new_sums(weights, {static_cast<int64_t>(peer_tensors.size())})) {
         check_flat(weights, "weights");
@@ -44,6 +46,13 @@ struct MixCall {
             partials.mutable_data_ptr<double>(),
             sums.mutable_data_ptr<double>(),
             noise};
+        if (out.has_value()) {
+            check_like(weights, *out, "weights", "out");
+            args.out = out->mutable_data_ptr();
+            STD_TORCH_CHECK(
+                std::find(peers.begin(), peers.end(), args.out) == peers.end() || weights.numel() == 0,
+                "ddpcore: out must not be a peer");
+        }
     }
 };
 

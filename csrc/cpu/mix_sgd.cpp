@@ -18,7 +18,7 @@ struct Place {
     SgdScales scales;
 
     DDPCORE_INLINE Place(const MixSgdArgs& args, const SgdScales& scales, int64_t first)
-        : param(static_cast<T*>(args.mix.weights) + first),
+        : param(static_cast<T*>(args.mix.destination()) + first),
           grad(static_cast<const T*>(args.grad) + first),
           momentum(args.momentum ? static_cast<T*>(args.momentum) + first : nullptr),
           scales(scales) {}

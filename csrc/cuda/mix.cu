@@ -12,11 +12,10 @@ namespace {
 template <bool whole, typename T, int capacity>
 __device__ __forceinline__ void mix_block(
     const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {
-    T* weight = static_cast<T*>(table.weights) + place.first;
     Share<T> weights;
-    read<whole>(weights, static_cast<const T*>(weight), place.numel);
+    read<whole>(weights, static_cast<const T*>(table.weights) + place.first, place.numel);
     mix_share<whole>(weights, table, place, block_sum);
-    write<whole>(weights, weight, place.numel);
+    write<whole>(weights, static_cast<T*>(table.out) + place.first, place.numel);
 }
 
 template <typename T, int capacity>

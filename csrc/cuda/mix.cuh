@@ -11,13 +11,14 @@ inline constexpr int kManyPeers = static_cast<int>(kMaxPeers);  // 12 KiB of ker
 
 template <int capacity>
 struct MixTable {
-    void* weights;
+    const void* weights;
+    void* out;
     double* partials;
     int64_t numel;
     int64_t num_blocks;
     int32_t num_peers;
     float self_weight;
-    bool aligned;  // weights, all peers and, in mix_sgd_step_, the gradient and momentum
+    bool aligned;  // weights, out, all peers and, in mix_sgd_step_, the gradient and momentum
     const void* peers[capacity];
     float peer_weights[capacity];
     Noise noise;
@@ -97,6 +98,7 @@ template <int capacity>
 MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
     MixTable<capacity> table;
     table.weights = args.weights;
+    table.out = args.destination();
     table.partials = args.partials;
     table.numel = args.numel;
     table.num_blocks = num_blocks_of(args.numel);
@@ -106,7 +108,8 @@ MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
     std::copy(args.peers, args.peers + args.num_peers, table.peers);
     std::copy(args.peer_weights, args.peer_weights + args.num_peers, table.peer_weights);
     table.aligned =
-        aligned && is_aligned(args.weights) && std::all_of(args.peers, args.peers + args.num_peers, is_aligned);
+        aligned && is_aligned(args.weights) && is_aligned(table.out) &&
+        std::all_of(args.peers, args.peers + args.num_peers, is_aligned);
     return table;
 }
 

@@ -117,6 +117,14 @@ class Communicator(ABC):
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """Start to fetch what ``topology`` says of this step. The weights must not change until it is used."""
 
+    def lend(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        """Like :meth:`exchange`, for an owner who can go on at another place: neighbours may read the weights in place.
+
+        So the exchange is used by ``mixture()``, or by ``mix_()`` where there is none, and the new weights lie where
+        the mixture says (``out``). One buffer of a shape and dtype may be lent at a time.
+        """
+        return self.exchange(weights_LP, topology, step)
+
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
         """``w <- W w`` at once, for those who have nothing to do meanwhile. The same bits as ``exchange().mix_()``."""
         self.exchange(weights_LP, topology, step).mix_()

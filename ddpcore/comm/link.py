@@ -159,7 +159,13 @@ class LinkedCommunicator(Communicator):
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """See :class:`Communicator`."""
-        exchange = self._inner.exchange(weights_LP, topology, step)
+        return self._linked(self._inner.exchange(weights_LP, topology, step), topology, step)
+
+    def lend(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        """See :class:`Communicator`."""
+        return self._linked(self._inner.lend(weights_LP, topology, step), topology, step)
+
+    def _linked(self, exchange: Exchange, topology: Topology, step: int) -> Exchange:
         left = self._send(self._count_bytes())
         return _LinkedExchange(self, exchange, left, self._sources(topology, step))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -45,12 +45,22 @@ class _Snapshot:
     used: int | None = None  # None: under way
 
 
+_Kind = tuple[int, torch.dtype, torch.device]
+
+
+def _kind_of(weights: Tensor) -> _Kind:
+    return weights.numel(), weights.dtype, weights.device
+
+
 class SegmentCommunicator(Communicator):
     """Learner j is rank j of the group, and reads the others' memory.
 
     An exchange copies the rows into a snapshot, and neighbours mix from it where it lies. Two take turns, more where
     several exchanges are under way. A rank overwrites one that it has itself done with reading from, once the readers
     have come to a later operation: they call the same in the same order, so they have done with it too.
+
+    Weights that are lent are not copied: they live in a snapshot, and the step that mixes them writes the new ones into
+    the next. On CUDA they are copied all the same, since captured graphs know weights by their address.
 
     An average of columns that lie in memory from :meth:`allocate` waits until all ranks came to it; then each rank
     forms the mean of one share of the columns, adding in ascending order, writes it into everyone's row, and waits
@@ -76,7 +86,8 @@ class SegmentCommunicator(Communicator):
         self._pending: deque[_Average] = deque()
         own, views = self._allocate(STAGING_BYTES)
         self._staging: list[Tensor] = [own if view is None else view for view in views]
-        self._snapshots: dict[tuple[int, torch.dtype, torch.device], list[_Snapshot]] = {}
+        self._snapshots: dict[_Kind, list[_Snapshot]] = {}
+        self._next: dict[_Kind, _Snapshot] = {}  # where weights that are lent live, until they are lent again
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See :class:`Communicator`."""
@@ -122,14 +133,18 @@ class SegmentCommunicator(Communicator):
         weights, plan = weights_LP[0], topology.round(step, self.rank, self.num_learners)
         if self.num_learners == 1:
             return _InPlace(self, -1, weights, plan, _Snapshot([weights]))
+        self._note_used()
         snapshot = self._free_snapshot(weights)
-        if plan.destinations:
-            snapshot.views[self.rank].copy_(weights)
-        self._memory.publish()
-        number = self._meeting.arrive(f"the exchange of {size_of(weights)} at step {step}")
-        snapshot.readers = plan.destinations
-        self.bytes_sent += len(plan.destinations) * weights.numel() * weights.element_size()
-        return _InPlace(self, number, weights, plan, snapshot)
+        return _InPlace(self, self._publish(weights, plan, snapshot, step), weights, plan, snapshot)
+
+    def lend(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        """See :class:`Communicator`."""
+        weights, plan = weights_LP[0], topology.round(step, self.rank, self.num_learners)
+        if self.num_learners == 1 or weights.is_cuda:
+            return self.exchange(weights_LP, topology, step)
+        self._note_used()
+        snapshot = self._next.pop(_kind_of(weights), None) or self._free_snapshot(weights)
+        return _Lent(self, self._publish(weights, plan, snapshot, step), weights, plan, snapshot)
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
         """See :class:`Communicator`. Two that take the mean of both form half of it each, where both weights lie."""
@@ -183,7 +198,26 @@ class SegmentCommunicator(Communicator):
         for rank in ranks:
             self._memory.follow(rank)
 
+    def next_place(self, weights: Tensor) -> Tensor:
+        """Where weights that are lent live on, and where the next time finds them."""
+        snapshot = self._next[_kind_of(weights)] = self._free_snapshot(weights)
+        return snapshot.views[self.rank]
+
+    def take_back(self, weights: Tensor, snapshot: _Snapshot) -> None:
+        """Weights that were lent for nothing are where they were."""
+        self._next[_kind_of(weights)] = snapshot
+
     # --- parts -----------------------------------------------------------------------------------------------------
+
+    def _publish(self, weights: Tensor, plan: Round, snapshot: _Snapshot, step: int) -> int:
+        own = snapshot.views[self.rank]
+        if plan.destinations and own.data_ptr() != weights.data_ptr():
+            own.copy_(weights)
+        self._memory.publish()
+        number = self._meeting.arrive(f"the exchange of {size_of(weights)} at step {step}")
+        snapshot.readers = plan.destinations
+        self.bytes_sent += len(plan.destinations) * weights.numel() * weights.element_size()
+        return number
 
     def _complete_all(self) -> None:
         if self._pending:
@@ -213,14 +247,16 @@ class SegmentCommunicator(Communicator):
         self._meeting.await_finished(number)
         return own, views
 
-    def _free_snapshot(self, like: Tensor) -> _Snapshot:
-        """One that nobody reads any more, now under way; a new one, made by all ranks alike, where there is none."""
-        now = self._meeting.num_operations
+    def _note_used(self) -> None:
         for snapshots in self._snapshots.values():
             for one in snapshots:
                 if one.is_handed_out:  # and used by now: a mixture is used before the next exchange starts
-                    one.is_handed_out, one.used = False, now
-        known = self._snapshots.setdefault((like.numel(), like.dtype, like.device), [])
+                    one.is_handed_out, one.used = False, self._meeting.num_operations
+
+    def _free_snapshot(self, like: Tensor) -> _Snapshot:
+        """One that nobody reads any more, now under way; a new one, made by all ranks alike, where there is none."""
+        now = self._meeting.num_operations
+        known = self._snapshots.setdefault(_kind_of(like), [])
         # What was read until this very operation is not free: its readers would wait for us, and we for them.
         free = [one for one in known if one.used is not None and one.used < now]
         if free:
@@ -311,6 +347,15 @@ class _InPlace(Exchange):
         self._comm.arrived(self._plan.sources, self._number)
         self._snapshot.is_handed_out = True
         return [self._snapshot.views[source] for source in self._plan.sources]
+
+
+class _Lent(_InPlace):
+    def mixture(self) -> Mixture:
+        out = self._comm.next_place(self._weights)
+        return replace(super().mixture(), out=out)
+
+    def abandon(self) -> None:
+        self._comm.take_back(self._weights, self._snapshot)
 
 
 def _has_at_most_a_partner(plan: Round) -> bool:

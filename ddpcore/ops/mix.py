@@ -14,6 +14,7 @@ from ddpcore.ops import reference
 from ddpcore.ops.library import define
 
 NOISE_SCHEMA = "float noise_std, int noise_seed, int noise_step, int noise_first"
+OUT_SCHEMA = "Tensor(z!)? out=None"
 
 
 def _fake_mix(weights: Tensor, peers: list[Tensor], *args: Any, **noise: Any) -> Tensor:
@@ -27,7 +28,8 @@ def _fake_mix_stacked(
 
 
 _mix = define(
-    f"mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, *, {NOISE_SCHEMA}) -> Tensor",
+    f"mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, *, {NOISE_SCHEMA}, "
+    f"{OUT_SCHEMA}) -> Tensor",
     reference.mix_,
     _fake_mix,
 )
@@ -70,17 +72,19 @@ class Noise:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What ``mix_`` takes beside the learner's own weights: the neighbours' weights, what each counts, and noise."""
+    """What ``mix_`` takes beside the learner's own weights: the neighbours', what each counts, noise, and ``out``."""
 
     peers: Sequence[Tensor]
     self_weight: float
     peer_weights: Sequence[float]
     noise: Noise | None = None
+    out: Tensor | None = None
 
     def columns(self, begin: int, end: int) -> Mixture:
         """The mixture of elements ``[begin, end)`` alone; all have the noise that they have in the whole."""
         noise = None if self.noise is None else replace(self.noise, first=self.noise.first + begin)
-        return replace(self, peers=[peer[begin:end] for peer in self.peers], noise=noise)
+        out = None if self.out is None else self.out[begin:end]
+        return replace(self, peers=[peer[begin:end] for peer in self.peers], noise=noise, out=out)
 
 
 def noise_arguments(noise: Noise | None) -> dict[str, Any]:
@@ -95,6 +99,7 @@ def mix_(
     self_weight: float,
     peer_weights: Sequence[float],
     noise: Noise | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise``, in place, in one pass.
 
@@ -105,6 +110,8 @@ def mix_(
         peer_weights: one a peer.
         noise: added in fp32, before the result is rounded to the storage type; None: none. A captured CUDA graph
             repeats the noise of its own step.
+        out: like ``weights``: takes the result, and ``weights`` stay as they are. It may be ``weights``, and must not
+            overlap them or a peer in another way.
 
     Returns:
         float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
@@ -112,7 +119,7 @@ def mix_(
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not fit.
     """
-    return _mix(weights, peers, self_weight, peer_weights, **noise_arguments(noise))
+    return _mix(weights, peers, self_weight, peer_weights, **noise_arguments(noise), out=out)
 
 
 def mix_stacked_(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddpcore.ops import reference
 from ddpcore.ops.library import define
-from ddpcore.ops.mix import NOISE_SCHEMA, Noise, noise_arguments
+from ddpcore.ops.mix import NOISE_SCHEMA, OUT_SCHEMA, Noise, noise_arguments
 
 
 def _fake(weights: Tensor, peers: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -20,7 +20,7 @@ def _fake(weights: Tensor, peers: list[Tensor], *args: Any, **kwargs: Any) -> Te
 _mix_sgd_step = define(
     "mix_sgd_step_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, Tensor grad, "
     "Tensor(b!)? momentum_buffer, Tensor(c!)? step, *, float lr, float momentum, float dampening, "
-    f"float weight_decay, bool nesterov, bool decoupled, bool maximize, {NOISE_SCHEMA}) -> Tensor",
+    f"float weight_decay, bool nesterov, bool decoupled, bool maximize, {NOISE_SCHEMA}, {OUT_SCHEMA}) -> Tensor",
     reference.mix_sgd_step_,
     _fake,
 )
@@ -43,6 +43,7 @@ def mix_sgd_step_(
     decoupled: bool = False,
     maximize: bool = False,
     noise: Noise | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``mix_`` and then ``sgd_step_``, bit for bit, with ``weights`` read and written once.
 
@@ -65,6 +66,7 @@ def mix_sgd_step_(
         decoupled: see there.
         maximize: see there.
         noise: of the mix: see :func:`ddpcore.ops.mix_`.
+        out: takes the new weights instead of ``weights``: see there.
 
     Returns:
         float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
@@ -88,4 +90,5 @@ def mix_sgd_step_(
         decoupled=decoupled,
         maximize=maximize,
         **noise_arguments(noise),
+        out=out,
     )

@@ -292,14 +292,20 @@ def _bounded(value: float, low: float, high: float) -> float:
 
 
 def mix_(
-    weights: Tensor, peers: Sequence[Tensor], self_weight: float, peer_weights: Sequence[float], **noise: Any
+    weights: Tensor,
+    peers: Sequence[Tensor],
+    self_weight: float,
+    peer_weights: Sequence[float],
+    *,
+    out: Tensor | None = None,
+    **noise: Any,
 ) -> Tensor:
     """Twin of :func:`ddpcore.ops.mix_`."""
     distances = [(_wide(weights) - _wide(peer)).double().square().sum() for peer in peers]
     mixed = self_weight * _wide(weights)
     for peer_weight, peer in zip(peer_weights, peers, strict=True):
         mixed = mixed + peer_weight * _wide(peer)
-    weights.copy_(add_noise(mixed, **noise))
+    (weights if out is None else out).copy_(add_noise(mixed, **noise))
     return torch.stack(distances) if distances else weights.new_empty((0,), dtype=torch.float64)
 
 
@@ -336,12 +342,13 @@ def mix_sgd_step_(
     nesterov: bool,
     decoupled: bool,
     maximize: bool,
+    out: Tensor | None = None,
     **noise: Any,
 ) -> Tensor:
     """Twin of :func:`ddpcore.ops.mix_sgd_step_`: one after the other."""
-    distances = mix_(weights, peers, self_weight, peer_weights, **noise)
+    distances = mix_(weights, peers, self_weight, peer_weights, out=out, **noise)
     sgd_step_(
-        [weights],
+        [weights if out is None else out],
         [grad],
         [] if momentum_buffer is None else [momentum_buffer],
         [],

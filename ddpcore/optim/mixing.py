@@ -11,6 +11,8 @@ from ddpcore.ops import Mixture
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import KERNEL_DTYPES, Group
 
+LARGE = 2**16  # elements of a gradient from which a step of its own is cheaper than to copy it into grad_LP first
+
 
 class MixingOptimizer(FusedOptimizer):
     """A momentum optimizer whose step can average with neighbours in the same pass over the flat buffer.
@@ -23,7 +25,7 @@ class MixingOptimizer(FusedOptimizer):
     _mixture: Mixture | None = None
     _layout: tuple[Segment, ...] | None
     _momentum_LP: Tensor | None
-    _runs: dict[tuple[int, ...], list[tuple[int, int]]]
+    _spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]]
 
     def bind(self, flat: FlatParameters) -> None:
         """Step on the flat buffers from now on. The parameters must be views of them."""
@@ -33,7 +35,7 @@ class MixingOptimizer(FusedOptimizer):
         self._forget_layout()
 
     def mix_on_next_step(self, mixture: Mixture) -> None:
-        """Make the next ``step()`` an average with neighbours and a step. Every parameter must have a gradient."""
+        """Make the next ``step()`` an average with neighbours and a step."""
         self._mixture = mixture
 
     def step_groups(self) -> None:
@@ -45,24 +47,24 @@ class MixingOptimizer(FusedOptimizer):
         if self._layout is not flat.segments:
             self._forget_layout()  # the buffers of the state are copied into a new momentum_LP
             self._layout = flat.segments
-        others = []
+        own = flat.own_grads(LARGE)
+        flat.gather_grads(left=own)
+        others = [group for group in self.param_groups if not self._is_column(group)]
+        if others and mixture is not None:
+            flat.mix_(mixture)
+            mixture = None
         for group in self.param_groups:
-            if self._is_column(group):
-                self._step_columns(group, flat, mixture)
-                continue
-            if mixture is not None:
-                for begin, end in self._runs_of(group, flat):
-                    part = mixture.columns(begin, end)
-                    weights = flat.param_LP[0, begin:end]
-                    ops.mix_(weights, part.peers, part.self_weight, part.peer_weights, part.noise)
-            others.append(group)
+            if not any(group is other for other in others):
+                self._step_columns(group, flat, mixture, own)
+        if mixture is not None:
+            flat.move_to(mixture.out)
         if others:
             self.step_lists(others)
 
     def _forget_layout(self) -> None:
         self._layout = None
         self._momentum_LP = None
-        self._runs = {}
+        self._spans = {}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
@@ -86,26 +88,25 @@ class MixingOptimizer(FusedOptimizer):
         points = [(id(state.get("step")), state.get("momentum_buffer") is None) for state in states]
         return all(point == points[0] for point in points)
 
-    def _step_columns(self, group: Group, flat: FlatParameters, mixture: Mixture | None) -> None:
-        flat.gather_grads()
+    def _step_columns(
+        self, group: Group, flat: FlatParameters, mixture: Mixture | None, own: dict[int, Tensor]
+    ) -> None:
         momentum_LP, step = self._flat_momentum(group, flat)
         rule = {name: group[name] for name in ("momentum", "dampening", "nesterov", "maximize")}
         rule["decoupled"] = group["decoupled_weight_decay"]
-        runs = self._runs_of(group, flat)
         columns = [
-            (flat.param_LP[:, b:e], flat.grad_LP[:, b:e], None if momentum_LP is None else momentum_LP[:, b:e])
-            for b, e in runs
+            (b, e, flat.param_LP[:, b:e], grad, None if momentum_LP is None else momentum_LP[:, b:e])
+            for b, e, grad in self._pieces_of(group, flat, own)
         ]
         if mixture is None:
-            params = [row for weights, _, _ in columns for row in weights.unbind(0)]
-            grads = [row for _, grad, _ in columns for row in grad.unbind(0)]
-            buffers = [row for _, _, momentum in columns if momentum is not None for row in momentum.unbind(0)]
+            params = [row for _, _, weights, _, _ in columns for row in weights.unbind(0)]
+            grads = [row for _, _, _, grad, _ in columns for row in grad.unbind(0)]
+            buffers = [row for *_, momentum in columns if momentum is not None for row in momentum.unbind(0)]
             steps, scratch = ([], None) if step is None else ([step], self._scratch)
             weight_decay = group["weight_decay"]
             ops.sgd_step_(params, grads, buffers, [], steps, scratch, lr=group["lr"], weight_decay=weight_decay, **rule)
         else:
-            for index, (begin, end) in enumerate(runs):
-                weights, grad, momentum = columns[index]
+            for index, (begin, end, weights, grad, momentum) in enumerate(columns):
                 part = mixture.columns(begin, end)
                 ops.mix_sgd_step_(
                     weights[0],
@@ -114,10 +115,11 @@ class MixingOptimizer(FusedOptimizer):
                     part.peer_weights,
                     grad[0],
                     None if momentum is None else momentum[0],
-                    None if step is None else step if index == len(runs) - 1 else step.clone(),  # counted once
+                    None if step is None else step if index == len(columns) - 1 else step.clone(),  # counted once
                     lr=group["lr"],
                     weight_decay=group["weight_decay"],
                     noise=part.noise,
+                    out=part.out,
                     **rule,
                 )
         if not torch.compiler.is_compiling():
@@ -150,23 +152,30 @@ class MixingOptimizer(FusedOptimizer):
                 state["step"] = fresh[parameter.device]
         return self._momentum_LP, self.state[group["params"][0]]["step"]
 
-    def _runs_of(self, group: Group, flat: FlatParameters) -> list[tuple[int, int]]:
-        """The columns of a group's parameters, neighbours joined; found anew when the layout changes."""
+    def _pieces_of(self, group: Group, flat: FlatParameters, own: dict[int, Tensor]) -> list[tuple[int, int, Tensor]]:
+        """The columns of a group's parameters, and their gradients ``[L, n]``; neighbours in ``grad_LP`` are joined."""
         members = tuple(id(parameter) for parameter in group["params"])
-        if members not in self._runs:
-            self._runs[members] = _runs(flat, set(members))
-        return self._runs[members]
+        if members not in self._spans:  # found anew when the layout changes
+            self._spans[members] = _spans(flat, set(members))
+        pieces: list[tuple[int, int, Tensor]] = []
+        is_open = False  # whether the last piece is of grad_LP
+        for index, begin, end, size in self._spans[members]:
+            if index in own:
+                pieces.append((begin, begin + size, own[index]))
+            elif is_open and pieces[-1][1] == begin:
+                first = pieces[-1][0]
+                pieces[-1] = (first, end, flat.grad_LP[:, first:end])
+            else:
+                pieces.append((begin, end, flat.grad_LP[:, begin:end]))
+            is_open = index not in own
+        return pieces
 
 
-def _runs(flat: FlatParameters, members: set[int]) -> list[tuple[int, int]]:
-    """Columns of the members, neighbours joined, the padding behind a parameter included."""
-    runs: list[tuple[int, int]] = []
+def _spans(flat: FlatParameters, members: set[int]) -> list[tuple[int, int, int, int]]:
+    """Of each member its index, its columns with the padding behind them, and its size."""
     ends = [segment.offset for segment in flat.segments[1:]] + [flat.numel]
-    for parameter, segment, end in zip(flat.parameters, flat.segments, ends, strict=True):
-        if id(parameter) not in members:
-            continue
-        if runs and runs[-1][1] == segment.offset:
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((segment.offset, end))
-    return runs
+    return [
+        (index, segment.offset, end, segment.numel)
+        for index, (parameter, segment, end) in enumerate(zip(flat.parameters, flat.segments, ends, strict=True))
+        if id(parameter) in members
+    ]

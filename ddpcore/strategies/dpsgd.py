@@ -131,7 +131,7 @@ class DPSGD(Strategy):
         self.before_forward(learner)  # made up for where gradients came from elsewhere
         self._begun = False
         if self.order == ORDERS[0] and len(self._under_way) > self.staleness:
-            self._finish(learner, learner.optimizer if learner.flat.gather_grads() else None)
+            self._finish(learner, learner.optimizer)
 
     def after_step(self, learner: Learner) -> None:
         """Adapted: combine. The other orders exchange with the next forward pass."""
@@ -160,7 +160,9 @@ class DPSGD(Strategy):
             rows = published = weights_LP.clone()
         else:
             self._versions = [parameter._version for parameter in learner.flat.parameters]
-        self._under_way.append(_Pending(learner.comm.exchange(rows, self.topology, step), rows, published))
+        is_lent = published is None and self.order == ORDERS[0] and not _is_narrow(weights_LP)
+        exchange = (learner.comm.lend if is_lent else learner.comm.exchange)(rows, self.topology, step)
+        self._under_way.append(_Pending(exchange, rows, published))
 
     def _neighbors(self, learner: Learner) -> set[int]:
         """Of the learners held here, those that are held elsewhere, where they are always the same."""
@@ -183,12 +185,13 @@ class DPSGD(Strategy):
         if _is_narrow(weights_LP):
             self._correct_narrow(exchange, weights_LP, weights_LP if published is None else published, factor, decode)
             return
-        if isinstance(optimizer, MixingOptimizer):
-            made = exchange.mixture() if published is None else exchange.correction(published, factor, decode)
-            if made is not None:
-                optimizer.mix_on_next_step(made)
-                return
-        if published is None:
+        mixture = exchange.mixture() if published is None else exchange.correction(published, factor, decode)
+        if mixture is not None:
+            if isinstance(optimizer, MixingOptimizer):
+                optimizer.mix_on_next_step(mixture)
+            else:
+                learner.flat.mix_(mixture)
+        elif published is None:
             exchange.mix_()
         else:
             exchange.correct_(weights_LP, published, factor, decode)

@@ -91,6 +91,15 @@ def test_a_slow_reader_reads_what_it_was_given(outcome: Callable[..., Outcome]) 
     assert outcome(trials.reads_slowly, 2)[1] == (0, f"{[[float(step)] for step in range(6)]}\n")
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_weights_that_are_lent_need_no_copy(world_size: int, outcome: Callable[..., Outcome]) -> None:
+    assert outcome(trials.lends, world_size) == [(0, "2\n")] * world_size
+
+
+def test_a_gradient_that_one_rank_misses(outcome: Callable[..., Outcome]) -> None:
+    assert outcome(trials.misses_a_gradient, 3) == [(0, "True\nTrue\n")] * 3
+
+
 def test_other_calls_are_named(outcome: Callable[..., Outcome]) -> None:
     for rank, (_, output) in enumerate(outcome(trials.averages_another_size, 3)):
         other = 0 if rank == 1 else 1

@@ -35,7 +35,8 @@ struct MixProblem {
             .dtype = dtype_of<T>(),
             .partials = partials.data(),
             .sums = nullptr,
-            .noise = noise};
+            .noise = noise,
+            .out = out ? out->data() : nullptr};
     }
 
     int64_t num_blocks() const { return num_blocks_of(weights.numel()); }
@@ -46,6 +47,7 @@ struct MixProblem {
     std::vector<float> peer_weights;
     std::vector<double> partials;
     Noise noise{};
+    std::unique_ptr<Buffer<T>> out;  // null: the weights take the result
 };
 
 // Of a step and an index beyond 32 bits; the remainder of `first` says where in its four the first number stands.

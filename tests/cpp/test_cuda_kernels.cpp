@@ -73,6 +73,40 @@ TYPED_TEST(CudaTest, Noise) {
     }
 }
 
+// With few peers, and with more than mix_sgd_step_ takes in one pass; aligned and not.
+TYPED_TEST(CudaTest, TheResultMayGoElsewhere) {
+    const SgdRule rule{0.9f, 1.0f, true, false};
+    for (const int64_t numel : kDeviceSizes) {
+        for (const int64_t num_peers : {0, 1, 9}) {
+            for (const int64_t offset : {0, 1}) {
+                SCOPED_TRACE(::testing::Message() << "numel " << numel << " peers " << num_peers << " at " << offset);
+                MixSgdProblem<TypeParam> host(numel, num_peers, 0, rule, 0.03f, false);
+                const Buffer<TypeParam> before = host.mix.weights;
+                host.group.step = nullptr;
+                DeviceMix<TypeParam> mix(host.mix, 0);
+                const DeviceBuffer<TypeParam> grad(host.grad, 0), momentum(host.momentum, 0);
+                const DeviceBuffer<TypeParam> out(host.grad, offset);
+                mix.args.out = out.data();
+                ASSERT_CUDA(cuda::mix_(mix.args, nullptr));
+                cpu::mix_(host.mix.args(), 0, host.mix.num_blocks());
+                ASSERT_TRUE(out.same_bits(host.mix.weights));
+                ASSERT_TRUE(mix.weights.same_bits(before));
+
+                std::copy_n(before.data(), numel, host.mix.weights.data());
+                MixSgdArgs args = host.args();
+                args.mix = mix.args;
+                args.grad = grad.data();
+                args.momentum = momentum.data();
+                ASSERT_CUDA(cuda::mix_sgd_step_(args, nullptr));
+                cpu::mix_sgd_step_(host.args(), 0, host.mix.num_blocks());
+                ASSERT_TRUE(out.same_bits(host.mix.weights));
+                ASSERT_TRUE(momentum.same_bits(host.momentum));
+                ASSERT_TRUE(mix.weights.same_bits(before));
+            }
+        }
+    }
+}
+
 TYPED_TEST(CudaTest, TooManyPeersOrLearnersIsAnError) {
     MixProblem<TypeParam> host(1, cuda::kMaxPeers + 1, 0);
     const DeviceMix<TypeParam> device(host, 0);

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpcore import ops
 from ddpcore.ops import reference
+from ddpcore.ops.mix import noise_arguments
 
 # One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
 SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
@@ -85,6 +86,25 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
     base[offset : offset + numel].copy_(expected)
     assert_same_bits(weights._base, base, "the buffer, what lies around the weights included")
     torch.testing.assert_close(distances.cpu(), same, **SUM)
+
+
+@pytest.mark.parametrize("noise", [None, ops.Noise(0.5, seed=1, step=2, first=3)], ids=["plain", "noise"])
+@pytest.mark.parametrize("num_peers", [0, 1, 2, 9])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_result_may_go_elsewhere(dtype, num_peers, noise, randn, assert_same_bits):
+    weights, peers = randn(5001, dtype), [randn(5001, dtype, 1) for _ in range(num_peers)]
+    in_place, twin, before = weights.clone(), torch.zeros(5001, dtype=dtype), weights.clone()
+    own, others = shares(num_peers)
+    out = randn(5001, dtype, 3)
+    distances = ops.mix_(weights, peers, own, others, noise, out=out)
+    assert_same_bits(distances, ops.mix_(in_place, peers, own, others, noise))
+    assert_same_bits(out, in_place)
+    assert_same_bits(weights, before, "weights that gave their place away")
+    on_cpu = [peer.cpu() for peer in peers]
+    reference.mix_(before.cpu(), on_cpu, own, others, out=twin, **noise_arguments(noise))
+    assert_same_bits(out.cpu(), twin)
+    ops.mix_(weights, peers, own, others, noise, out=weights)
+    assert_same_bits(weights, in_place, "out may be the weights")
 
 
 def test_large(randn, assert_same_bits):
@@ -242,6 +262,8 @@ def test_opcheck(randn, device):
     noise = {"noise_std": 0.5, "noise_seed": 1, "noise_step": 2, "noise_first": 3}
     torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), peers, 0.5, [0.25, 0.25]), noise)
     torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), [], 0.5, []), {**noise, "noise_std": 0.0})
+    elsewhere = {**noise, "out": randn(33)}
+    torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), peers, 0.5, [0.25, 0.25]), elsewhere)
     rows = compressed(sparse_matrix(3, device)[:2])
     torch.library.opcheck(torch.ops.ddpcore.mix_stacked_.default, (randn(22).view(2, 11), [randn(11)], *rows))
 
@@ -290,6 +312,19 @@ def test_bad_arguments(case):
     weights, peers, peer_weights, message = bad_mixes()[case]
     with pytest.raises(RuntimeError, match=message):
         ops.mix_(weights, peers, 0.5, peer_weights)
+
+
+def test_bad_out():
+    weights, peer = torch.ones(16), torch.ones(16)
+    for out, message in [
+        (torch.zeros(15), "out must have the shape of weights"),
+        (torch.zeros(16).half(), "out must have the device and dtype of weights"),
+        (torch.zeros(32)[::2], "out must have the strides of weights, both dense"),
+        (peer, "out must not be a peer"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            ops.mix_(weights, [peer], 0.25, [0.25], out=out)
+    assert torch.equal(weights, torch.ones(16)) and torch.equal(peer, torch.ones(16))
 
 
 def bad_stacks() -> dict[str, tuple[dict[str, Any], str]]:

@@ -109,6 +109,22 @@ def test_every_number_of_peers(num_peers, randn, assert_same_bits):
     assert_same_bits(buffer, copies[1])
 
 
+@pytest.mark.parametrize("num_peers", [0, 1, 2, 9])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES[::7], ids=name_of)
+def test_the_result_may_go_elsewhere(rule, dtype, num_peers, randn, assert_same_bits):
+    weights, grad, buffer = (randn(5001, dtype) for _ in range(3))
+    peers, share = [randn(5001, dtype, 1) for _ in range(num_peers)], 1 / (num_peers + 1)
+    in_place, before, same_buffer, out = weights.clone(), weights.clone(), buffer.clone(), randn(5001, dtype, 3)
+    rule = {name: value for name, value in rule.items() if name != "first_step"}
+    arguments = (peers, share, [share] * num_peers, grad)
+    distances = ops.mix_sgd_step_(weights, *arguments, twin_of(buffer, rule), lr=0.1, out=out, **rule)
+    assert_same_bits(distances, ops.mix_sgd_step_(in_place, *arguments, twin_of(same_buffer, rule), lr=0.1, **rule))
+    assert_same_bits(out, in_place)
+    assert_same_bits(buffer, same_buffer)
+    assert_same_bits(weights, before, "weights that gave their place away")
+
+
 def test_large(randn, assert_same_bits):
     weights, grad, buffer, peer = (randn(3_000_001) for _ in range(4))
     same = [tensor.cpu().clone() for tensor in (weights, grad, buffer)]
@@ -151,6 +167,7 @@ def test_opcheck(randn, device):
     tensors = (randn(33), [randn(33)], 0.5, [0.5], randn(33), randn(33), torch.ones(1, device=device))
     noise = {"noise_std": 0.5, "noise_seed": 1, "noise_step": 2, "noise_first": 3}
     torch.library.opcheck(op, tensors, {**RULE_OF_OP, **noise})
+    torch.library.opcheck(op, tensors, {**RULE_OF_OP, **noise, "out": randn(33)})
     plain = {**RULE_OF_OP, **noise, "momentum": 0.0, "noise_std": 0.0}
     torch.library.opcheck(op, (randn(33), [randn(33)], 0.5, [0.5], randn(33), None, None), plain)
 
