@@ -30,7 +30,7 @@ def schemas_of(path: Path) -> dict[str, tuple[list[str], str]]:
         schema = "".join(re.findall(r'"([^"]*)"', literals)).format_map(shared)
         name, _, rest = schema.partition("(")
         arguments = rest.rpartition(" -> ")[0].removesuffix(")").split(", ")
-        found[name] = ([argument.split()[-1] for argument in arguments if argument != "*"], twin)
+        found[name] = ([argument.split()[-1].partition("=")[0] for argument in arguments if argument != "*"], twin)
     return found
 
 

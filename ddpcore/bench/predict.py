@@ -201,10 +201,18 @@ def _parts(one: Contender, plan: Plan) -> list[Call]:
         return [lambda: comm.average_(flat.param_LP).wait()]
     graph = topology.build(plan.config.topology, plan.config.seed, plan.config.local_size)
     steps = count()
-    return [
-        lambda: comm.exchange(flat.param_LP, graph, next(steps)).mixture(),
-        lambda: comm.exchange(flat.param_LP, graph, next(steps)).mix_(),
-    ]
+
+    def gossip(*, mixes: bool) -> None:
+        exchange = comm.lend(flat.param_LP, graph, next(steps))
+        mixture = exchange.mixture()
+        if mixture is None:
+            exchange.mix_() if mixes else exchange.abandon()
+        elif mixes:
+            flat.mix_(mixture)
+        else:
+            flat.move_to(mixture.out)  # to older weights: here only times count
+
+    return [lambda: gossip(mixes=False), lambda: gossip(mixes=True)]
 
 
 def predict(
