@@ -156,7 +156,7 @@ def test_gradients_of_gradients() -> None:
 
 
 def test_sparse_gradients_are_refused() -> None:
-    """Where they would have to lie in the flat buffer; gossip beside an optimizer that takes them needs no such thing."""
+    """Where they would have to lie in the flat buffer; gossip beside an optimizer that takes them has no need of it."""
     weights = []
     for build, strategy, is_sparse in [
         (FusedSGD, ddpcore.DPSGD(ddpcore.Complete()), True),
