@@ -113,11 +113,8 @@ class SegmentCommunicator(Communicator):
         self.bytes_sent += all_reduce_bytes(rows.numel() * rows.element_size(), self.num_learners)
         found = self._find(rows)
         if found is None:
-            for piece, staged in self._staged(f"average{at(step)}", rows):
-                total = staged[0].view(rows.dtype).clone()
-                for other in staged[1:]:
-                    total += other.view(rows.dtype)
-                piece.copy_(total.div_(self.num_learners).view(torch.uint8))
+            for _, staged in self._staged(f"average{at(step)}", rows, comes_back=True):
+                average_share_([area.view(rows.dtype) for area in staged], self.rank)
             return Done()
         if len(self._pending) >= NUM_TEXTS // 2:  # the others must still be able to read what they came to
             self.complete(self._pending[0].number)
@@ -293,8 +290,11 @@ class SegmentCommunicator(Communicator):
                 return f"at byte {start} of buffer {number}", columns
         return None
 
-    def _staged(self, what: str, rows: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Piece by piece, as bytes: one's own, and the same of every rank in the staging area. Collective."""
+    def _staged(self, what: str, rows: Tensor, *, comes_back: bool = False) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Piece by piece, as bytes: one's own, and the same of every rank in the staging area. Collective.
+
+        Where it ``comes_back``, one's own becomes what all together made of it there.
+        """
         self._complete_all()
         own = rows.view(-1).view(torch.uint8)
         for piece in own.split(STAGING_BYTES) if len(own) else ():
@@ -307,6 +307,8 @@ class SegmentCommunicator(Communicator):
             self._memory.publish()
             self._meeting.finish(number)
             self._finished(number)
+            if comes_back:
+                piece.copy_(staged[self.rank])
 
 
 class _Average(Work):
