@@ -22,6 +22,7 @@ METRICS = {
     "accuracy_or_chance_pct": "accuracy_pct, or 100 / classes of a run that diverged, as some tables print it",
     "loss_or_chance": "test_loss, or ln(classes) of a run that diverged, as some tables print it",
     "best_accuracy_pct": "of the evaluations, in percent",
+    "validation_accuracy_pct": "share of the validation split at the end, in percent, of a run that is evaluated on it",
     "precision": "macro mean over classes, 0 to 1",
     "recall": "macro mean over classes, 0 to 1",
     "f1": "macro mean over classes, 0 to 1",
@@ -56,6 +57,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
     """Every metric of a finished run; None is what it has not."""
     last: dict[str, Any] = record.epochs[-1] if record.epochs else {}
     on_test = last if last.get("split") == "test" else record.final.get("test") or {}
+    on_validation = last.get("accuracy") if last.get("split") == "validation" else None
     best = record.final.get("best_accuracy")
     accuracy, seconds = on_test.get("accuracy"), sum(epoch["seconds"] for epoch in record.epochs)
     accuracy_pct = None if accuracy is None else 100 * accuracy
@@ -70,6 +72,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
         "accuracy_or_chance_pct": 100 / classes if classes else accuracy_pct,
         "loss_or_chance": math.log(classes) if classes else on_test.get("loss"),
         "best_accuracy_pct": None if best is None else 100 * best,
+        "validation_accuracy_pct": None if on_validation is None else 100 * on_validation,
         **{name: on_test.get(name) for name in ("precision", "recall", "f1", "specificity")},
         "seconds": seconds,
         "seconds_to_target": None if target is None or best is None or best < target else seconds,

@@ -64,3 +64,11 @@ def test_curves() -> None:
     assert len(curves["step"]) <= MOST_POINTS
     assert curves["step"][:2] == [1.0, 12.0] and curves["effective_lr"][0] == 0.2469
     assert curves_of(record([])) == {}
+
+
+def test_a_validation_split_is_kept_apart_from_the_test_split() -> None:
+    one = record([], {"test": {"accuracy": 0.25}})
+    one.epochs[-1]["split"] = "validation"
+    seen = metrics_of(one)
+    assert (seen["validation_accuracy_pct"], seen["accuracy_pct"]) == (75.0, 25.0)
+    assert metrics_of(record([]))["validation_accuracy_pct"] is None

@@ -11,6 +11,7 @@ NAMES = (
     "batch-size-cifar10",
     "gpu-configs-cifar10",
     "large-batch-cifar100",
+    "large-batch-search",
     "local-sgd-cifar100",
     "lr-sweep-synthetic",
     "mnist-effective-lr",
