@@ -398,3 +398,49 @@ def test_a_bucket_too_small_for_an_aligned_piece() -> None:
         flatten(nn.Linear(3, 2), bucket_bytes=60)
     with pytest.raises(ValueError, match="16 elements"):
         flatten(nn.Linear(3, 2), first_bucket_bytes=60)
+
+
+def test_gradients_that_stay_where_autograd_left_them() -> None:
+    """Those that a kernel can read there: dense, in the order of the weights, large enough, of one learner."""
+    model = network()
+    flat = flatten(model)
+    given = fill_gradients(model)
+    model[2].weight.grad = given["2.weight"].t().contiguous().t()  # of other strides
+    model[2].bias.grad = None
+    own = {flat.names[index]: row for index, row in flat.own_grads(2).items()}
+    strided = {
+        name for name, parameter in model.named_parameters() if parameter.numel() >= 2 and parameter.grad is not None
+    }
+    assert set(own) == strided - {"2.weight"}
+    for index, row in flat.own_grads(2).items():
+        whole = torch.full_like(flat.grad_LP, -1.0)
+        segment = flat.segments[index]
+        whole[:, segment.offset : segment.offset + segment.numel] = row
+        assert torch.equal(flat.views_of(whole)[index], given[flat.names[index]]), flat.names[index]
+        assert row.data_ptr() == flat.parameters[index].grad.data_ptr()
+    flat.grad_LP.fill_(99.0)
+    left = [index for index, name in enumerate(flat.names) if name in own]
+    flat.gather_grads(left=left)
+    for index, view in enumerate(flat.grad_views):
+        assert view.eq(99.0).all() == (index in left)
+    flat.gather_grads()
+    assert not flat.own_grads(0)
+
+
+def test_moving_to_another_row() -> None:
+    """Parameters are views of it, nothing is copied, and the way back is as short."""
+    model = network()
+    flat = flatten(model)
+    first, other = flat.param_LP, flat.param_LP.clone() + 1
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    versions = [parameter._version for parameter in flat.parameters]
+    flat.move_to(None)
+    assert flat.param_LP is first
+    flat.move_to(other[0])
+    assert flat.param_LP.data_ptr() == other.data_ptr()
+    assert [parameter.data_ptr() for parameter in flat.parameters] == list(flat.param_pointers)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name] + 1) and parameter.stride() == before[name].stride()
+    flat.move_to(first[0])
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert [parameter._version for parameter in flat.parameters] == versions

@@ -88,7 +88,8 @@ def test_a_slow_rank_is_waited_for(outcome: Callable[..., Outcome]) -> None:
 
 
 def test_a_slow_reader_reads_what_it_was_given(outcome: Callable[..., Outcome]) -> None:
-    assert outcome(trials.reads_slowly, 2)[1] == (0, f"{[[float(step)] for step in range(6)]}\n")
+    for trial in (trials.reads_slowly, trials.lends_to_a_slow_reader):
+        assert outcome(trial, 2)[1] == (0, f"{[[float(step)] for step in range(6)]}\n")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -97,7 +98,7 @@ def test_weights_that_are_lent_need_no_copy(world_size: int, outcome: Callable[.
 
 
 def test_a_gradient_that_one_rank_misses(outcome: Callable[..., Outcome]) -> None:
-    assert outcome(trials.misses_a_gradient, 3) == [(0, "True\nTrue\n")] * 3
+    assert outcome(trials.misses_a_gradient, 3) == [(0, "shm True\npg True\npg True\nTrue\n")] * 3
 
 
 def test_other_calls_are_named(outcome: Callable[..., Outcome]) -> None:

@@ -137,6 +137,19 @@ def reads_slowly(rank: int) -> None:
     print(seen)
 
 
+def lends_to_a_slow_reader(rank: int) -> None:
+    """The same, of weights that are not copied: rank 0 may be two places ahead and no further."""
+    comm, weights, seen = connect(), torch.zeros(1, P), []
+    for step in range(6):
+        weights.fill_(float(step))
+        mixture = comm.lend(weights, OneWay(), step).mixture()
+        if rank == 1:
+            time.sleep(0.1)
+            seen.append(mixture.peers[0].unique().tolist())
+        weights = mixture.out[None]
+    print(seen)
+
+
 def lends(rank: int) -> None:
     """Weights move from place to place with the bits that copies of them have, though rank 1 reads them late."""
     comm, other = connect(), connect()
@@ -167,12 +180,17 @@ def lends(rank: int) -> None:
 
 
 def misses_a_gradient(rank: int) -> None:
-    """Of rank 1 alone one parameter has no gradient, now and then: one pass there becomes two, and all else stays."""
+    """Of rank 1 alone one parameter has no gradient, now and then: one pass there becomes two, and all else stays.
+
+    One parameter is so large that its gradient is not copied, in a group of its own.
+    """
 
     def weights_after(transport: str, build: Callable[..., torch.optim.Optimizer]) -> list[Tensor]:
         torch.manual_seed(rank)
-        model = nn.Sequential(nn.Linear(50, 70), nn.Tanh(), nn.Linear(70, 3))
-        optimizer = build(model.parameters(), lr=0.1, momentum=0.9)
+        model = nn.Sequential(nn.Linear(50, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3))
+        small = [parameter for parameter in model.parameters() if parameter is not model[2].weight]
+        groups = [{"params": small}, {"params": [model[2].weight], "weight_decay": 0.1}]
+        optimizer = build(groups, lr=0.01, momentum=0.9)
         ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), transport=transport)
         for step in range(6):
             optimizer.zero_grad()
@@ -182,9 +200,15 @@ def misses_a_gradient(rank: int) -> None:
             optimizer.step()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
-    for build in (FusedSGD, torch.optim.SGD):
-        shm, pg = (weights_after(transport, build) for transport in ("shm", "pg"))
-        print(all(map(torch.equal, shm, pg)))
+    results = {
+        (transport, build.__module__): weights_after(transport, build)
+        for transport in ("shm", "pg")
+        for build in (FusedSGD, torch.optim.SGD)
+    }
+    first, *others = results.values()
+    for (transport, _), other in zip(list(results)[1:], others, strict=True):
+        print(transport, all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(first, other, strict=True)))
+    print(all(map(torch.equal, first, results["pg", FusedSGD.__module__])))
 
 
 def averages_another_size(rank: int) -> None:
@@ -308,6 +332,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (stays_away, 3),
     (is_slow, 3),
     (reads_slowly, 2),
+    (lends_to_a_slow_reader, 2),
     *((lends, world_size) for world_size in (2, 3, 4)),
     (misses_a_gradient, 3),
     (averages_another_size, 3),
