@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,30 +14,11 @@ from torch import Tensor, nn
 
 from ddpcore.flat import ALIGNMENT, FlatParameters
 
-
-def network() -> nn.Sequential:
-    """Weights of several layouts: channels_last, transposed, a scalar, and sizes off the alignment."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(7, 6), nn.Linear(6, 4))
-    model[0].to(memory_format=torch.channels_last)
-    model[1].weight = nn.Parameter(torch.randn(7, 6).t())
-    model.register_parameter("scale", nn.Parameter(torch.tensor(3.5)))
-    return model
-
-
-def flatten(model: nn.Module, **options: Any) -> FlatParameters:
-    return FlatParameters(model.named_parameters(), **options)
-
-
-def fill_gradients(model: nn.Module) -> dict[str, Tensor]:
-    given = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.grad = given[name].clone()
-    return given
-
-
-def inside(tensor: Tensor, buffer: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent / "helpers" / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+helper = ranks.load("flat")
+network, flatten, fill_gradients, inside = helper.network, helper.flatten, helper.fill_gradients, helper.inside
 
 
 # --- what stays --------------------------------------------------------------------------------------------------
@@ -125,116 +107,6 @@ def test_other_floating_types(dtype: torch.dtype) -> None:
     flat = flatten(model)
     assert flat.param_LP.dtype == flat.grad_LP.dtype == dtype
     assert torch.equal(model.weight, values)
-
-
-# --- gradients ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_over_steps(set_to_none: bool) -> None:
-    """A plain loop with a torch optimizer: gathered gradients are views, zeroed and stepped in place."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    plain = copy.deepcopy(model)
-    flat = flatten(model)
-    optimizer, twin = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
-    for step in range(3):
-        inputs = torch.randn(6, 5)
-        for each, module in ((optimizer, model), (twin, plain)):
-            each.zero_grad(set_to_none=set_to_none)
-            module(inputs).square().sum().backward()
-        assert flat.gather_grads()
-        for p, view in zip(flat.parameters, flat.grad_views, strict=True):
-            assert p.grad is view
-            assert inside(p.grad, flat.grad_LP)
-        optimizer.step()
-        twin.step()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours, theirs), f"step {step}"
-            assert torch.equal(ours.grad, theirs.grad), f"step {step}"
-            assert inside(ours, flat.param_LP)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    if set_to_none:
-        assert all(p.grad is None for p in model.parameters())
-    else:
-        assert not flat.grad_LP.any()
-        assert all(p.grad is view for p, view in zip(flat.parameters, flat.grad_views, strict=True))
-
-
-def test_a_second_backward_accumulates_in_the_view() -> None:
-    model = nn.Linear(3, 2)
-    flat = flatten(model)
-    inputs = torch.randn(4, 3)
-    model(inputs).sum().backward()
-    flat.gather_grads()
-    once = flat.grad_LP.clone()
-    assert once.any()
-    model(inputs).sum().backward()
-    assert model.weight.grad is flat.grad_views[flat.names.index("weight")]
-    assert torch.equal(flat.grad_LP, 2 * once)
-
-
-def test_gather_of_a_mixture() -> None:
-    """A gradient already in place, one from elsewhere, one of other strides, one missing over stale numbers."""
-    model = network()
-    flat = flatten(model)
-    given = fill_gradients(model)
-    assert flat.gather_grads()
-    flat.grad_LP.fill_(99.0)
-    by_name = dict(zip(flat.names, flat.grad_views, strict=True))
-    kept = by_name["2.bias"]
-    assert model[2].bias.grad is kept
-    kept.fill_(5.0)
-    model[2].weight.grad = given["2.weight"].clone()
-    model[1].weight.grad = given["1.weight"].clone().contiguous()
-    model[0].weight.grad = given["0.weight"].clone().contiguous()
-    model[0].bias.grad = None
-    model[1].bias.grad = None
-    model.scale.grad = torch.tensor(0.25)
-    assert flat.gather_grads() is False
-    assert torch.equal(model[2].bias.grad, torch.full((4,), 5.0))
-    for name in ("2.weight", "1.weight", "0.weight"):
-        parameter = dict(model.named_parameters())[name]
-        assert parameter.grad is by_name[name]
-        assert torch.equal(parameter.grad, given[name]), name
-        assert parameter.grad.stride() == parameter.stride()
-    assert model.scale.grad is by_name["scale"]
-    assert model.scale.grad.item() == 0.25
-    assert model[0].bias.grad is None
-    assert model[1].bias.grad is None
-    assert not by_name["0.bias"].any(), "the place of a missing gradient must read zero"
-    assert not by_name["1.bias"].any()
-
-
-def test_gather_one() -> None:
-    model = nn.Linear(3, 2)
-    flat = flatten(model)
-    flat.grad_LP.fill_(7.0)
-    index = flat.names.index("weight")
-    flat.gather_grad(index)
-    assert model.weight.grad is None
-    assert not flat.grad_views[index].any()
-    assert (flat.grad_views[1 - index] == 7).all(), "another parameter's place was touched"
-    model.weight.grad = torch.ones(2, 3)
-    flat.gather_grad(index)
-    assert model.weight.grad is flat.grad_views[index]
-    assert (model.weight.grad == 1).all()
-    model.weight.grad.fill_(2.0)
-    flat.gather_grad(index)
-    assert (flat.grad_views[index] == 2).all()
-
-
-def test_gradients_that_were_there_before() -> None:
-    model = network()
-    given = fill_gradients(model)
-    model[2].bias.grad = None
-    flat = flatten(model)
-    for name, parameter in model.named_parameters():
-        if name == "2.bias":
-            assert parameter.grad is None
-        else:
-            assert torch.equal(parameter.grad, given[name])
-            assert inside(parameter.grad, flat.grad_LP)
 
 
 # --- stacks ------------------------------------------------------------------------------------------------------
@@ -362,6 +234,25 @@ def test_reorder_needs_every_parameter_once(order: list[int]) -> None:
         flatten(nn.Linear(3, 2)).reorder(order)
 
 
+def test_moving_to_another_row() -> None:
+    """Parameters are views of it, nothing is copied, and the way back is as short."""
+    model = network()
+    flat = flatten(model)
+    first, other = flat.param_LP, flat.param_LP.clone() + 1
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    versions = [parameter._version for parameter in flat.parameters]
+    flat.move_to(None)
+    assert flat.param_LP is first
+    flat.move_to(other[0])
+    assert flat.param_LP.data_ptr() == other.data_ptr()
+    assert [parameter.data_ptr() for parameter in flat.parameters] == list(flat.param_pointers)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name] + 1) and parameter.stride() == before[name].stride()
+    flat.move_to(first[0])
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert [parameter._version for parameter in flat.parameters] == versions
+
+
 # --- buckets -----------------------------------------------------------------------------------------------------
 
 
@@ -398,49 +289,3 @@ def test_a_bucket_too_small_for_an_aligned_piece() -> None:
         flatten(nn.Linear(3, 2), bucket_bytes=60)
     with pytest.raises(ValueError, match="16 elements"):
         flatten(nn.Linear(3, 2), first_bucket_bytes=60)
-
-
-def test_gradients_that_stay_where_autograd_left_them() -> None:
-    """Those that a kernel can read there: dense, in the order of the weights, large enough, of one learner."""
-    model = network()
-    flat = flatten(model)
-    given = fill_gradients(model)
-    model[2].weight.grad = given["2.weight"].t().contiguous().t()  # of other strides
-    model[2].bias.grad = None
-    own = {flat.names[index]: row for index, row in flat.own_grads(2).items()}
-    strided = {
-        name for name, parameter in model.named_parameters() if parameter.numel() >= 2 and parameter.grad is not None
-    }
-    assert set(own) == strided - {"2.weight"}
-    for index, row in flat.own_grads(2).items():
-        whole = torch.full_like(flat.grad_LP, -1.0)
-        segment = flat.segments[index]
-        whole[:, segment.offset : segment.offset + segment.numel] = row
-        assert torch.equal(flat.views_of(whole)[index], given[flat.names[index]]), flat.names[index]
-        assert row.data_ptr() == flat.parameters[index].grad.data_ptr()
-    flat.grad_LP.fill_(99.0)
-    left = [index for index, name in enumerate(flat.names) if name in own]
-    flat.gather_grads(left=left)
-    for index, view in enumerate(flat.grad_views):
-        assert view.eq(99.0).all() == (index in left)
-    flat.gather_grads()
-    assert not flat.own_grads(0)
-
-
-def test_moving_to_another_row() -> None:
-    """Parameters are views of it, nothing is copied, and the way back is as short."""
-    model = network()
-    flat = flatten(model)
-    first, other = flat.param_LP, flat.param_LP.clone() + 1
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    versions = [parameter._version for parameter in flat.parameters]
-    flat.move_to(None)
-    assert flat.param_LP is first
-    flat.move_to(other[0])
-    assert flat.param_LP.data_ptr() == other.data_ptr()
-    assert [parameter.data_ptr() for parameter in flat.parameters] == list(flat.param_pointers)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name] + 1) and parameter.stride() == before[name].stride()
-    flat.move_to(first[0])
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    assert [parameter._version for parameter in flat.parameters] == versions

@@ -87,9 +87,9 @@ def test_a_slow_rank_is_waited_for(outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.is_slow, 3) == [(0, "[1.0]\n")] * 3
 
 
-def test_a_slow_reader_reads_what_it_was_given(outcome: Callable[..., Outcome]) -> None:
-    for trial in (trials.reads_slowly, trials.lends_to_a_slow_reader):
-        assert outcome(trial, 2)[1] == (0, f"{[[float(step)] for step in range(6)]}\n")
+@pytest.mark.parametrize("call", ["exchange", "lend"])
+def test_a_slow_reader_reads_what_it_was_given(call: str, outcome: Callable[..., Outcome]) -> None:
+    assert outcome(trials.reads_slowly, 2, call)[1] == (0, f"{[[float(step)] for step in range(6)]}\n")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
