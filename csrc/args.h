@@ -173,9 +173,7 @@ struct MixArgs {
     double* partials;  // scratch [num_blocks, num_peers]: one row a block
     double* sums;      // [num_peers]: squared distance of the weights (before mixing) to each peer
     Noise noise{};
-    void* out = nullptr;  // like weights: takes the result, and weights stay as they are; null: they take it
-
-    void* destination() const { return out != nullptr ? out : weights; }
+    const void* source = nullptr;  // weights before the mix, which are not changed; null: they are in `weights`
 };
 
 // MixArgs followed by one SGD step on the mixed weights.

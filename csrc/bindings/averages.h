@@ -48,9 +48,10 @@ struct MixCall {
             noise};
         if (out.has_value()) {
             check_like(weights, *out, "weights", "out");
-            args.out = out->mutable_data_ptr();
+            args.source = args.weights;
+            args.weights = out->mutable_data_ptr();
             STD_TORCH_CHECK(
-                std::find(peers.begin(), peers.end(), args.out) == peers.end() || weights.numel() == 0,
+                std::find(peers.begin(), peers.end(), args.weights) == peers.end() || weights.numel() == 0,
                 "ddpcore: out must not be a peer");
         }
     }

@@ -70,8 +70,7 @@ void lamb_step_(
 template <typename Backend>
 Tensor mix_(
     const Tensor& weights, const Tensors& peers, double self_weight, const std::vector<double>& peer_weights,
-    double noise_std, int64_t noise_seed, int64_t noise_step, int64_t noise_first,
-    const std::optional<Tensor>& out) {
+    double noise_std, int64_t noise_seed, int64_t noise_step, int64_t noise_first, const std::optional<Tensor>& out) {
     const Noise noise = noise_of(noise_std, noise_seed, noise_step, noise_first);
     const MixCall call(weights, peers, self_weight, peer_weights, noise, out);
     Backend::run(weights, call);
@@ -91,8 +90,7 @@ Tensor mix_sgd_step_(
     const Tensor& weights, const Tensors& peers, double self_weight, const std::vector<double>& peer_weights,
     const Tensor& grad, const std::optional<Tensor>& momentum_buffer, const std::optional<Tensor>& step, double lr,
     double momentum, double dampening, double weight_decay, bool nesterov, bool decoupled, bool maximize,
-    double noise_std, int64_t noise_seed, int64_t noise_step, int64_t noise_first,
-    const std::optional<Tensor>& out) {
+    double noise_std, int64_t noise_seed, int64_t noise_step, int64_t noise_first, const std::optional<Tensor>& out) {
     const Noise noise = noise_of(noise_std, noise_seed, noise_step, noise_first);
     const MixCall call(weights, peers, self_weight, peer_weights, noise, out);
     const MixSgdArgs args = mix_sgd_args(

@@ -1,4 +1,4 @@
-// mix_: weights, or out <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise; 12 bytes an element with one peer
+// mix_: weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise; 12 bytes an element with one peer
 // in fp32. mix_stacked_: the same for a stack of learners held in one process.
 #include "mix.h"
 
@@ -12,18 +12,17 @@ namespace ddpcore::cpu {
 DDPCORE_CLONES void mix_(const MixArgs& args, int64_t begin_block, int64_t end_block) {
     with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
-        T* out = static_cast<T*>(args.destination());
+        T* weights = static_cast<T*>(args.weights);
         if (args.num_peers == 1 && args.noise.std == 0.0f) {
-            mix_one_peer<T>(args, begin_block, end_block, [=](int64_t first) __attribute__((always_inline)) {
-                T* here = out + first;
-                return [=](int64_t i, float mixed) __attribute__((always_inline)) { here[i] = store<T>(mixed); };
+            mix_one_peer<T>(args, begin_block, end_block, [=](int64_t, T* out) __attribute__((always_inline)) {
+                return [=](int64_t i, float mixed) __attribute__((always_inline)) { out[i] = store<T>(mixed); };
             });
             return;
         }
         mix_tiles<T>(
             args, begin_block, end_block,
             [=](int64_t first, int64_t numel, const float* mixed) __attribute__((always_inline)) {
-                for (int64_t i = 0; i < numel; ++i) out[first + i] = store<T>(mixed[i]);
+                for (int64_t i = 0; i < numel; ++i) weights[first + i] = store<T>(mixed[i]);
             });
     });
 }

@@ -11,23 +11,47 @@ namespace ddpcore::cpu {
 
 inline constexpr int64_t kTile = 256;  // elements of unfinished mix, in L1 while there are several peers
 
+// Weights that come from elsewhere are brought into their place before the loops below, which know one place only. In
+// vectors: memcpy moves what is large past the cache that these loops read next.
+template <typename T>
+DDPCORE_INLINE void bring(const MixArgs& args, int64_t first, int64_t numel) {
+    if (args.source == nullptr || args.source == args.weights) return;
+    T* to = static_cast<T*>(args.weights) + first;
+    const T* from = static_cast<const T*>(args.source) + first;
+    int64_t i = 0;
+    for (; i + kLanes <= numel; i += kLanes) {
+        DDPCORE_IVDEP
+        for (int lane = 0; lane < kLanes; ++lane) to[i + lane] = from[i + lane];
+        asm volatile("" ::: "memory");  // or the compiler sees a memcpy
+    }
+    for (; i < numel; ++i) to[i] = from[i];
+}
+
 // One peer and no noise, the common case, in a single loop: all buffers are read side by side and written where they
-// stand, which the memory serves better than one after the other. use_at(first) gives the function that takes (i, mixed
-// element first + i).
+// stand, which the memory serves better than one after the other. use_at(first, weights) gives the function that takes
+// (i, mixed element first + i) and may write weights[i]: that pointer, for then the compiler sees that nothing
+// overlaps.
 template <typename T, typename UseAt>
 DDPCORE_INLINE void mix_one_peer(const MixArgs& args, int64_t begin_block, int64_t end_block, UseAt&& use_at) {
     const float self_weight = args.self_weight, peer_weight = args.peer_weights[0];
+    T* const base = static_cast<T*>(args.weights);
+    const T* const peers = static_cast<const T*>(args.peers[0]);
+    const int64_t step = args.source == nullptr ? kBlock : kTile;
     for (int64_t block = begin_block; block < end_block; ++block) {
-        const int64_t first = block * kBlock;
-        const T* weights = static_cast<const T*>(args.weights) + first;
-        const T* peer = static_cast<const T*>(args.peers[0]) + first;
-        const auto use = use_at(first);
+        const int64_t end = std::min((block + 1) * kBlock, args.numel);
         double lanes[kLanes] = {};
-        add_squares(lanes, std::min(kBlock, args.numel - first), [=](int64_t i) __attribute__((always_inline)) {
-            const float own = load(weights[i]), theirs = load(peer[i]);
-            use(i, mix_element(self_weight * own, peer_weight, theirs));
-            return own - theirs;
-        });
+        for (int64_t first = block * kBlock; first < end; first += step) {
+            const int64_t numel = std::min(step, end - first);
+            T* weights = base + first;
+            const T* peer = peers + first;
+            bring<T>(args, first, numel);
+            const auto use = use_at(first, weights);
+            add_squares(lanes, numel, [=](int64_t i) __attribute__((always_inline)) {
+                const float own = load(weights[i]), theirs = load(peer[i]);
+                use(i, mix_element(self_weight * own, peer_weight, theirs));
+                return own - theirs;
+            });
+        }
         args.partials[block] = sum_lanes(lanes);
     }
 }
@@ -72,6 +96,7 @@ DDPCORE_INLINE void mix_tiles(const MixArgs& args, int64_t begin_block, int64_t 
         std::fill(lanes.begin(), lanes.end(), 0.0);
         for (int64_t first = block * kBlock; first < end; first += kTile) {
             const int64_t numel = std::min(kTile, end - first);
+            bring<T>(args, first, numel);
             mix_tile<T>(args, first, numel, mixed, lanes.data());
             if (args.noise.std != 0.0f) add_noise(args.noise, first, numel, mixed);
             use(first, numel, mixed);

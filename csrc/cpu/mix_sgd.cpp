@@ -17,8 +17,8 @@ struct Place {
     T* momentum;
     SgdScales scales;
 
-    DDPCORE_INLINE Place(const MixSgdArgs& args, const SgdScales& scales, int64_t first)
-        : param(static_cast<T*>(args.mix.destination()) + first),
+    DDPCORE_INLINE Place(const MixSgdArgs& args, const SgdScales& scales, int64_t first, T* param)
+        : param(param),
           grad(static_cast<const T*>(args.grad) + first),
           momentum(args.momentum ? static_cast<T*>(args.momentum) + first : nullptr),
           scales(scales) {}
@@ -39,18 +39,19 @@ DDPCORE_CLONES void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, i
         using T = std::remove_pointer_t<decltype(tag)>;
         if (args.mix.num_peers == 1 && args.mix.noise.std == 0.0f) {
             with_sgd_flags(flags, [&]<int constant>() __attribute__((always_inline)) {
-                mix_one_peer<T>(args.mix, begin_block, end_block, [&](int64_t first) __attribute__((always_inline)) {
-                    const Place<T> place(args, scales, first);
-                    return [=](int64_t i, float mixed)
-                               __attribute__((always_inline)) { place.template step<constant>(i, mixed); };
-                });
+                mix_one_peer<T>(
+                    args.mix, begin_block, end_block, [&](int64_t first, T* weights) __attribute__((always_inline)) {
+                        const Place<T> place(args, scales, first, weights);
+                        return [=](int64_t i, float mixed)
+                                   __attribute__((always_inline)) { place.template step<constant>(i, mixed); };
+                    });
             });
             return;
         }
         mix_tiles<T>(
             args.mix, begin_block, end_block,
             [&](int64_t first, int64_t numel, const float* mixed) __attribute__((always_inline)) {
-                const Place<T> place(args, scales, first);
+                const Place<T> place(args, scales, first, static_cast<T*>(args.mix.weights) + first);
                 with_sgd_flags(flags, [&]<int constant>() __attribute__((always_inline)) {
                     DDPCORE_IVDEP
                     for (int64_t i = 0; i < numel; ++i) place.template step<constant>(i, mixed[i]);

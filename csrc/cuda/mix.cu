@@ -13,9 +13,9 @@ template <bool whole, typename T, int capacity>
 __device__ __forceinline__ void mix_block(
     const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {
     Share<T> weights;
-    read<whole>(weights, static_cast<const T*>(table.weights) + place.first, place.numel);
+    read<whole>(weights, static_cast<const T*>(table.source) + place.first, place.numel);
     mix_share<whole>(weights, table, place, block_sum);
-    write<whole>(weights, static_cast<T*>(table.out) + place.first, place.numel);
+    write<whole>(weights, static_cast<T*>(table.weights) + place.first, place.numel);
 }
 
 template <typename T, int capacity>

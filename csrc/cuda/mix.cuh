@@ -11,14 +11,14 @@ inline constexpr int kManyPeers = static_cast<int>(kMaxPeers);  // 12 KiB of ker
 
 template <int capacity>
 struct MixTable {
-    const void* weights;
-    void* out;
+    void* weights;
+    const void* source;  // where they are read
     double* partials;
     int64_t numel;
     int64_t num_blocks;
     int32_t num_peers;
     float self_weight;
-    bool aligned;  // weights, out, all peers and, in mix_sgd_step_, the gradient and momentum
+    bool aligned;  // weights, source, all peers and, in mix_sgd_step_, the gradient and momentum
     const void* peers[capacity];
     float peer_weights[capacity];
     Noise noise;
@@ -98,7 +98,7 @@ template <int capacity>
 MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
     MixTable<capacity> table;
     table.weights = args.weights;
-    table.out = args.destination();
+    table.source = args.source != nullptr ? args.source : args.weights;
     table.partials = args.partials;
     table.numel = args.numel;
     table.num_blocks = num_blocks_of(args.numel);
@@ -107,9 +107,8 @@ MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
     table.noise = args.noise;
     std::copy(args.peers, args.peers + args.num_peers, table.peers);
     std::copy(args.peer_weights, args.peer_weights + args.num_peers, table.peer_weights);
-    table.aligned =
-        aligned && is_aligned(args.weights) && is_aligned(table.out) &&
-        std::all_of(args.peers, args.peers + args.num_peers, is_aligned);
+    table.aligned = aligned && is_aligned(args.weights) && is_aligned(table.source) &&
+                    std::all_of(args.peers, args.peers + args.num_peers, is_aligned);
     return table;
 }
 

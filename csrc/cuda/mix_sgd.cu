@@ -19,17 +19,17 @@ struct SgdTensors {
 template <bool whole, typename T>
 __device__ __forceinline__ void mix_sgd_block(
     const MixTable<kFewPeers>& table, const SgdTensors& sgd, const Place& place, BlockSum<kThreads>& block_sum) {
-    const T* weight = static_cast<const T*>(table.weights) + place.first;
+    T* weight = static_cast<T*>(table.weights) + place.first;
     const int flags = sgd_flags(sgd.rule, sgd.group);
     T* momentum = (flags & kMomentum) ? static_cast<T*>(sgd.momentum) + place.first : nullptr;
     Weights<T, false> weights;
     Share<T> grads, momenta;
-    read<whole>(weights.values, weight, place.numel);
+    read<whole>(weights.values, static_cast<const T*>(table.source) + place.first, place.numel);
     read<whole>(grads, static_cast<const T*>(sgd.grad) + place.first, place.numel);
     if (flags & kMomentum) read<whole>(momenta, static_cast<const T*>(momentum), place.numel);
     mix_share<whole>(weights.values, table, place, block_sum);
     sgd_share(weights, grads, momenta, sgd_scales(sgd.rule, sgd.group, sgd.grad_factor), flags);
-    write<whole>(weights.values, static_cast<T*>(table.out) + place.first, place.numel);
+    write<whole>(weights.values, weight, place.numel);
     if (flags & kMomentum) write<whole>(momenta, momentum, place.numel);
 }
 
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 cudaError_t mix_then_step(const MixSgdArgs& args, cudaStream_t stream) {
     cudaError_t error = mix_(args.mix, stream);
     if (error != cudaSuccess) return error;
-    const SgdSegment segment{args.mix.destination(), args.grad, args.momentum, nullptr, args.mix.numel, 0, 0};
+    const SgdSegment segment{args.mix.weights, args.grad, args.momentum, nullptr, args.mix.numel, 0, 0};
     const GradScaling scaling{nullptr, nullptr, nullptr, 0.0f, args.maximize};
     const int64_t num_blocks = num_blocks_of(args.mix.numel);
     error = sgd_step_(

@@ -36,7 +36,7 @@ struct MixProblem {
             .partials = partials.data(),
             .sums = nullptr,
             .noise = noise,
-            .out = out ? out->data() : nullptr};
+            .source = source};
     }
 
     int64_t num_blocks() const { return num_blocks_of(weights.numel()); }
@@ -47,7 +47,7 @@ struct MixProblem {
     std::vector<float> peer_weights;
     std::vector<double> partials;
     Noise noise{};
-    std::unique_ptr<Buffer<T>> out;  // null: the weights take the result
+    const void* source = nullptr;  // of the weights before the mix, where that is not their own place
 };
 
 // Of a step and an index beyond 32 bits; the remainder of `first` says where in its four the first number stands.

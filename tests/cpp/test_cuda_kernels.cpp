@@ -74,7 +74,7 @@ TYPED_TEST(CudaTest, Noise) {
 }
 
 // With few peers, and with more than mix_sgd_step_ takes in one pass; aligned and not.
-TYPED_TEST(CudaTest, TheResultMayGoElsewhere) {
+TYPED_TEST(CudaTest, WeightsMayComeFromElsewhere) {
     const SgdRule rule{0.9f, 1.0f, true, false};
     for (const int64_t numel : kDeviceSizes) {
         for (const int64_t num_peers : {0, 1, 9}) {
@@ -86,7 +86,8 @@ TYPED_TEST(CudaTest, TheResultMayGoElsewhere) {
                 DeviceMix<TypeParam> mix(host.mix, 0);
                 const DeviceBuffer<TypeParam> grad(host.grad, 0), momentum(host.momentum, 0);
                 const DeviceBuffer<TypeParam> out(host.grad, offset);
-                mix.args.out = out.data();
+                mix.args.source = mix.args.weights;
+                mix.args.weights = out.data();
                 ASSERT_CUDA(cuda::mix_(mix.args, nullptr));
                 cpu::mix_(host.mix.args(), 0, host.mix.num_blocks());
                 ASSERT_TRUE(out.same_bits(host.mix.weights));
