@@ -94,18 +94,13 @@ class Distributed:
         ``sqrt(1/n sum_j |w_j - w_a|^2)``, Kong et al. 2021; w_a as in :meth:`evaluation_model`. Every rank must call
         this.
         """
-        weights_LP = self._weights_LP()
-        apart_LP = self._average_of(weights_LP).sub_(weights_LP)  # exact where the two are close: no wider copies
-        distances = torch.linalg.vector_norm(apart_LP, dim=1, dtype=torch.float64).square()
-        return float(self.comm.gather(distances).mean().sqrt())
+        return float(self.comm.gather(self._squared_distances()).mean().sqrt())
 
-    def _average_of(self, weights_LP: Tensor) -> Tensor:
-        average_LP = weights_LP.clone()
-        self.comm.average_(average_LP).wait()
-        return average_LP
-
-    def _weights_LP(self) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])[None]
+    def _squared_distances(self) -> Tensor:
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
+        apart_LP = weights.clone()[None]
+        self.comm.average_(apart_LP).wait()
+        return torch.linalg.vector_norm(apart_LP.sub_(weights), dim=1, dtype=torch.float64).square()
 
 
 class Engine(Distributed):
@@ -208,13 +203,9 @@ class Engine(Distributed):
     def _made_by(self) -> str:
         return f"{self.strategy!r} of {self.comm.num_learners} learners"
 
-    def _average_of(self, weights_LP: Tensor) -> Tensor:
-        return self.learner.average_of(weights_LP)
-
-    def _weights_LP(self) -> Tensor:
+    def _squared_distances(self) -> Tensor:
         self.strategy.settle(self.learner)
-        flat = self.learner.flat  # without the padding, which is nobody's weight and may hold noise
-        return torch.cat([view.reshape(len(flat.param_LP), -1) for view in flat.param_views], dim=1)
+        return self.learner.squared_distances()
 
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.averages_at(self.learner.step):
