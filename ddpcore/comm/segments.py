@@ -262,20 +262,16 @@ class SegmentCommunicator(Communicator):
             for reader in snapshot.readers:
                 self._memory.follow(reader)
         else:
-            first, *more = self._new_snapshots(like, 1 if known else 2)
-            known += [first, *more]
-            snapshot = first
+            new = [self._new_snapshot(like) for _ in range(1 if known else 2)]
+            known += new
+            snapshot = new[0]
         snapshot.used = None
         return snapshot
 
-    def _new_snapshots(self, like: Tensor, num: int) -> list[_Snapshot]:
-        num_bytes = like.numel() * like.element_size()
-        own, views = self._allocate(num * num_bytes)
-        areas = [own if view is None else view for view in views]
-        return [
-            _Snapshot([area[i * num_bytes : (i + 1) * num_bytes].view(like.dtype) for area in areas], used=-1)
-            for i in range(num)
-        ]
+    def _new_snapshot(self, like: Tensor) -> _Snapshot:
+        """In a storage of its own: whoever saves a parameter saves all that its storage holds."""
+        own, views = self._allocate(like.numel() * like.element_size())
+        return _Snapshot([(own if view is None else view)[: like.nbytes].view(like.dtype) for view in views], used=-1)
 
     def _find(self, rows: Tensor) -> tuple[str, list[Tensor]] | None:
         """Where in a shared buffer a row lies, and the same columns of all ranks; None where in none."""
@@ -352,6 +348,9 @@ class _InPlace(Exchange):
 
 
 class _Lent(_InPlace):
+    def mix_(self) -> Tensor:
+        raise RuntimeError("weights that are lent go on at another place: use mixture()")
+
     def mixture(self) -> Mixture:
         out = self._comm.next_place(self._weights)
         return replace(super().mixture(), out=out)

@@ -50,7 +50,8 @@ class MixingOptimizer(FusedOptimizer):
         own = flat.own_grads(LARGE)
         flat.gather_grads(left=own)
         others = [group for group in self.param_groups if not self._is_column(group)]
-        if others and mixture is not None:
+        num_params = sum(len(group["params"]) for group in self.param_groups)
+        if mixture is not None and (others or num_params < len(flat.parameters)):  # a group was taken out: frozen
             flat.mix_(mixture)
             mixture = None
         for group in self.param_groups:

@@ -80,7 +80,7 @@ def test_a_rank_that_is_gone_is_named(
 
 def test_a_rank_that_does_not_come_is_named(outcome: Callable[..., Outcome]) -> None:
     for _, output in [outcome(trials.stays_away, 3)[rank] for rank in (0, 2)]:
-        assert "rank 1 did not arrive within 1 s at operation 3, the exchange of 5000 float32 at step 1" in output
+        assert "rank 1 did not arrive within 1 s at operation 4, the exchange of 5000 float32 at step 1" in output
 
 
 def test_a_slow_rank_is_waited_for(outcome: Callable[..., Outcome]) -> None:
@@ -101,13 +101,17 @@ def test_a_gradient_that_one_rank_misses(outcome: Callable[..., Outcome]) -> Non
     assert outcome(trials.misses_a_gradient, 3) == [(0, "shm True\npg True\npg True\nTrue\n")] * 3
 
 
+def test_a_group_that_was_taken_out_and_a_saved_model(outcome: Callable[..., Outcome]) -> None:
+    assert outcome(trials.freezes_and_saves, 2) == [(0, "True\n")] * 2
+
+
 def test_other_calls_are_named(outcome: Callable[..., Outcome]) -> None:
     for rank, (_, output) in enumerate(outcome(trials.averages_another_size, 3)):
         other = 0 if rank == 1 else 1
         assert f"rank {other} came to operation 1 with" in output
         assert "of 32 float32" in output and "of 64 float32" in output
     for rank, (_, output) in enumerate(outcome(trials.calls_something_else, 3)):
-        assert f"rank {0 if rank == 1 else 1} came to operation 4 with" in output
+        assert f"rank {0 if rank == 1 else 1} came to operation 5 with" in output
         assert "an average of 5000 float32" in output and "the exchange of 5000 float32 at step 1" in output
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lending_ranks import freezes_and_saves, lends, misses_a_gradient
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore import ops
 from ddpcore.comm import SharedMemoryCommunicator, memory
 from ddpcore.flat import FlatParameters
 from ddpcore.optim import FusedSGD
@@ -140,67 +140,6 @@ def reads_slowly(rank: int, call: str) -> None:
         if mixture.out is not None:
             weights = mixture.out[None]
     print(seen)
-
-
-def lends(rank: int) -> None:
-    """Weights move from place to place with the bits that copies of them have, though rank 1 reads them late."""
-    comm, other = connect(), connect()
-    torch.manual_seed(rank)
-    weights = torch.randn(1, P)
-    copies, places = weights.clone(), set()
-    for step in range(8):
-        exchange = comm.lend(weights, ddpcore.Ring(), step)
-        if step == 3:
-            exchange.abandon()  # for nothing: they are where they were
-            weights += 1
-            copies += 1
-            continue
-        mixture = exchange.mixture()
-        if rank == 1:
-            time.sleep(0.05)
-        assert (weights.data_ptr() in places) == (step > 0)
-        before = weights.clone()
-        ops.mix_(weights[0], mixture.peers, mixture.self_weight, mixture.peer_weights, out=mixture.out)
-        assert torch.equal(weights, before)
-        weights = mixture.out[None]
-        places.add(weights.data_ptr())
-        weights *= 1.5  # nobody reads them until they are lent again
-        other.exchange(copies, ddpcore.Ring(), step).mix_()
-        copies *= 1.5
-        assert torch.equal(weights, copies), step
-    print(len(places))
-
-
-def misses_a_gradient(rank: int) -> None:
-    """Of rank 1 alone one parameter has no gradient, now and then: one pass there becomes two, and all else stays.
-
-    One parameter is so large that its gradient is not copied, in a group of its own.
-    """
-
-    def weights_after(transport: str, build: Callable[..., torch.optim.Optimizer]) -> list[Tensor]:
-        torch.manual_seed(rank)
-        model = nn.Sequential(nn.Linear(50, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3))
-        small = [parameter for parameter in model.parameters() if parameter is not model[2].weight]
-        groups = [{"params": small}, {"params": [model[2].weight], "weight_decay": 0.1}]
-        optimizer = build(groups, lr=0.01, momentum=0.9)
-        ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), transport=transport)
-        for step in range(6):
-            optimizer.zero_grad()
-            model(torch.randn(8, 50)).square().sum().backward()
-            if rank == 1 and step % 2:
-                model[2].bias.grad = None
-            optimizer.step()
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-    results = {
-        (transport, build.__module__): weights_after(transport, build)
-        for transport in ("shm", "pg")
-        for build in (FusedSGD, torch.optim.SGD)
-    }
-    first, *others = results.values()
-    for (transport, _), other in zip(list(results)[1:], others, strict=True):
-        print(transport, all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(first, other, strict=True)))
-    print(all(map(torch.equal, first, results["pg", FusedSGD.__module__])))
 
 
 def averages_another_size(rank: int) -> None:
@@ -326,6 +265,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     *((reads_slowly, 2, call) for call in ("exchange", "lend")),
     *((lends, world_size) for world_size in (2, 3, 4)),
     (misses_a_gradient, 3),
+    (freezes_and_saves, 2),
     (averages_another_size, 3),
     (calls_something_else, 3),
     (is_refused, 2),
