@@ -140,7 +140,7 @@ class Engine(Distributed):
             torch.autograd.graph.increment_version(learner.flat.parameters)
 
         self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(model, learner, strategy))
+        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(model, learner, strategy, self.observers))
         learner.optimizer.register_step_pre_hook(before_step)
         learner.optimizer.register_step_post_hook(after_step)
 
@@ -294,14 +294,16 @@ class Engine(Distributed):
 
 
 class _ForwardHook:
-    """Tells the strategy of a forward pass that trains. A copy of the model, or a saved one, has nothing to tell."""
+    """Tells strategy and observers of a forward pass that trains. A copy or a saved model tells nobody."""
 
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy) -> None:
-        self._model, self._learner, self._strategy = model, learner, strategy
+    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, observers: list[Observer]) -> None:
+        self._model, self._learner, self._strategy, self._observers = model, learner, strategy, observers
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled() and not self._learner.is_watched:  # also in eval mode: batch norm may be frozen
+            for observer in self._observers:
+                observer.before_forward(self._learner)
             self._strategy.before_forward(self._learner)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:

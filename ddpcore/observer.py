@@ -13,6 +13,9 @@ class Observer:
     ``bucket_ready`` and ``gradients_averaged`` are called only in steps in which gradients are averaged.
     """
 
+    def before_forward(self, learner: Learner) -> None:
+        """Before a forward pass that trains."""
+
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """During backward: columns ``[L, n]`` of ``grad_LP`` hold the learners' own gradients, not yet averaged."""
 

@@ -29,7 +29,8 @@ def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
     int64 [N]. All of it is read into memory. Without num_classes the classes are counted: the largest label and one.
 
     ValueError, one line that names the file or folder, if there is none, one cannot be read, an array is missing, is of
-    another type or shape, holds a number that is not finite or a negative label, or labels do not fit num_classes.
+    another type or shape, holds a number that is not finite or a negative label, or labels do not fit num_classes, or
+    the number of samples.
     """
     root = Path(data_dir)
     train = _split(root / "train")
@@ -39,6 +40,9 @@ def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
     if shapes[0] != shapes[-1]:
         raise ValueError(f"{root}: train has samples of {list(shapes[0])}, test of {list(shapes[1])}, make them alike")
     found = 1 + max(int(split.labels.max()) for split in splits)
+    total = sum(len(split.labels) for split in splits)
+    if num_classes is None and found > total:
+        raise ValueError(f"{root}: there is a label {found - 1} for {total} samples, number classes from 0")
     if num_classes is not None and found > num_classes:
         raise ValueError(f"{root}: there is a label {found - 1} for {num_classes} classes, raise num_classes")
     return Dataset("features", train, test, max(2, found) if num_classes is None else num_classes, shapes[0])
@@ -81,7 +85,7 @@ def _checked(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, 
     for name, dtype, axes in (("inputs", np.float32, "[N, frames, features]"), ("labels", np.int64, "[N]")):
         if name not in arrays:
             raise ValueError(f"{path}: holds no array '{name}', save inputs and labels")
-        array = arrays[name]
+        array = np.asarray(arrays[name])  # an empty data set of HDF5 is none
         if array.dtype != dtype or array.ndim != axes.count(",") + 1:
             raise ValueError(
                 f"{path}: {name} are {array.dtype} {list(array.shape)}, they must be {np.dtype(dtype)} {axes}"

@@ -3,23 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddpcore.diagnostics.passes import noise_sums
+from ddpcore.diagnostics.journal import Journal, Measured
+from ddpcore.diagnostics.passes import noise_sums, unscale_squared
+from ddpcore.diagnostics.series import MEASURED
+
+APART = (
+    "backward passes of this step reached different parameters, and are no batches each: one pass a batch, and "
+    "use_reentrant=False where it is checkpointed"
+)
+
+
+class PassStatistics:
+    """``NoiseStatistics`` of one device: in measured steps the backward passes are what learners are otherwise."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        optimizer: torch.optim.Optimizer,
+        journal: Journal,
+        every: int,
+        scaler: torch.amp.GradScaler | None,
+        loss_divisor: float,
+    ) -> None:
+        self._journal, self._every, self._scaler, self._divisor = journal, every, scaler, loss_divisor
+        self._step = 0
+        self._passes = MicroBatches(parameters, lambda: (self._step + 1) % every == 0)
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._passes.remove()
+        self._hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps so far."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self._step = state["step"]
+        self._passes.begin_step()
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        self._step += 1
+        if self._step % self._every == 0:
+            begin = self._journal.begin()
+            result = Measured(self._step, self._passes.num_passes, MEASURED)
+            result.reason = APART if self._passes.apart else ""
+            if self._passes.num_passes > 1:
+                own, mean = self._passes.sums()
+                unscale = unscale_squared(self._scaler, own) * self._divisor**2
+                result.own_TS, result.mean_TS = (own * unscale)[None], (mean * unscale)[None]
+            self._journal.end(result, begin)
+        self._passes.begin_step()
 
 
 class MicroBatches:
     """Squared norms of the gradients of several backward passes, and of their mean.
 
     Gradients accumulate in ``.grad``: the last pass's is the difference to the one before. The copy that this takes is
-    made only where ``wanted()`` says so. Gradients must be zero, or None, before the first pass of a step.
+    made only where ``wanted()`` says so. Where something else than a backward pass has written a gradient in between
+    (``zero_grad()`` before another attempt), the passes before it are forgotten. Gradients must be zero, or None,
+    before the first pass of a step.
 
     Args:
         parameters: all of one dtype and device.
         wanted: whether this step is measured.
+
+    Attributes:
+        num_passes: of this step so far.
+        apart: whether two of them reached no parameter in common, so that they are not passes of one whole each.
     """
 
     def __init__(self, parameters: Sequence[Parameter], wanted: Callable[[], bool]) -> None:
@@ -34,6 +94,11 @@ class MicroBatches:
     def begin_step(self) -> None:
         """Forget the passes so far."""
         self.num_passes = 0
+        self.apart = False
+        self._reached: set[int] = set()  # by this pass, and by the one before
+        self._reached_before: set[int] = set()
+        self._versions: dict[int, int] = {}  # of gradients, as each one's last pass left it
+        self._was_written = False
         self._before: Tensor | None = None
         self._squares: Tensor | None = None
 
@@ -52,13 +117,27 @@ class MicroBatches:
     def _hook(self, parameter: Tensor) -> None:
         if not self._wanted():
             return
+        assert parameter.grad is not None
+        key, version = id(parameter), parameter.grad._version
+        if (
+            not parameter.grad._is_view()
+        ):  # views count together; else a pass counts one, and a new tensor begins at none
+            self._was_written |= key in self._versions and version != self._versions[key] + 1
+        self._versions[key] = version
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._reached.add(key)
 
     @torch.no_grad()
     def _end(self) -> None:
+        if self._was_written:
+            reached, versions = self._reached, self._versions
+            self.begin_step()
+            self._reached, self._versions = reached, versions
+        self.apart |= self.num_passes > 0 and self._reached.isdisjoint(self._reached_before)
+        self._reached, self._reached_before = set(), self._reached
         parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters]
         row = torch.cat(parts)
         squares = noise_sums([row], self.bounds, self._before)[:, 0, 0]

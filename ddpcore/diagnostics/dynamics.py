@@ -6,12 +6,16 @@ g the gradient of the full loss at w_a this is ``a_e g`` and a rest that stands 
 
     a_e = a g_a.g / |g|^2            D = a^2 |g_a|^2 - a_e^2 |g|^2
 
-k_j is learner j's gradient of the same mini-batch at w_a, and k their mean. ``D_S = a^2 |k|^2 - (a k.g / |g|)^2`` is
-the noise that synchronous SGD would have had, and ``D2 = a^2 |1/n sum_j (g_j - k_j)|^2`` what the landscape adds. Over
-many mini-batches the two make up D; in one step a mixed term is left, of any sign. To second order (equation 4)
-``D2 = a^2 tr(H C H)``, with H the Hessian of the full loss at w_a and ``C = n^-2 sum_j (w_j - w_a)(w_j - w_a)^T``,
-provided that the mini-batches' Hessians are so different that mixed terms of two learners vanish: where all are H, D2
-is zero.
+k_j is learner j's gradient of the same mini-batch at w_a, k their mean, and ``d = g_a - k`` what the learners' distance
+adds. ``D_S = a^2 |k|^2 - (a k.g / |g|)^2`` is the noise that synchronous SGD would have had, and ``D2 = a^2 |d|^2``
+the landscape-dependent noise. A part of d lies along g, and is what lowers a_e; the rest, ``D2 - (a d.g / |g|)^2``,
+stands upright on g as D does. Over many mini-batches it and D_S make up D; in one step a mixed term is left.
+
+With H_j the Hessian of learner j's mini-batch, of mean H, and ``x_j = w_j - w_a``, d is ``1/n sum_j (H_j - H) x_j`` to
+first order, since the x_j add up to zero. Mini-batches that are drawn independently have
+``E D2 = a^2 / n^2 sum_j E |(H_j - H) x_j|^2``. Equation 4 has ``a^2 tr(H C H) = a^2 / n^2 sum_j |H x_j|^2``, with
+``C = n^-2 sum_j x_j x_j^T``: the same where a mini-batch's Hessian scatters by its own size, ``E (H_j - H)^2 = H^2``.
+It is too large where all H_j are alike, and too small where they scatter by more.
 
 Shapes: L learners held by this process, n in all, P elements of a learner's row, K directions.
 """
@@ -40,6 +44,7 @@ class Dynamics:
         noise: D.
         ssgd_noise: D_S.
         landscape_noise: D2.
+        landscape_upright: what of D2 stands upright on g; the rest lies along it.
         hessian_noise: a^2 tr(H C H); None unless it was asked for.
         grad_squared: ``|g|^2``.
         mean_grad_squared: ``|g_a|^2``.
@@ -52,6 +57,7 @@ class Dynamics:
     noise: float
     ssgd_noise: float
     landscape_noise: float
+    landscape_upright: float
     hessian_noise: float | None
     grad_squared: float
     mean_grad_squared: float
@@ -85,13 +91,15 @@ def dynamics(
     (aa, ak, ag), (_, kk, kg), (_, _, gg) = products.tolist()
     square = lr * lr
     effective = lr * ag / gg if gg > 0 else float("nan")
+    apart = max(0.0, aa - 2 * ak + kk)
     return Dynamics(
         lr=lr,
         full_loss=full_loss,
         effective_lr=effective,
         noise=square * aa - effective * effective * gg,
         ssgd_noise=square * (kk - kg * kg / gg) if gg > 0 else float("nan"),
-        landscape_noise=square * max(0.0, aa - 2 * ak + kk),
+        landscape_noise=square * apart,
+        landscape_upright=square * max(0.0, apart - (ag - kg) ** 2 / gg) if gg > 0 else float("nan"),
         hessian_noise=None if hessian_squares is None else square * hessian_squares / num_learners,
         grad_squared=gg,
         mean_grad_squared=aa,

@@ -10,6 +10,10 @@ has no mean. With B come the gain of AdaScale, ``r = n (B + b) / (B + n b)`` (Jo
 a step with n learners is worth more than one with one, and Pollux's statistical efficiency r / n (Qiao et al. 2021,
 equation 7).
 
+Batches of an epoch's permutation share no sample, which sets them a little apart: the mean of two batches' inner
+product is ``|G|^2 - tr S / N``, N the samples of the set and S their covariance with divisor N - 1. So ``tr S / N`` is
+added where N is given; without it B would come out as ``B / (1 - B / N)``.
+
 Shapes: T steps, S segments.
 """
 
@@ -65,7 +69,9 @@ def gain_of(noise_scale: float, num_learners: int, batch_size: int) -> float:
     return num_learners * (noise_scale + batch_size) / (noise_scale + num_learners * batch_size)
 
 
-def noise_scale(own_T: Array, mean_T: Array, *, num_learners: int, batch_size: int) -> NoiseScale:
+def noise_scale(
+    own_T: Array, mean_T: Array, *, num_learners: int, batch_size: int, population: int | None = None
+) -> NoiseScale:
     """The estimate from T steps.
 
     Args:
@@ -73,6 +79,7 @@ def noise_scale(own_T: Array, mean_T: Array, *, num_learners: int, batch_size: i
         mean_T: l of each step: squared norm of the mean gradient.
         num_learners: n.
         batch_size: b.
+        population: N, samples that the batches are drawn from without replacement, as from an epoch's permutation.
 
     Raises:
         ValueError: fewer than two learners, no steps, or numbers that are not finite.
@@ -84,6 +91,8 @@ def noise_scale(own_T: Array, mean_T: Array, *, num_learners: int, batch_size: i
     n = num_learners
     squared_T = (n * mean_T - own_T) / (n - 1)
     trace_T = batch_size * n * (own_T - mean_T) / (n - 1)
+    if population is not None:
+        squared_T = squared_T + trace_T / population
     squared, trace = float(squared_T.mean()), float(trace_T.mean())
     scale = trace / squared if squared > 0 else math.inf
     gain = gain_of(max(scale, 0.0), n, batch_size)

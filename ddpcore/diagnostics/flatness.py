@@ -27,7 +27,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor, nn
 
-from ddpcore.diagnostics.passes import Loss, part_product, parts_of
+from ddpcore.diagnostics.passes import Loss, as_it_was, part_product, parts_of
 
 STRENGTH = 0.1  # s
 NUM_PROBES = 16  # of the trace, and of the noise
@@ -58,7 +58,9 @@ class Flatness:
 
 
 def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
-    """The measures of a model at its weights, which are as they were when this returns, or raises.
+    """The measures of a model, whose weights, buffers and random numbers are as they were when this returns, or raises.
+
+    Where the loss or its curvature is not finite the numbers are NaN.
 
     Costs about 100 Hessian-vector products, each about three passes over the samples of the loss.
 
@@ -71,6 +73,11 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         ValueError: nothing needs a gradient, or the loss is no number with a graph.
     """
     curvature = _Curvature(model, loss)
+    with as_it_was(model, curvature.weights_P.device):
+        return _measures(curvature, seed)
+
+
+def _measures(curvature: _Curvature, seed: int) -> Flatness:
     ones_P, sizes_P = torch.ones_like(curvature.weights_P), curvature.weights_P.abs()
     generator = torch.Generator().manual_seed(seed)
     signs = [_like(torch.randint(2, sizes_P.shape, generator=generator) * 2.0 - 1, sizes_P) for _ in range(NUM_PROBES)]
@@ -135,6 +142,11 @@ def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, sta
     def matvec(vector: np.ndarray) -> np.ndarray:
         return product(_like(torch.from_numpy(vector.reshape(-1)), like_P)).double().cpu().numpy()
 
+    along = matvec(start)
+    if not np.isfinite(along).all():
+        return float("nan")
+    if not along.any():  # ARPACK takes no zero for a beginning: the loss is as good as linear
+        return 0.0
     if num < 3:  # too small for ARPACK
         return float(np.linalg.eigvalsh(np.stack([matvec(row) for row in np.eye(num)])).max())
     operator = LinearOperator((num, num), matvec=matvec, dtype=np.float64)

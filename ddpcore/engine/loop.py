@@ -148,10 +148,10 @@ class Loop:
         model = self.trainer.handle.evaluation_model()
         if self.outputs is None:
             return
+        self.outputs.write_model(safetensors.torch.save({n: t.contiguous() for n, t in model.state_dict().items()}))
         num, flat = self.config.flatness_samples, None
         if num and not progress.diverged:
             flat = flatness_of(model, self.trainer.dataset, num_samples=num, seed=self.config.seed)
-        self.outputs.write_model(safetensors.torch.save({n: t.contiguous() for n, t in model.state_dict().items()}))
         self.outputs.write(
             {
                 "kind": "end",

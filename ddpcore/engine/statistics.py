@@ -5,7 +5,7 @@ Shapes: L learners held by this process, n learners in all, M samples a learner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -45,9 +45,10 @@ def attach(trainer: Trainer, *, every: int, num_samples: int | None, seed: int) 
     size = trainer.batches.batch_size // n
     model = trainer.handle.model
 
-    def parts_of(indices: Tensor) -> Iterator[Tensor]:
-        for part in indices.split(size, dim=1):
-            yield trainer.losses(model, part).sum() * (part.shape[1] / indices.shape[1])
+    def sum_of(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        num = sum(part.shape[1] for part in parts)
+        for part in parts:
+            yield trainer.losses(model, part).sum() * (part.shape[1] / num)
 
     kind = "the training set" if num == total else f"a part of the training set, {indices_LM.shape[1] * n} samples"
     trainer.statistics = NoiseStatistics(
@@ -55,10 +56,13 @@ def attach(trainer: Trainer, *, every: int, num_samples: int | None, seed: int) 
         trainer.optimizer,
         every,
         batch_size=size,
-        loss=lambda: parts_of(trainer.indices()),
-        full_loss=lambda: parts_of(indices_LM),
+        loss=lambda: sum_of(trainer.parts()),
+        full_loss=lambda: sum_of(indices_LM.split(-(-size // trainer.accumulation), dim=1)),
         full_loss_of=kind,
         per_segment=False,
+        full_batch=None if trainer.batches.drop_last else lambda: trainer.indices().shape[1] == size,
+        population=total,
+        max_grad_norm=trainer.max_grad_norm,
     )
 
 

@@ -70,13 +70,13 @@ class Trainer:
         if self.schedule is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.schedule(self.num_steps)
-        indices_LB = self.indices()
         self.optimizer.zero_grad()
-        parts = indices_LB.chunk(self.accumulation, dim=1)
+        parts = self.parts()
+        num = sum(part.shape[1] for part in parts)
         losses = []
         for part in parts:
             with self.handle.no_sync() if part is not parts[-1] else nullcontext():
-                losses.append(self._backward(part, part.shape[1] / indices_LB.shape[1]))
+                losses.append(self._backward(part, part.shape[1] / num))
         if self.max_grad_norm is not None:
             clip_gradients_(self.optimizer, self.max_grad_norm, self.stacked)
         self.optimizer.step()
@@ -86,6 +86,10 @@ class Trainer:
     def indices(self) -> Tensor:
         """Training samples int64 ``[L, B]`` of the step at hand."""
         return self.batches.indices(self.num_steps)[self.learners]
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The same cut into what each backward pass takes."""
+        return self.indices().chunk(self.accumulation, dim=1)
 
     def losses(self, model: Callable[..., Tensor], indices_LB: Tensor) -> Tensor:
         """Mean training loss ``[L]`` of each learner's samples, by the model as it stands."""

@@ -62,7 +62,7 @@ Outcomes = Mapping[str, Mapping[int, Outcome]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``holds``, ``does not hold``, or ``not run`` and why."""
+    """``holds``, ``does not hold``, or ``not run``, and what is to be said of it: why, or of how many seeds."""
 
     word: str
     reason: str = ""
@@ -96,6 +96,11 @@ def judge(predicate: str, outcomes: Outcomes, metric: str) -> Verdict:
         return Verdict(NOT_RUN, str(error))
     except ZeroDivisionError:
         return Verdict(NOT_RUN, "it divides by zero")
+
+
+def rows_of(predicate: str) -> list[str]:
+    """The rows that a predicate names, each once."""
+    return rows_in(_parse(predicate))
 
 
 def rows_in(tree: ast.AST) -> list[str]:

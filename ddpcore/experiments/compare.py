@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddpcore.experiments.claims import Outcome, Verdict, judge
+from ddpcore.experiments.claims import NOT_RUN, Outcome, Verdict, judge, rows_of
 from ddpcore.experiments.folder import FAILED, FINISHED, Folder
 from ddpcore.experiments.results import outcome_of
 
@@ -77,7 +77,10 @@ def _judge(predicate: str, results: Results, metric: str) -> Verdict:
     for (row, seed), result in results.items():
         if result["status"] == FINISHED:
             outcomes.setdefault(row, {})[seed] = outcome_of(dict(result))
-    return judge(predicate, outcomes, metric)
+    verdict = judge(predicate, outcomes, metric)
+    if verdict.word == NOT_RUN:
+        return verdict
+    return Verdict(verdict.word, f"n={min(len(outcomes[row]) for row in rows_of(predicate))}")  # seeds behind it
 
 
 def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str, Any]:

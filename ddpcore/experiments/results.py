@@ -12,6 +12,7 @@ from ddpcore.experiments.claims import Outcome
 SHARE = 0.2  # of a run, that is early or late
 MOST_POINTS = 60  # of a curve
 CURVES = ("effective_lr", "loss", "noise")
+NOISES = ("noise", "landscape_noise", "landscape_upright")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
 METRICS = {
     "train_loss": "mean loss of the last epoch's training steps",
@@ -33,13 +34,15 @@ METRICS = {
     "parameters_mb": "trained parameters in fp32, in units of 2^20 bytes",
     "consensus_distance": "of the learners at the end",
     "recoveries": "times that a rank died and the run went on from its checkpoint",
-    "effective_lr_early": "a_e / a, mean over the measured steps of the first fifth of the run",
+    "effective_lr_early": "a_e / a of the measured steps in the first fifth of the run, sum of g_a.g over sum of |g|^2",
     "effective_lr_late": "the same of the last fifth",
     "effective_lr_min": "the smallest of the measured steps",
     "noise_early": "noise strength D, mean over the measured steps of the first fifth of the run",
     "noise_late": "the same of the last fifth",
-    "landscape_noise_early": "what of it the learners' distance adds, D2, in the first fifth",
+    "landscape_noise_early": "what the learners' distance adds, D2, in the first fifth",
     "landscape_noise_late": "the same of the last fifth",
+    "landscape_upright_early": "what of D2 stands upright on g as D does, and so is a part of D, in the first fifth",
+    "landscape_upright_late": "the same of the last fifth",
     "full_loss": "of the mean weights, at the last measured step",
     "escape_step": "the first measured step at which the full loss was below escape_loss",
     "hessian_eigenvalue": "the largest of the Hessian of the training loss at the averaged weights",
@@ -93,13 +96,11 @@ def _statistics(record: RunRecord) -> dict[str, float | None]:
     level = record.header["config"]["escape_loss"]
     below = [line["step"] for line in lines if level is not None and line["loss"] < level]
     return {
-        "effective_lr_early": _mean(early, "effective_lr"),
-        "effective_lr_late": _mean(late, "effective_lr"),
+        "effective_lr_early": _rate(early),
+        "effective_lr_late": _rate(late),
         "effective_lr_min": min((line["effective_lr"] for line in lines), default=None),
-        "noise_early": _mean(early, "noise"),
-        "noise_late": _mean(late, "noise"),
-        "landscape_noise_early": _mean(early, "landscape_noise"),
-        "landscape_noise_late": _mean(late, "landscape_noise"),
+        **{f"{name}_early": _mean(early, name) for name in NOISES},
+        **{f"{name}_late": _mean(late, name) for name in NOISES},
         "full_loss": lines[-1]["loss"] if lines else None,
         "escape_step": below[0] if below else None,
     }
@@ -124,7 +125,8 @@ def _measured(record: RunRecord) -> list[dict[str, float]]:
                 "step": line["step"],
                 "effective_lr": moves["effective_lr"] / moves["lr"],
                 "loss": moves["full_loss"],
-                **{name: moves[name] for name in ("noise", "landscape_noise")},
+                "grad_squared": moves["grad_squared"],
+                **{name: moves[name] for name in NOISES},
             }
         )
     return found
@@ -132,6 +134,12 @@ def _measured(record: RunRecord) -> list[dict[str, float]]:
 
 def _mean(lines: Sequence[dict[str, float]], name: str) -> float | None:
     return sum(line[name] for line in lines) / len(lines) if lines else None
+
+
+def _rate(lines: Sequence[dict[str, float]]) -> float | None:
+    """Numerator and denominator are averaged first and divided last: where g is small a single ratio says nothing."""
+    squares = sum(line["grad_squared"] for line in lines)
+    return sum(line["effective_lr"] * line["grad_squared"] for line in lines) / squares if squares > 0 else None
 
 
 def outcome_of(result: dict[str, Any]) -> Outcome:

@@ -56,6 +56,10 @@ class Strategy(ABC):
         """Whether the gradients of step t are averaged. ``FOREVER`` asks for the end: do learners stay alike?"""
         return self.averages_gradients
 
+    def gradients_at_mean(self, step: int) -> bool:
+        """Whether every learner takes its gradient of step t at the mean weights."""
+        return self.averages_at(step)
+
     def settle(self, learner: Learner) -> None:
         """Bring the weights to what they are between two steps, before somebody reads them in the middle of one."""
 

@@ -66,6 +66,10 @@ class NoisySSGD(Strategy):
                 ops.mix_(row, [], 1.0, [], noise=noise)
             torch.autograd.graph.increment_version(learner.flat.parameters)
 
+    def gradients_at_mean(self, step: int) -> bool:
+        """Not per learner: each looks a little way off."""
+        return self.where == "shared"
+
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """As ssgd."""
         self._synchronous.bucket_ready(learner, columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ddpcore
 from ddpcore.diagnostics import NoiseStatistics
@@ -94,3 +95,100 @@ def test_a_frozen_model_has_nothing_to_measure():
     model = nn.Linear(3, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to measure"):
         NoiseStatistics(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def passes(model: nn.Module, statistics: NoiseStatistics, optimizer: torch.optim.Optimizer, batches, scale=1.0):
+    for x in batches:
+        (model(x).square().mean() * scale).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return statistics.records[-1]
+
+
+def watched(every: int = 1, **options):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return model, NoiseStatistics(model, optimizer, every, batch_size=6, **options), optimizer
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_passes_of_an_attempt_that_was_dropped_do_not_count(set_to_none):
+    """A loop that meets a bad loss, zeroes the gradients and begins its step again."""
+    batches = torch.randn(3, 6, 4)
+    model, statistics, optimizer = watched()
+    model(1e3 * torch.randn(6, 4)).square().mean().backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    again = passes(model, statistics, optimizer, batches)
+    plain = passes(*watched(), batches)
+    assert again.num_learners == plain.num_learners == 3
+    assert again.whole == plain.whole
+
+
+def test_losses_divided_by_their_number():
+    batches = torch.randn(4, 6, 4)
+    plain = passes(*watched(), batches).whole
+    divided = passes(*watched(loss_divisor=4), batches, scale=0.25).whole
+    assert divided.trace == pytest.approx(plain.trace, rel=1e-5)
+    assert divided.grad_squared == pytest.approx(plain.grad_squared, rel=1e-5, abs=1e-6 * plain.trace)
+
+
+def test_scaled_losses():
+    batches = torch.randn(4, 6, 4)
+    plain = passes(*watched(), batches).whole
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model, statistics, optimizer = watched(scaler=scaler)
+    for x in batches:
+        scaler.scale(model(x).square().mean()).backward()
+    optimizer.step()
+    assert statistics.records[0].whole.trace == pytest.approx(plain.trace, rel=1e-5)
+
+
+def test_reentrant_checkpoints_are_refused():
+    """Their inner backward passes would be counted as batches; one pass, and two."""
+    for num_passes in (1, 2):
+        model, statistics, optimizer = watched()
+        for _ in range(num_passes):
+            x = torch.randn(6, 4, requires_grad=True)
+            hidden = checkpoint(model[:2], x, use_reentrant=True)
+            model[2](hidden).square().mean().backward()
+        optimizer.step()
+        (record,) = statistics.records
+        assert not record.valid and record.reason.startswith(
+            "backward passes of this step reached different parameters"
+        )
+        assert record.whole is None
+
+
+def test_steps_of_another_number_of_passes_are_forgotten():
+    model, statistics, optimizer = watched()
+    counts = [passes(model, statistics, optimizer, torch.randn(n, 6, 4)).num_steps for n in (2, 2, 3, 3, 3)]
+    assert counts == [1, 2, 1, 2, 3]
+
+
+def test_the_last_twenty_steps_are_kept():
+    model, statistics, optimizer = watched()
+    counts = [passes(model, statistics, optimizer, torch.randn(2, 6, 4)).num_steps for _ in range(23)]
+    assert counts == [*range(1, 21), 20, 20, 20]
+
+
+def test_a_resumed_loop_goes_on_counting():
+    batches = torch.randn(8, 2, 6, 4)
+    model, through, optimizer = watched(every=2)
+    for step, pair in enumerate(batches):
+        if step == 3:
+            state = through.state_dict()
+        for x in pair:
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model, resumed, optimizer = watched(every=2)
+    resumed.load_state_dict(state)
+    for pair in batches[3:]:
+        for x in pair:
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [(record.step, record.num_steps, record.whole) for record in through.records if record.step > 3]
+    assert [(record.step, record.num_steps, record.whole) for record in resumed.records] == kept
+    assert [step for step, *_ in kept] == [4, 6, 8]

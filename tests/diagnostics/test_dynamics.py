@@ -87,6 +87,7 @@ def exact(weights: np.ndarray, steps: int, dtype: torch.dtype) -> dict[str, Any]
         "ssgd_noise": eta_s @ eta_s,
         "landscape_noise": LR**2
         * np.square(np.mean([a[:, :D] @ x for a, x in zip(batch, ways, strict=True)], axis=0)).sum(),
+        "landscape_upright": LR**2 * np.square((g_a - k) - (g_a - k) @ g / (g @ g) * g).sum(),
         "hessian_noise": LR**2 * np.trace(hessian @ covariance @ hessian),
         "grad_squared": g @ g,
         "mean_grad_squared": g_a @ g_a,
@@ -103,6 +104,7 @@ NUMBERS = (
     "noise",
     "ssgd_noise",
     "landscape_noise",
+    "landscape_upright",
     "hessian_noise",
     "grad_squared",
     "mean_grad_squared",
@@ -127,9 +129,10 @@ def test_learners_that_differ(strategy, dtype, tolerance):
     assert moves.full_gradient == "all samples" and moves.lr == LR
     size = LR**2 * expected["mean_grad_squared"]
     for name in NUMBERS:
-        scale = max(abs(expected[name]), size if "noise" in name else 0.0)
+        scale = max(abs(expected[name]), size if "noise" in name or "landscape" in name else 0.0)
         assert getattr(moves, name) == pytest.approx(expected[name], abs=tolerance * scale), name
     assert moves.landscape_noise > 0.001 * moves.noise, "or the test says nothing of it"
+    assert 0.1 * moves.landscape_noise < moves.landscape_upright < 0.999 * moves.landscape_noise
     assert spread.consensus_distance == pytest.approx(expected["consensus"], rel=tolerance)
     assert spread.trace == pytest.approx(np.trace(expected["covariance"]), rel=tolerance)
     largest = np.linalg.eigvalsh(expected["covariance"])[::-1][:3]
@@ -143,7 +146,7 @@ def test_ssgd_has_no_landscape_noise():
     record, expected = statistics.records[0], exact(weights, 5, torch.float64)
     moves = record.dynamics
     assert record.spread is None
-    assert moves.landscape_noise == 0.0 and moves.hessian_noise == 0.0
+    assert moves.landscape_noise == moves.landscape_upright == 0.0 and moves.hessian_noise == 0.0
     for name in ("full_loss", "effective_lr", "noise", "grad_squared", "mean_grad_squared"):
         assert getattr(moves, name) == pytest.approx(expected[name], rel=1e-11), name
     assert moves.ssgd_noise == pytest.approx(moves.noise, rel=1e-12)
@@ -159,6 +162,16 @@ def test_directions_are_eigenvectors_of_the_covariance():
         assert np.linalg.norm(direction) == pytest.approx(1.0, rel=1e-12)
         np.testing.assert_allclose(covariance @ direction, value * direction, atol=1e-12 * float(values[0]))
     assert values.tolist() == pytest.approx(np.linalg.eigvalsh(covariance)[::-1][:3].tolist(), rel=1e-10)
+
+
+def test_directions_that_the_covariance_does_not_have():
+    """Four learners differ in three directions: no eigenvalue is below zero, and the fourth has no direction."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        _, statistics, _ = trained(ddpcore.LocalSGD(period=100), torch.float32, 3)
+        values, directions_KP = statistics.directions(4)
+        assert (values >= 0).all() and values[3] < 1e-6 * values[0]
+        assert directions_KP[:3].norm(dim=1).tolist() == pytest.approx([1, 1, 1], rel=1e-5)
 
 
 def test_equal_hessians_make_no_landscape_noise():

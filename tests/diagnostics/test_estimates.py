@@ -100,3 +100,26 @@ def test_fieller_against_its_definition():
 def test_bad_input(own, mean, num_learners, message):
     with pytest.raises(ValueError, match=message):
         noise_scale(np.array(own), np.array(mean), num_learners=num_learners, batch_size=1)
+
+
+def test_batches_without_replacement():
+    """All ordered pairs of samples of a small set: what each estimate averages to is the truth, to rounding."""
+    rows = np.random.default_rng(0).standard_normal((6, 3)) + 0.4
+    pairs = [(rows[i], rows[j]) for i in range(6) for j in range(6) if i != j]
+    own = np.array([(a @ a + b @ b) / 2 for a, b in pairs])
+    mean = np.array([(a + b) @ (a + b) / 4 for a, b in pairs])
+    scale = noise_scale(own, mean, num_learners=2, batch_size=1, population=6)
+    center = rows.mean(axis=0)
+    assert scale.grad_squared == pytest.approx(center @ center, rel=1e-12)
+    assert scale.trace == pytest.approx(np.square(rows - center).sum() / 5, rel=1e-12)
+    assert noise_scale(own, mean, num_learners=2, batch_size=1).grad_squared < 0.9 * center @ center
+
+
+def test_the_interval_is_one_of_batch_means():
+    """Steps that repeat each other are no further evidence: four times each of ten, and the ten."""
+    rng = np.random.default_rng(1)
+    own, mean = 5 + rng.random(10), 2 + rng.random(10)
+    once = noise_scale(own, mean, num_learners=2, batch_size=8)
+    often = noise_scale(own.repeat(4), mean.repeat(4), num_learners=2, batch_size=8)
+    assert once.interval is not None
+    assert often.interval == pytest.approx(once.interval, rel=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -121,3 +122,28 @@ def test_refusals() -> None:
         flatness(model, lambda: model(torch.ones(3, 2)))
     with pytest.raises(ValueError, match="nothing to measure"):
         flatness(nn.ReLU(), lambda: torch.zeros(()))
+
+
+def test_training_mode_leaves_no_trace() -> None:
+    """Running statistics and random numbers, in a model that was left in training mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+    inputs = torch.randn(8, 4)
+    before, state = [b.clone() for b in model.buffers()], torch.get_rng_state()
+    flatness(model, lambda: model(inputs).square().mean())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(b, c) for b, c in zip(model.buffers(), before, strict=True))
+
+
+def test_weights_that_are_not_finite_have_no_measures() -> None:
+    model = nn.Linear(4, 1)
+    with torch.no_grad():
+        model.weight[0, 0] = math.nan
+    found = flatness(model, lambda: model(torch.ones(3, 4)).tanh().square().mean())
+    assert math.isnan(found.hessian_eigenvalue) and math.isnan(found.relative_trace) and math.isnan(found.loss)
+
+
+def test_a_linear_loss_has_no_curvature() -> None:
+    model = nn.Linear(4, 1)
+    found = flatness(model, lambda: model(torch.ones(3, 4)).mean())
+    assert (found.hessian_eigenvalue, found.relative_eigenvalue, found.relative_trace) == (0.0, 0.0, 0.0)

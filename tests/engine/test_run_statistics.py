@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ddpcore.data import Dataset
-from ddpcore.diagnostics import flatness
+from ddpcore.diagnostics import NoiseStatistics, flatness
 from ddpcore.engine import RunRecord, TrainConfig, train
 from ddpcore.engine.build import Place, build_dataset, build_trainer
 from ddpcore.engine.checkpoint import Checkpoints
@@ -150,3 +150,38 @@ def test_refusals(fields: dict[str, Any], says: str) -> None:
 def test_too_many_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="statistics_samples is 51: take 3 to 50, the training set"):
         run(tmp_path, **WATCHED, strategy="ssgd", statistics_samples=51)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_gradient_at_the_mean_is_that_of_the_same_passes(accumulation: int, tmp_path: Path) -> None:
+    """Learners that hardly move: dropout, batch norm of micro-batches and clipping must not look like a landscape."""
+    (*_, last) = run(
+        tmp_path, learners=2, strategy="local_sgd", statistics_every=2, lr=1e-9, accumulation=accumulation,
+        max_grad_norm=0.1, optimizer="torch_sgd",
+    ).statistics  # fmt: skip
+    moves = last["dynamics"]
+    assert last["valid"] and last["at_mean"]
+    assert moves["mean_grad_squared"] < 0.011, "or nothing was clipped"
+    assert moves["landscape_noise"] < 1e-6 * moves["lr"] ** 2 * moves["mean_grad_squared"]
+
+
+def test_the_smaller_batch_at_the_end_of_an_epoch_is_left_out(tmp_path: Path) -> None:
+    """50 images in batches of 24: every third step has a learner take one image."""
+    record = run(tmp_path, learners=2, strategy="ssgd", statistics_every=3, batch_size=24, drop_last=False, steps=6)
+    assert [line["num_skipped"] for line in record.statistics] == [1, 1]
+    assert [line["num_steps"] for line in record.statistics] == [2, 3]
+    assert all(line["valid"] for line in record.statistics)
+
+
+def test_without_replacement_is_accounted_for(tmp_path: Path) -> None:
+    """The set has 50 samples: |G|^2 without it would be less by tr S / 50."""
+    record = run(tmp_path, **WATCHED, strategy="ssgd", steps=4)
+    whole = record.statistics[-1]["whole"]
+    config = helper.config(**{**WATCHED, "statistics_every": 0}, strategy="ssgd", steps=4)
+    trainer, _ = build_trainer(Place.of(config, None), helper.images())
+    statistics = NoiseStatistics(trainer.handle, trainer.optimizer, 2, batch_size=config.batch_size // 3)
+    for _ in range(4):
+        trainer.step()
+    plain = statistics.records[-1].whole
+    assert whole["trace"] == pytest.approx(plain.trace, rel=1e-12)
+    assert whole["grad_squared"] == pytest.approx(plain.grad_squared + plain.trace / 50, rel=1e-9)

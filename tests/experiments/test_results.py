@@ -16,7 +16,8 @@ CONFIG = TrainConfig(
 
 
 def line(step: int, effective_lr: float | None, loss: float, valid: bool = True) -> dict[str, Any]:
-    moves = {"lr": 0.5, "effective_lr": effective_lr, "full_loss": loss, "noise": step * 1.0, "landscape_noise": 0.25}
+    noises = {"noise": step * 1.0, "landscape_noise": 0.25, "landscape_upright": 0.125}
+    moves = {"lr": 0.5, "effective_lr": effective_lr, "full_loss": loss, "grad_squared": 100.0 / step, **noises}
     return {"kind": "statistics", "step": step, "valid": valid, "dynamics": moves}
 
 
@@ -31,11 +32,14 @@ def test_early_late_and_escape() -> None:
     lines = [line(10 * k, 0.05 * k, 1 - 0.1 * k) for k in range(1, 11)]
     seen = metrics_of(record(lines))
     assert set(seen) == set(METRICS)
-    assert seen["effective_lr_early"] == pytest.approx((0.1 + 0.2) / 2), "steps 10 and 20, in units of the rate"
-    assert seen["effective_lr_late"] == pytest.approx((0.9 + 1.0) / 2), "steps 90 and 100"
+    assert seen["effective_lr_early"] == pytest.approx((10 * 0.1 + 5 * 0.2) / 15), (
+        "steps 10 and 20, in units of the rate"
+    )
+    assert seen["effective_lr_late"] == pytest.approx(2 / (1 / 0.9 + 1)), "steps 90 and 100: weighed by |g|^2"
     assert seen["effective_lr_min"] == pytest.approx(0.1)
     assert (seen["noise_early"], seen["noise_late"]) == (15.0, 95.0)
     assert (seen["landscape_noise_early"], seen["landscape_noise_late"]) == (0.25, 0.25)
+    assert (seen["landscape_upright_early"], seen["landscape_upright_late"]) == (0.125, 0.125)
     assert seen["full_loss"] == pytest.approx(0.0)
     assert seen["escape_step"] == 50, "0.5 is the first below 0.55"
     assert seen["error_pct"] == 25.0

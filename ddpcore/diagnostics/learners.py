@@ -1,0 +1,259 @@
+"""What is measured of learners that train together, and how: ``NoiseStatistics`` on the engine of ``distribute``.
+
+Shapes: L learners held by this process, n in all, P elements of a learner's row, S segments, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpcore.diagnostics import dynamics, passes
+from ddpcore.diagnostics.journal import Journal, Measured
+from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of, unscale_squared
+from ddpcore.diagnostics.record import Layout
+from ddpcore.diagnostics.series import MEASURED
+from ddpcore.distributed import Engine
+from ddpcore.learner import Learner
+from ddpcore.observer import Observer
+
+
+@dataclass(frozen=True, kw_only=True)
+class What:
+    """What to measure; see :class:`ddpcore.diagnostics.NoiseStatistics`."""
+
+    every: int
+    loss: Loss | None
+    full_loss: Loss | None
+    hessian: bool
+    directions: int
+    full_batch: Callable[[], bool] | None
+    max_grad_norm: float | None
+    scaler: torch.amp.GradScaler | None
+
+
+class LearnerStatistics(Observer):
+    """Squares of gradients of every step that averages them, and all else of the measured ones."""
+
+    def __init__(self, engine: Engine, what: What, journal: Journal) -> None:
+        self._engine, self._what, self._journal = engine, what, journal
+        self._optimizer = engine.learner.optimizer
+        self._names = journal.series.names
+        self._own: Tensor | None = None  # [L, S], of this step
+        self._mean: Tensor | None = None  # [S]
+        self._num_passes = 0
+        self._random: RandomState | None = None  # before this step's first forward pass
+        self._steps: list[tuple[Tensor, Tensor]] = []  # own and mean, since the last record
+        self._num_skipped = 0
+        self._layout: Layout | None = None
+        engine.observers.append(self)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self in self._engine.observers:
+            self._engine.observers.remove(self)
+
+    def directions(self, num: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`NoiseStatistics.directions`."""
+        learner = self._engine.learner
+        weights_LP = learner.flat.param_LP
+        return dynamics.directions(weights_LP, self._average(learner, weights_LP)[0], learner.comm, num)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the steps since the last record."""
+        return {"steps": self._steps, "num_skipped": self._num_skipped}
+
+    def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        columns = list(order)
+        self._steps = [(own[:, columns], mean[columns]) for own, mean in state["steps"]]
+        self._num_skipped = state["num_skipped"]
+
+    # ---- events of a step ----
+
+    def before_forward(self, learner: Learner) -> None:
+        """See :class:`Observer`."""
+        if self._what.loss is None or self._random is not None or not self._is_measured(learner):
+            return
+        device = learner.flat.param_LP.device
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self._random = RandomState(device)
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        """See :class:`Observer`."""
+        flat = learner.flat
+        begin = int(columns.storage_offset()) - int(flat.grad_LP.storage_offset())
+        bounds, numbers = self._layout_of(learner).part(begin, begin + columns.shape[1])
+        if begin == 0 or self._own is None:
+            self._own = torch.zeros(len(columns), len(self._names), dtype=torch.float64, device=columns.device)
+        sums = noise_sums(list(columns.unbind()), bounds)
+        self._own.index_add_(1, numbers, sums.diagonal(dim1=1, dim2=2).T)
+
+    def gradients_averaged(self, learner: Learner) -> None:
+        """See :class:`Observer`."""
+        self._mean = self._squares(learner, learner.flat.grad_LP[:1])[0]
+        self._num_passes += 1
+
+    def before_step(self, learner: Learner) -> None:
+        """See :class:`Observer`."""
+        num_passes, own, mean, random = self._num_passes, self._own, self._mean, self._random
+        self._num_passes, self._own, self._mean, self._random = 0, None, None, None
+        steps, num_skipped = self._steps, self._num_skipped
+        is_full = self._what.full_batch is None or self._what.full_batch()
+        if num_passes == 1 and own is not None and mean is not None and is_full:
+            unscale = unscale_squared(self._what.scaler, own)
+            steps = [*steps, (own * unscale, mean * unscale)]
+        else:
+            num_skipped += num_passes > 0
+        if self._is_measured(learner):
+            self._measure(learner, steps, num_skipped, is_full, random)
+            steps, num_skipped = [], 0
+        self._steps, self._num_skipped = steps, num_skipped  # unless measuring has failed, and the step is taken again
+
+    def _is_measured(self, learner: Learner) -> bool:
+        return (learner.step + 1) % self._what.every == 0
+
+    # ---- a measured step ----
+
+    def _measure(
+        self,
+        learner: Learner,
+        steps: list[tuple[Tensor, Tensor]],
+        num_skipped: int,
+        is_full: bool,
+        random: RandomState | None,
+    ) -> None:
+        begin, sent = self._journal.begin(), learner.comm.bytes_sent
+        strategy, step = self._engine.strategy, learner.step
+        averages = strategy.averages_at(step)
+        kept = self._what.every if averages else MEASURED
+        result = Measured(step + 1, learner.comm.num_learners, kept, num_skipped=num_skipped)
+        result.at_mean = strategy.gradients_at_mean(step) or (not averages and self._what.loss is not None)
+        try:
+            if not averages:
+                squares = self._measure_apart(learner, result, random)
+                steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
+            elif self._what.full_loss is not None:
+                self._measure_together(learner, result, random)
+            if steps:
+                own_LTS = torch.stack([own for own, _ in steps], dim=1)
+                rows = own_LTS.flatten(1)
+                learner.comm.average_(rows).wait()
+                result.own_TS = rows[0].view(own_LTS.shape[1:])
+                result.mean_TS = torch.stack([mean for _, mean in steps])
+        finally:
+            learner.comm.bytes_sent = sent
+        self._journal.end(result, begin)
+
+    def _measure_together(self, learner: Learner, result: Measured, random: RandomState | None) -> None:
+        """Learners hold the same weights and the mean of their gradients."""
+        what, weights_LP = self._what, learner.flat.param_LP
+        assert what.full_loss is not None
+        own_P = learner.flat.grad_LP[0] * self._unscale(learner.flat.grad_LP)
+        mean_P = own_P
+        if not result.at_mean and what.loss is not None:  # their gradients are those of other weights
+            mean_P = self._average(learner, self._gradient_at(learner, weights_LP, what.loss, random)[0])[0]
+        full_P = self._full_gradient(learner, weights_LP, what.full_loss, result)
+        self._add_products(learner, result, own_P, mean_P, full_P)
+        result.hessian = torch.zeros(()) if what.hessian else None
+
+    def _measure_apart(self, learner: Learner, result: Measured, random: RandomState | None) -> tuple[Tensor, Tensor]:
+        """Learners hold different weights: gradients here and at the mean, and how far apart they are.
+
+        Returns the squares of this step's gradients.
+        """
+        what, flat, comm = self._what, learner.flat, learner.comm
+        mean_LP = learner.average_of(flat.param_LP)
+        distances = [noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP]
+        distance_L1 = torch.cat(distances)
+        comm.average_(distance_L1).wait()
+        result.distance = distance_L1[0, 0]
+        if what.directions:
+            products = dynamics.covariance_products(flat.param_LP, mean_LP[0], comm)
+            result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: what.directions] / comm.num_learners**2
+        own_LP = self._local_gradients(learner)
+        grad_LP = own_LP if what.loss is None else self._gradient_at(learner, mean_LP, what.loss, random)[0]
+        average_LP = self._average(learner, grad_LP)
+        squares = self._squares(learner, grad_LP), self._squares(learner, average_LP[:1])[0]
+        if what.full_loss is None:
+            return squares
+        if what.max_grad_norm is not None and what.loss is not None:
+            average_LP = self._average(learner, _clipped(grad_LP, what.max_grad_norm))
+        full_P = self._full_gradient(learner, mean_LP, what.full_loss, result)
+        self._add_products(learner, result, self._average(learner, own_LP)[0], average_LP[0], full_P)
+        if what.hessian:
+            with passes.at_weights(self._engine.model, learner, mean_LP):
+                product_LP = passes.hessian_product(learner, what.full_loss, flat.param_LP - mean_LP, self._scale(flat))
+            square_L1 = self._squares(learner, product_LP).sum(dim=1, keepdim=True)
+            comm.average_(square_L1).wait()
+            result.hessian = square_L1[0, 0]
+        return squares
+
+    def _add_products(
+        self, learner: Learner, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor
+    ) -> None:
+        result.products = noise_sums([own_P, at_mean_P, full_P], [0, learner.flat.numel])[0]
+        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
+        result.lr = rates.pop() if len(rates) == 1 else float("nan")
+
+    def _gradient_at(
+        self, learner: Learner, weights_LP: Tensor, loss: Loss, random: RandomState | None = None
+    ) -> tuple[Tensor, Tensor]:
+        with passes.at_weights(self._engine.model, learner, weights_LP, random):
+            return passes.gradient(learner, loss, self._scale(learner.flat))
+
+    def _full_gradient(self, learner: Learner, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
+        """g ``[P]``, and into the result the full loss itself: means over all learners."""
+        grad_LP, total = self._gradient_at(learner, weights_LP, loss)
+        loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
+        learner.comm.average_(loss_L1).wait()
+        result.full_loss = loss_L1[0, 0]
+        return self._average(learner, grad_LP)[0]
+
+    @staticmethod
+    def _average(learner: Learner, rows_LP: Tensor) -> Tensor:
+        average_LP = rows_LP.clone()
+        learner.comm.average_(average_LP).wait()
+        return average_LP
+
+    def _local_gradients(self, learner: Learner) -> Tensor:
+        flat = learner.flat
+        rows_LP = torch.zeros_like(flat.grad_LP)
+        for view, parameter in zip(flat.views_of(rows_LP), flat.parameters, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+        return rows_LP.mul_(self._unscale(rows_LP))
+
+    def _squares(self, learner: Learner, rows_LP: Tensor) -> Tensor:
+        """Squared norms float64 ``[L, S]`` of the segments of each row."""
+        bounds, numbers = self._layout_of(learner).part(0, learner.flat.numel)
+        result = torch.zeros(len(rows_LP), len(self._names), dtype=torch.float64, device=rows_LP.device)
+        for row, squares in zip(rows_LP, result, strict=True):
+            squares[numbers] = noise_sums([row], bounds)[:, 0, 0]
+        return result
+
+    def _layout_of(self, learner: Learner) -> Layout:
+        flat = learner.flat
+        if self._layout is None or self._layout.segments is not flat.segments:
+            self._layout = Layout(flat.segments, flat.numel, self._names, flat.param_LP.device)
+        return self._layout
+
+    # ---- mixed precision ----
+
+    def _scale(self, flat: Any) -> Tensor | None:
+        return scale_of(self._what.scaler, flat.param_LP.device)
+
+    def _unscale(self, like: Tensor) -> Tensor | float:
+        """What undoes the scale of gradients at the optimizer's step: only those that it unscales itself have one."""
+        scale = getattr(self._optimizer, "grad_scale", None)
+        return 1.0 if scale is None else scale.reciprocal().to(like)
+
+
+def _clipped(rows_LP: Tensor, max_norm: float) -> Tensor:
+    """Each row no longer than this, as ``torch.nn.utils.clip_grad_norm_`` does it."""
+    norms_L1 = torch.linalg.vector_norm(rows_LP, dim=1, keepdim=True)
+    return rows_LP * (max_norm / (norms_L1 + 1e-6)).clamp(max=1.0)

@@ -1,0 +1,226 @@
+"""Further passes leave no trace, and what they find differs from the step's own gradients by the weights alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.diagnostics.passes import as_it_was
+from ddpcore.optim import FusedSGD
+
+NUM = 4  # learners
+
+
+class Restless(nn.Module):
+    """Assigns its buffer anew, and draws from every global generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x + torch.rand(2) + random.random() + float(np.random.rand())
+        self.count += 1
+        return self.seen
+
+
+def draws() -> list[float]:
+    return [torch.rand(1).item(), random.random(), float(np.random.rand())]
+
+
+def test_buffers_and_random_numbers_are_put_back():
+    model = nn.Sequential(Restless())
+    buffers = dict(model.named_buffers())
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
+    expected = draws()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
+    with pytest.raises(RuntimeError, match="on purpose"), as_it_was(model, torch.device("cpu")):
+        model(torch.ones(2))
+        assert model[0].seen is not buffers["0.seen"] and model[0].count == 1
+        raise RuntimeError("on purpose")
+    assert draws() == expected
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name] and not buffer.any(), name
+
+
+def measured(strategy: Any, model: nn.Module, steps: int = 1, lr: float = 1e-9, **options: Any) -> Any:
+    """The last record of a few steps, of a loop whose learners' weights differ by next to nothing."""
+    torch.manual_seed(2)
+    optimizer = FusedSGD(model.parameters(), lr=lr)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=NUM, vectorize=False)
+    clip = options.get("max_grad_norm")
+    x = torch.randn(NUM, 8, 6)
+    held = torch.randn(NUM, 16, 6)
+    loss_of = lambda batch: handle.model(batch).square().mean((1, 2)).sum()  # noqa: E731
+    statistics = NoiseStatistics(
+        handle, optimizer, steps, loss=lambda: loss_of(x), full_loss=lambda: loss_of(held), **options
+    )
+    for _ in range(steps):
+        x = torch.randn(NUM, 8, 6)
+        optimizer.zero_grad()
+        loss_of(x).backward()
+        if clip is not None:
+            for learner in zip(*(p.grad.unbind(0) for p in handle.model.parameters()), strict=True):
+                total = torch.nn.utils.get_total_norm(learner)
+                torch._foreach_mul_(list(learner), (clip / (total + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+    return statistics.records[-1]
+
+
+@pytest.mark.parametrize("strategy", [lambda: ddpcore.LocalSGD(period=9), lambda: ddpcore.DPSGD(ddpcore.Ring(1))])
+def test_dropout_is_no_landscape(strategy):
+    """Gradients at the mean see the masks of the step's own forward pass."""
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Dropout(0.5), nn.Linear(20, 3))
+    moves = measured(strategy(), model, steps=3).dynamics
+    assert moves.landscape_noise < 1e-6 * moves.noise
+
+
+def test_clipping_is_no_landscape():
+    """Each learner's gradient at the mean is clipped as its own is; what is not told of it does show."""
+    build = lambda: nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))  # noqa: E731
+    moves = measured(ddpcore.LocalSGD(period=9), build(), max_grad_norm=0.01).dynamics
+    assert moves.landscape_noise < 1e-6 * moves.noise
+    assert moves.mean_grad_squared < 1e-4, "or nothing was clipped"
+
+
+def test_a_layer_may_be_frozen_on_the_way():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=9), learners=NUM)
+    x = torch.randn(NUM, 8, 6)
+    loss = lambda: handle.model(x).square().mean((1, 2)).sum()  # noqa: E731
+    statistics = NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss, hessian=True)
+    for step in range(2):
+        if step == 1:
+            for name, parameter in handle.model.named_parameters():
+                parameter.requires_grad_("0." not in name)
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    first, second = statistics.records
+    assert first.valid and second.valid
+    frozen, trained = ([record.segments[name].trace for record in (first, second)] for name in ("0.weight", "1.weight"))
+    assert frozen[1] == pytest.approx(frozen[0] / 2) and frozen[0] > 0, (
+        "the second step adds nothing to the mean of two"
+    )
+    assert trained[1] > 0.6 * trained[0]
+
+
+class Half(nn.Linear):
+    """In fp16, as under autocast: what flows back through it does so too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.half(), self.weight.half(), self.bias.half())
+
+
+def half_precision(scaled: bool, lowering: float) -> Any:
+    """The record of a step of local_sgd, of a loss so small that its gradients vanish in fp16 unless it is scaled."""
+    torch.manual_seed(0)
+    kind = Half if lowering < 1 else nn.Linear
+    model = nn.Sequential(kind(6, 16), nn.Tanh(), kind(16, 3))
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, enabled=scaled)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=9), learners=NUM, scaler=scaler)
+    x, held = torch.randn(NUM, 8, 6), torch.randn(NUM, 8, 6)
+
+    def loss(batch: Tensor) -> Tensor:
+        return lowering * handle.model(batch).float().square().mean((1, 2)).sum()
+
+    statistics = NoiseStatistics(
+        handle, optimizer, 1, loss=lambda: loss(x), full_loss=lambda: loss(held), scaler=scaler
+    )
+    scaler.scale(loss(x)).backward()
+    scaler.step(optimizer)
+    return statistics.records[0]
+
+
+def test_further_passes_are_scaled_as_the_step_is():
+    whole, low = half_precision(False, 1.0), half_precision(True, 1e-7)
+    assert low.valid and low.at_mean
+    assert low.dynamics.landscape_noise < 1e-4 * low.dynamics.noise, "weights agree, and so must gradients"
+    assert low.dynamics.effective_lr == pytest.approx(whole.dynamics.effective_lr, rel=0.02)
+    assert low.dynamics.grad_squared == pytest.approx(1e-14 * whole.dynamics.grad_squared, rel=0.02)
+    assert low.whole.trace == pytest.approx(1e-14 * whole.whole.trace, rel=0.02)
+
+
+def test_a_full_gradient_that_has_vanished_is_said():
+    record = half_precision(False, 1e-9)
+    assert not record.valid
+    assert record.reason.startswith("the full gradient is zero")
+
+
+def test_a_compiled_model_has_no_second_derivatives():
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=9), learners=2)
+    compiled = torch.compile(handle.model, backend="aot_eager")
+    x = torch.randn(2, 8, 6)
+    loss = lambda: compiled(x).tanh().square().mean((1, 2)).sum()  # noqa: E731
+    NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss, hessian=True)
+    loss().backward()
+    with pytest.raises(ValueError, match="must call the model uncompiled"):
+        optimizer.step()
+
+
+def test_a_measured_step_that_fails_may_be_taken_again():
+    """The loop catches what its full_loss raised: the step is counted once, and nothing as sent."""
+    torch.manual_seed(1)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=NUM)
+    x = torch.randn(NUM, 8, 6)
+    fails = True
+
+    def full_loss() -> Tensor:
+        if fails:
+            raise MemoryError("out of memory")
+        return handle.model(x).square().mean((1, 2)).sum()
+
+    statistics = NoiseStatistics(handle, optimizer, 1, full_loss=full_loss)
+    for fails in (True, False):
+        optimizer.zero_grad()
+        handle.model(x).square().mean((1, 2)).sum().backward()
+        sent = handle.learner.comm.bytes_sent
+        if fails:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert handle.learner.comm.bytes_sent == sent
+    (record,) = statistics.records
+    assert (record.step, record.num_steps, record.num_skipped, record.valid) == (1, 1, 0, True)
+
+
+def test_gradients_that_were_taken_off_the_mean_are_no_synchronous_ones():
+    """NoisySSGD per learner: k is taken at the weights themselves, and its difference is what the noise adds."""
+    torch.manual_seed(4)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = ddpcore.NoisySSGD(0.3, where="per_learner")
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=NUM, vectorize=False)
+    x = torch.randn(NUM, 8, 6)
+    loss = lambda: handle.model(x).square().mean((1, 2)).sum()  # noqa: E731
+    statistics = NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss)
+    clean = [p.detach().clone().requires_grad_() for p in handle.model.parameters()]
+    outputs = torch.einsum("nbi,noi->nbo", x, clean[0]) + clean[1][:, None]
+    k = torch.autograd.grad(outputs.square().mean((1, 2)).sum(), clean)
+    loss().backward()
+    taken = [p.grad.clone() for p in handle.model.parameters()]
+    optimizer.step()
+    (record,) = statistics.records
+    expected = sum((g[0] - at_mean.mean(0)).double().square().sum().item() for g, at_mean in zip(taken, k, strict=True))
+    assert not record.at_mean and record.valid
+    assert record.dynamics.landscape_noise == pytest.approx(0.01 * expected, rel=1e-4)
+    assert record.dynamics.landscape_noise > 0.01 * record.dynamics.noise, "or the test says nothing of it"
+    with pytest.raises(ValueError, match="learners of noisy_ssgd differ: pass loss="):
+        NoiseStatistics(handle, optimizer, full_loss=loss)
