@@ -118,8 +118,8 @@ def test_batches_without_replacement():
 def test_the_interval_is_one_of_batch_means():
     """Steps that repeat each other are no further evidence: four times each of ten, and the ten."""
     rng = np.random.default_rng(1)
-    own, mean = 5 + rng.random(10), 2 + rng.random(10)
+    own, mean = 5 + 0.2 * rng.random(10), 4 + 0.2 * rng.random(10)
     once = noise_scale(own, mean, num_learners=2, batch_size=8)
     often = noise_scale(own.repeat(4), mean.repeat(4), num_learners=2, batch_size=8)
-    assert once.interval is not None
+    assert once.interval is not None and 0 < once.interval[0] < once.interval[1] < math.inf
     assert often.interval == pytest.approx(once.interval, rel=1e-12)
