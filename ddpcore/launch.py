@@ -13,11 +13,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from subprocess import Popen
+from types import FrameType
 from typing import Any
 
 import torch
@@ -45,6 +48,10 @@ class RankFailed(Exception):
     """A rank died. The message is its traceback, or the signal that ended it."""
 
 
+class Stopped(Exception):
+    """A worker raises this where a signal has asked it to stop and it has saved what it did; the message says what."""
+
+
 def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None:
     """The place that torchrun gave this process; None where it was not started by torchrun."""
     env = os.environ if environment is None else environment
@@ -70,11 +77,13 @@ def threads_per_rank(local_world_size: int) -> int:
 def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, backend: str) -> None:
     """Run ``worker(world, *args)`` on every rank, in a process group.
 
-    Under torchrun this process is one of the ranks. Otherwise ``world_size`` processes are started and waited for;
-    ``backend`` ``virtual`` needs one process and runs in this one.
+    SIGINT and SIGTERM are passed on to the ranks, as SIGTERM, and waited for: a worker may save its work. A second one
+    ends them. Under torchrun this process is one of the ranks. Otherwise ``world_size`` processes are started and
+    waited for; ``backend`` ``virtual`` needs one process and runs in this one.
 
     Raises:
         RankFailed: the first rank that failed, with its traceback; all ranks have ended.
+        Stopped: the ranks have, as a signal asked.
         UsageError: torchrun's world is not the one that was asked for.
     """
     joined = torchrun_world()
@@ -119,7 +128,8 @@ def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, 
             send.close()
             ranks.append(process)
             reports.append(receive)
-        _wait(ranks, reports)
+        with signals_passed_on(ranks):
+            _wait(ranks, reports)
     finally:
         _end(ranks)
 
@@ -135,8 +145,9 @@ def _child(
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         _run_rank(worker, args, world, backend, store)
         code = 0
-    except BaseException:
-        report.send((time.time(), traceback.format_exc()))
+    except BaseException as error:
+        stopped = isinstance(error, Stopped)
+        report.send((time.time(), stopped, str(error) if stopped else traceback.format_exc()))
         report.close()
         code = 1
     # At once, without the interpreter's clean-up: after a failure it would wait for ranks that are about to be ended,
@@ -144,6 +155,44 @@ def _child(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+@contextmanager
+def signals_passed_on(ranks: Sequence[BaseProcess | Popen[bytes]]) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM ask the ranks to stop; a second one does what it always did.
+
+    Where the ranks have ended for it without a word, the signal then does here what it always did, too.
+    """
+    heard: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+
+    def restore() -> None:
+        while before:
+            number, handler = before.popitem()
+            signal.signal(number, handler)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        restore()
+        for process in ranks:
+            process.terminate()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, pass_on)
+    try:
+        yield
+    except RankFailed:
+        if not heard:
+            raise
+    finally:
+        restore()
+    if heard:
+        try:
+            signal.raise_signal(heard[0])
+        except BaseException as error:  # whatever the handler raises, how the ranks ended is no part of it
+            raise error from None
 
 
 def _die_with_parent() -> None:
@@ -160,33 +209,33 @@ def _die_with_parent() -> None:
 
 
 def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
-    """Return when all ranks have ended well; raise RankFailed as soon as one has not."""
+    """Return when all ranks have ended well; raise RankFailed, or Stopped, as soon as one has not."""
     running = list(ranks)
     while running:
         wait([process.sentinel for process in running])
         for process in [process for process in running if process.exitcode is not None]:
             running.remove(process)
             if process.exitcode != 0:
-                raise RankFailed(_first_cause(ranks, reports, process))
+                raise _first_cause(ranks, reports, process)
 
 
-def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> str:
+def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Exception:
     time.sleep(GRACE_SECONDS)
-    failures: list[tuple[float, int, str]] = []
+    failures: list[tuple[float, int, bool, str]] = []
     for rank, report in enumerate(reports):
         try:
             if report.poll():
-                when, text = report.recv()
-                failures.append((when, rank, text))
+                when, stopped, text = report.recv()
+                failures.append((when, rank, stopped, text))
         except EOFError:  # it ended without a report
             pass
     for rank, process in enumerate(ranks):  # a killed rank comes first: the others only lost their connection to it
         if process.exitcode is not None and process.exitcode < 0:
-            return f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}"
+            return RankFailed(f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}")
     if failures:
-        _, first, text = min(failures)
-        return f"rank {first} failed:\n{text.rstrip()}"
-    return f"rank {ranks.index(died)} ended with exit code {died.exitcode} and left no traceback"
+        _, first, stopped, text = min(failures)
+        return Stopped(text) if stopped else RankFailed(f"rank {first} failed:\n{text.rstrip()}")
+    return RankFailed(f"rank {ranks.index(died)} ended with exit code {died.exitcode} and left no traceback")
 
 
 def _end(ranks: list[BaseProcess]) -> None:

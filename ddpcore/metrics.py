@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from os import PathLike, fspath
@@ -127,8 +128,8 @@ def to_json(obj: Any) -> Any:
 class Record:
     """A file of JSON lines that only grows; the folder is made if it is missing.
 
-    Each line goes to the system in one write at the end of the file, so a reader or a crash never meets half a line
-    and several processes may append to one file.
+    Each line goes to the system in one write at the end of the file, so a reader never meets half a line and several
+    processes may append to one file.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -139,8 +140,16 @@ class Record:
     def append(self, row: Any) -> None:
         """Write a row, a mapping or a dataclass, as one line; see `to_json` for what it may hold."""
         line = json.dumps(to_json(row), allow_nan=False).encode() + b"\n"
-        if self._file.write(line) != len(line):
-            raise OSError(f"{self.path}: only part of a line could be written, is the disk full?")
+        written = self._file.write(line)
+        if written != len(line):
+            end = self._file.tell()
+            if os.fstat(self._file.fileno()).st_size == end:  # nobody has written after it
+                os.ftruncate(self._file.fileno(), end - written)
+            raise OSError(f"{self.path}: a line could not be written whole, is the disk full?")
+
+    def sync(self) -> None:
+        """Return once all lines are on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; a second time is harmless."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ddpcore.data import cifar, features, mnist, saddle, speech, synthetic
 from ddpcore.data.base import Dataset, Split
@@ -24,6 +24,7 @@ __all__ = [
     "Split",
     "build",
     "names",
+    "option_types",
     "options",
 ]
 
@@ -85,6 +86,12 @@ def options(name: str) -> dict[str, Any]:
         return {}
     parameters = inspect.signature(_LOADERS[name]).parameters.values()
     return {p.name: p.default for p in parameters if p.name not in ("data_dir", "seed")}
+
+
+def option_types(name: str) -> dict[str, Any]:
+    """The types of these options, by name. ValueError lists the data sets."""
+    known = options(name)
+    return {option: hint for option, hint in get_type_hints(_LOADERS[name]).items() if option in known} if known else {}
 
 
 def build(

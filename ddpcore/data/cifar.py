@@ -83,21 +83,27 @@ CIFAR100 = Variant(
 
 
 def load(variant: Variant, data_dir: str | Path, verify: bool = True) -> Dataset:
-    """Training and test split, images uint8 [N, 3, 32, 32], labels the fine ones; pickles win over binary files.
+    """Training and test split, images uint8 [N, 3, 32, 32], labels the fine ones.
 
-    A pickle that is not the canonical one is a warning, unless verify is False. A file that is missing, damaged or the
-    wrong one is a ValueError that names it and says what is wrong.
+    Pickles win over binary files, unless a file of theirs is missing and none of the others. A pickle that is not the
+    canonical one is a warning, unless verify is False. A file that is missing, damaged or the wrong one is a ValueError
+    that names it and says what is wrong.
     """
-    folder = Path(data_dir) / variant.python_folder
-    if not folder.exists():
-        folder = Path(data_dir) / variant.binary_folder
-    if not folder.exists():
-        raise ValueError(
-            f"{data_dir}: holds neither {variant.python_folder} nor {variant.binary_folder}, pass as --data-dir the "
-            "folder that holds one of them"
-        )
+    folder = _folder(variant, Path(data_dir))
     train, test = (_split(variant, folder, names, verify) for names in (variant.train, (variant.test,)))
     return Dataset(variant.name, train, test, variant.num_classes, INPUT_SHAPE)
+
+
+def _folder(variant: Variant, root: Path) -> Path:
+    """That of the first layout that is whole; where none is, the first that is there, whose files are then missed."""
+    whole = [names for names in variant.layouts if all(files.find(root / name) for name in names)]
+    there = [names for names in variant.layouts if (root / names[0]).parent.exists()]
+    if not there:
+        raise ValueError(
+            f"{root}: holds neither {variant.python_folder} nor {variant.binary_folder}, pass as --data-dir the "
+            "folder that holds one of them"
+        )
+    return (root / (whole or there)[0][0]).parent
 
 
 def _split(variant: Variant, folder: Path, names: tuple[str, ...], verify: bool) -> Split:
@@ -119,7 +125,7 @@ def _read(variant: Variant, folder: Path, name: str, verify: bool) -> tuple[np.n
         wrong = labels.max() if labels.max() >= variant.num_classes else labels.min()
         raise ValueError(f"{path}: label {wrong} is outside 0..{variant.num_classes - 1}, fetch it again")
     files.compare(file, variant.md5 if verify else {})
-    return images, labels
+    return images, labels.astype(np.int64)
 
 
 def _parse_binary(variant: Variant, path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -129,7 +135,7 @@ def _parse_binary(variant: Variant, path: Path, content: bytes) -> tuple[np.ndar
             f"{path}: truncated or another file, {len(content)} bytes in records of {size}, fetch it again"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, size)
-    return records[:, variant.label_bytes :], records[:, variant.label_bytes - 1].astype(np.int64)
+    return records[:, variant.label_bytes :], records[:, variant.label_bytes - 1]
 
 
 def _parse_pickle(variant: Variant, path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -144,4 +150,4 @@ def _parse_pickle(variant: Variant, path: Path, content: bytes) -> tuple[np.ndar
         raise ValueError(f"{path}: it has no list of numbers '{variant.label_key}', fetch it again")
     if len(labels) != len(images):
         raise ValueError(f"{path}: {len(images)} images and {len(labels)} labels, fetch it again")
-    return images, np.array(labels, dtype=np.int64)
+    return images, np.array(labels, dtype=object)  # numbers of any size, until they are known to be classes

@@ -19,20 +19,24 @@ class File(NamedTuple):
     stored: bytes
 
 
+def find(path: Path) -> Path | None:
+    """The file, or its .gz where there is no other; None where there is neither."""
+    return next((found for found in (path, path.with_name(path.name + ".gz")) if found.exists()), None)
+
+
 def read(path: Path, advice: str) -> File:
     """A file, or its .gz unpacked; the plain file wins.
 
     ValueError, ending with the advice where there is no file, if it is missing, unreadable or a corrupt gzip.
     """
-    packed = path.with_name(path.name + ".gz")
-    found = path if path.exists() else packed
-    if not found.exists():
+    found = find(path)
+    if found is None:
         raise ValueError(f"{path}: no such file, nor its .gz, {advice}")
     try:
         stored = found.read_bytes()
         return File(found, stored if found == path else gzip.decompress(stored), stored)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{packed}: corrupt gzip ({error}), fetch it again") from error
+        raise ValueError(f"{found}: corrupt gzip ({error}), fetch it again") from error
     except OSError as error:
         raise ValueError(f"{found}: cannot be read ({error.strerror}), make it a readable file") from error
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, get_type_hints
 
 from ddpcore import data, models, strategies, topology
 from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import SAMPLERS
 from ddpcore.engine import optimizers
+from ddpcore.engine.kinds import plain, typed
 from ddpcore.evaluation import BATCH_NORM
 from ddpcore.policies import Policies
 
@@ -27,7 +26,7 @@ EVALUATION_SPLITS = ("test", "validation")
 BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best")
 
 # A mapping, and the field that it holds the options of.
-_OPTIONS = {f"{name}_options": name for name in ("model", "dataset", "optimizer", "strategy", "topology")} | {
+OPTIONS = {f"{name}_options": name for name in ("model", "dataset", "optimizer", "strategy", "topology")} | {
     "policies": ""
 }
 
@@ -165,8 +164,8 @@ class TrainConfig:
     keep_best: bool = True
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(TrainConfig).items():
-            object.__setattr__(self, name, _typed(name, getattr(self, name), hint))
+        for name in _hints():
+            object.__setattr__(self, name, typed_field(name, getattr(self, name)))
         for name in ("batch_size", "accumulation", "epochs", "steps", "learners", "recalibration_batches", "keep_last"):
             _check_at_least(name, getattr(self, name), 1)
         for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup", "statistics_every"):
@@ -252,6 +251,12 @@ class TrainConfig:
             for key in getattr(self, name):
                 if key not in known:
                     raise ValueError(f"{name} has no {key!r} here: {advice(key, tuple(known))}")
+        for name, hints in (
+            ("dataset_options", data.option_types(self.dataset)),
+            ("topology_options", topology_options()),
+        ):
+            for key, value in getattr(self, name).items():
+                typed(f"{name}.{key}", value, hints[key])
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         Policies(**self.policies)
@@ -280,7 +285,7 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, of plain dicts, lists, numbers and text: for JSON and, without its None values, for TOML."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        return {name: plain(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
@@ -304,8 +309,11 @@ class TrainConfig:
         return TrainConfig.from_dict(merged(self.to_dict(), overrides))
 
     def difference(self, other: Mapping[str, Any]) -> list[str]:
-        """What of another config's :meth:`to_dict` would give other results, as ``name is x, not y``."""
-        mine = self.to_dict()
+        """What of another config's :meth:`to_dict` would give other results, as ``name is x, not y``.
+
+        A field that it does not have, because it is older than the field, is at its default.
+        """
+        mine, other = self.to_dict(), {**_defaults(), **other}
         return [
             f"{name} is {mine.get(name)!r}, not {other.get(name)!r}"
             for name in sorted({*mine, *other} - set(BOOKKEEPING))
@@ -313,26 +321,38 @@ class TrainConfig:
         ]
 
 
-def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config, all or some, with others laid over them; nothing is checked.
+def _defaults() -> dict[str, Any]:
+    """Fields that need not be given."""
+    values = {item.name: item.default for item in fields(TrainConfig) if item.default is not MISSING}
+    made = {item.name: item.default_factory() for item in fields(TrainConfig) if item.default_factory is not MISSING}
+    return {name: plain(value) for name, value in {**values, **made}.items()}
 
-    Mappings (``optimizer_options`` and the like) are merged key by key, unless what they are options of is overridden
+
+def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config, all or some, with others laid over them; nothing is checked but that options are mappings.
+
+    Mappings (``optimizer_options`` and the like) are merged key by key, unless what they are options of becomes another
     too: the options of another optimizer begin anew. ``steps`` takes the place of ``epochs``, and the other way round.
+
+    Raises:
+        ValueError: options are no mapping.
     """
     result = {**values, **overrides}
-    for name, owner in _OPTIONS.items():
+    for name, owner in OPTIONS.items():
         if name in result:
-            kept = {} if owner in overrides else values.get(name, {})
-            result[name] = {**kept, **overrides.get(name, {})}
+            kept, more = (typed_field(name, layer.get(name, {})) for layer in (values, overrides))
+            anew = owner in overrides and overrides[owner] != values.get(owner, getattr(TrainConfig, owner))
+            result[name] = more if anew else {**kept, **more}
     for name, other in (("epochs", "steps"), ("steps", "epochs")):
         if overrides.get(name) is not None and other not in overrides:
             result[other] = None
     return result
 
 
-def topology_options() -> tuple[str, ...]:
-    """Options of :func:`ddpcore.topology.build` beside the name and the seed."""
-    return tuple(name for name in topology.build.__annotations__ if name not in ("name", "seed", "return"))
+def topology_options() -> dict[str, Any]:
+    """Options of :func:`ddpcore.topology.build` beside the name and the seed, and what they are."""
+    hints = get_type_hints(topology.build)
+    return {name: hint for name, hint in hints.items() if name not in ("name", "seed", "return")}
 
 
 def advice(value: Any, allowed: tuple[str, ...] | list[str]) -> str:
@@ -348,31 +368,15 @@ def _check_at_least(name: str, value: float | None, least: int) -> None:
         raise ValueError(f"{name} is {value}: it must be at least {least}")
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """The value as its field holds it: an int where a number is wanted is one, a list is a tuple.
+def typed_field(name: str, value: Any) -> Any:
+    """A value as the field of this name holds it; whether it makes sense there is for :class:`TrainConfig` to say.
 
     Raises:
         ValueError: it is of another kind.
     """
-    if get_origin(hint) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-        return None if value is None else _typed(name, value, kinds[0])
-    if hint is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    if get_origin(hint) is tuple and isinstance(value, list | tuple):
-        return tuple(_typed(name, item, get_args(hint)[0]) for item in value)
-    if get_origin(hint) is Mapping and isinstance(value, Mapping):
-        return _plain(value)  # a copy, as a file would hold it
-    if hint is str and isinstance(value, Path):
-        return str(value)
-    if type(value) is hint and hint is not float:
-        return value
-    spoken = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
-    wanted = spoken.get(hint, "a mapping" if get_origin(hint) is Mapping else "a list of numbers")
-    raise ValueError(f"{name} is {value!r}: it must be {wanted}")
+    return typed(name, value, _hints()[name])
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(TrainConfig)

@@ -124,7 +124,7 @@ class Loop:
         if on_time and not progress.diverged:
             evaluation = self._evaluate(config.evaluate_on)
             if evaluation is not None:
-                best = progress.evaluated(evaluation.scores.accuracy, epoch, step)
+                best = progress.evaluated(evaluation.scores.accuracy, evaluation.loss, epoch, step)
                 row |= {"split": config.evaluate_on, **_scores(evaluation)}
         row["evaluation_seconds"] = time.perf_counter() - paused
         row["total_seconds"] = time.perf_counter() - self._started
@@ -179,6 +179,8 @@ class Loop:
         self._write_statistics()  # a run that goes on from here does not take them again
         self.progress.seconds = time.perf_counter() - self._started
         best = self.progress.best
+        if self.outputs is not None:
+            self.outputs.sync()
         self.checkpoints.save(
             self.trainer.num_steps,
             self.state_dict(),

@@ -25,6 +25,8 @@ class Outputs:
     Args:
         out: the folder.
         total_steps: for the progress line.
+        header: the first row of a new run.
+        resumed: the row that says that it goes on; None where it begins.
         step: where the run goes on. What was written of later steps is dropped.
         tensorboard: write scalars too.
 
@@ -32,12 +34,24 @@ class Outputs:
         ValueError: TensorBoard is wanted and not installed.
     """
 
-    def __init__(self, out: Path, *, total_steps: int, step: int = 0, tensorboard: bool = False) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *,
+        total_steps: int,
+        header: dict[str, Any],
+        resumed: dict[str, Any] | None = None,
+        step: int = 0,
+        tensorboard: bool = False,
+    ) -> None:
         check_tensorboard(tensorboard)
         path = out / record.FILE
-        rows = [row for row in record.rows(path) if row["kind"] == "run" or row["step"] <= step] if step else []
+        rows = [] if resumed is None else [row for row in record.rows(path) if row.get("step", 0) <= step]
+        if not any(row["kind"] == "run" for row in rows):
+            rows.insert(0, header)
         out.mkdir(parents=True, exist_ok=True)
-        replace_file(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+        rows += [] if resumed is None else [resumed]
+        replace_file(path, b"".join(json.dumps(to_json(row)).encode() + b"\n" for row in rows))
         self._out = out
         self._record = Record(path)
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1) if tensorboard else None
@@ -75,6 +89,10 @@ class Outputs:
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(name, value, row["step"])
             self._board.flush()
+
+    def sync(self) -> None:
+        """Return once the record is on the disk: what a checkpoint counts as written must be there."""
+        self._record.sync()
 
     def write_model(self, content: bytes) -> None:
         """The averaged model at the end, as safetensors."""

@@ -85,9 +85,12 @@ class Progress:
         self.epoch_steps, self.epoch_seconds = 0, 0.0
         return loss
 
-    def evaluated(self, accuracy: float, epoch: int, step: int) -> bool:
-        """Take note of an evaluation; True where it is the best so far."""
+    def evaluated(self, accuracy: float, loss: float, epoch: int, step: int) -> bool:
+        """Take note of an evaluation; True where it is the best so far. A loss that is not finite is a divergence."""
         self.accuracy = accuracy
+        if not math.isfinite(loss):
+            self.diverged = True
+            return False
         if self.best is not None and accuracy <= self.best["accuracy"]:
             return False
         self.best = {"accuracy": accuracy, "epoch": epoch, "step": step}

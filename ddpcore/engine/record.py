@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpcore.engine.files import replace_file
+
 FILE = "record.jsonl"
 
 
@@ -18,6 +20,7 @@ class RunRecord:
     Attributes:
         path: the file.
         header: ``kind`` "run": config, num_parameters, num_samples, num_classes, device, versions, commit, date.
+        resumed: ``kind`` "resume", one each time that the run went on: step, and device, versions, commit, date.
         epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training, over a
             config's link as they would be there),
             samples_per_s, consensus_distance, evaluation_seconds, total_seconds, and where there was an evaluation
@@ -32,6 +35,7 @@ class RunRecord:
 
     path: Path
     header: dict[str, Any]
+    resumed: list[dict[str, Any]]
     epochs: list[dict[str, Any]]
     statistics: list[dict[str, Any]]
     final: dict[str, Any]
@@ -44,7 +48,7 @@ class RunRecord:
             ValueError: there is none, or a line is no JSON.
         """
         path = Path(out) / FILE
-        kinds: dict[str, list[dict[str, Any]]] = {"run": [], "epoch": [], "statistics": [], "end": []}
+        kinds: dict[str, list[dict[str, Any]]] = {"run": [], "resume": [], "epoch": [], "statistics": [], "end": []}
         for row in rows(path):
             kinds.setdefault(row["kind"], []).append(row)
         if not kinds["run"]:
@@ -52,6 +56,7 @@ class RunRecord:
         return cls(
             path=path,
             header=kinds["run"][0],
+            resumed=kinds["resume"],
             epochs=kinds["epoch"],
             statistics=kinds["statistics"],
             final=(kinds["end"] or [{}])[-1],
@@ -59,10 +64,29 @@ class RunRecord:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line of a record; none where there is no file. ValueError for a line that is no JSON."""
-    lines = path.read_text().splitlines() if path.is_file() else []
+    """Every line of a record; none where there is no file.
+
+    A last line that a crash has cut off, or a full disk, is passed over; :func:`mend` takes it away.
+
+    Raises:
+        ValueError: a line is no JSON object.
+    """
+    text = path.read_text() if path.is_file() else ""
+    lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
+            row = json.loads(line)
         except json.JSONDecodeError:
-            raise ValueError(f"{path}: line {number} is no JSON: the file is damaged") from None
+            if number == len(lines) and not text.endswith("\n"):
+                return
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: line {number} is no JSON object: the file is damaged")
+        yield row
+
+
+def mend(path: Path) -> None:
+    """Take away a last line that was cut off, so that the next one does not follow in it."""
+    content = path.read_bytes() if path.is_file() else b""
+    if content and not content.endswith(b"\n"):
+        replace_file(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows(path)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ from ddpcore.engine import record
 from ddpcore.engine.build import Place, build_dataset, build_trainer
 from ddpcore.engine.checkpoint import Checkpoints
 from ddpcore.engine.config import TrainConfig
+from ddpcore.engine.files import locked
 from ddpcore.engine.loop import Loop
 from ddpcore.engine.outputs import Outputs, check_tensorboard
 from ddpcore.engine.progress import Progress
 from ddpcore.engine.record import RunRecord
 from ddpcore.engine.signals import Listener
-from ddpcore.launch import World
+from ddpcore.launch import Stopped, World
 from ddpcore.machine import machine
 
 
-class Interrupted(Exception):
+class Interrupted(Stopped):
     """The run was asked to stop (SIGINT or SIGTERM); its message says after which step it was saved."""
 
 
@@ -51,7 +53,8 @@ def train(
         The record, on every rank.
 
     Raises:
-        ValueError: config, data and world do not fit; ``out`` holds another run, or this one and ``resume`` is False.
+        ValueError: config, data and world do not fit; ``out`` holds another run, or this one and ``resume`` is False,
+            or another process is at work in it.
         Interrupted: a signal asked the run to stop; it is saved.
     """
     out, place = Path(out), Place.of(config, world)
@@ -67,13 +70,11 @@ def train(
     loop = Loop(place, trainer, model, checkpoints, progress)
     place.barrier()  # every rank has seen the folder as it was
     step = _resume(loop) if resume else 0
-    first = place.world.rank == 0
-    outputs = Outputs(out, total_steps=loop.total, step=step, tensorboard=tensorboard) if first else nullcontext()
-    with outputs as loop.outputs, Listener() as listener:
-        if loop.outputs is not None:
-            loop.outputs.write(_header(loop, step))
+    with _outputs(loop, out, step, tensorboard) as loop.outputs, Listener() as listener:
         ended = loop.run(listener)
     place.barrier()
+    if ended and listener.asked:  # too late to stop this run, in time for what comes after it
+        signal.raise_signal(signal.Signals[listener.name])
     if not ended:
         raise Interrupted(
             f"stopped{' by ' + listener.name if listener.name else ''} after step {trainer.num_steps} of {loop.total} "
@@ -82,16 +83,33 @@ def train(
     return RunRecord.read(out)
 
 
+@contextmanager
+def _outputs(loop: Loop, out: Path, step: int, tensorboard: bool) -> Iterator[Outputs | None]:
+    """Where the first rank writes, and no other process."""
+    if loop.place.world.rank:
+        yield None
+        return
+    resumed = {"kind": "resume", "step": step, **machine(loop.place.device.type)} if step else None
+    with (
+        locked(out),
+        Outputs(
+            out, total_steps=loop.total, header=_header(loop), resumed=resumed, step=step, tensorboard=tensorboard
+        ) as outputs,
+    ):
+        yield outputs
+
+
 def _check_folder(config: TrainConfig, out: Path, resume: bool) -> RunRecord | None:
     """The record of a run that is over already.
 
     Raises:
         ValueError: the folder is in use, by another run or without ``resume``.
     """
-    if not (out / record.FILE).exists():
-        return None
-    if not resume:
+    path, checkpoints = out / record.FILE, out / "checkpoints"
+    if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
+    if not any(row["kind"] == "run" for row in record.rows(path)):
+        return None  # a new folder, or a run that was ended before it had begun to write
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])
     if differences:
@@ -116,10 +134,8 @@ def _say(line: str) -> None:
     print(f"ddpcore: {line}", file=sys.stderr, flush=True)
 
 
-def _header(loop: Loop, step: int) -> dict[str, Any]:
-    """The first row of a run, or of its continuation."""
-    if step:
-        return {"kind": "resume", "step": step, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+def _header(loop: Loop) -> dict[str, Any]:
+    """The first row of a run."""
     dataset, num_learners = loop.trainer.dataset, loop.config.learners
     num_elements = sum(parameter.numel() for parameter in loop.model.parameters())
     return {

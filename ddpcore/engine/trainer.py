@@ -7,8 +7,9 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ddpcore.comm.base import Communicator
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.distributed import Distributed
@@ -122,6 +123,8 @@ class Trainer:
         """
         inputs = self._last_inputs(recalibration_batches) if batch_norm == "recalibrate" else None
         model = self.handle.evaluation_model(batch_norm, inputs).eval()
+        if batch_norm == "local":
+            _take_first_buffers(model, self.handle.comm)
         samples = self.dataset.splits().get(split)
         return None if samples is None else evaluate(model, samples, self.dataset.num_classes, self.handle.comm)
 
@@ -129,6 +132,15 @@ class Trainer:
         for step in range(max(0, self.num_steps - num_batches), self.num_steps):
             indices = self.batches.indices(step)[self.learners].flatten()
             yield self.dataset.train.batch(indices, self.batches.epoch(step))[0]
+
+
+@torch.no_grad()
+def _take_first_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Local buffers are those of learner 0 on every rank: all ranks score parts of one split by one model."""
+    for buffer in model.buffers():
+        rows = buffer.reshape(1, -1).repeat(len(comm.learners), 1)
+        comm.broadcast_(rows)
+        buffer.copy_(rows[0].view_as(buffer))
 
 
 def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ddpcore import launch
-from ddpcore.engine import Interrupted
-from ddpcore.engine.files import replace_file
+from ddpcore.engine.files import locked, replace_file
 from ddpcore.experiments import study
 from ddpcore.experiments.command_line import CompareOptions, ListOptions, RunOptions, parse
 from ddpcore.experiments.compare import compare
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"ddpcore.experiments: {error}", file=sys.stderr)
         return 2
-    except Interrupted as error:
+    except launch.Stopped as error:
         print(f"ddpcore.experiments: {str(error).replace('resume=True', '--resume')}", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
@@ -80,10 +79,11 @@ def _run(options: RunOptions) -> int:
     folder.check_runs((job.row, job.seed, job.config) for job in plan.jobs if (job.row, job.seed) not in finished)
     datasets = Datasets()
     check_data(plan, datasets)
-    folder.begin(plan.manifest)
-    if finished:
-        print(f"{len(finished)} runs of {folder.path} are finished and are left as they are", flush=True)
-    run(plan, folder, datasets)
+    with locked(folder.path):
+        folder.begin(plan.manifest)
+        if finished:
+            print(f"{len(finished)} runs of {folder.path} are finished and are left as they are", flush=True)
+        run(plan, folder, datasets)
     mine = {(job.row, job.seed) for job in plan.jobs}
     failed = [result for key, result in folder.results().items() if key in mine and result["status"] == FAILED]
     print(

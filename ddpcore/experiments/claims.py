@@ -26,6 +26,7 @@ from typing import Any
 from scipy import stats
 
 from ddpcore.engine.config import advice
+from ddpcore.engine.kinds import is_finite
 
 HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
 _NUMBER, _TRUTH = "a number", "true or false"
@@ -40,6 +41,7 @@ _OVER_SEEDS: dict[str, Callable[[Sequence[float]], float]] = {
 _EACH_SEED = {"all_seeds": _TRUTH, "count": _NUMBER}  # what they are
 _FUNCTIONS = (*_OVER_SEEDS, *_EACH_SEED, "abs", "diverged", "paired", "value")
 _FEWEST_PAIRS = 6  # fewer differences, even of one sign, are no surprise at 5 percent: they would refute nothing
+_DEEPEST = 100  # levels of an expression, so that whatever walks through it comes to its end
 _ROWS = {"paired": 2}  # that a function takes; all others take one
 
 
@@ -74,8 +76,11 @@ class _NotRun(Exception):
 
 def check(predicate: str, rows: Sequence[str], metrics: Sequence[str]) -> None:
     """Raise ValueError, in one line, unless the text is a predicate over these rows and metrics."""
-    if _kind(_parse(predicate), predicate, rows, metrics, in_seeds=False) != _TRUTH:
+    tree = _parse(predicate)
+    if _kind(tree, predicate, rows, metrics, in_seeds=False) != _TRUTH:
         raise ValueError(f"claim {predicate!r}: it is a number: compare it with another")
+    if not rows_in(tree):
+        raise ValueError(f"claim {predicate!r}: it is about no row: name one")
 
 
 def judge(predicate: str, outcomes: Outcomes, metric: str) -> Verdict:
@@ -96,6 +101,8 @@ def judge(predicate: str, outcomes: Outcomes, metric: str) -> Verdict:
         return Verdict(NOT_RUN, str(error))
     except ZeroDivisionError:
         return Verdict(NOT_RUN, "it divides by zero")
+    except OverflowError:
+        return Verdict(NOT_RUN, "a number in it is too large")
 
 
 def rows_of(predicate: str) -> list[str]:
@@ -112,9 +119,15 @@ def rows_in(tree: ast.AST) -> list[str]:
 
 def _parse(predicate: str) -> ast.expr:
     try:
-        return ast.parse(f"({predicate.strip()})", mode="eval").body  # in brackets it may take several lines
+        tree = ast.parse(f"({predicate.strip()})", mode="eval").body  # in brackets it may take several lines
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"claim {predicate!r}: it is no expression ({type(error).__name__})") from None
+    level: list[ast.AST] = [tree]
+    for _ in range(_DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise ValueError(f"claim {predicate!r}: it is nested in more than {_DEEPEST} levels: write it in fewer")
+    return tree
 
 
 def _kind(node: ast.expr, predicate: str, rows: Sequence[str], metrics: Sequence[str], *, in_seeds: bool) -> str:
@@ -125,6 +138,8 @@ def _kind(node: ast.expr, predicate: str, rows: Sequence[str], metrics: Sequence
             raise ValueError(f"claim {predicate!r}: {ast.unparse(child)} must be {wanted}")
 
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        if not is_finite(node.value):
+            raise ValueError(f"claim {predicate!r}: a number in it is larger than any that can be measured")
         return _NUMBER
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
         kind = _TRUTH if isinstance(node.op, ast.Not) else _NUMBER
@@ -151,6 +166,8 @@ def _kind(node: ast.expr, predicate: str, rows: Sequence[str], metrics: Sequence
         if len(node.args) != 1:
             raise ValueError(f"claim {predicate!r}: {name} takes one expression")
         demand(node.args[0], _NUMBER if name == "abs" else _TRUTH, in_seeds or name in _EACH_SEED)
+        if name in _EACH_SEED and not rows_in(node.args[0]):
+            raise ValueError(f"claim {predicate!r}: {name} is over the seeds of rows: take value(row) inside of it")
         return _EACH_SEED.get(name, _NUMBER)
     if (name == "value") != in_seeds:
         wanted = "value(row) inside of all_seeds and count, and nowhere else"
@@ -219,6 +236,8 @@ class _Evaluation:
         return _OVER_SEEDS[name](values)
 
     def _common(self, rows: Sequence[str]) -> list[int]:
+        if not rows:
+            raise _NotRun("it is about no row")
         common = set.intersection(*(set(self.outcomes[row]) for row in rows))
         if not common:
             raise _NotRun("its rows have no seed in common")

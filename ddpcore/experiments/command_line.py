@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpcore.engine import TrainConfig
-from ddpcore.engine.config import advice
+from ddpcore.engine.config import OPTIONS, advice
 from ddpcore.experiments.study import SCALES
 
 if sys.version_info >= (3, 11):
@@ -132,10 +132,11 @@ def _parser() -> _Parser:
 def overrides(texts: Sequence[str]) -> dict[str, Any]:
     """Fields of TrainConfig from ``key=value``; ``optimizer_options.momentum=0.5`` reaches into a mapping.
 
-    A value is TOML; what is none is text.
+    A value is TOML; what is none is text. Of two for one field the later one holds; mappings are merged key by key.
 
     Raises:
-        ValueError: there is no such field; the message has the nearest one.
+        ValueError: there is no such field, and the message has the nearest one; or a mapping is asked of one that has
+            none, or something else of one that is a mapping.
     """
     known = tuple(item.name for item in fields(TrainConfig))
     result: dict[str, Any] = {}
@@ -152,10 +153,11 @@ def overrides(texts: Sequence[str]) -> dict[str, Any]:
             parsed = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             parsed = value
-        if inner:
-            result.setdefault(name, {})[inner[0]] = parsed
-        else:
-            result[name] = parsed
+        given = {inner[0]: parsed} if inner else parsed
+        if isinstance(given, Mapping) != (name in OPTIONS):
+            written = f"{name}.OPTION=VALUE" if name in OPTIONS else f"{name}=VALUE, it has no options"
+            raise ValueError(f"--set {text}: write {written}")
+        result[name] = {**result.get(name, {}), **given} if inner or name in OPTIONS else given
     return result
 
 

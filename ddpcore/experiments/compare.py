@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpcore.experiments.claims import NOT_RUN, Outcome, Verdict, judge, rows_of
 from ddpcore.experiments.folder import FAILED, FINISHED, Folder
-from ddpcore.experiments.results import outcome_of
+from ddpcore.experiments.results import counts_diverged, outcome_of
 
 
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -124,11 +124,15 @@ def _line(name: str, row: Mapping[str, Any], metric: str, results: Sequence[Resu
 
 
 def _spread(row: str, metric: str, results: Results) -> dict[str, Any] | None:
-    """num_seeds that have a number, their mean, std (None of one), min and max; num_diverged and num_failed."""
+    """num_seeds that have a number, their mean, std (None of one), min and max; num_diverged and num_failed.
+
+    What a run that diverged says is in no mean, but where the metric says what it counts for.
+    """
     mine = [result for (name, _), result in results.items() if name == row]
     if not mine:
         return None
-    values = [result["metrics"][metric] for result in mine if result["metrics"].get(metric) is not None]
+    counted = [result for result in mine if not result["diverged"] or counts_diverged(metric)]
+    values = [result["metrics"][metric] for result in counted if result["metrics"].get(metric) is not None]
     return {
         "num_seeds": len(values),
         "mean": statistics.fmean(values) if values else None,

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpcore.engine import RunRecord, TrainConfig, record
+from ddpcore.engine import TrainConfig, record
 from ddpcore.engine.checkpoint import Checkpoints
-from ddpcore.engine.files import replace_file
+from ddpcore.engine.files import LOCK, replace_file
 from ddpcore.metrics import Record, to_json
 
 FORMAT = 1
+_KEYS = ("format", "study", "title", "source", "metrics", "claims", "scale", "set", "seeds", "rows")
 FINISHED, FAILED = "finished", "failed"
 
 
@@ -44,6 +45,9 @@ class Folder:
         """
         try:
             values: dict[str, Any] = json.loads(self.manifest_path.read_text())
+            missing = [key for key in _KEYS if key not in values]
+            if missing:
+                raise ValueError(f"it has no {', '.join(missing)}")
             if values["format"] != FORMAT:
                 raise ValueError(f"it is of format {values['format']} and this version reads {FORMAT}")
         except OSError:
@@ -53,12 +57,21 @@ class Folder:
         return values
 
     def results(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """The last line of each (row, seed).
+        """The last line of each (row, seed); no failure takes the place of a finished run.
 
         Raises:
-            ValueError: a line is no JSON.
+            ValueError: the file is damaged.
         """
-        return {(row["row"], row["seed"]): row for row in record.rows(self.path / "results.jsonl")}
+        path = self.path / "results.jsonl"
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for row in record.rows(path):
+            try:
+                key, status = (row["row"], row["seed"]), row["status"]
+            except KeyError as error:
+                raise ValueError(f"{path} is damaged (a line has no {error}): take another folder") from None
+            if status == FINISHED or found.get(key, {}).get("status") != FINISHED:
+                found[key] = row
+        return found
 
     def finished(self) -> set[tuple[str, int]]:
         """The (row, seed) that are done."""
@@ -71,15 +84,16 @@ class Folder:
 
     def check(self, manifest: Mapping[str, Any], resume: bool) -> None:
         """Raise ValueError unless the study can be run into it: it is new, or holds this study and is resumed."""
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if not self.path.exists() or (self.path.is_dir() and all(item.name == LOCK for item in self.path.iterdir())):
             return
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: name a folder")
         known = self.manifest()
-        for key in ("study", "scale"):
-            if known[key] != manifest[key]:
+        for key in ("study", "title", "source", "scale", "set"):
+            if known[key] != to_json(manifest[key]):
                 raise ValueError(
-                    f"{self.path} holds {key} {known[key]!r}, not {manifest[key]!r}: take another folder with --out"
+                    f"{self.path} was run with {key} {known[key]!r}, not {manifest[key]!r}: take another folder with "
+                    "--out"
                 )
         for name, row in manifest["rows"].items():
             differences = differing(row, known["rows"][name]) if name in known["rows"] else []
@@ -92,6 +106,7 @@ class Folder:
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest; rows and seeds that the folder held before stay in it."""
         self.path.mkdir(parents=True, exist_ok=True)
+        record.mend(self.path / "results.jsonl")
         known = self.manifest() if self.manifest_path.exists() else {"rows": {}, "seeds": []}
         whole = {
             **manifest,
@@ -107,7 +122,7 @@ class Folder:
             path = self.run_path(row, seed)
             if not path.exists():
                 continue
-            said = [RunRecord.read(path).header["config"]] if (path / record.FILE).exists() else []
+            said = [row["config"] for row in record.rows(path / record.FILE) if row["kind"] == "run"]
             checkpoints = Checkpoints(folder=path / "checkpoints", config=config.to_dict())
             for step in checkpoints.steps():
                 try:
@@ -122,5 +137,6 @@ class Folder:
 
 def differing(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
     """Where two rows of manifests would give other results."""
-    places = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in ("ranks", "kill_rank") if row[key] != known[key]]
+    unlike = [key for key in ("ranks", "hosts", "kill_rank") if row[key] != known[key]]
+    places = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in unlike]
     return places + TrainConfig.from_dict(row["config"]).difference(known["config"])

@@ -27,6 +27,7 @@ _CABLE = ("ddpcore0", "ddpcore1")
 _ADDRESS = "10.213.0.{}"
 _SECONDS = 10.0  # for a namespace to be made, and for ranks to end
 _POLL_SECONDS = 0.05
+_STOPPED = 75  # exit code of a rank that a signal has asked to stop
 
 
 class NotPermitted(Exception):
@@ -44,6 +45,7 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int) 
 
     Raises:
         RankFailed: a rank did; all have ended.
+        Stopped: the ranks have, as a signal asked.
         NotPermitted: see :func:`check`.
     """
     cores = sorted(os.sched_getaffinity(0))
@@ -74,7 +76,8 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int) 
             assert started.stdin is not None
             pickle.dump((mine, worker, args, world_size), started.stdin)
             started.stdin.flush()
-        _wait(ranks, errors)
+        with launch.signals_passed_on(ranks):
+            _wait(ranks, errors)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -> None:
@@ -86,6 +89,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -> No
     codes = [rank.poll() for rank in ranks]
     killed = [(number, code) for number, code in enumerate(codes) if code is not None and code < 0]
     number, code = killed[0] if killed else next((n, c) for n, c in enumerate(codes) if c)
+    if code == _STOPPED:
+        raise launch.Stopped(_text(errors[number]).splitlines()[-1])
     raise launch.RankFailed(_cause(number, code, _text(errors[number])))
 
 
@@ -170,6 +175,9 @@ def _rank() -> None:
     code = 0
     try:
         launch.run(worker, args, world_size=world_size, backend="gloo")
+    except launch.Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        code = _STOPPED
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -56,6 +56,11 @@ Of a run that chose on the validation split, scores are those of the test split.
 """
 
 
+def counts_diverged(metric: str) -> bool:
+    """Whether the number of a run that diverged is one to average: others are those of where it happened to end."""
+    return "or_chance" in metric
+
+
 def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None]:
     """Every metric of a finished run; None is what it has not."""
     last: dict[str, Any] = record.epochs[-1] if record.epochs else {}
@@ -144,4 +149,6 @@ def _rate(lines: Sequence[dict[str, float]]) -> float | None:
 
 def outcome_of(result: dict[str, Any]) -> Outcome:
     """A line of the results, for claims."""
-    return Outcome(metrics=result["metrics"], diverged=result["diverged"])
+    metrics, diverged = result["metrics"], result["diverged"]
+    counted = {name: value if not diverged or counts_diverged(name) else None for name, value in metrics.items()}
+    return Outcome(metrics=counted, diverged=diverged)

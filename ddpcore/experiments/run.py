@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from ddpcore import launch
 from ddpcore.allocator import keep_freed_memory
-from ddpcore.engine import Interrupted, train
+from ddpcore.engine import Interrupted, RunRecord, train
 from ddpcore.engine.build import Place
 from ddpcore.engine.checkpoint import Checkpoints
+from ddpcore.engine.signals import Listener
 from ddpcore.experiments import hosts
 from ddpcore.experiments.folder import FAILED, FINISHED, Folder
 from ddpcore.experiments.plan import Datasets, Job, Plan, backend_of
@@ -41,9 +42,12 @@ def run(plan: Plan, folder: Folder, datasets: Datasets) -> None:
     """
     finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
-    for job in pending:
-        if not job.ranks:
-            _conclude(folder, _run_here(job, datasets))
+    with Listener() as listener:  # for a signal that a run was too far to hear
+        for job in pending:
+            if listener.asked:
+                raise Interrupted(f"stopped by {listener.name} before {job.row}: go on with resume=True")
+            if not job.ranks:
+                _conclude(folder, _run_here(job, datasets))
     pending = [_placed(job) for job in pending if job.ranks]
     for ranks, apart, backend in dict.fromkeys((job.ranks, job.apart, backend_of(job)) for job in pending):
         start = hosts.run if apart else partial(launch.run, backend=backend)
@@ -126,8 +130,14 @@ def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
         "metrics": metrics_of(record, len(job.recovered)),
         "curves": curves_of(record),
         "total_seconds": record.final["total_seconds"],
-        **{key: record.header[key] for key in ("device", "cores", "torch", "ddpcore", "commit", "communication")},
+        **{key: record.header[key] for key in ("cores", "ddpcore", "communication")},
+        **{key: _all_of(record, key) for key in ("device", "torch", "commit")},
     }
+
+
+def _all_of(record: RunRecord, key: str) -> str | None:
+    """What the run said when it began, and each time that it went on, where that differs."""
+    return ", ".join(dict.fromkeys(row[key] for row in (record.header, *record.resumed) if row.get(key))) or None
 
 
 def _failure(job: Job, error: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.engine import TrainConfig
-from ddpcore.engine.config import advice, merged
+from ddpcore.engine.config import advice, merged, typed_field
+from ddpcore.engine.kinds import is_finite
 from ddpcore.experiments import claims
 from ddpcore.experiments.results import METRICS
 
@@ -21,14 +22,18 @@ else:
 FOLDER = Path(__file__).parent / "studies"
 SCALES = ("smoke", "cpu", "full")
 _FIELDS = tuple(item.name for item in fields(TrainConfig))
+_TEXTS = list[str]
 _TOP = {
-    "title": str, "question": str, "source": str, "notes": list, "metrics": list, "seeds": int,
+    "title": str, "question": str, "source": str, "notes": _TEXTS, "metrics": _TEXTS, "seeds": int,
     "shared": dict, "groups": dict, "scales": dict, "rows": dict, "claims": list,
 }  # fmt: skip
 # What a row says beside the fields of TrainConfig, and what groups and scales may say of it.
-_ROW = {"groups": list, "published": dict, "scales": dict, "about": str, "ranks": bool, "hosts": int, "kill_rank": int}
+_ROW = {
+    "groups": _TEXTS, "published": dict, "scales": dict, "about": str, "ranks": bool, "hosts": int, "kill_rank": int,
+}  # fmt: skip
 _GROUP = {name: _ROW[name] for name in ("scales", "ranks", "hosts")}
 _CLAIM = {"text": str, "source": str, "predicate": str}
+_LEAST = {"seeds": 1, "hosts": 1, "kill_rank": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class Row:
 
     Attributes:
         name: in its study.
+        study: the name of that, or its file.
         layers: fields of :class:`ddpcore.engine.TrainConfig`, from what all rows share to the row's own.
         scales: more layers, for each scale.
         published: metrics that the source printed for it.
@@ -47,6 +53,7 @@ class Row:
     """
 
     name: str
+    study: str
     layers: Sequence[Mapping[str, Any]]
     scales: Mapping[str, Sequence[Mapping[str, Any]]]
     published: Mapping[str, float]
@@ -59,12 +66,12 @@ class Row:
         """The run at a scale, with fields overridden.
 
         Raises:
-            ValueError: it is no valid run; the message names the row.
+            ValueError: it is no valid run; the message names the study and the row.
         """
         values: dict[str, Any] = {}
-        for layer in (*self.layers, *self.scales.get(scale, ()), overrides or {}):
-            values = merged(values, layer)
         try:
+            for layer in (*self.layers, *self.scales.get(scale, ()), overrides or {}):
+                values = merged(values, layer)
             config = TrainConfig.from_dict(values)
             if self.kill_rank is not None and not (self.ranks and self.kill_rank < config.learners):
                 raise ValueError(
@@ -75,7 +82,7 @@ class Row:
             if self.hosts > 1 and config.strategy != "ddp" and config.transport != "pg":
                 raise ValueError(f"transport is {config.transport!r}: hosts share no memory, set it to 'pg'")
         except ValueError as error:
-            raise ValueError(f"row {self.name}, scale {scale}: {error}") from None
+            raise ValueError(f"{self.study}: row {self.name}, scale {scale}: {error}") from None
         return config
 
 
@@ -143,7 +150,7 @@ def load(name: str) -> Study:
     if not name.endswith(".toml") and name not in names():
         raise ValueError(f"unknown study {name!r}: {advice(name, names())}")
     try:
-        return _study(path.stem, tomllib.loads(path.read_bytes().decode()))
+        return _study(path.stem, name, tomllib.loads(path.read_bytes().decode()))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}): name a study, or its file") from None
     except UnicodeDecodeError as error:
@@ -153,26 +160,30 @@ def load(name: str) -> Study:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _study(name: str, values: Mapping[str, Any]) -> Study:
+def _study(name: str, called: str, values: Mapping[str, Any]) -> Study:
     _check("the study", values, _TOP)
     for key in ("title", "question", "source", "metrics", "shared", "rows"):
         if key not in values:
             raise ValueError(f"the study has no {key!r}: add it")
+    for key in ("metrics", "rows"):
+        if not values[key]:
+            raise ValueError(f"{key} is empty: name one at least")
     for metric in values["metrics"]:
         _check_metric("metrics", metric)
     scales, groups = values.get("scales", {}), values.get("groups", {})
     seeds = dict.fromkeys(SCALES, values.get("seeds", 1))
     selections: dict[str, tuple[str, ...] | None] = dict.fromkeys(SCALES)
     for scale, layer in _scales("the study", scales).items():
-        _check(f"scale {scale}", layer, {"seeds": int, "rows": list}, _FIELDS)
+        _check(f"scale {scale}", layer, {"seeds": int, "rows": _TEXTS}, _FIELDS)
+        if layer.get("rows") == []:
+            raise ValueError(f"scale {scale}: rows is empty: name one at least, or leave it out for all")
         seeds[scale] = layer.get("seeds", seeds[scale])
         selections[scale] = tuple(layer["rows"]) if "rows" in layer else None
-    if min(seeds.values()) < 1:
-        raise ValueError(f"seeds is {min(seeds.values())}: it must be at least 1")
     for group, entries in groups.items():
         _check(f"group {group}", entries, _GROUP, _FIELDS)
     _check("shared", values["shared"], {}, _FIELDS)
-    rows = {key: _row(key, entries, values["shared"], groups, scales) for key, entries in values["rows"].items()}
+    shared = values["shared"]
+    rows = {key: _row(key, called, entries, shared, groups, scales) for key, entries in values["rows"].items()}
     study = Study(
         name=name,
         title=values["title"],
@@ -193,7 +204,7 @@ def _study(name: str, values: Mapping[str, Any]) -> Study:
 
 
 def _row(
-    name: str, entries: Any, shared: Mapping[str, Any], groups: Mapping[str, Any], scales: Mapping[str, Any]
+    name: str, study: str, entries: Any, shared: Mapping[str, Any], groups: Mapping[str, Any], scales: Mapping[str, Any]
 ) -> Row:
     where = f"row {name}"
     _check(where, entries, _ROW, _FIELDS)
@@ -204,8 +215,8 @@ def _row(
             raise ValueError(f"{where}: unknown group {group!r}: {advice(str(group), tuple(groups))}")
     for metric, value in entries.get("published", {}).items():
         _check_metric(f"{where}, published", metric)
-        if type(value) not in (int, float):
-            raise ValueError(f"{where}, published: {metric} is {value!r}: it must be a number")
+        if not is_finite(value):
+            raise ValueError(f"{where}, published: {metric} is {value!r}: it must be a finite number")
     parts = [*(groups[group] for group in entries.get("groups", ())), entries]
     said = {key: part[key] for part in parts for key in ("ranks", "hosts") if key in part}
     more = [_scales(where, part.get("scales", {})) for part in parts]
@@ -214,6 +225,7 @@ def _row(
             _check(f"{where}, scale {scale}", layer, {}, _FIELDS)
     return Row(
         name=name,
+        study=study,
         layers=[shared, *(_fields(part) for part in parts)],
         scales={scale: [_fields(layers[scale]) for layers in (scales, *more) if scale in layers] for scale in SCALES},
         published={metric: float(value) for metric, value in entries.get("published", {}).items()},
@@ -242,15 +254,30 @@ def _scales(where: str, entries: Mapping[str, Any]) -> Mapping[str, Any]:
     return entries
 
 
-def _check(where: str, entries: Any, own: Mapping[str, type], more: Sequence[str] = ()) -> None:
-    """ValueError unless it is a table of these keys, the first of these types."""
+def _check(where: str, entries: Any, own: Mapping[str, Any], more: Sequence[str] = ()) -> None:
+    """ValueError unless it is a table of these keys, the first of these types, the others fields of a run."""
     if not isinstance(entries, Mapping):
         raise ValueError(f"{where} is {entries!r}: it must be a table")
     for key, value in entries.items():
         if key not in own and key not in more:
             raise ValueError(f"{where} has an unknown key {key!r}: {advice(key, (*own, *more))}")
-        if key in own and type(value) is not own[key]:
-            raise ValueError(f"{where}: {key} is {value!r}: it must be of type {own[key].__name__}")
+        if key in own:
+            _check_own(where, key, value, own[key])
+            continue
+        try:
+            typed_field(key, value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def _check_own(where: str, key: str, value: Any, kind: Any) -> None:
+    plain: Any = list if kind is _TEXTS else kind
+    if type(value) is not plain:
+        raise ValueError(f"{where}: {key} is {value!r}: it must be of type {plain.__name__}")
+    if kind is _TEXTS and any(type(item) is not str for item in value):
+        raise ValueError(f"{where}: {key} is {value!r}: it must be a list of text")
+    if key in _LEAST and value < _LEAST[key]:
+        raise ValueError(f"{where}: {key} is {value}: it must be at least {_LEAST[key]}")
 
 
 def _check_metric(where: str, name: Any) -> None:

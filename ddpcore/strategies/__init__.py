@@ -79,6 +79,8 @@ def build(name: str, *, topology: Topology | None = None, **given: Any) -> Strat
     if "compression" in arguments:
         arguments["compression"] = _codec(arguments["compression"])
     if arguments.get("outer") is not None:
+        if not isinstance(arguments["outer"], Mapping):
+            raise ValueError(f"{name}: outer is {arguments['outer']!r}: it must be a mapping, settings of an SGD")
         arguments["outer"] = partial(torch.optim.SGD, **arguments["outer"])
     try:
         return made(**arguments)
@@ -103,10 +105,15 @@ def _base(name: str, topology: Topology | None) -> DPSGD | None:
 
 
 def _codec(wanted: str | Mapping[str, Any]) -> Codec | None:
+    if not isinstance(wanted, str | Mapping):
+        raise ValueError(f"compression is {wanted!r}: it must be a name, or a mapping of a name and its settings")
     settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
     name = settings.pop("name", None)
     if name == "none":
         return None
-    if name not in CODECS:
+    if not isinstance(name, str) or name not in CODECS:
         raise ValueError(f"unknown compression {name!r}: choose from none, {', '.join(CODECS)}")
-    return CODECS[name](**settings)
+    try:
+        return CODECS[name](**settings)
+    except TypeError as error:
+        raise ValueError(f"compression {name}: {error}") from error

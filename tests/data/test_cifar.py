@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import pickle
 from pathlib import Path
@@ -75,6 +76,31 @@ def test_the_pickles_win(tmp_path: Path) -> None:
     check(CIFAR10, cifar.load(CIFAR10, tmp_path, verify=False))
 
 
+@pytest.mark.parametrize("kept", [0, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_that_is_whole_is_taken(tmp_path: Path, layout: str, kept: int) -> None:
+    """The folder of the other one may be empty, or lack files."""
+    for other in LAYOUTS:
+        for path in sorted(write(CIFAR10, tmp_path, other).iterdir())[kept:]:
+            if other != layout:
+                path.unlink()
+    check(CIFAR10, cifar.load(CIFAR10, tmp_path, verify=False))
+
+
+def test_packed_files_make_a_layout_whole(tmp_path: Path) -> None:
+    for path in write(CIFAR100, tmp_path, "python").iterdir():
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    write(CIFAR100, tmp_path, "binary").joinpath("train.bin").write_bytes(b"rubbish")
+    check(CIFAR100, cifar.load(CIFAR100, tmp_path, verify=False))
+
+
+def test_where_no_layout_is_whole_the_pickle_is_missed(tmp_path: Path) -> None:
+    for layout, gone in (("python", "data_batch_2"), ("binary", "test_batch.bin")):
+        (write(CIFAR10, tmp_path, layout) / gone).unlink()
+    assert "data_batch_2: no such file" in refused(CIFAR10, tmp_path, "no such file")
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_pickles_that_are_not_the_canonical_ones_are_a_warning_each(tmp_path: Path, variant: Variant) -> None:
     folder = write(variant, tmp_path, "python")
@@ -137,6 +163,8 @@ IMAGES = np.zeros((2, 3072), dtype=np.uint8)
         ({"data": IMAGES, "labels": [1, 2, 3]}, "2 images and 3 labels"),
         ({"data": IMAGES, "labels": [1, 10]}, "label 10 is outside"),
         ({"data": IMAGES, "labels": [-1, 1]}, "label -1 is outside"),
+        ({"data": IMAGES, "labels": [1, 2**70]}, f"label {2**70} is outside"),
+        ({"data": IMAGES, "labels": [-(2**70), 1]}, f"label -{2**70} is outside"),
         ({"data": IMAGES[:0], "labels": []}, "no samples"),
         ({"data": IMAGES[:, :784], "labels": [1, 2]}, "no 'data' of 3072 bytes"),
         ({"data": b"rubbish", "labels": [1, 2]}, "no 'data'"),

@@ -48,6 +48,10 @@ def test_options_of_each_data_set() -> None:
     assert data.options("features") == {"num_classes": None}
     speech = {"num_classes": 32, "num_frames": 21, "num_features": 40, "num_samples": 10_000}
     assert data.options("synthetic_speech") == speech
+    assert data.option_types("mnist") == {}
+    assert data.option_types("synthetic") == {"input_shape": tuple[int, ...], "num_classes": int}
+    assert data.option_types("features") == {"num_classes": int | None}
+    assert data.option_types("saddle") == {"dimension": int, "num_samples": int, "slope": float, "coupling": float}
     with pytest.raises(ValueError, match="data set 'mnist' has no option 'num_frames': it has none"):
         data.build("mnist", data_dir="anywhere", num_frames=3)
     with pytest.raises(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpcore.data import Dataset, mnist
+from ddpcore.data import Dataset, build, mnist
 
 NUM_SAMPLES = {"train": 5, "t10k": 3}
 
@@ -140,6 +140,20 @@ def test_a_folder_in_place_of_a_file(folder: Path) -> None:
     path.unlink()
     path.mkdir()
     refused(folder, "train-images-idx3-ubyte: cannot be read")
+
+
+def test_digits_are_cropped_and_never_mirrored(folder: Path) -> None:
+    """A mirrored digit is another sign: every training image is one of the 81 crops of the padded original."""
+    train = build("mnist", data_dir=folder.parents[1], augment=True, verify=False).train
+    padded = torch.nn.functional.pad(train.inputs[:, 0], (4,) * 4)
+    crops = padded.unfold(1, 28, 1).unfold(2, 28, 1).flatten(1, 2)
+    places = set()
+    for epoch in range(8):
+        inputs, _ = train.batch(torch.arange(5), epoch)
+        found = (inputs.mul(255).round().to(torch.uint8) == crops).flatten(2).all(2)
+        assert found.any(1).all(), epoch
+        places.update(found.int().argmax(1).tolist())
+    assert len(places) > 10
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -107,6 +107,78 @@ def test_stand_ins_are_no_way_to_numpy() -> None:
         pickles.load(pickle.dumps({"data": PIXELS}, protocol=2).replace(b"K\x05K\x0c\x86", b"K\x06K\x0c\x86"))
 
 
+RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n"
+ARRAY = RECONSTRUCT + b"cnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+DTYPE = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
+DEEP = b"N" + b"\x85" * 100_000  # ((((None,),),),), deeper than the stack
+
+
+def refused(value: bytes, message: str) -> None:
+    """A dictionary with that value."""
+    with pytest.raises(ValueError, match=message) as caught:
+        pickles.load(b"\x80\x02}U\x04data" + value + b"s.")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_pieces_are_those_of_an_array() -> None:
+    """What the tests below damage."""
+    content = b"\x80\x02}U\x04data" + ARRAY + b"(K\x01K\x02\x85" + DTYPE + b"\x89U\x02abtb" + b"s."
+    assert pickles.load(content)["data"].tolist() == [97, 98]
+
+
+@pytest.mark.parametrize("named", [RECONSTRUCT, b"cnumpy\nndarray\n", b"cnumpy\ndtype\n", b"c_codecs\nencode\n"])
+def test_attributes_of_what_is_named_are_not_set(named: bytes) -> None:
+    """By BUILD, for the whole process: state is (None, {"__defaults__": (1, 2, 3)})."""
+    before = [dict(vars(value)) for value in vars(pickles).values() if hasattr(value, "__dict__")]
+    refused(named + b"N}(U\x0c__defaults__K\x01K\x02K\x03\x87u\x86b", "fills what cannot be filled")
+    assert before == [dict(vars(value)) for value in vars(pickles).values() if hasattr(value, "__dict__")]
+
+
+@pytest.mark.parametrize("size", [b"J\x00\x00\x00\x40", b"K\x01", b"K\x01\x85", b"]", b"N"])
+def test_the_content_of_an_array_is_bytes_or_text(size: bytes) -> None:
+    """`bytes` of a number would be as many zeros: a gigabyte of the first."""
+    refused(ARRAY + b"(K\x01K\x01\x85" + DTYPE + b"\x89" + size + b"tb", "an array whose content is no bytes")
+
+
+def test_nested_keys_are_not_hashed() -> None:
+    """Python hashes tuples by recursion in C, which ends the process; text alone may be a key, or name something."""
+    refused(b"}" + DEEP + b"K\x01s", "a key of a dictionary is no text")
+    refused(b"(" + DEEP + b"K\x01d", "a key of a dictionary is no text")
+    refused(b"}(" + DEEP + b"K\x01u", "a key of a dictionary is no text")
+    refused(DEEP + b"U\x01a\x93", "names something by what is no text")
+    refused(b"cnumpy\ndtype\n" + DEEP + b"R", "in a way that no array needs")
+    for value in (DEEP, b"]" * 100_000 + b"a" * 99_999):
+        assert list(pickles.load(b"\x80\x02}U\x04data" + value + b"s.")) == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b"]2a", "instruction DUP"),
+        (b"\x8f", "instruction EMPTY_SET"),
+        (b"G" + bytes(8), "instruction BINFLOAT"),
+        (b"cnumpy\nndarray\n)\x81", "instruction NEWOBJ"),
+        (b"(inumpy\nndarray\n", "instruction INST"),
+        (b"(cnumpy\nndarray\no", "instruction OBJ"),
+        (b"P1\n", "instruction PERSID"),
+        (b"\x82\x01", "instruction EXT1"),
+        (b"cnumpy\nndarray\n)R", "in a way that no array needs"),
+        (RECONSTRUCT + b"K\x01R", "calls with what are no arguments"),
+        (RECONSTRUCT + b")R", "in a way that no array needs"),
+        (RECONSTRUCT + b"cnumpy\ndtype\n\x85R", "in a way that no array needs"),
+        (b"U\x01aU\x01b\x85R", "in a way that no array needs"),
+        (b"U\x01aK\x01a", "fills what cannot be filled"),
+        (b"]U\x01aK\x01s", "fills what cannot be filled"),
+        (b"}(U\x01au", "zip"),
+        (b"\x87", "takes what it has not made"),
+        (b"(\x86t", "takes what it has not made"),
+        (ARRAY + b"(K\x01K\x01\x85N\x89U\x01atb", "an array without a dtype"),
+    ],
+)
+def test_instructions_that_no_array_needs(value: bytes, message: str) -> None:
+    refused(value, message)
+
+
 def test_damage_is_one_line() -> None:
     content = python2_batch(PIXELS, [3, 1, 4])
     assert len(list(pickletools.genops(content))) > 20

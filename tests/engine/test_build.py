@@ -36,6 +36,16 @@ def test_warmup_in_epochs_and_steps() -> None:
     assert ramp == pytest.approx([1.75, 2.5, 3.25, 4.0]), "from the reference's rate to the scaled one"
 
 
+def test_warmup_and_milestones_are_rounded_to_the_nearest_step() -> None:
+    """2.6 steps are 3, and 2.4 are 2."""
+    three, two = [1 / 3, 2 / 3, 1.0, 1.0], [0.5, 1.0, 1.0, 1.0]
+    assert rates(4, warmup=0.26) == rates(4, warmup=2.6, schedule_unit="steps") == pytest.approx(three)
+    assert rates(4, warmup=0.24) == rates(4, warmup=2.4, schedule_unit="steps") == pytest.approx(two)
+    for mark, first in ((0.26, 3), (0.24, 2)):
+        step = rates(4, schedule="step", milestones=[mark], gamma=0.5)
+        assert step == [1.0] * first + [0.5] * (4 - first)
+
+
 def test_length() -> None:
     assert total_steps(TrainConfig(epochs=3), 10) == 30
     assert total_steps(TrainConfig(steps=7), 10) == 7

@@ -12,7 +12,7 @@ import torch
 
 import ddpcore
 from ddpcore.engine import TrainConfig
-from ddpcore.engine.config import BOOKKEEPING
+from ddpcore.engine.config import BOOKKEEPING, merged
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,19 @@ from ddpcore.engine.config import BOOKKEEPING
         ({"strategy": "local_sgd", "strategy_options": {"period": "a"}}, "local_sgd: "),
         ({"strategy": "dpsgd", "strategy_options": {"compression": "zip"}}, "unknown compression 'zip'"),
         ({"strategy": "slowmo", "strategy_options": {"base": "ssgd"}}, "slowmo: unknown base 'ssgd'"),
+        ({"strategy": "dpsgd", "strategy_options": {"compression": 3}}, "compression is 3: it must be a name, or"),
+        ({"strategy": "local_sgd", "strategy_options": {"outer": 3}}, "local_sgd: outer is 3: it must be a mapping"),
+        ({"lr": 10**400}, "0: it must be a finite number"),
+        (
+            {"dataset": "saddle", "dataset_options": {"dimension": "a"}},
+            "dataset_options.dimension is 'a': it must be a whole number",
+        ),
+        ({"dataset_options": {"input_shape": "a"}}, "dataset_options.input_shape is 'a': it must be a list of numbers"),
+        ({"dataset_options": {"input_shape": ["a"]}}, "dataset_options.input_shape is 'a': it must be a whole number"),
+        (
+            {"topology": "hierarchical", "topology_options": {"local_size": "a"}},
+            "topology_options.local_size is 'a': it must be a whole number",
+        ),
         ({"topology": "rnig"}, "topology is 'rnig': did you mean 'ring'?"),
         ({"policies": {"momentum": "share"}}, "policy momentum is 'share'"),
         ({"policies": {"momenta": "keep"}}, "policies has no 'momenta' here: did you mean 'momentum'?"),
@@ -132,6 +145,31 @@ def test_overrides() -> None:
         base.overridden({"stratgy": "ssgd"})
 
 
+def test_options_begin_anew_where_their_owner_becomes_another() -> None:
+    """And not where it is named again, be it the default that no layer has said before."""
+    options = {"momentum": 0.9}
+    for values in ({"optimizer": "lars"}, {}):
+        said = {**values, "optimizer_options": options}
+        same, other = values.get("optimizer", "sgd"), "torch_sgd"
+        assert merged(said, {"optimizer": same})["optimizer_options"] == options
+        again = merged(said, {"optimizer": same, "optimizer_options": {"weight_decay": 0.1}})
+        assert again["optimizer_options"] == {**options, "weight_decay": 0.1}
+        assert merged(said, {"optimizer": other})["optimizer_options"] == {}
+        anew = merged(said, {"optimizer": other, "optimizer_options": {"nesterov": True}})
+        assert anew["optimizer_options"] == {"nesterov": True}
+    speech = TrainConfig(epochs=3, dataset="synthetic_speech", dataset_options={"num_frames": 3})
+    assert speech.overridden({"dataset": "synthetic_speech"}) == speech
+
+
+@pytest.mark.parametrize("name", ["optimizer_options", "policies"])
+@pytest.mark.parametrize("wrong", [3, "abc", [1], None])
+def test_options_that_are_no_mapping_are_not_merged(name: str, wrong: Any) -> None:
+    for values, overrides in (({}, {name: wrong}), ({name: {}}, {name: wrong}), ({name: wrong}, {name: {}})):
+        with pytest.raises(ValueError) as caught:
+            merged(values, overrides)
+        assert str(caught.value) == f"{name} is {wrong!r}: it must be a mapping"
+
+
 def test_difference_names_what_changes_results() -> None:
     base = TrainConfig(epochs=3)
     other = base.overridden({"lr": 0.5, "data_dir": "elsewhere", "keep_last": 5}).to_dict()
@@ -155,3 +193,12 @@ def test_the_strategy_that_is_meant() -> None:
     assert made(strategy="slowmo", topology="ring").base.topology == ddpcore.Ring()
     assert made(strategy="slowmo", strategy_options={"base": "none"}).base is None
     assert made(strategy="push_sum", topology="ring").topology == ddpcore.Ring()
+
+
+def test_a_config_from_before_a_field_had_its_default() -> None:
+    config = TrainConfig(model="mlp", dataset="mnist", steps=3)
+    older = {name: value for name, value in config.to_dict().items() if name not in ("statistics_every", "policies")}
+    assert config.difference(older) == []
+    assert config.overridden({"statistics_every": 5, "learners": 2, "strategy": "ssgd"}).difference(older)[-1] == (
+        "strategy is 'ssgd', not 'single'"
+    )

@@ -19,18 +19,18 @@ def epoch(step: int) -> dict[str, Any]:
 
 
 def test_what_comes_after_the_step_is_dropped(tmp_path: Path) -> None:
-    with Outputs(tmp_path, total_steps=9) as out:
-        for row in (HEADER, epoch(1), epoch(2), epoch(3), {"kind": "end", "step": 3}):
+    with Outputs(tmp_path, total_steps=9, header=HEADER) as out:
+        for row in (epoch(1), epoch(2), epoch(3), {"kind": "end", "step": 3}):
             out.write(row)
     assert RunRecord.read(tmp_path).final["step"] == 3
-    with Outputs(tmp_path, total_steps=9, step=2) as out:
-        out.write({"kind": "resume", "step": 2})
+    with Outputs(tmp_path, total_steps=9, header={}, resumed={"kind": "resume", "step": 2}, step=2) as out:
         out.write(epoch(3))
     record = RunRecord.read(tmp_path)
     assert [row["step"] for row in record.epochs] == [1, 2, 3]
     assert (record.header, record.final) == (HEADER, {})
-    with Outputs(tmp_path, total_steps=9) as out:
-        out.write(HEADER)
+    assert [row["step"] for row in record.resumed] == [2]
+    with Outputs(tmp_path, total_steps=9, header=HEADER):
+        pass
     assert RunRecord.read(tmp_path).epochs == []
 
 
@@ -39,8 +39,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start in (0, 2):
-        with Outputs(tmp_path, total_steps=9, step=start, tensorboard=True) as out:
-            out.write({**HEADER, "step": start})
+        resumed = {"kind": "resume", "step": start} if start else None
+        with Outputs(tmp_path, total_steps=9, header=HEADER, resumed=resumed, step=start, tensorboard=True) as out:
             for step in range(start + 1, start + 4):
                 out.write(epoch(step))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -54,13 +54,13 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "SummaryWriter", None)
     with pytest.raises(ValueError, match=r"not installed: pip install 'ddpcore\[tensorboard\]'"):
-        Outputs(tmp_path / "new", total_steps=1, tensorboard=True)
+        Outputs(tmp_path / "new", total_steps=1, header=HEADER, tensorboard=True)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_record_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no record of a run"):
         RunRecord.read(tmp_path)
-    (tmp_path / "record.jsonl").write_text(json.dumps(HEADER) + "\n{")
+    (tmp_path / "record.jsonl").write_text(json.dumps(HEADER) + "\n{\n")
     with pytest.raises(ValueError, match="line 2 is no JSON"):
         RunRecord.read(tmp_path)

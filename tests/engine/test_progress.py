@@ -48,12 +48,14 @@ def test_stop_reaches_everyone() -> None:
 
 def test_the_best_is_the_first_of_equals() -> None:
     made, _ = progress()
-    assert [made.evaluated(accuracy, epoch, 10 * epoch) for epoch, accuracy in enumerate([0.2, 0.5, 0.5, 0.4])] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    seen = [made.evaluated(accuracy, 1.0, epoch, 10 * epoch) for epoch, accuracy in enumerate([0.2, 0.5, 0.5, 0.4])]
+    assert seen == [True, True, False, False]
     assert made.best == {"accuracy": 0.5, "epoch": 1, "step": 10}
     assert made.accuracy == 0.4
     assert Progress(**made.state_dict()).best == made.best
+
+
+def test_a_loss_that_is_not_finite_in_an_evaluation_is_a_divergence() -> None:
+    made, _ = progress()
+    assert made.evaluated(0.9, float("nan"), 1, 10) is False
+    assert made.diverged and made.best is None

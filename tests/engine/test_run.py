@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import ddpcore
 from ddpcore import models
 from ddpcore.engine import Interrupted, RunRecord, TrainConfig, train
+from ddpcore.engine.checkpoint import Checkpoints
 from ddpcore.launch import World
 
 _spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
@@ -110,6 +112,27 @@ def test_validation_leaves_the_test_split_to_the_end(tmp_path: Path) -> None:
     assert record.header["num_samples"] == {"train": 40, "validation": 10, "test": 24}
 
 
+def test_the_final_scores_are_those_of_the_test_split(tmp_path: Path) -> None:
+    """Of the model that is written; those of the epochs are of the validation split."""
+    dataset = helper.images(validation=10)
+    config = helper.config(num_validation=10, evaluate_on="validation", batch_size=10, steps=8)
+    record = train(config, out=tmp_path, dataset=dataset)
+    model = models.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    scores = {}
+    for name in ("validation", "test"):
+        split = dataset.splits()[name]
+        inputs, labels = split.batch(torch.arange(len(split)))
+        logits = model(inputs)
+        scores[name] = (
+            torch.nn.functional.cross_entropy(logits, labels).item(),
+            (logits.argmax(1) == labels).float().mean().item(),
+        )
+    assert scores["test"] != pytest.approx(scores["validation"], rel=1e-2), "else there is nothing to see"
+    for name, row in (("test", record.final["test"]), ("validation", record.epochs[-1])):
+        assert (row["loss"], row["accuracy"]) == pytest.approx(scores[name], rel=1e-5), name
+
+
 def test_how_often_it_evaluates(tmp_path: Path) -> None:
     epochs = []
     for every in (2, 0):
@@ -125,6 +148,27 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     kept = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir())
     assert record.final["best_epoch"] < 6, "else there is nothing to see"
     assert kept == [4 * record.final["best_epoch"], 24]
+
+
+def test_the_best_is_saved_between_checkpoints_where_it_is_to_be_kept(tmp_path: Path) -> None:
+    """Evaluations are at multiples of 4 steps and checkpoints at those of 5."""
+    dataset, folders = helper.images(), {}
+    for keep_best, keep_last in ((True, 1), (False, 10)):
+        fields = {"steps": None, "epochs": 6, "lr": 0.3, "checkpoint_every": 5}
+        config = helper.config(**fields, keep_best=keep_best, keep_last=keep_last)
+        record = train(config, out=tmp_path / str(keep_best), dataset=dataset)
+        folders[keep_best] = Checkpoints(folder=record.path.parent / "checkpoints", config={})
+    best = 4 * record.final["best_epoch"]
+    assert best < 20, "else there is nothing to see"
+    assert folders[False].steps() == [5, 10, 15, 20]
+    assert folders[True].steps() == [best, 20]
+    shutil.rmtree(folders[True].path(20))
+    _, state = folders[True].load_last("cpu", print)
+    model = models.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
+    model.load_state_dict(state["model"])
+    inputs, labels = dataset.test.batch(torch.arange(len(dataset.test)))
+    accuracy = (model(inputs).argmax(1) == labels).float().mean().item()
+    assert accuracy == pytest.approx(record.final["best_accuracy"]) != record.final["accuracy"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

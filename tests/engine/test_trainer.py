@@ -76,6 +76,22 @@ def test_any_accumulation_is_one_big_batch(learners: int | None, accumulation: i
     assert losses == pytest.approx([once.step().mean().item() for _ in range(3)])
 
 
+@pytest.mark.parametrize("learners", [None, 2])
+def test_parts_of_different_size_are_one_big_batch(learners: int | None) -> None:
+    """The batch that is left at the end of an epoch, cut into parts that are not equal."""
+    made = trainer(learners, features(22), accumulation=3)
+    made.batches = replace(made.batches, drop_last=False)
+    made.num_steps = 1
+    indices = made.indices().flatten()
+    assert len(indices) == 10 and len({part.shape[1] for part in made.parts()}) == 2
+    model = training.mlp()
+    loss = F.cross_entropy(model(made.dataset.train.inputs[indices]), made.dataset.train.labels[indices])
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert made.step().mean().item() == pytest.approx(loss.item())
+    training.assert_near(weights(made), training.flat_weights(model))
+
+
 @pytest.mark.parametrize("learners", [None, 3])
 def test_smoothing_clipping_and_schedule(learners: int | None) -> None:
     def lr(step: int) -> float:

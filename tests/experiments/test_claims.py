@@ -29,6 +29,7 @@ TRUE = [
     'count(value("a") > 2) == 1 and count(value("b") > 1) == 2',
     'count(value("c") > 0) == 0 and count(value("c", "seconds") > 0) == 1',
     'count(value("a") < value("b")) / 2 == 1',
+    f'{"not " * 96}diverged("c")',
 ]
 FALSE = [
     'mean("a") > 2',
@@ -46,6 +47,7 @@ UNKNOWN = {
     'paired("a", "gone") < 1': "no finished run of gone",
     'paired("c", "a") < 1': "no loss of c: it diverged",
     'mean("a") / (mean("a") - 2) > 1': "divides by zero",
+    f'mean("a") > 1{"0" * 300} * 1{"0" * 300} * 1.5': "too large",
 }
 REFUSED = {
     'mean("a")': "it is a number",
@@ -74,6 +76,14 @@ REFUSED = {
     'value("a") > 1': "wrong place",
     'all_seeds(mean("a") > 1)': "wrong place",
     'all_seeds(1)': "must be true or false",
+    'all_seeds(1 < 2)': "take value(row) inside of it",
+    'count(1 < 2) > 0': "take value(row) inside of it",
+    'all_seeds(value("a") > 1 or count(1 < 2) > 0)': "take value(row) inside of it",
+    '1 < 2': "about no row",
+    f'mean("a") > 1{"0" * 400} * 1.5': "larger than any",
+    'mean("a") < 1e400': "larger than any",
+    f'{"not " * 98}diverged("a")': "more than 100 levels",
+    f'{"not " * 1000}diverged("a")': "more than 100 levels",
     'True': "not of the language",
     '__import__("os").system("true") > 1': "unknown function",
     '(lambda: 1)() > 1': "unknown function",
@@ -97,6 +107,11 @@ def test_what_was_not_run_is_not_judged(predicate: str) -> None:
     verdict = judge(predicate, OUTCOMES, "loss")
     assert verdict.word == NOT_RUN
     assert UNKNOWN[predicate] in verdict.reason
+
+
+@pytest.mark.parametrize("predicate", ['all_seeds(1 < 2)', 'count(1 < 2) > 0 and mean("a") > 1'])  # fmt: skip
+def test_a_folder_with_a_claim_that_is_refused_by_now(predicate: str) -> None:
+    assert judge(predicate, OUTCOMES, "loss").word == NOT_RUN
 
 
 def test_seeds_that_rows_do_not_share() -> None:

@@ -19,8 +19,9 @@ Main = Callable[..., tuple[int, str, str]]
 def folder(main: Main, tiny: Path, tmp_path: Path) -> Folder:
     """A manifest of all rows, with results that nobody measured."""
     out = Folder(tmp_path / "out")
-    assert main("run", tiny, "--out", out.path, "--rows", "a", "--seeds", 1)[0] == 0
-    assert main("run", tiny, "--out", out.path, "--seeds", 1, "--resume", "--set", "device=cpu")[0] == 0
+    words = ("run", tiny, "--out", out.path, "--seeds", 1, "--set", "device=cpu")
+    assert main(*words, "--rows", "a")[0] == 0
+    assert main(*words, "--resume")[0] == 0
     result = out.results()["a", 0]
     lines = [
         *(made_up(result, "a", seed, loss) for seed, loss in enumerate((1.0, 2.0, 6.0))),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,26 @@ def test_data_sets_of_other_options_are_other_ones() -> None:
     assert shapes == [(2,), (8,)]
 
 
+@pytest.mark.filterwarnings("ignore:.*MD5")
+def test_data_sets_that_differ_in_one_field_share_no_inputs(tmp_path: Path) -> None:
+    """Images of files: normalized, augmented, fewer of them, or those of another folder."""
+    for shade, name in enumerate(("here", "there")):
+        raw = tmp_path / name / "MNIST" / "raw"
+        raw.mkdir(parents=True)
+        for split, num in (("train", 12), ("t10k", 6)):
+            pixels = bytes((shade + i) % 251 for i in range(num * 784))
+            (raw / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, num, 28, 28) + pixels)
+            (raw / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, num) + bytes(num))
+    shared = {"dataset": "mnist", "data_dir": str(tmp_path / "here")}
+    for change in ({"normalize": True}, {"augment": True}, {"num_test": 3}, {"data_dir": str(tmp_path / "there")}):
+        datasets = Datasets()
+        one, other = (
+            [split.batch(torch.arange(len(split)))[0] for split in datasets.of(made).splits().values()]
+            for made in (place(**shared), place(**{**shared, **change}))
+        )
+        assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), change
+
+
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
     """Seed after seed, so that a study that is stopped has whole tables."""
     data = {"overrides": {"data_dir": "here"}}
@@ -82,6 +104,30 @@ def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
     tiny.write_text(tiny.read_text().replace('["ssgd", "b"]', '["ssgd", "c"]'))
     with pytest.raises(ValueError, match="has no row 'c'"):
         study.load(str(tiny))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ranks": "false", "kill_rank": None}, "row ssgd: ranks is 0, not 2; kill_rank is None, not 1"),
+        ({"hosts": 2}, "row ssgd: hosts is 2, not 1"),
+        ({"kill_rank": None}, "row ssgd: kill_rank is None, not 1"),
+        ({"kill_rank": 0}, "row ssgd: kill_rank is 0, not 1"),
+    ],
+)
+def test_a_folder_of_other_ranks_is_not_resumed(change: dict[str, Any], says: str, tiny: Path, tmp_path: Path) -> None:
+    text, folder = tiny.read_text(), Folder(tmp_path / "out")
+
+    def manifest(**change: Any) -> Mapping[str, Any]:
+        said = {"transport": '"pg"', "ranks": "true", "hosts": 1, "kill_rank": 1, **change}
+        entries = ", ".join(f"{key} = {value}" for key, value in said.items() if value is not None)
+        tiny.write_text(text.replace('"ssgd" = {', f'"ssgd" = {{ {entries},'))
+        return make_plan(study.load(str(tiny)), folder).manifest
+
+    folder.begin(manifest())
+    folder.check(manifest(), resume=True)
+    with pytest.raises(ValueError, match=f"{says}: take another folder"):
+        folder.check(manifest(**change), resume=True)
 
 
 def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,11 @@ def test_folders_in_use(main: Main, tiny: Path, done: Path) -> None:
     before = files(done)
     check(main("run", tiny, "--out", done, "--rows", "a"), "--resume")
     check(main("run", tiny, "--out", done, "--rows", "a", "--scale", "smoke", "--resume"), "scale 'full', not 'smoke'")
-    check(main("run", tiny, "--out", done, "--rows", "a", "--set", "lr=2", "--resume"), "lr is 2.0, not 0.1")
+    check(main("run", tiny, "--out", done, "--rows", "a", "--set", "lr=2", "--resume"), "set {}, not {'lr': 2}")
+    whole = tiny.read_text()
+    tiny.write_text(whole.replace("batch_size = 100", "batch_size = 50"))
+    check(main("run", tiny, "--out", done, "--rows", "a", "--resume"), "batch_size is 50, not 100")
+    tiny.write_text(whole)
     check(main("run", "lr-sweep-synthetic", "--rows", "single-0.1", "--out", done, "--resume"), "study 'tiny', not")
     assert files(done) == before
     check(main("run", tiny, "--out", tiny), "is a file")
@@ -102,7 +106,8 @@ def test_folders_in_use(main: Main, tiny: Path, done: Path) -> None:
 
 
 def test_damaged_folders(main: Main, tiny: Path, done: Path) -> None:
-    for name, text in (("results.jsonl", "{"), ("manifest.json", "{"), ("manifest.json", "[]")):
+    damages = (("results.jsonl", "{\n"), ("results.jsonl", "3\n"), ("manifest.json", "{"), ("manifest.json", "[]"))
+    for name, text in damages:
         (done / name).write_text(text)
         before = files(done)
         for words in (("compare", done), ("run", tiny, "--out", done, "--rows", "a", "--resume")):

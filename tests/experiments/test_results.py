@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpcore.engine import RunRecord, TrainConfig
-from ddpcore.experiments.results import METRICS, MOST_POINTS, curves_of, metrics_of
+from ddpcore.experiments.results import METRICS, MOST_POINTS, curves_of, metrics_of, outcome_of
 
 CONFIG = TrainConfig(
     model="saddle", dataset="saddle", steps=100, strategy="ssgd", learners=2, statistics_every=10, escape_loss=0.55
@@ -25,7 +25,7 @@ def record(lines: list[dict[str, Any]], final: dict[str, Any] | None = None) -> 
     header = {"config": CONFIG, "total_steps": 100, "num_classes": 2, "num_parameters": 2}
     epoch = {"train_loss": 0.3, "split": "test", "accuracy": 0.75, "seconds": 2.0}
     ended = {"diverged": False, "step": 100, **(final or {})}
-    return RunRecord(path=Path(), header=header, epochs=[epoch], statistics=lines, final=ended)
+    return RunRecord(path=Path(), header=header, resumed=[], epochs=[epoch], statistics=lines, final=ended)
 
 
 def test_early_late_and_escape() -> None:
@@ -76,3 +76,12 @@ def test_a_validation_split_is_kept_apart_from_the_test_split() -> None:
     seen = metrics_of(one)
     assert (seen["validation_accuracy_pct"], seen["accuracy_pct"]) == (75.0, 25.0)
     assert metrics_of(record([]))["validation_accuracy_pct"] is None
+
+
+def test_numbers_of_a_run_that_diverged_say_where_it_happened_to_end() -> None:
+    """All but those that say what it counts for."""
+    metrics = {"train_loss": 1e7, "seconds": 3.0, "loss_or_chance": 2.3}
+    assert outcome_of({"metrics": metrics, "diverged": False}).metrics == metrics
+    assert outcome_of({"metrics": metrics, "diverged": True}).metrics == {
+        "train_loss": None, "seconds": None, "loss_or_chance": 2.3,
+    }  # fmt: skip

@@ -21,7 +21,7 @@ def record(*, diverged: bool = False, target: float | None = None) -> RunRecord:
     config = {"target": target, "escape_loss": None}
     header = {"total_steps": 70, "num_classes": 4, "num_parameters": 2**19, "config": config}
     final = {"diverged": diverged, "best_accuracy": 0.6, "step": 70}
-    return RunRecord(path=Path("record.jsonl"), header=header, epochs=epochs, statistics=[], final=final)
+    return RunRecord(path=Path("record.jsonl"), header=header, resumed=[], epochs=epochs, statistics=[], final=final)
 
 
 def test_every_metric_has_a_meaning() -> None:

@@ -28,7 +28,7 @@ DAMAGE = {
     "a group": ('groups = ["fast"]', 'groups = ["fats"]', ["row b", "did you mean 'fast'?"]),
     "a scale": ("scales = { smoke", "scales = { smok", ["'smok'", "did you mean 'smoke'?"]),
     "a metric": ("published = { train_loss = 0.7", "published = { train_los = 0.7", ["row a", "'train_loss'"]),
-    "a published word": ("train_loss = 0.7", 'train_loss = "low"', ["row a", "must be a number"]),
+    "a published word": ("train_loss = 0.7", 'train_loss = "low"', ["row a", "must be a finite number"]),
     "a predicate": ('mean("b")', 'mean("x")', ["claim", "unknown row 'x'"]),
     "a claim": ("text = ", "txt = ", ["a claim", "did you mean 'text'?"]),
     "the top": ("question = ", "questions = ", ["'questions'", "did you mean 'question'?"]),
@@ -36,6 +36,23 @@ DAMAGE = {
     "a row's name": ('"ssgd" = {', '"../up" = {', ["row ../up", "folder"]),
     "seeds": ("seeds = 2", "seeds = 0", ["seeds is 0"]),
     "a type": ("seeds = 2", 'seeds = "2"', ["seeds is '2'", "int"]),
+    "seeds of a scale": ("seeds = 1", "seeds = 0", ["scale smoke: seeds is 0"]),
+    "metrics in a list": ('["train_loss"]', '[["train_loss"]]', ["metrics is [['train_loss']]", "list of text"]),
+    "groups in a list": ('["fast"]', '[["fast"]]', ["row b: groups is [['fast']]", "list of text"]),
+    "rows in a list": ("steps = 2", 'rows = [["a"]]', ["scale smoke: rows is [['a']]", "list of text"]),
+    "notes in a list": ("seeds = 2", "notes = [1]", ["notes is [1]", "list of text"]),
+    "no metrics": ('["train_loss"]', "[]", ["metrics is empty"]),
+    "no rows of a scale": ("steps = 2", "rows = []", ["scale smoke: rows is empty"]),
+    "no hosts": ('"b" = {', '"b" = { hosts = 0,', ["row b: hosts is 0: it must be at least 1"]),
+    "less than no hosts": ('"b" = {', '"b" = { hosts = -1,', ["row b: hosts is -1: it must be at least 1"]),
+    "no hosts of a group": ("lr = 0.5", "hosts = 0", ["group fast: hosts is 0"]),
+    "a rank below 0": ('"b" = {', '"b" = { kill_rank = -1,', ["row b: kill_rank is -1: it must be at least 0"]),
+    "shared options": ("steps = 4", "optimizer_options = 3", ["shared: optimizer_options is 3", "a mapping"]),
+    "a row's options": ('"b" = {', '"b" = { policies = "keep",', ["row b: policies is 'keep'", "a mapping"]),
+    "a scale's options": ("{ lr = 0.25 }", "{ lr = [1] }", ["row b, scale smoke: lr is [1]", "finite number"]),
+    "a published infinity": ("train_loss = 0.7", "train_loss = inf", ["row a, published", "finite number"]),
+    "a published integer": ("train_loss = 0.7", f"train_loss = 1{'0' * 400}", ["row a, published", "finite number"]),
+    "a claim of no row": ('mean("b")\'', 'mean("b") or all_seeds(1 < 2)\'', ["claim", "value(row)"]),
 }
 
 
@@ -54,10 +71,34 @@ def test_damaged(case: str, tiny: Path) -> None:
         assert part in message
 
 
+def test_no_rows(tiny: Path) -> None:
+    text = tiny.read_text()
+    tiny.write_text(text[: text.index('"a" = {')])
+    with pytest.raises(ValueError, match=r"tiny.toml: rows is empty"):
+        study.load(str(tiny))
+
+
 def test_what_is_no_text(tiny: Path) -> None:
     tiny.write_bytes(tiny.read_bytes().replace(b"Nobody", b"No\xffbody", 1))
     with pytest.raises(ValueError, match=r"tiny.toml: line 4 is no UTF-8"):
         study.load(str(tiny))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ('strategy = "dpsgd", strategy_options = { compression = 3 }', "compression is 3"),
+        ('dataset_options = { input_shape = "a" }', "dataset_options.input_shape is 'a'"),
+        ('dataset = "saddle", dataset_options = { dimension = "a" }', "dataset_options.dimension is 'a'"),
+        ('topology_options = { neighbors_each_side = "a" }', "topology_options.neighbors_each_side is 'a'"),
+    ],
+)
+def test_options_of_another_kind(fields: str, says: str, tiny: Path) -> None:
+    tiny.write_text(tiny.read_text().replace('"b" = {', f'"b" = {{ {fields},'))
+    with pytest.raises(ValueError) as caught:
+        study.load(str(tiny)).rows["b"].config("full")
+    assert str(caught.value).startswith(f"{tiny}: row b, scale full: ")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_impossible_row_names_itself(tiny: Path) -> None:

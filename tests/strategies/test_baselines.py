@@ -58,6 +58,17 @@ def test_options_reach_the_strategy_of_the_name() -> None:
     assert (slow.period, slow.topology) == (5, Ring())
     with pytest.raises(ValueError, match="unknown compression 'zip': choose from none, bf16"):
         build("dpsgd", topology=Ring(), compression="zip")
+    for wrong, says in (
+        (3, "compression is 3: it must be a name, or a mapping"),
+        ({"name": ["topk"]}, r"unknown compression \['topk'\]"),
+        ({"name": "topk", "ratoi": 1}, "compression topk: .*'ratoi'"),
+        ({"name": "topk", "ratio": "a"}, "compression topk: "),
+    ):
+        with pytest.raises(ValueError, match=says):
+            build("dpsgd", topology=Ring(), compression=wrong)
+    for outer in (3, "sgd", ["lr"]):
+        with pytest.raises(ValueError, match=r"local_sgd: outer is .*: it must be a mapping"):
+            build("local_sgd", outer=outer)
 
 
 def test_options_that_a_strategy_does_not_have_are_refused() -> None:

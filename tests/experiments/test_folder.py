@@ -1,0 +1,105 @@
+"""A folder belongs to one study, run one way, by one process at a time; a crash costs it nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.engine.files import locked
+from ddpcore.engine.loop import Loop
+from ddpcore.experiments.folder import Folder
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+def refused(seen: tuple[int, str, str], says: str) -> None:
+    code, _, error = seen
+    assert code == 2 and says in error and len(error.splitlines()) == 1
+
+
+def rows_of(out: Path) -> list[tuple[str, int, str]]:
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return [(line["row"], line["seed"], line["status"]) for line in lines]
+
+
+def test_rows_of_one_folder_have_the_same_overrides(main: Main, tiny: Path, tmp_path: Path) -> None:
+    """Or a comparison would show rows side by side of which some were run with --set and some without."""
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    assert main("run", tiny, "--out", plain, "--rows", "a")[0] == 0
+    assert main("run", tiny, "--out", other, "--rows", "a", "--set", "lr=5.0")[0] == 0
+    before = (plain / "manifest.json").read_bytes(), (other / "manifest.json").read_bytes()
+    refused(main("run", tiny, "--out", plain, "--rows", "b", "--resume", "--set", "lr=5.0"), "run with set {}, not")
+    refused(main("run", tiny, "--out", other, "--rows", "b", "--resume"), "run with set {'lr': 5.0}, not {}")
+    assert ((plain / "manifest.json").read_bytes(), (other / "manifest.json").read_bytes()) == before
+    assert main("run", tiny, "--out", other, "--rows", "b", "--resume", "--set", "lr=5.0")[0] == 0
+
+
+def test_another_study_of_the_same_file_name(main: Main, tiny: Path, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    assert main("run", tiny, "--out", out, "--rows", "a")[0] == 0
+    elsewhere.mkdir()
+    (elsewhere / tiny.name).write_text(tiny.read_text().replace("A tiny study", "Another one"))
+    refused(main("run", elsewhere / tiny.name, "--out", out, "--rows", "b", "--resume"), "title 'A tiny study', not")
+
+
+def test_two_processes(main: Main, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with locked(out):
+        refused(main("run", tiny, "--out", out), "another process is at work")
+        assert [path.name for path in out.iterdir()] == [".lock"]
+    assert main("run", tiny, "--out", out, "--rows", "a")[0] == 0
+
+
+def test_half_a_line_is_passed_over(main: Main, tiny: Path, tmp_path: Path) -> None:
+    """As a full disk leaves it, or the power; the run that it was of is run again, and its line is whole."""
+    out = tmp_path / "out"
+    assert main("run", tiny, "--out", out, "--rows", "a")[0] == 0
+    whole = (out / "results.jsonl").read_text()
+    (out / "results.jsonl").write_text(whole[: len(whole) - 30])
+    code, text, _ = main("compare", out)
+    assert code == 0 and "n=1" in text
+    assert main("run", tiny, "--out", out, "--rows", "a", "--resume")[0] == 0
+    assert rows_of(out) == [("a", 0, "finished"), ("a", 1, "finished")]
+
+
+def test_no_failure_takes_the_place_of_a_finished_run(main: Main, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
+    Folder(out).append({"row": "a", "seed": 0, "status": "failed"})
+    assert Folder(out).finished() == {("a", 0)}
+    Folder(out).append({"row": "a", "seed": 0})
+    with pytest.raises(ValueError, match="is damaged"):
+        Folder(out).results()
+
+
+def test_a_manifest_of_another_shape(main: Main, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
+    (out / "manifest.json").write_text('{"format": 1}')
+    refused(main("compare", out), "it has no study")
+
+
+def test_a_signal_at_the_end_of_a_run_stops_the_study(
+    main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That run is over and counts; the next one is not begun."""
+    end, asked = Loop._end, []
+
+    def stop(self: Any) -> None:
+        if not asked:
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+        end(self)
+
+    monkeypatch.setattr(Loop, "_end", stop)
+    out = tmp_path / "out"
+    code, _, error = main("run", tiny, "--out", out, "--rows", "a,b", "--seeds", 1)
+    assert (code, rows_of(out)) == (130, [("a", 0, "finished")])
+    assert "stopped by SIGTERM before b: go on with --resume" in error
+    assert main("run", tiny, "--out", out, "--rows", "a,b", "--seeds", 1, "--resume")[0] == 0
+    assert rows_of(out) == [("a", 0, "finished"), ("b", 0, "finished")]
