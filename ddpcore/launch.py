@@ -75,7 +75,7 @@ def threads_per_rank(local_world_size: int) -> int:
 
 
 def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, backend: str) -> None:
-    """Run ``worker(world, *args)`` on every rank, in a process group.
+    """Run ``worker(world, *args)`` on every rank, in a process group; ``backend`` ``none`` leaves them unconnected.
 
     SIGINT and SIGTERM are passed on to the ranks, as SIGTERM, and waited for: a worker may save its work. A second one
     ends them. Under torchrun this process is one of the ranks. Otherwise ``world_size`` processes are started and
@@ -105,6 +105,9 @@ def _run_rank(
     torch.set_num_threads(threads_per_rank(world.local_world_size))
     if backend == "nccl":
         torch.cuda.set_device(world.local_rank)
+    if backend == "none":
+        worker(world, *args)
+        return
     if store is None:
         dist.init_process_group(backend)
     else:
@@ -209,14 +212,19 @@ def _die_with_parent() -> None:
 
 
 def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
-    """Return when all ranks have ended well; raise RankFailed, or Stopped, as soon as one has not."""
+    """Return when all ranks have ended well. Raise Stopped when all have, RankFailed as soon as one has failed."""
     running = list(ranks)
+    causes: list[Exception] = []
     while running:
         wait([process.sentinel for process in running])
         for process in [process for process in running if process.exitcode is not None]:
             running.remove(process)
-            if process.exitcode != 0:
-                raise _first_cause(ranks, reports, process)
+            if process.exitcode != 0 and not causes:
+                causes.append(_first_cause(ranks, reports, process))
+        if causes and not isinstance(causes[0], Stopped):  # those that were asked to stop are given the time to save
+            break
+    if causes:
+        raise causes[0]
 
 
 def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Exception:

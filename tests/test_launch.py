@@ -171,6 +171,12 @@ def test_each_rank_gets_its_share_of_the_cores(launcher: Launcher) -> None:
     assert launcher.results(2) == [launch.threads_per_rank(2)] * 2
 
 
+def test_processes_that_nothing_connects(launcher: Launcher) -> None:
+    code, errors = launcher.run("unconnected", 3)
+    assert code == 0, errors
+    assert launcher.results(3) == [[rank, 3, launch.threads_per_rank(3), False] for rank in range(3)]
+
+
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +208,13 @@ def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
     assert code == 1
     assert errors.strip().splitlines()[0] == "rank 2 was ended by SIGKILL"
     assert not launcher.alive()
+
+
+def test_all_are_waited_for_once_one_has_stopped(launcher: Launcher) -> None:
+    """Each saves what it did, however long it takes."""
+    code, errors = launcher.run("stops", 2)
+    assert (code, errors.strip()) == (3, "rank 0 stopped")
+    assert (launcher.folder / "saved").exists()
 
 
 @needs_proc

@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"ddpcore.experiments: {error}", file=sys.stderr)
         return 2
+    except launch.RankFailed as error:
+        print(f"ddpcore.experiments: {str(error).splitlines()[-1]}: go on with --resume", file=sys.stderr)
+        return 1
     except launch.Stopped as error:
         print(f"ddpcore.experiments: {str(error).replace('resume=True', '--resume')}", file=sys.stderr)
         return 130
@@ -83,7 +86,7 @@ def _run(options: RunOptions) -> int:
         folder.begin(plan.manifest)
         if finished:
             print(f"{len(finished)} runs of {folder.path} are finished and are left as they are", flush=True)
-        run(plan, folder, datasets)
+        run(plan, folder, datasets, options.jobs)
     mine = {(job.row, job.seed) for job in plan.jobs}
     failed = [result for key, result in folder.results().items() if key in mine and result["status"] == FAILED]
     print(

@@ -42,13 +42,14 @@ class RunOptions:
     seed: int = 0
     seeds: int | None = None
     world_size: int | None = None
+    jobs: int = 1
     resume: bool = False
     set: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise ValueError(f"unknown --scale {self.scale!r}: {advice(self.scale, SCALES)}")
-        for name in ("seeds", "world_size"):
+        for name in ("seeds", "world_size", "jobs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
@@ -120,6 +121,7 @@ def _parser() -> _Parser:
     run.add_argument("--seed", type=int, help="the first (default: 0)")
     run.add_argument("--seeds", type=int, metavar="N", help="how many (default: as the study says)")
     run.add_argument("--world-size", type=int, metavar="N", help="rows of N learners run on N ranks, not virtually")
+    run.add_argument("--jobs", type=int, metavar="N", help="runs side by side, which share the cores (default: 1)")
     run.add_argument("--resume", action="store_true", help="go on with what is in --out; finished runs are left alone")
     run.add_argument("--set", action="append", metavar="KEY=VALUE", help="a field of TrainConfig, of all rows")
     compared = add("compare", "published beside measured, and a verdict on each claim")

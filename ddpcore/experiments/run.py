@@ -1,15 +1,17 @@
-"""Runs the jobs of a study: one after another, each into its folder, whatever becomes of the one before."""
+"""Runs the jobs of a study: one after another or side by side, each into its folder, whatever becomes of the others."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 import torch.distributed as dist
@@ -29,25 +31,28 @@ from ddpcore.launch import World
 POLL_SECONDS = 0.002  # between two looks for the checkpoint after which a rank is to die
 
 
-def run(plan: Plan, folder: Folder, datasets: Datasets) -> None:
+def run(plan: Plan, folder: Folder, datasets: Datasets, processes: int = 1) -> None:
     """Run what is not finished yet, those without ranks first, and write and print one result for each.
 
     Args:
         plan: whose data were checked.
         folder: whose manifest is written.
         datasets: of this process.
+        processes: that share the runs without ranks, and the cores; a run is one process's.
 
     Raises:
-        Interrupted: a signal asked to stop; the run at hand is saved, and resuming goes on with it.
+        launch.Stopped: a signal asked to stop; the runs at hand are saved, and resuming goes on with them.
+        launch.RankFailed: one of several processes did not end by itself, and ended the others.
     """
     finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
-    with Listener() as listener:  # for a signal that a run was too far to hear
-        for job in pending:
-            if listener.asked:
-                raise Interrupted(f"stopped by {listener.name} before {job.row}: go on with resume=True")
-            if not job.ranks:
-                _conclude(folder, _run_here(job, datasets))
+    alone = [job for job in pending if not job.ranks]
+    processes = min(processes, len(alone))
+    if processes > 1:
+        turn = multiprocessing.get_context("spawn").Value("i", 0)
+        launch.run(_run_share, (alone, turn, folder), world_size=processes, backend="none")
+    else:
+        _run_alone(alone, folder, datasets)
     pending = [_placed(job) for job in pending if job.ranks]
     for ranks, apart, backend in dict.fromkeys((job.ranks, job.apart, backend_of(job)) for job in pending):
         start = hosts.run if apart else partial(launch.run, backend=backend)
@@ -68,6 +73,29 @@ def _placed(job: Job) -> Job:
     """The job with its hosts in namespaces, where that can be: over gloo, where they may be made."""
     possible = job.hosts == hosts.NUM_HOSTS and backend_of(job) == "gloo" and not _why_not_apart()
     return replace(job, apart=possible)
+
+
+def _run_alone(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> None:
+    with Listener() as listener:  # for a signal that a run was too far to hear
+        for job in jobs:
+            if listener.asked:
+                raise Interrupted(f"stopped by {listener.name} before {job.row}: go on with resume=True")
+            _conclude(folder, _run_here(job, datasets))
+
+
+def _run_share(world: World, jobs: Sequence[Job], turn: Synchronized[int], folder: Folder) -> None:
+    """What each of several processes does: the next run that no other one has taken."""
+
+    def taken() -> Iterator[Job]:
+        while True:
+            with turn.get_lock():
+                index = turn.value
+                turn.value += 1
+            if index >= len(jobs):
+                return
+            yield jobs[index]
+
+    _run_alone(taken(), folder, Datasets())
 
 
 def _run_here(job: Job, datasets: Datasets) -> dict[str, Any]:

@@ -59,6 +59,22 @@ def test_every_row_and_seed(main: Main, tiny: Path, tmp_path: Path) -> None:
     assert manifest["rows"]["b"]["published"] == {"train_loss": 0.6}
 
 
+def test_side_by_side_is_one_after_another(main: Main, tiny: Path, tmp_path: Path) -> None:
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    assert main("run", tiny, "--out", alone)[0] == 0
+    done = process("run", tiny, "--out", shared, "--jobs", 3)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (shared / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == 6, "none is run twice"
+    expected = Folder(alone).results()
+    assert {(line["row"], line["seed"]) for line in lines} == set(expected)
+    for line in lines:
+        assert line["metrics"]["train_loss"] == expected[line["row"], line["seed"]]["metrics"]["train_loss"]
+    again = process("run", tiny, "--out", shared, "--jobs", 3, "--resume")
+    assert again.returncode == 0 and "6 runs of" in again.stdout
+    assert len((shared / "results.jsonl").read_text().splitlines()) == 6
+
+
 def test_scale_rows_seeds_and_set(main: Main, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("--scale", "smoke", "--rows", "b,a", "--seed", 5, "--seeds", 2, "--set", "optimizer_options.momentum=0.5")

@@ -1,4 +1,4 @@
-"""A study that is told to stop while its ranks train."""
+"""A study that is told to stop while its ranks, or several runs side by side, train."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,47 @@ def test_ranks_save_before_they_end(number: signal.Signals, tiny: Path, tmp_path
     assert f"after step {step} of 1000000" in error
     (first, *_) = (json.loads(line) for line in (path / "record.jsonl").read_text().splitlines())
     assert first["ranks"] == 2
+
+
+@pytest.fixture
+def side_by_side(tiny: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Rows a and b, each with more steps than anyone waits for, both in training."""
+    out = tmp_path / "out"
+    words = [sys.executable, "-m", "ddpcore.experiments", "run", str(tiny), "--out", str(out), "--rows", "a,b"]
+    words += ["--seeds", "1", "--jobs", "2", "--set", "steps=1000000"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(words, env=env, text=True, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + SECONDS
+        records = [out / "runs" / row / "seed-0" / "record.jsonl" for row in "ab"]
+        while not all(path.exists() and '"epoch"' in path.read_text() for path in records):
+            assert started.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        yield started, out
+    finally:
+        started.kill()
+
+
+def test_runs_side_by_side_are_all_saved(side_by_side: tuple[subprocess.Popen[str], Path]) -> None:
+    started, out = side_by_side
+    started.terminate()
+    _, error = started.communicate(timeout=SECONDS)
+    assert started.returncode == 130, error
+    assert "and saved: go on with --resume" in error.splitlines()[-1]
+    for row in "ab":
+        (step,) = Checkpoints(folder=out / "runs" / row / "seed-0" / "checkpoints", config={}).steps()
+        assert 0 < step < 1000000
+    assert not (out / "results.jsonl").exists()
+
+
+def test_a_killed_process_of_several_ends_the_study_in_one_line(
+    side_by_side: tuple[subprocess.Popen[str], Path],
+) -> None:
+    started, _ = side_by_side
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(workers) == 2
+    os.kill(int(workers[1]), signal.SIGKILL)
+    _, error = started.communicate(timeout=SECONDS)
+    assert started.returncode == 1
+    assert error.splitlines()[-1] == "ddpcore.experiments: rank 1 was ended by SIGKILL: go on with --resume"

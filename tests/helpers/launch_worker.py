@@ -89,13 +89,28 @@ def ignores_sigterm(world: World, folder: str) -> None:
     raise LookupError("the cause of it all")
 
 
+def unconnected(world: World, folder: str) -> None:
+    """Where this process stands, and whether it is of a group."""
+    place = [world.rank, world.world_size, torch.get_num_threads(), dist.is_initialized()]
+    Path(folder, f"{world.rank}.json").write_text(json.dumps(place))
+
+
+def stops(world: World, folder: str) -> None:
+    """Rank 0 stops at once, rank 1 long after, and has something to write."""
+    if world.rank == 1:
+        time.sleep(launch.GRACE_SECONDS + launch.KILL_SECONDS + 2)
+        Path(folder, "saved").touch()
+    raise launch.Stopped(f"rank {world.rank} stopped")
+
+
 def main() -> int:
     folder, trial, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    backend = "none" if trial in ("unconnected", "stops") else "gloo"
     try:
-        launch.run(globals()[trial], (folder,), world_size=world_size, backend="gloo")
-    except launch.RankFailed as error:
+        launch.run(globals()[trial], (folder,), world_size=world_size, backend=backend)
+    except (launch.RankFailed, launch.Stopped) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 3 if isinstance(error, launch.Stopped) else 1
     return 0
 
 
