@@ -126,6 +126,42 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
     return schedules.warmup(schedule, round(config.warmup * unit), config.warmup_start)
 
 
+def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
+    """A new model, on torch's default device.
+
+    Raises:
+        ValueError: the model does not take such samples, or an option's value.
+    """
+    return models.build(
+        config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
+    )
+
+
+def _build_optimizer(config: TrainConfig, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return optimizers.build(
+        config.optimizer,
+        model,
+        lr=lr,
+        options=config.optimizer_options,
+        two_groups=config.param_groups,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+def check_parts(config: TrainConfig, dataset: Dataset) -> None:
+    """Make the parts of a run without memory for them, in milliseconds.
+
+    Raises:
+        ValueError: data, model, optimizer or strategy do not fit together, or an option has a value that is not taken.
+    """
+    steps = build_batches(config, dataset).steps_per_epoch
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        _build_optimizer(config, build_model(config, dataset), build_schedule(config, steps)(0))
+    config.make_strategy()
+    if config.flatness_samples:
+        statistics.part_of(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
+
+
 def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
     """The trainer at its first step, and the model as it was before ``distribute``: its state is what is saved.
 
@@ -133,23 +169,13 @@ def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
         ValueError: model, data, world and strategy do not fit together.
     """
     config, rank = place.config, place.world.rank
-    models.check_input(config.model, dataset.input_shape)
     batches = build_batches(config, dataset)
     torch.manual_seed(config.seed)
-    model = models.build(
-        config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
-    ).to(place.device)
+    model = build_model(config, dataset).to(place.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     schedule = build_schedule(config, batches.steps_per_epoch)
-    optimizer = optimizers.build(
-        config.optimizer,
-        model,
-        lr=schedule(0),
-        options=config.optimizer_options,
-        two_groups=config.param_groups,
-        max_grad_norm=config.max_grad_norm,
-    )
+    optimizer = _build_optimizer(config, model, schedule(0))
     strategy = config.make_strategy()
     stacked = not isinstance(strategy, Baseline) and (not place.real or len(place.learners) > 1)
     handle = parallel.distribute(
@@ -177,7 +203,7 @@ def build_trainer(place: Place, dataset: Dataset) -> tuple[Trainer, nn.Module]:
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
         compile=config.compile,
     )
-    if config.flatness_samples:  # at the end; that it can be is known now
+    if config.flatness_samples:  # taken at the end; that it can be is known now
         statistics.part_of(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
     if config.statistics_every:
         statistics.attach(

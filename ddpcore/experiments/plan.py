@@ -13,7 +13,7 @@ from ddpcore import models
 from ddpcore.comm import choose_backend
 from ddpcore.data import Dataset
 from ddpcore.engine import TrainConfig
-from ddpcore.engine.build import Place, build_batches, build_dataset
+from ddpcore.engine.build import Place, build_dataset, check_parts
 from ddpcore.engine.config import BOOKKEEPING
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
@@ -153,8 +153,7 @@ def check_data(plan: Plan, datasets: Datasets) -> None:
         try:
             place = Place.of(job.config, None)
             dataset = datasets.of(place)
-            models.check_input(job.config.model, dataset.input_shape)
-            build_batches(job.config, dataset)
+            check_parts(job.config, dataset)
             backend_of(job)
             if job.config.link is not None and not job.ranks:
                 raise ValueError(f"link is {job.config.link!r}: virtual learners have none, set ranks = true")

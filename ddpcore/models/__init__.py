@@ -127,7 +127,9 @@ def check_options(name: str, options: Iterable[str]) -> None:
 def build(
     name: str, *, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None, **options: Any
 ) -> nn.Module:
-    """A new model on the CPU for samples of `input_shape` (without the batch); the defaults are the model's own.
+    """A new model on torch's default device, for samples of `input_shape` (without the batch).
+
+    Shape and classes are the model's own by default.
 
     ValueError if the name or an option is unknown, the shape does not fit, there are fewer than 2 classes, or the model
     refuses an option's value.
@@ -141,7 +143,7 @@ def build(
     check_options(name, options)
     try:
         return chosen.make(shape, classes, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"model '{name}': {error}") from error
 
 
