@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.buckets import GradientBuckets
+from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Communicator
 from ddpcore.evaluation import BATCH_NORM, average_buffers, averaged_model, recalibrate
 from ddpcore.learner import Learner
@@ -201,7 +203,8 @@ class Engine(Distributed):
         self.strategy.load_state_dict(self.learner, state["strategy"])
 
     def _made_by(self) -> str:
-        return f"{self.strategy!r} of {self.comm.num_learners} learners"
+        settings = hashlib.sha256(describe(self.strategy).encode()).hexdigest()[:8]  # a matrix fills no message
+        return f"{self.strategy!r} of {self.comm.num_learners} learners, settings {settings}"
 
     def _squared_distances(self) -> Tensor:
         self.strategy.settle(self.learner)

@@ -50,7 +50,7 @@ def distribute(
 
     Args:
         model: its parameters that need a gradient must all be in ``optimizer``.
-        optimizer: any ``torch.optim.Optimizer``; ddpcore's fused ones take the one-pass path.
+        optimizer: any ``torch.optim.Optimizer``; FusedSGD averages and steps in one pass.
         strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
             ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,35 @@ def test_the_state_of_another_run_is_refused() -> None:
         made.append(ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, learners=n))
     with pytest.raises(ValueError, match=r"the state is of DPSGD\(Ring.*staleness=0.*and this is DPSGD.*staleness=1"):
         made[1].load_state_dict(made[0].state_dict())
+
+
+def sgd(lr: float) -> partial[torch.optim.SGD]:
+    return partial(torch.optim.SGD, lr=lr)
+
+
+def pair(own: float) -> ddpcore.FromMatrix:
+    return ddpcore.FromMatrix([[own, 1 - own], [1 - own, own]])
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (ddpcore.DPSGD(ddpcore.FromGraph(nx.cycle_graph(4))), ddpcore.DPSGD(ddpcore.FromGraph(nx.star_graph(3)))),
+        (ddpcore.DPSGD(pair(0.5)), ddpcore.DPSGD(pair(0.4))),
+        (ddpcore.LocalSGD(2, outer=sgd(0.7)), ddpcore.LocalSGD(2, outer=sgd(0.5))),
+    ],
+)  # fmt: skip
+def test_the_state_of_other_settings_is_refused(mine: ddpcore.Strategy, other: ddpcore.Strategy) -> None:
+    """Although their names are the same."""
+    handles = []
+    for strategy in (mine, other, mine):
+        model = training.mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        num = 2 if "Graph" not in repr(strategy) else 4
+        handles.append(ddpcore.distribute(model, optimizer, copy.deepcopy(strategy), learners=num))
+    with pytest.raises(ValueError, match=r"the state is of .*, settings .* and this is .*, settings"):
+        handles[1].load_state_dict(handles[0].state_dict())
+    handles[2].load_state_dict(handles[0].state_dict())
 
 
 def test_the_state_of_another_model_is_refused() -> None:

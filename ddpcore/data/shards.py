@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 SAMPLERS = ("global", "distributed", "fixed")
+"""Values of ``ShardedBatches(sampler=)``, explained there."""
 
 
 @dataclass(frozen=True)

@@ -251,12 +251,15 @@ class TrainConfig:
             for key in getattr(self, name):
                 if key not in known:
                     raise ValueError(f"{name} has no {key!r} here: {advice(key, tuple(known))}")
+        defaults = strategies.options(self.strategy)
         for name, hints in (
+            ("strategy_options", {key: type(value) for key, value in defaults.items() if value is not None}),
             ("dataset_options", data.option_types(self.dataset)),
             ("topology_options", topology_options()),
         ):
             for key, value in getattr(self, name).items():
-                typed(f"{name}.{key}", value, hints[key])
+                if key in hints:
+                    typed(f"{name}.{key}", value, hints[key])
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         Policies(**self.policies)

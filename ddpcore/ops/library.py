@@ -49,7 +49,7 @@ WHY_NOT_COMPILED = load()
 """None, or one line that says why the compiled kernels are not there."""
 if WHY_NOT_COMPILED is not None:
     warnings.warn(
-        f"{WHY_NOT_COMPILED}. Until then everything runs on plain torch operations, several times slower",
+        f"{WHY_NOT_COMPILED}. Until then operators and optimizers run on plain torch operations, several times slower",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -79,9 +79,7 @@ def build(name: str, *, topology: Topology | None = None, **given: Any) -> Strat
     if "compression" in arguments:
         arguments["compression"] = _codec(arguments["compression"])
     if arguments.get("outer") is not None:
-        if not isinstance(arguments["outer"], Mapping):
-            raise ValueError(f"{name}: outer is {arguments['outer']!r}: it must be a mapping, settings of an SGD")
-        arguments["outer"] = partial(torch.optim.SGD, **arguments["outer"])
+        arguments["outer"] = _outer(name, arguments["outer"])
     try:
         return made(**arguments)
     except TypeError as error:
@@ -102,6 +100,17 @@ def _base(name: str, topology: Topology | None) -> DPSGD | None:
     if name not in (DPSGD.name, "none"):
         raise ValueError(f"slowmo: unknown base {name!r}: choose from {DPSGD.name}, none")
     return None if name == "none" else DPSGD(topology)
+
+
+def _outer(name: str, settings: Any) -> partial[torch.optim.SGD]:
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{name}: outer is {settings!r}: it must be a mapping, settings of an SGD")
+    make = partial(torch.optim.SGD, **settings)
+    try:
+        make([torch.zeros(1)])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: outer: {error}") from error
+    return make
 
 
 def _codec(wanted: str | Mapping[str, Any]) -> Codec | None:

@@ -18,6 +18,7 @@ from ddpcore.topology import RandomPair, Topology
 from ddpcore.topology.stale import check_stale
 
 ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
+"""Values of ``DPSGD(order=)``; the first is the default."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class DPSGD(Strategy):
     r"""Decentralized parallel SGD: learners average with neighbours, in one of three orders.
 
     - ``average_while_computing`` (Lian et al. 2017, algorithm 1): ``w_j(t+1) = sum_k W_jk(t) w_k(t) - a g_j(w_j(t))``.
-      The exchange needs w(t) only, so it runs during the whole forward and backward pass. With the fused optimizers
-      mix, momentum and step are one pass over the weights. Stable on a quadratic of curvature h where
+      The exchange needs w(t) only, so it runs during the whole forward and backward pass. With FusedSGD mix,
+      momentum and step are one pass over the weights. Stable on a quadratic of curvature h where
       ``a h < 1 + lambda_min(W)``.
     - ``adapt_then_combine``: ``w_j(t+1) = sum_k W_jk(t) (w_k(t) - a g_k(w_k(t)))``. Stable where ``a h < 2``; the
       exchange hides behind nothing.

@@ -21,7 +21,7 @@ class NoisySSGD(Strategy):
     r"""SSGD* (Zhang et al. 2020, section 2.1): synchronous SGD with isotropic weight noise of constant variance.
 
     - ``shared``: ``w(t+1) = w(t) + s x(t) - a/n sum_k g_k(w(t))``, one x for all, so the learners stay together. With
-      the fused optimizers noise and step are one pass.
+      FusedSGD noise and step are one pass.
     - ``per_learner``: ``w(t+1) = w(t) - a/n sum_k g_k(w(t) + s x_k(t))``: each learner looks a little way off, as the
       learners of dpsgd do, but the same way off everywhere; the noise does not stay in the weights.
 

@@ -13,6 +13,7 @@ from ddpcore.topology import spectrum
 from ddpcore.topology.rounds import Round
 
 Matrix = npt.NDArray[np.float64]
+"""A mixing matrix W, float64 [n, n]: W[j, k] is the weight that learner j gives to learner k."""
 
 RANDOM_STEPS = 32
 """Steps of a random topology that stand for all. The union of so many random matchings is connected: that of four

@@ -67,10 +67,25 @@ from ddpcore.engine.config import BOOKKEEPING, merged
         ({"optimizer_options": {"max_grad_norm": 1}}, "set the field max_grad_norm instead"),
         ({"strategy": "local_sgd", "strategy_options": {"perod": 3}}, "no 'perod' here: did you mean 'period'?"),
         ({"strategy": "local_sgd", "strategy_options": {"period": 0}}, "local_sgd: period is 0"),
-        ({"strategy": "local_sgd", "strategy_options": {"period": "a"}}, "local_sgd: "),
+        (
+            {"strategy": "local_sgd", "strategy_options": {"period": "a"}},
+            "strategy_options.period is 'a': it must be a whole",
+        ),
+        (
+            {"strategy": "noisy_ssgd", "strategy_options": {"std": "a"}},
+            "strategy_options.std is 'a': it must be a finite",
+        ),
         ({"strategy": "dpsgd", "strategy_options": {"compression": "zip"}}, "unknown compression 'zip'"),
         ({"strategy": "slowmo", "strategy_options": {"base": "ssgd"}}, "slowmo: unknown base 'ssgd'"),
         ({"strategy": "dpsgd", "strategy_options": {"compression": 3}}, "compression is 3: it must be a name, or"),
+        (
+            {"strategy": "local_sgd", "strategy_options": {"outer": {"lrr": 1}}},
+            "local_sgd: outer: SGD.__init__() got an unex",
+        ),
+        (
+            {"strategy": "local_sgd", "strategy_options": {"outer": {"lr": -1}}},
+            "local_sgd: outer: Invalid learning rate: -1",
+        ),
         ({"strategy": "local_sgd", "strategy_options": {"outer": 3}}, "local_sgd: outer is 3: it must be a mapping"),
         ({"lr": 10**400}, "0: it must be a finite number"),
         (
