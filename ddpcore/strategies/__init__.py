@@ -15,7 +15,7 @@ from ddpcore.topology import Topology
 from .base import Baseline, Strategy
 from .baselines import DDP, Single
 from .dpsgd import DPSGD, ORDERS
-from .local_sgd import LocalSGD
+from .local_sgd import LocalSGD, MakeOptimizer
 from .noisy_ssgd import NoisySSGD
 from .push_sum import PushSum
 from .slowmo import SlowMo
@@ -102,10 +102,10 @@ def _base(name: str, topology: Topology | None) -> DPSGD | None:
     return None if name == "none" else DPSGD(topology)
 
 
-def _outer(name: str, settings: Any) -> partial[torch.optim.SGD]:
+def _outer(name: str, settings: Any) -> MakeOptimizer:
     if not isinstance(settings, Mapping):
         raise ValueError(f"{name}: outer is {settings!r}: it must be a mapping, settings of an SGD")
-    make = partial(torch.optim.SGD, **settings)
+    make: MakeOptimizer = partial(torch.optim.SGD, **settings)
     try:
         make([torch.zeros(1)])
     except (TypeError, ValueError) as error:
