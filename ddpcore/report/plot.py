@@ -11,6 +11,7 @@ from typing import Any
 from ddpcore.report.buckets import size_name
 
 try:
+    import matplotlib
     from matplotlib.figure import Figure
 except ImportError:  # the extra `plot`: nothing but --plot needs it
     Figure = None  # type: ignore[assignment,misc]
@@ -32,7 +33,7 @@ def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str
     """The study's first metric, row by row: published as diamonds, the mean of each run with a bar from min to max.
 
     Where runs have curves they stand below, ROWS_A_LINE rows in each line of panels: the median over seeds, shaded from
-    the smallest to the largest.
+    the 20th to the 80th percentile. The same comparison gives the same file.
 
     Args:
         comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
@@ -83,7 +84,7 @@ def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str
             axes = figure.add_subplot(grid[line, column])
             for row in rows:
                 _draw_curves(axes, curves[row], name, row)
-            axes.set(xlabel="step", ylabel=title, yscale="log" if name == "noise" else "linear")
+            axes.set(xlabel="step", ylabel=title, yscale="linear" if name == "effective_lr" else "log")
             axes.grid(alpha=0.3)
             if name == next(iter(CURVES)):
                 axes.legend(fontsize="x-small", title=label if len(run_labels) > 1 else None)
@@ -98,8 +99,14 @@ def _draw_curves(axes: Any, seeds: list[dict[str, list[float]]], name: str, row:
             points.setdefault(step, []).append(value)
     steps = sorted(points)
     (line,) = axes.plot(steps, [statistics.median(points[step]) for step in steps], label=row, linewidth=1)
-    low, high = [min(points[step]) for step in steps], [max(points[step]) for step in steps]
+    low, high = zip(*(_middle(points[step]) for step in steps), strict=True)
     axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def _middle(values: list[float]) -> tuple[float, float]:
+    """20th and 80th percentile."""
+    cuts = statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values
+    return cuts[0], cuts[-1]
 
 
 def plot_buckets(result: dict[str, Any], path: Path) -> None:
@@ -137,7 +144,8 @@ def _save(figure: Any, path: Path) -> None:
     """All of it, or nothing."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        figure.savefig(partial)
+        with matplotlib.rc_context({"svg.hashsalt": "ddpcore"}):
+            figure.savefig(partial, metadata={"Date": None} if path.suffix == ".svg" else None)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
