@@ -125,7 +125,7 @@ def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any
     compared = trainer is not None and one.name != COMPUTE
     finite = math.isfinite(losses[-1].item())
     # With one learner there is nothing to average, and rank 0's own model is the averaged one.
-    evaluation = trainer.evaluate() if trainer is not None and compared and finite else None
+    evaluation = trainer.evaluate(trainer.evaluation_model()) if trainer is not None and compared and finite else None
     measured = trainer is not None and compared and one.name != "single"
     distance, consensus_ms = _consensus(trainer) if trainer is not None and measured else (None, None)
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,6 +144,14 @@ class Dataset:
 
     def with_random_labels(self, seed: int = 0) -> Dataset:
         """Training labels drawn uniformly, so that only the samples can be learned (Zhang et al. 2017, section 2)."""
-        generator = torch.Generator().manual_seed(seed)
-        labels = torch.randint(self.num_classes, (len(self.train),), generator=generator)
+        labels = torch.randint(self.num_classes, (len(self.train),), generator=generator(seed, 1))
         return replace(self, train=replace(self.train, labels=labels.to(self.train.labels.device)))
+
+
+def generator(seed: int, *key: int) -> torch.Generator:
+    """Random numbers of (seed, key) that are not those of ``torch.manual_seed(seed)``, of which weights are made.
+
+    torch's generator on the CPU takes 32 bits of a seed: these are of a hash of all.
+    """
+    state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) >> 1)

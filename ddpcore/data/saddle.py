@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ddpcore.data.base import Dataset, Split
+from ddpcore.data.base import Dataset, Split, generator
 
 NUM_CLASSES = 2
 
@@ -26,9 +26,9 @@ def load(
         raise ValueError(f"saddle: slope is {slope} and coupling is {coupling}, they must be at least 0")
     if seed < 0:
         raise ValueError(f"saddle: seed is {seed}, it must be at least 0")
-    generator = torch.Generator().manual_seed(seed)
-    half = torch.randn(num_samples // 2, 2, dimension - 1, generator=generator)
+    random = generator(seed)
+    half = torch.randn(num_samples // 2, 2, dimension - 1, generator=random)
     half *= torch.tensor([[slope], [coupling]])
-    samples = torch.cat([half, -half]).flatten(1)[torch.randperm(num_samples, generator=generator)]
+    samples = torch.cat([half, -half]).flatten(1)[torch.randperm(num_samples, generator=random)]
     labels = torch.ones(num_samples, dtype=torch.int64)
     return Dataset("saddle", Split(samples, labels), None, NUM_CLASSES, tuple(samples.shape[1:]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddpcore.data.base import Dataset, Split
+from ddpcore.data.base import Dataset, Split, generator
 
 NUM_CLASSES = 32
 TEST_SHARE = 0.2  # of the samples, the last ones
@@ -99,7 +99,7 @@ def load(
     """Samples float32 [frames, features], each with the state of frame frames // 2; the last fifth is the test split.
 
     The seed decides states, frames and what they are made of; the global generator is left alone. The source of them is
-    `Source.draw(num_classes, num_features, torch.Generator().manual_seed(seed))`.
+    `Source.draw(num_classes, num_features, ddpcore.data.base.generator(seed))`.
     ValueError for fewer than 2 classes, 1 frame, 1 feature or 5 samples, or a negative seed.
     """
     for name, value, least in (
@@ -111,8 +111,8 @@ def load(
     ):
         if value < least:
             raise ValueError(f"synthetic_speech: {name} is {value}, it must be at least {least}")
-    generator = torch.Generator().manual_seed(seed)
-    inputs, states = Source.draw(num_classes, num_features, generator).sample(num_samples, num_frames, generator)
+    random = generator(seed)
+    inputs, states = Source.draw(num_classes, num_features, random).sample(num_samples, num_frames, random)
     samples, labels = inputs.float(), states[:, num_frames // 2].contiguous()
     num_train = num_samples - int(num_samples * TEST_SHARE)
     train = Split(samples[:num_train], labels[:num_train])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ddpcore.data.base import Dataset, Split
+from ddpcore.data.base import Dataset, Split, generator
 
 INPUT_SHAPE: tuple[int, ...] = (10,)
 NUM_CLASSES = 2
@@ -22,7 +22,7 @@ def load(input_shape: tuple[int, ...] = INPUT_SHAPE, num_classes: int = NUM_CLAS
         raise ValueError(f"synthetic: num_classes is {num_classes}, it must be at least 2")
     if seed < 0:
         raise ValueError(f"synthetic: seed is {seed}, it must be at least 0")
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(NUM_SAMPLES, *input_shape, generator=generator)
-    labels = torch.randint(num_classes, (NUM_SAMPLES,), generator=generator)
+    random = generator(seed)
+    inputs = torch.randn(NUM_SAMPLES, *input_shape, generator=random)
+    labels = torch.randint(num_classes, (NUM_SAMPLES,), generator=random)
     return Dataset("synthetic", Split(inputs, labels), None, num_classes, tuple(input_shape))

@@ -17,7 +17,7 @@ from ddpcore.engine.trainer import Trainer
 from ddpcore.launch import World
 from ddpcore.policies import Policies
 from ddpcore.schedules import Schedule
-from ddpcore.strategies import Baseline
+from ddpcore.strategies import Baseline, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,14 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     steps = build_batches(config, dataset).steps_per_epoch
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         _build_optimizer(config, build_model(config, dataset), build_schedule(config, steps)(0))
-    config.make_strategy()
+    strategy = config.make_strategy()
+    if isinstance(strategy, Strategy):
+        strategy.setup(config.learners, torch.float32)
+    if config.target is not None and config.evaluate_on not in dataset.splits():
+        raise ValueError(f"target is {config.target}: {dataset.name} has no {config.evaluate_on} split, leave it out")
+    if config.statistics_every and config.statistics_samples is not None:
+        least = config.learners
+        statistics.part_of(dataset, "statistics_samples", config.statistics_samples, least, config.seed)
     if config.flatness_samples:
         statistics.part_of(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
 

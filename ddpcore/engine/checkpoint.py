@@ -113,14 +113,17 @@ class Checkpoints:
                 if problem is None:
                     found = step
                     break
-                say(f"checkpoint {self.path(step)} is damaged ({problem}): taking the one before it")
+                then = "there is none before it" if step == steps[0] else "taking the one before it"
+                say(f"checkpoint {self.path(step)} is damaged ({problem}): {then}")
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
             dist.broadcast_object_list(answer, src=0)
             found, steps = answer
         if found < 0:
             if steps:
-                raise ValueError(f"{self.folder}: every checkpoint is damaged: begin anew in another folder")
+                raise ValueError(
+                    f"{self.folder}: every checkpoint is damaged: remove {self.folder.parent} to begin anew"
+                )
             return None
         manifest = self.manifest(found)
         if manifest["num_ranks"] != self.num_ranks:

@@ -122,7 +122,7 @@ class Loop:
         best = False
         on_time = step == self.total or (config.evaluate_every and epoch % config.evaluate_every == 0)
         if on_time and not progress.diverged:
-            evaluation = self._evaluate(config.evaluate_on)
+            evaluation = trainer.evaluate(self._evaluation_model(), config.evaluate_on)
             if evaluation is not None:
                 best = progress.evaluated(evaluation.scores.accuracy, evaluation.loss, epoch, step)
                 row |= {"split": config.evaluate_on, **_scores(evaluation)}
@@ -133,19 +133,16 @@ class Loop:
         self._mark = comm.now()
         return best
 
-    def _evaluate(self, split: str) -> Evaluation | None:
-        return self.trainer.evaluate(
-            split,
-            batch_norm=self.config.evaluation_batch_norm,
-            recalibration_batches=self.config.recalibration_batches,
-        )
+    def _evaluation_model(self) -> nn.Module:
+        config = self.config
+        return self.trainer.evaluation_model(config.evaluation_batch_norm, config.recalibration_batches)
 
     def _end(self) -> None:
-        """The last row, and the averaged model."""
+        """The last row, and the model that the last scores are of."""
         progress, best = self.progress, self.progress.best or {}
         chose = self.config.evaluate_on == "validation" and not progress.diverged
-        test = self._evaluate("test") if chose else None
-        model = self.trainer.handle.evaluation_model()
+        model = self._evaluation_model()
+        test = self.trainer.evaluate(model, "test") if chose else None
         if self.outputs is None:
             return
         self.outputs.write_model(safetensors.torch.save({n: t.contiguous() for n, t in model.state_dict().items()}))

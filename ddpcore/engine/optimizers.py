@@ -68,8 +68,9 @@ def build(
         given["max_grad_norm"] = max_grad_norm
     params: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if two_groups:
-        params = param_groups(model, given.get("weight_decay", 0.0))
+        default = inspect.signature(_OPTIMIZERS[name]).parameters["weight_decay"].default
+        params = param_groups(model, given.get("weight_decay", default))
     try:
         return _OPTIMIZERS[name](params, lr=lr, **given)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # torch's own raise IndexError and RuntimeError, too
         raise ValueError(f"optimizer {name}: {error}") from error

@@ -50,7 +50,7 @@ class RunRecord:
         path = Path(out) / FILE
         kinds: dict[str, list[dict[str, Any]]] = {"run": [], "resume": [], "epoch": [], "statistics": [], "end": []}
         for row in rows(path):
-            kinds.setdefault(row["kind"], []).append(row)
+            kinds.setdefault(row.get("kind", ""), []).append(row)
         if not kinds["run"]:
             raise ValueError(f"{path}: there is no record of a run: train into this folder first")
         return cls(
@@ -71,7 +71,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: a line is no JSON object.
     """
-    text = path.read_text() if path.is_file() else ""
+    text = path.read_text(errors="replace") if path.is_file() else ""
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         try:

@@ -109,15 +109,10 @@ class Trainer:
         return losses.detach()
 
     @torch.no_grad()
-    def evaluate(
-        self, split: str = "test", *, batch_norm: str = "average", recalibration_batches: int = 0
-    ) -> Evaluation | None:
-        """The averaged model on a whole split, ``test`` or ``validation``; None where the data set has none.
-
-        Every rank must call this, and each takes a part of the samples. Nothing of it enters training.
+    def evaluation_model(self, batch_norm: str = "average", recalibration_batches: int = 0) -> nn.Module:
+        """The averaged model in evaluation mode, the same on every rank; each must call this.
 
         Args:
-            split: which.
             batch_norm: see :meth:`ddpcore.Distributed.evaluation_model`.
             recalibration_batches: for ``recalibrate``: the last so many training batches.
         """
@@ -125,6 +120,13 @@ class Trainer:
         model = self.handle.evaluation_model(batch_norm, inputs).eval()
         if batch_norm == "local":
             _take_first_buffers(model, self.handle.comm)
+        return model
+
+    def evaluate(self, model: nn.Module, split: str = "test") -> Evaluation | None:
+        """What :meth:`evaluation_model` gave on a whole split, ``test`` or ``validation``; None where there is none.
+
+        Every rank must call this, and each takes a part of the samples. Nothing of it enters training.
+        """
         samples = self.dataset.splits().get(split)
         return None if samples is None else evaluate(model, samples, self.dataset.num_classes, self.handle.comm)
 

@@ -105,9 +105,10 @@ def judge(predicate: str, outcomes: Outcomes, metric: str) -> Verdict:
         return Verdict(NOT_RUN, "a number in it is too large")
 
 
-def rows_of(predicate: str) -> list[str]:
-    """The rows that a predicate names, each once."""
-    return rows_in(_parse(predicate))
+def num_seeds(predicate: str, outcomes: Outcomes) -> int:
+    """The fewest seeds that one of its functions looks at, of rows that all have some."""
+    looks = [rows_in(node) for node in ast.walk(_parse(predicate)) if isinstance(node, ast.Call)]
+    return min(len(set.intersection(*(set(outcomes[row]) for row in rows))) for rows in looks if rows)
 
 
 def rows_in(tree: ast.AST) -> list[str]:
@@ -265,6 +266,6 @@ class _Evaluation:
         for seed, outcome in seeds.items():
             value = outcome.metrics.get(metric)
             if value is None:
-                why = "diverged" if outcome.diverged else f"has none with seed {seed}"
-                raise _NotRun(f"no {metric} of {row}: it {why}")
+                why = "diverged" if outcome.diverged else "has none"
+                raise _NotRun(f"no {metric} of {row}: it {why} with seed {seed}")
             yield value

@@ -43,6 +43,7 @@ class RunOptions:
     seeds: int | None = None
     world_size: int | None = None
     jobs: int = 1
+    download: bool = False
     resume: bool = False
     set: Mapping[str, Any]
 
@@ -60,7 +61,8 @@ class RunOptions:
 
     def overrides(self) -> dict[str, Any]:
         """Fields of every row."""
-        return {**self.set, **({} if self.data_dir is None else {"data_dir": str(self.data_dir)})}
+        given: dict[str, Any] = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
+        return {**self.set, **given, **({"download": True} if self.download else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,7 @@ def _parser() -> _Parser:
     run.add_argument("--rows", type=_names, metavar="A,B,...", help="these alone (default: those of the scale)")
     run.add_argument("--scale", help=f"{', '.join(SCALES)} (default: full)")
     run.add_argument("--data-dir", type=Path, help="the folder of the data sets' files")
+    run.add_argument("--download", action="store_true", help="fetch missing files into --data-dir first")
     run.add_argument("--out", type=Path, help="the folder of the results (default: runs/STUDY/SCALE)")
     run.add_argument("--seed", type=int, help="the first (default: 0)")
     run.add_argument("--seeds", type=int, metavar="N", help="how many (default: as the study says)")

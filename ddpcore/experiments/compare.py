@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddpcore.experiments.claims import NOT_RUN, Outcome, Verdict, judge, rows_of
+from ddpcore.experiments.claims import NOT_RUN, Outcome, Verdict, judge, num_seeds
 from ddpcore.experiments.folder import FAILED, FINISHED, Folder
 from ddpcore.experiments.results import counts_diverged, outcome_of
 
@@ -80,7 +80,7 @@ def _judge(predicate: str, results: Results, metric: str) -> Verdict:
     verdict = judge(predicate, outcomes, metric)
     if verdict.word == NOT_RUN:
         return verdict
-    return Verdict(verdict.word, f"n={min(len(outcomes[row]) for row in rows_of(predicate))}")  # seeds behind it
+    return Verdict(verdict.word, f"n={num_seeds(predicate, outcomes)}")
 
 
 def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str, Any]:

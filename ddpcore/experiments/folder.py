@@ -14,8 +14,20 @@ from ddpcore.engine.files import LOCK, replace_file
 from ddpcore.metrics import Record, to_json
 
 FORMAT = 1
-_KEYS = ("format", "study", "title", "source", "metrics", "claims", "scale", "set", "seeds", "rows")
 FINISHED, FAILED = "finished", "failed"
+_MANIFEST = {
+    "format": int, "study": str, "title": str, "question": str, "source": str, "notes": list, "metrics": list,
+    "claims": list, "scale": str, "set": dict, "seeds": list, "rows": dict,
+}  # fmt: skip
+_ROW = {"config": dict, "published": dict, "about": str, "ranks": int, "hosts": int, "kill_rank": int | None}
+_CLAIM = {"text": str, "source": str, "predicate": str}
+_RESULTS: dict[str, dict[str, Any]] = {
+    FINISHED: {
+        "metrics": dict, "diverged": bool, "place": str, "device": str, "cores": int, "torch": str, "ddpcore": str,
+        "commit": str | None,
+    },
+    FAILED: {"metrics": dict, "diverged": bool, "error": str},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,14 +57,16 @@ class Folder:
         """
         try:
             values: dict[str, Any] = json.loads(self.manifest_path.read_text())
-            missing = [key for key in _KEYS if key not in values]
-            if missing:
-                raise ValueError(f"it has no {', '.join(missing)}")
+            _demand("it", values, _MANIFEST)
             if values["format"] != FORMAT:
                 raise ValueError(f"it is of format {values['format']} and this version reads {FORMAT}")
+            for name, row in values["rows"].items():
+                _demand(f"row {name}", row, _ROW)
+            for claim in values["claims"]:
+                _demand("a claim", claim, _CLAIM)
         except OSError:
             raise ValueError(f"{self.path}: there is no study in this folder: run one into it first") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{self.manifest_path} is damaged ({error}): take another folder") from None
         return values
 
@@ -66,9 +80,11 @@ class Folder:
         found: dict[tuple[str, int], dict[str, Any]] = {}
         for row in record.rows(path):
             try:
+                _demand("a line", row, {"row": str, "seed": int, "status": str})
                 key, status = (row["row"], row["seed"]), row["status"]
-            except KeyError as error:
-                raise ValueError(f"{path} is damaged (a line has no {error}): take another folder") from None
+                _demand(f"row {key[0]}, seed {key[1]}", row, _RESULTS.get(status, {}))
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged ({error}): take another folder") from None
             if status == FINISHED or found.get(key, {}).get("status") != FINISHED:
                 found[key] = row
         return found
@@ -122,7 +138,7 @@ class Folder:
             path = self.run_path(row, seed)
             if not path.exists():
                 continue
-            said = [row["config"] for row in record.rows(path / record.FILE) if row["kind"] == "run"]
+            said = [row.get("config", {}) for row in record.rows(path / record.FILE) if row.get("kind") == "run"]
             checkpoints = Checkpoints(folder=path / "checkpoints", config=config.to_dict())
             for step in checkpoints.steps():
                 try:
@@ -140,3 +156,14 @@ def differing(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
     unlike = [key for key in ("ranks", "hosts", "kill_rank") if row[key] != known[key]]
     places = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in unlike]
     return places + TrainConfig.from_dict(row["config"]).difference(known["config"])
+
+
+def _demand(what: str, values: Any, kinds: Mapping[str, Any]) -> None:
+    """ValueError unless it is a mapping with these keys, of these kinds."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{what} is {values!r}, no mapping")
+    for key, kind in kinds.items():
+        if key not in values:
+            raise ValueError(f"{what} has no {key}")
+        if not isinstance(values[key], kind):
+            raise ValueError(f"{what} has {key} {values[key]!r}")

@@ -11,6 +11,7 @@ import torch
 
 from ddpcore import models
 from ddpcore.comm import choose_backend
+from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import Dataset
 from ddpcore.engine import TrainConfig
 from ddpcore.engine.build import Place, build_dataset, check_parts
@@ -155,10 +156,18 @@ def check_data(plan: Plan, datasets: Datasets) -> None:
             dataset = datasets.of(place)
             check_parts(job.config, dataset)
             backend_of(job)
-            if job.config.link is not None and not job.ranks:
-                raise ValueError(f"link is {job.config.link!r}: virtual learners have none, set ranks = true")
+            if not job.ranks:
+                _check_alone(job)
         except ValueError as error:
             raise ValueError(f"row {job.row}: {error}") from None
+
+
+def _check_alone(job: Job) -> None:
+    """ValueError where a job of one process is said to be of several."""
+    said = {"link": job.config.link or "", "transport": job.config.transport, "hosts": job.hosts}
+    for name, none in (("link", ""), ("transport", TRANSPORTS[0]), ("hosts", 1)):
+        if said[name] != none:
+            raise ValueError(f"{name} is {said[name]!r}: learners of one process have none, set ranks = true")
 
 
 def backend_of(job: Job) -> str:

@@ -56,7 +56,8 @@ def run(plan: Plan, folder: Folder, datasets: Datasets, processes: int = 1) -> N
     pending = [_placed(job) for job in pending if job.ranks]
     for ranks, apart, backend in dict.fromkeys((job.ranks, job.apart, backend_of(job)) for job in pending):
         start = hosts.run if apart else partial(launch.run, backend=backend)
-        _run_ranks([job for job in pending if (job.ranks, job.apart) == (ranks, apart)], ranks, start, folder)
+        alike = [job for job in pending if (job.ranks, job.apart, backend_of(job)) == (ranks, apart, backend)]
+        _run_ranks(alike, ranks, start, folder)
 
 
 @cache

@@ -156,6 +156,8 @@ def load(name: str) -> Study:
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise ValueError(f"{path}: line {line} is no UTF-8 text: mend the file") from None
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deeply to be read: mend the file") from None
     except ValueError as error:  # TOMLDecodeError, with line and column, among them
         raise ValueError(f"{path}: {error}") from None
 

@@ -9,7 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 WIDTH = 160
-_WARNINGS = {"smoke": "says that the rows run; its numbers say nothing of the study", "cpu": "is a shortened run"}
+_WARNINGS = {
+    "smoke": "says that the rows run; its numbers say nothing of the study",
+    "cpu": "is shorter where the notes say so",
+}
 
 
 def print_comparison(comparison: dict[str, Any], console: Console | None = None) -> None:

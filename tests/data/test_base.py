@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddpcore.data import Augmentation, Dataset, Normalization, Split
+from ddpcore.data.base import generator
 
 
 def images(num_samples: int = 6) -> Split:
@@ -138,3 +139,12 @@ def test_only_images_are_transformed() -> None:
         Split(features, labels, Normalization((0.0,), (1.0,)))
     with pytest.raises(ValueError, match="has 1 channels for images of 3"):
         Split(big_images().inputs, big_images().labels, Normalization((0.0,), (1.0,)))
+
+
+def test_random_numbers_of_a_seed_and_a_key() -> None:
+    def draw(seed: int, *key: int) -> list[float]:
+        return torch.randn(8, generator=generator(seed, *key)).tolist()
+
+    known = [draw(0), draw(1), draw(2**32), draw(0, 1), torch.randn(8, generator=torch.manual_seed(0)).tolist()]
+    assert all(one != other for i, one in enumerate(known) for other in known[:i])
+    assert draw(2**32) == known[2], "and nothing else decides them"

@@ -10,12 +10,13 @@ import torch
 
 from ddpcore import data, models
 from ddpcore.data import speech
+from ddpcore.data.base import generator
 from ddpcore.data.speech import CORRELATION, STAY, Source
 
 
 def source(num_classes: int, num_features: int, seed: int = 0) -> tuple[Source, torch.Generator]:
-    generator = torch.Generator().manual_seed(seed)
-    return Source.draw(num_classes, num_features, generator), generator
+    random = generator(seed)
+    return Source.draw(num_classes, num_features, random), random
 
 
 def test_defaults() -> None:

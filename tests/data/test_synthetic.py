@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpcore.data import synthetic
+from ddpcore.data import saddle, synthetic
 
 
 def test_defaults() -> None:
@@ -42,3 +42,12 @@ def test_impossible_arguments() -> None:
         synthetic.load(num_classes=1)
     with pytest.raises(ValueError, match="seed is -1"):
         synthetic.load(seed=-1)
+
+
+def test_samples_are_not_made_of_the_numbers_that_weights_are_made_of() -> None:
+    for inputs in (synthetic.load(seed=5).train.inputs, saddle.load(seed=5, dimension=11).train.inputs[:, :10]):
+        torch.manual_seed(5)
+        weights = torch.stack([torch.empty_like(inputs).uniform_(-1, 1), torch.randn_like(inputs)])
+        for other in weights.flatten(1):
+            both = torch.stack([inputs.flatten(), other])
+            assert abs(float(both.corrcoef()[0, 1])) < 0.06, "10000 pairs: six standard deviations"

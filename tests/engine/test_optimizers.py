@@ -45,3 +45,15 @@ def test_a_frozen_parameter_is_left_out() -> None:
 def test_a_wrong_value_names_the_optimizer() -> None:
     with pytest.raises(ValueError, match="optimizer adam: Invalid beta"):
         optimizers.build("adam", nn.Linear(1, 1), lr=0.1, options={"betas": [2, 0.9]})
+    with pytest.raises(ValueError, match="optimizer adam: tuple index"):
+        optimizers.build("adam", nn.Linear(1, 1), lr=0.1, options={"betas": [0.9]})
+    with pytest.raises(ValueError, match=r"optimizer adam: .*fused.* and .*foreach"):
+        optimizers.build("adam", nn.Linear(1, 1), lr=0.1, options={"fused": True, "foreach": True})
+
+
+@pytest.mark.parametrize("name", optimizers.names())
+def test_two_groups_leave_weights_the_decay_that_the_optimizer_has(name: str) -> None:
+    model = nn.Linear(3, 2)
+    (whole,) = optimizers.build(name, model, lr=0.1, options={}).param_groups
+    weights, biases = optimizers.build(name, model, lr=0.1, options={}, two_groups=True).param_groups
+    assert (weights["weight_decay"], biases["weight_decay"]) == (whole["weight_decay"], 0.0)

@@ -153,9 +153,10 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path, capsys
     assert ends[0] == ends[1]
 
 
-def test_nothing_but_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
+def test_nothing_but_damaged_checkpoints_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
     back_to(3, tmp_path)
     (tmp_path / "checkpoints" / "step-00000003" / "rank-0.json").write_text("{}")
-    with pytest.raises(ValueError, match="every checkpoint is damaged: begin anew in another folder"):
+    with pytest.raises(ValueError, match=r"every checkpoint is damaged: remove .* to begin anew"):
         train(helper.config(steps=3), out=tmp_path, resume=True, dataset=helper.images())
+    assert "there is none before it" in capsys.readouterr().err

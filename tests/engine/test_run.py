@@ -67,6 +67,18 @@ def test_the_loss_is_the_mean_over_steps_and_the_model_the_averaged_one(tmp_path
     assert record.epochs[0]["train_loss"] == pytest.approx(sum(losses) / 4)
 
 
+@pytest.mark.parametrize("batch_norm", ["average", "recalibrate", "local"])
+def test_the_model_that_is_kept_is_the_one_that_was_scored(batch_norm: str, tmp_path: Path) -> None:
+    dataset = helper.images()
+    config = helper.config(**helper.PLAIN, evaluation_batch_norm=batch_norm, recalibration_batches=2)
+    record = train(config, out=tmp_path, dataset=dataset)
+    model = models.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    inputs, labels = dataset.test.batch(torch.arange(24))
+    loss = torch.nn.functional.cross_entropy(model(inputs), labels).item()
+    assert record.epochs[-1]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
 def test_it_learns(tmp_path: Path) -> None:
     config = helper.config(steps=80, learners=2, strategy="ssgd", model_options={"dropout": 0.0}, checkpoint_every=0)
     record = train(config, out=tmp_path, dataset=helper.images())

@@ -157,22 +157,25 @@ def test_losses_of_learners() -> None:
 def test_evaluation_is_of_the_split_that_was_asked_for() -> None:
     made = trainer(3)
     made.step()
+    model = made.evaluation_model()
     for split in ("test", "validation"):
         samples = made.dataset.splits()[split]
-        found = made.evaluate(split)
+        found = made.evaluate(model, split)
         logits = made.handle.evaluation_model()(samples.inputs)
         wrong = (logits.argmax(1) != samples.labels).sum().item()
         assert found.error_pct == pytest.approx(100 * wrong / 24)
         assert found.scores.accuracy == pytest.approx(1 - wrong / 24)
         assert found.loss == pytest.approx(F.cross_entropy(logits, samples.labels).item())
         assert int(found.confusion.sum()) == 24
-    assert trainer(dataset=replace(features(), test=None)).evaluate() is None
+    assert trainer(dataset=replace(features(), test=None)).evaluate(model) is None
 
 
 def test_evaluation_goes_through_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = trainer().evaluate()
+    made = trainer()
+    model = made.evaluation_model()
+    whole = made.evaluate(model)
     monkeypatch.setattr("ddpcore.engine.evaluation.BATCH_SIZE", 7)
-    parts = trainer().evaluate()
+    parts = made.evaluate(model)
     assert torch.equal(whole.confusion, parts.confusion)
     assert whole.loss == pytest.approx(parts.loss)
 
@@ -195,8 +198,8 @@ def test_recalibration_takes_the_last_training_batches() -> None:
         return monkey(batch_norm, taken[-1])
 
     handle.evaluation_model = evaluation_model  # type: ignore[method-assign]
-    made.evaluate(batch_norm="recalibrate", recalibration_batches=2)
+    made.evaluation_model("recalibrate", 2)
     expected = [dataset.train.inputs[batches.indices(step).flatten()] for step in (3, 4)]
     assert all(torch.equal(a, b) for a, b in zip(taken[0], expected, strict=True))
-    made.evaluate()
+    made.evaluation_model()
     assert taken[1] is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.experiments.claims import FAILS, HOLDS, NOT_RUN, Outcome, check, judge
+from ddpcore.experiments.claims import FAILS, HOLDS, NOT_RUN, Outcome, check, judge, num_seeds
 
 ROWS = ("a", "b", "c", "gone")
 METRICS = ("loss", "seconds")
@@ -141,3 +141,17 @@ def test_refused(predicate: str) -> None:
         check(predicate, ROWS, METRICS)
     assert REFUSED[predicate] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_how_many_seeds_a_verdict_rests_on() -> None:
+    """The fewest of what the functions look at: those that two rows share, where they look at both at once."""
+    one, two = Outcome(metrics={"loss": 1.0}), Outcome(metrics={"loss": 2.0})
+    outcomes = {"a": dict.fromkeys(range(10), one), "b": dict.fromkeys(range(9, 12), two), "c": {0: one, 1: two}}
+    expected = {
+        'mean("a") < mean("b")': 3,
+        'abs(mean("a")) > 1 or diverged("c")': 2,
+        'all_seeds(value("a") < value("b"))': 1,
+        'mean("a") < 2 and count(value("a") < value("c")) > 0': 2,
+        'paired("a", "b") < 1': 1,
+    }
+    assert {predicate: num_seeds(predicate, outcomes) for predicate in expected} == expected

@@ -71,7 +71,7 @@ def test_half_a_line_is_passed_over(main: Main, tiny: Path, tmp_path: Path) -> N
 def test_no_failure_takes_the_place_of_a_finished_run(main: Main, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
-    Folder(out).append({"row": "a", "seed": 0, "status": "failed"})
+    Folder(out).append({"row": "a", "seed": 0, "status": "failed", "metrics": {}, "diverged": False, "error": "?"})
     assert Folder(out).finished() == {("a", 0)}
     Folder(out).append({"row": "a", "seed": 0})
     with pytest.raises(ValueError, match="is damaged"):

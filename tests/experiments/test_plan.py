@@ -15,7 +15,7 @@ from ddpcore.engine import TrainConfig
 from ddpcore.engine.build import Place
 from ddpcore.experiments import study
 from ddpcore.experiments.folder import Folder
-from ddpcore.experiments.plan import Datasets, backend_of, make_plan
+from ddpcore.experiments.plan import Datasets, backend_of, check_data, make_plan
 
 
 def place(**fields: Any) -> Place:
@@ -155,3 +155,12 @@ def test_ranks_that_are_not_there(entries: str, says: str, tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace('"ssgd" = {', f'"ssgd" = {{ {entries},'))
     with pytest.raises(ValueError, match=says):
         study.load(str(tiny)).rows["ssgd"].config("full")
+
+
+def test_hosts_of_learners_in_one_process(tiny: Path, tmp_path: Path) -> None:
+    tiny.write_text(tiny.read_text().replace('"ssgd" = {', '"ssgd" = { hosts = 2, transport = "pg",'))
+    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), rows=["ssgd"])
+    with pytest.raises(ValueError, match="row ssgd: transport is 'pg': learners of one process have none"):
+        check_data(plan, Datasets())
+    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), rows=["ssgd"], world_size=2)
+    check_data(plan, Datasets())

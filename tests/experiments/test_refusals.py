@@ -37,7 +37,14 @@ REFUSED = {
     "run TINY --set model=lenet5 --set model_options.dropout=2": "row a: model 'lenet5': dropout",
     "run TINY --rows b,ssgd --set flatness_samples=100000": "row b: flatness_samples is 100000",
     "run TINY --set batch_size=2000": "row a: the batch size is 2000",
-    "run TINY --rows ssgd --set link=1Gb/s,1ms": "row ssgd: link is '1Gb/s,1ms': virtual learners have none",
+    "run TINY --set optimizer=adam --set optimizer_options.betas=[0.9]": "row a: optimizer adam: tuple index",
+    "run TINY --set target=0.5": "row a: target is 0.5: synthetic has no test split",
+    "run TINY --rows ssgd --set link=1Gb/s,1ms": "row ssgd: link is '1Gb/s,1ms': learners of one process have none",
+    "run TINY --rows ssgd --set transport=pg": "row ssgd: transport is 'pg': learners of one process have none",
+    "run TINY --rows ssgd --set statistics_every=1 --set statistics_samples=1": "statistics_samples is 1: take 2 to",
+    "run TINY --rows ssgd --set strategy=dpsgd --set topology=ring --set topology_options.neighbors_each_side=9": (
+        "row ssgd: Ring: 9 neighbours each side need at least 19 learners"
+    ),
     "run TINY --set dataset=mnist --set model=lenet5": "--data-dir",
     "run TINY --set dataset=mnist --set model=lenet5 --data-dir nowhere": "nowhere",
     "run TINY --frobnicate": "--frobnicate",
@@ -72,6 +79,8 @@ def test_refused(line: str, main: Main, tiny: Path, tmp_path: Path, monkeypatch:
 def test_a_damaged_file(main: Main, tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("steps = 4", "steps = "))
     check(main("run", tiny), "tiny.toml: Invalid value (at line 12")
+    tiny.write_text("title = " + 5000 * "[")
+    check(main("run", tiny), "tiny.toml: it is nested too deeply")
 
 
 def test_under_torchrun(main: Main, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +118,30 @@ def test_folders_in_use(main: Main, tiny: Path, done: Path) -> None:
 
 
 def test_damaged_folders(main: Main, tiny: Path, done: Path) -> None:
-    damages = (("results.jsonl", "{\n"), ("results.jsonl", "3\n"), ("manifest.json", "{"), ("manifest.json", "[]"))
+    manifest, result = (
+        json.loads((done / "manifest.json").read_text()),
+        json.loads((done / "results.jsonl").read_text()),
+    )
+    row = manifest["rows"]["a"]
+    manifests = [
+        *(manifest | {"seeds": 3}, manifest | {"rows": []}, manifest | {"rows": {"a": 3}}, manifest | {"claims": [3]}),
+        *(manifest | {"rows": {"a": {key: row[key] for key in row if key != missing}}} for missing in row),
+    ]
+    results = [{key: result[key] for key in result if key != missing} for missing in ("row", "metrics", "device")]
+    damages = (
+        *(("results.jsonl", text) for text in (b"{\n", b"3\n", b"\xff\xfe\n")),
+        *(("results.jsonl", json.dumps(line).encode() + b"\n") for line in (*results, result | {"metrics": 3})),
+        *(("manifest.json", text) for text in (b"{", b"[]", b"\xff")),
+        *(("manifest.json", json.dumps(values).encode()) for values in manifests),
+    )
     for name, text in damages:
-        (done / name).write_text(text)
+        kept = (done / name).read_bytes()
+        (done / name).write_bytes(text)
         before = files(done)
         for words in (("compare", done), ("run", tiny, "--out", done, "--rows", "a", "--resume")):
             check(main(*words), name)
         assert files(done) == before
+        (done / name).write_bytes(kept)
 
 
 def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path, tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddpcore.engine import RunRecord, train
-from ddpcore.experiments import hosts
+from ddpcore.experiments import hosts, study
 from ddpcore.experiments.folder import Folder
+from ddpcore.experiments.plan import Datasets, make_plan
+from ddpcore.experiments.run import run
 
 _spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
 ranks = importlib.util.module_from_spec(_spec)
@@ -213,3 +216,21 @@ def test_virtual_learners_as_real_ranks(main: Main, tiny: Path, tmp_path: Path) 
     real, virtual = (Folder(tmp_path / name).results()["ssgd", 0] for name in ("real", "virtual"))
     assert (real["place"], virtual["place"]) == ("2 processes", "2 virtual learners of 1 process")
     assert real["metrics"]["train_loss"] == pytest.approx(virtual["metrics"]["train_loss"], rel=1e-5)
+
+
+def test_rows_of_one_world_size_and_two_backends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs once, over its own."""
+    text = tiny.read_text()
+    rows = '[rows]\n"cpu" = { groups = ["two"] }\n"gpu" = { groups = ["two"], device = "auto" }\n'
+    two = '[groups.two]\nstrategy = "ssgd"\nranks = true\nlearners = 2\n'
+    tiny.write_text(text[: text.index("[rows]")] + two + rows)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    folder = Folder(tmp_path / "out")
+    started = []
+
+    def start(work: object, given: tuple[Any, ...], world_size: int, backend: str) -> None:
+        started.append((backend, [job.row for job in given[0]]))
+
+    monkeypatch.setattr("ddpcore.experiments.run.launch.run", start)
+    run(make_plan(study.load(str(tiny)), folder, num_seeds=1), folder, Datasets())
+    assert sorted(started) == [("gloo", ["cpu"]), ("nccl", ["gpu"])]
