@@ -19,8 +19,8 @@ from torch.autograd import profiler
 
 from ddpcore import ops
 from ddpcore.flat import FlatParameters
-from ddpcore.optim.batch import Batch, Group, Plan, State, common_arguments
-from ddpcore.optim.checks import check_one_norm, check_state
+from ddpcore.optim.batch import Batch, Group, Plan, State, common_arguments, is_capturing
+from ddpcore.optim.checks import check_one_norm, check_state, overlaps_itself
 from ddpcore.optim.states import begin, part, restore_bits
 
 _NO_STATE: State = {}
@@ -41,10 +41,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
 
     shared_options: ClassVar[tuple[str, ...]] = ()  # what all groups of one call must agree on
+    buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)  # that a parameter can have, beside step and master
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # fp32 whatever the parameter is
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
         self._kept: dict[str, Plan] = {}
+        self._captured: list[Plan] = []
         self._flat: FlatParameters | None = None
         params = params if isinstance(params, Tensor) else list(params)  # a tensor is torch's to refuse
         if not isinstance(params, Tensor) and not params:
@@ -60,6 +62,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def check_group(self, group: Group) -> None:
         """Raise ValueError, naming the option and its value, where an option of the group is wrong."""
+
+    def check_saved(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError where a state_dict of as many groups is of another rule."""
 
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -100,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._kept = {}
         if not hasattr(self, "_flat"):  # a copy, with parameters of its own
-            self._flat = None
+            self._flat, self._captured = None, []
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -108,10 +113,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             restore_bits(self, *self._given)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch. States of ``torch.optim.SGD`` and ``Adam`` with the same buffers load too.
+        """As in torch, but that options which the file does not have stay what they are in each group.
+
+        States of ``torch.optim.SGD`` and ``Adam`` with the same buffers load too.
 
         Raises:
-            ValueError: groups or shapes do not fit, or an option is wrong; nothing is changed then.
+            ValueError: groups, shapes or buffers do not fit, or an option is wrong; nothing is changed then.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict := state_dict.copy())
@@ -120,11 +127,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         saved = dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
         for index, param in saved.items():
-            check_state(index, param, state_dict["state"].get(index, {}))
-        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
-        for group in groups:
-            self.check_group(group)
-        check_one_norm(groups)
+            check_state(index, param, state_dict["state"].get(index, {}), self.buffers)
+        groups = list(state_dict["param_groups"])
+        if len(groups) == len(self.param_groups):  # else torch says what is wrong
+            groups = [{**own, **group} for own, group in zip(self.param_groups, groups, strict=True)]
+            self.check_saved(state_dict)
+            for group in groups:
+                self.check_group(group)
+            check_one_norm(groups)
+        state_dict = {**state_dict, "param_groups": groups}
         hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
         self._given = saved, state_dict["state"]
         try:
@@ -223,6 +234,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._step_learner(learner, stack, plan.batches, groups, params, grads, states)
         if not torch.compiler.is_compiling():  # autograd must know, to refuse a graph that needs the old weights
             torch.autograd.graph.increment_version(params)
+            if is_capturing(params[0]):
+                self._captured.append(plan)  # the graph writes into its buffers, whatever later steps make
 
     def _step_batches(
         self,
@@ -284,29 +297,34 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
             raise RuntimeError(f"{type(self).__name__}: a gradient must have the dtype and device of its parameter")
+        if True in [overlaps_itself(param) for param in params]:
+            raise RuntimeError(f"{type(self).__name__}: a parameter overlaps itself in memory: pass a clone of it")
 
     def _known(
         self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
     ) -> tuple[list[Any], ...]:
-        """What a plan takes for granted. Somebody may have moved a parameter, cleared a state or replaced its step.
+        """What a plan takes for granted: first, for each group, the first one that has the same rule.
+
+        Not the options themselves, which schedules change. Somebody may have moved a parameter, cleared a state or
+        replaced its step.
 
         Gradients speak for their parameters, whose dtype and device torch makes them have.
         """
         get, names = self.state.get, self.shared_options
         states = [get(param, _NO_STATE) for param in params]
+        rules = [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups]
         return (
-            [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups],
-            [group["max_grad_norm"] for group in groups],
+            [rules.index(rule) for rule in rules],
+            [(self.state_names(group), group["master_weights"], group["max_grad_norm"]) for group in groups],
             sizes,
             [(len(state), id(state.get("step"))) for state in states],
             [(grad.dtype, grad.device, grad.is_sparse) for grad in grads],
         )
 
     def _batches(
-        self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], shared: list[Any]
+        self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], rules: list[int]
     ) -> list[Batch]:
         keyed: dict[Any, list[tuple[int, int, Tensor | None]]] = {}
-        rules = [shared.index(rule) for rule in shared]  # which groups have one rule
         ages: dict[int, int] = {}  # steps in the order in which they are met, the same in every run
         homes: dict[int, Any] = {}  # who counts a step: only one batch and group may
         apart: dict[Any, Tensor] = {}

@@ -90,5 +90,12 @@ def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any,
 
 
 def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    """The tensor there, without waiting."""
-    return tensor if tensor is None or tensor.device == device else tensor.to(device, non_blocking=True)
+    """The tensor there; only the CPU, whose kernels read it at once, waits for it."""
+    if tensor is None or tensor.device == device:
+        return tensor
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether what is launched for the tensor goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -86,8 +86,19 @@ def check_accepted(differentiable: bool) -> None:
         raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
 
 
-def check_state(index: Any, param: Tensor, state: dict[str, Any]) -> None:
-    """Of a state_dict: whether it is one of this parameter."""
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements are one place in memory, as those of an expanded tensor."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:
+    """Of a state_dict: whether it is one of this parameter, and of an optimizer with these buffers."""
+    foreign = [name for name in state if name not in (*buffers, "step", "master")]
+    if foreign:
+        raise ValueError(
+            f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer: this one keeps "
+            f"{', '.join(buffers)}"
+        )
     for name, value in state.items():
         if name == "step":
             if not (is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)):

@@ -69,7 +69,8 @@ class FusedLAMB(AdaptiveOptimizer):
         "maximize",
         "master_weights",
     )
-    float_states = ("master", "exp_avg", "exp_avg_sq")
+    buffers = ("exp_avg", "exp_avg_sq")
+    float_states = ("master", *buffers)
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class FusedLAMB(AdaptiveOptimizer):
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """See :class:`FusedOptimizer`."""
-        return ("exp_avg", "exp_avg_sq")
+        return self.buffers
 
     def run(
         self,

@@ -118,7 +118,17 @@ class FusedLARS(AdaptiveOptimizer):
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """See :class:`FusedOptimizer`."""
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+        return self.buffers if group["momentum"] != 0 else ()
+
+    def check_saved(self, state_dict: dict[str, Any]) -> None:
+        """See :class:`FusedOptimizer`. Momentum of ``torch.optim.SGD`` is that of one variant alone."""
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            states = [state_dict["state"].get(index, {}) for index in saved["params"]]
+            if "variant" not in saved and own["variant"] != "scaled_lr" and any("momentum_buffer" in s for s in states):
+                raise ValueError(
+                    f"state_dict: it is of momentum SGD, which is variant 'scaled_lr' and not {own['variant']!r}: load "
+                    f"it into that, take a step, and convert({own['variant']!r})"
+                )
 
     def run(
         self,
@@ -171,7 +181,10 @@ class FusedLARS(AdaptiveOptimizer):
             if buffer is None or variant == group["variant"]:
                 continue
             if name not in ratios:
-                raise ValueError(f"parameter {name} has momentum but no ratio yet: convert after a step")
+                raise ValueError(
+                    f"parameter {name} has momentum and no ratio of the last step: convert after a step in which it "
+                    "has a gradient, or delete its state"
+                )
             rows, lr = ratios[name], float(group["lr"])
             one = isinstance(rows, TrustRatio)
             for part, row in zip([buffer] if one else buffer.unbind(0), [rows] if one else rows, strict=True):

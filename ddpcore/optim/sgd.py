@@ -83,7 +83,7 @@ class FusedSGD(MixingOptimizer):
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """See :class:`FusedOptimizer`."""
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+        return self.buffers if group["momentum"] != 0 else ()
 
     def run(
         self,

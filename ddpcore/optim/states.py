@@ -21,9 +21,14 @@ class Stateful(Protocol):
         """Names of the buffers that each parameter of the group has."""
 
 
+def is_narrow(param: Tensor) -> bool:
+    """Whether it is of 16 bits."""
+    return param.dtype in (torch.bfloat16, torch.float16)
+
+
 def has_master(group: Group, param: Tensor) -> bool:
     """Whether the group keeps fp32 weights behind this parameter."""
-    return bool(group["master_weights"]) and param.dtype in (torch.bfloat16, torch.float16)
+    return bool(group["master_weights"]) and is_narrow(param)
 
 
 def begin(optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
@@ -34,13 +39,19 @@ def begin(optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[to
     state = optimizer.state[param]
     if has_master(group, param) and "master" not in state:
         state["master"] = param.detach().to(torch.float32, copy=True)
+    elif "master" in state and not is_narrow(param):
+        del state["master"]  # of a model that was of 16 bits: it is its own master now
     if not names:
         return
     missing = [name for name in names if state.get(name) is None]
-    for name in missing:
+    for name in names:
         wide = name in optimizer.float_states or "master" in state
-        state[name] = torch.zeros_like(param, dtype=wide_dtype(param) if wide else None)
-    if not isinstance(state.get("step", torch.zeros(1)), Tensor):
+        dtype = wide_dtype(param) if wide else param.dtype
+        if name in missing:
+            state[name] = torch.zeros_like(param, dtype=dtype)
+        elif state[name].dtype != dtype:  # the parameter has become of another, or got a master
+            state[name] = state[name].to(dtype)
+    if not isinstance(state.get("step"), Tensor | None):
         state["step"] = torch.tensor([float(state["step"])], dtype=torch.float32, device=param.device)
     if missing or "step" not in state:
         begun = (param.device, 0.0 if missing else 1.0)  # 1: of torch.optim.SGD, which does not count
@@ -72,8 +83,8 @@ def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any
         for name, value in given.items():
             if name != "step" and isinstance(value, Tensor) and (all_wide or name in optimizer.float_states):
                 state[name] = value.to(device=param.device, dtype=wide_dtype(param), copy=True)
-        if param.dtype not in (torch.bfloat16, torch.float16):
-            state.pop("master", None)  # of a model that was of 16 bits: it is its own master now
+        if not is_narrow(param):
+            state.pop("master", None)
         if "step" in given:
             key = (index, param.device, float(given["step"]))
             if key not in steps:

@@ -315,3 +315,44 @@ def test_a_small_classification_is_learned(make, dtype):
         optimizer.step()
     assert (model(inputs).argmax(1) == labels).float().mean() > 0.95
     assert copy.deepcopy(optimizer).state_dict().keys() == {"state", "param_groups"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@every
+def test_a_model_may_become_of_another_dtype(make, dtype):
+    """As with torch.optim: `model.to(dtype)` after a step, and the step goes on with what it has."""
+    model = net()
+    optimizer = make(model.parameters())
+    give(model.parameters(), 0)
+    optimizer.step()
+    before = [param.detach().clone().double() for param in model.to(dtype).parameters()]
+    give(model.parameters(), 1)
+    optimizer.step()
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert param.dtype == dtype and not torch.equal(param.double(), old)
+        buffers = [value for name, value in optimizer.state[param].items() if name != "step"]
+        assert buffers and all(value.abs().max() > 0 for value in buffers)
+
+
+@every
+def test_masters_come_and_go(make):
+    model = net(torch.bfloat16)
+    optimizer = make(model.parameters())
+    for step, (masters, dtype) in enumerate([(False, None), (True, None), (True, torch.float32)]):
+        model.to(dtype)
+        optimizer.param_groups[0]["master_weights"] = masters
+        give(model.parameters(), step)
+        optimizer.step()
+        found = ["master" in state for state in optimizer.state.values()]
+        assert found == [masters and dtype is None] * len(found)
+
+
+@every
+def test_a_refused_step_has_not_begun(make):
+    """A parameter that overlaps itself is told before others have moved."""
+    fine, wrong = torch.ones(3, requires_grad=True), torch.ones(1).expand(3).detach().requires_grad_()
+    optimizer = make([fine, wrong])
+    fine.grad, wrong.grad = torch.ones(3), torch.ones(3)
+    with pytest.raises(RuntimeError, match="a parameter overlaps itself in memory: pass a clone of it"):
+        optimizer.step()
+    assert torch.equal(fine, torch.ones(3))

@@ -165,7 +165,8 @@ def test_momentum_of_16_bits_becomes_that_of_masters(kind):
     model = net(torch.bfloat16)
     before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     steps(model, before, range(2))
-    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9, master_weights=True)
+    variant = {"variant": "scaled_lr"} if kind is FusedLARS else {}
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9, master_weights=True, **variant)
     optimizer.load_state_dict(before.state_dict())
     steps(model, optimizer, range(2, 4))
     for state in optimizer.state.values():

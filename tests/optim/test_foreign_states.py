@@ -1,0 +1,73 @@
+"""Files of other optimizers: options that they lack stay as they are, buffers of another rule are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD, param_groups
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2))
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_each_group_keeps_what_the_file_does_not_say() -> None:
+    model = net()
+    theirs = stepped(model, torch.optim.SGD(param_groups(model, 0.1), lr=0.3, momentum=0.8))
+    for group in theirs["param_groups"]:
+        group.pop("always_adapt", None)  # of param_groups, which torch keeps
+    ours = FusedLARS(param_groups(model, 0.5), lr=1.0, variant="scaled_lr", trust_coefficient=0.7)
+    ours.load_state_dict(theirs)
+    names = ("lr", "momentum", "weight_decay", "always_adapt", "trust_coefficient")
+    assert [tuple(group[name] for name in names) for group in ours.param_groups] == [
+        (0.3, 0.8, 0.1, True, 0.7),
+        (0.3, 0.8, 0.0, False, 0.7),
+    ]
+    theirs = stepped(model, torch.optim.AdamW(model.parameters(), lr=0.3))
+    lamb = FusedLAMB(model.parameters(), trust_clip=(0.5, 2.0), decay_mode="decoupled")
+    lamb.load_state_dict(theirs)
+    assert (lamb.param_groups[0]["trust_clip"], lamb.param_groups[0]["decay_mode"]) == ((0.5, 2.0), "decoupled")
+
+
+FOREIGN: dict[str, tuple[Any, Any, str]] = {
+    "sgd into lamb": (FusedSGD, FusedLAMB, "parameter 0 has momentum_buffer, .* keeps exp_avg, exp_avg_sq"),
+    "adam into sgd": (torch.optim.Adam, FusedSGD, "parameter 0 has exp_avg, exp_avg_sq, .* keeps momentum_buffer"),
+    "amsgrad into lamb": (torch.optim.Adam, FusedLAMB, "parameter 0 has max_exp_avg_sq"),
+    "sgd into lars": (torch.optim.SGD, FusedLARS, "variant 'scaled_lr' and not 'you2017'"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_state_of_another_rule_is_refused(case: str) -> None:
+    theirs, ours, says = FOREIGN[case]
+    more = {"amsgrad": True} if "amsgrad" in case else {"momentum": 0.9} if "sgd" in case.split()[0] else {}
+    model = net()
+    saved = stepped(model, theirs(model.parameters(), lr=0.1, **more))
+    optimizer = ours(model.parameters(), lr=0.2, **({} if ours is FusedLAMB else {"momentum": 0.5}))
+    with pytest.raises(ValueError, match=says):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_momentum_of_torch_is_that_of_one_variant() -> None:
+    model = net()
+    saved = stepped(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = FusedLARS(model.parameters(), variant="scaled_lr")
+    optimizer.load_state_dict(saved)
+    stepped(model, optimizer)
+    optimizer.convert("you2017")
+    other = FusedLARS(model.parameters())
+    other.load_state_dict(optimizer.state_dict())  # its own file says which variant it is of
+    assert other.param_groups[0]["variant"] == "you2017"
