@@ -27,7 +27,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor, nn
 
-from ddpcore.diagnostics.passes import Loss, as_it_was, part_product, parts_of
+from ddpcore.diagnostics.passes import Loss, as_it_was, part_product, parts_of, twice_differentiable
 
 STRENGTH = 0.1  # s
 NUM_PROBES = 16  # of the trace, and of the noise
@@ -73,7 +73,7 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         ValueError: nothing needs a gradient, or the loss is no number with a graph.
     """
     curvature = _Curvature(model, loss)
-    with as_it_was(model, curvature.weights_P.device):
+    with as_it_was(model, curvature.weights_P.device), twice_differentiable():
         return _measures(curvature, seed)
 
 

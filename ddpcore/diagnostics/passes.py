@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddpcore import ops
 from ddpcore.learner import Learner
@@ -120,8 +121,9 @@ def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Ten
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
     try:
-        for part in parts_of(loss):
-            _add(views, part_product(_scaled(part, scale), parameters, vectors))
+        with twice_differentiable():
+            for part in parts_of(loss):
+                _add(views, part_product(_scaled(part, scale), parameters, vectors))
     except RuntimeError as error:
         if "donated buffer" not in str(error) and "aot_autograd" not in str(error):
             raise
@@ -129,10 +131,16 @@ def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Ten
     return _unscaled(rows_LP, scale)
 
 
+def twice_differentiable() -> AbstractContextManager[None]:
+    """Inside, attention goes by matrix products and a softmax: torch's fused kernels have no second derivatives."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 def part_product(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """The Hessian of one part of a loss times a vector, both as tensors of the parameters' shapes (Pearlmutter 1994).
 
-    None for a parameter that the product is zero of, where autograd knows it.
+    None for a parameter that the product is zero of, where autograd knows it. The part must have been computed inside
+    of :func:`twice_differentiable`.
     """
     gradients = torch.autograd.grad(part, parameters, create_graph=True, allow_unused=True)
     terms = [(g * v).sum() for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]

@@ -146,9 +146,6 @@ class Loop:
         if self.outputs is None:
             return
         self.outputs.write_model(safetensors.torch.save({n: t.contiguous() for n, t in model.state_dict().items()}))
-        num, flat = self.config.flatness_samples, None
-        if num and not progress.diverged:
-            flat = flatness_of(model, self.trainer.dataset, num_samples=num, seed=self.config.seed)
         self.outputs.write(
             {
                 "kind": "end",
@@ -158,10 +155,22 @@ class Loop:
                 "best_accuracy": best.get("accuracy"),
                 "best_epoch": best.get("epoch"),
                 "test": None if test is None else _scores(test),
-                "flatness": flat,
+                **self._flatness(model),
                 "total_seconds": time.perf_counter() - self._started,
             }
         )
+
+    def _flatness(self, model: nn.Module) -> dict[str, Any]:
+        """Columns of the last row: the measures, or why there are none although they were asked for."""
+        config, flat, reason = self.config, None, None
+        if config.flatness_samples and self.progress.diverged:
+            reason = "the run diverged"
+        elif config.flatness_samples:
+            try:
+                flat = flatness_of(model, self.trainer.dataset, num_samples=config.flatness_samples, seed=config.seed)
+            except Exception as error:  # whatever it is, the training that is done is not lost for it
+                reason = f"{type(error).__name__}: {error}"
+        return {"flatness": flat, "flatness_reason": reason}
 
     def _pause(self) -> None:
         """What follows is not training: add up its seconds."""

@@ -29,8 +29,8 @@ class RunRecord:
             :class:`ddpcore.diagnostics.NoiseRecord` holds, without single parameters.
         final: ``kind`` "end": step, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch,
             total_seconds, and test, the scores of the test split, of a run that was evaluated on the validation split;
-            flatness, what :class:`ddpcore.diagnostics.Flatness` holds, where it was asked for; empty while the run is
-            not over.
+            flatness, what :class:`ddpcore.diagnostics.Flatness` holds, where it was asked for; flatness_reason, why
+            there is none then; empty while the run is not over.
     """
 
     path: Path

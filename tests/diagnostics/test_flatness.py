@@ -69,6 +69,30 @@ def test_parts_add_up() -> None:
     assert vars(flatness(model, parts)) == pytest.approx(vars(whole), rel=1e-9)
 
 
+class Attention(nn.Module):
+    """One head, which looks at tokens ``[B, T, 4]``, by torch's attention; or by its formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_key_value = nn.Linear(4, 12)
+
+    def forward(self, tokens: Tensor, by_formula: bool = False) -> Tensor:
+        query, key, value = self.query_key_value(tokens)[:, None].chunk(3, dim=-1)
+        if by_formula:
+            return (query @ key.mT / 4**0.5).softmax(dim=-1) @ value
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def test_attention() -> None:
+    """Whose fused kernels, torch's choice of itself, have no second derivatives."""
+    torch.manual_seed(0)
+    model, tokens = Attention().double(), torch.randn(3, 5, 4, dtype=torch.float64)
+    seen = flatness(model, lambda: model(tokens).square().mean())
+    expected = flatness(model, lambda: model(tokens, by_formula=True).square().mean())
+    assert vars(seen) == pytest.approx(vars(expected), rel=1e-9)
+    assert expected.hessian_eigenvalue > 0
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_very_few_weights(num: int) -> None:
     hessian, w = quadratic(num)

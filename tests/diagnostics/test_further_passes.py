@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
+from ddpcore import models
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.optim import FusedSGD
@@ -170,6 +171,27 @@ def test_a_compiled_model_has_no_second_derivatives():
     loss().backward()
     with pytest.raises(ValueError, match="must call the model uncompiled"):
         optimizer.step()
+
+
+def test_attention_has_second_derivatives():
+    """torch's fused kernels have none; and training, which goes by them, keeps its bits."""
+    records, weights = [], []
+    for hessian in (True, False):
+        torch.manual_seed(0)
+        model = models.build("vit", patch_size=16, width=8, depth=1, num_heads=2, mlp_width=8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=9), learners=2)
+        x = torch.randn(2, 4, 3, 32, 32)
+        loss = lambda: handle.model(x).square().mean((1, 2)).sum()  # noqa: B023, E731
+        statistics = NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss, hessian=hessian)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+        records.append(statistics.records[-1])
+        weights.append(handle.learner.flat.param_LP.clone())
+    assert records[0].valid and records[0].dynamics.hessian_noise > 0
+    assert torch.equal(*weights)
 
 
 def test_a_measured_step_that_fails_may_be_taken_again():

@@ -131,6 +131,24 @@ def test_flatness_is_that_of_the_final_model(tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists(), "before anything is trained"
 
 
+def test_flatness_of_attention(tmp_path: Path) -> None:
+    tiny = {"patch_size": 16, "width": 8, "depth": 1, "num_heads": 2, "mlp_width": 8}
+    record = run(tmp_path, model="vit", model_options=tiny, flatness_samples=20)
+    assert math.isfinite(record.final["flatness"]["relative_eigenvalue"])
+    assert record.final["flatness_reason"] is None
+
+
+def test_a_finished_training_outlives_its_flatness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr("ddpcore.engine.loop.flatness_of", fails)
+    record = run(tmp_path, flatness_samples=20)
+    assert record.final["flatness"] is None
+    assert record.final["flatness_reason"] == "MemoryError: out of memory"
+    assert record.final["step"] == 6 and record.final["accuracy"] is not None
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
