@@ -65,7 +65,9 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
     Costs about 100 Hessian-vector products, each about three passes over the samples of the loss.
 
     Args:
-        model: in the mode in which its loss is meant, with second derivatives.
+        model: in the mode in which its loss is meant, with second derivatives. Where it draws random numbers, as of
+            dropout in training mode, the measures are of the loss with one draw, that which the global generators give
+            as they stand: every evaluation of the loss begins with them so.
         loss: computes the loss with the model as it stands, or yields parts of it that add up.
         seed: of probes and noise.
 
@@ -73,7 +75,7 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         ValueError: nothing needs a gradient, or the loss is no number with a graph.
     """
     curvature = _Curvature(model, loss)
-    with as_it_was(model, curvature.weights_P.device), twice_differentiable():
+    with twice_differentiable():
         return _measures(curvature, seed)
 
 
@@ -98,20 +100,20 @@ def _measures(curvature: _Curvature, seed: int) -> Flatness:
 
 
 class _Curvature:
-    """The loss around the weights of a model."""
+    """The loss around the weights of a model: one function, whose every evaluation leaves all as it was."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self._parameters:
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
-        self._loss = loss
+        self._model, self._loss = model, loss
         self.weights_P = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
 
     def product(self, vector_P: Tensor, scale_P: Tensor) -> Tensor:
         """``diag(scale) H diag(scale) vector``."""
         result_P = torch.zeros_like(vector_P)
         views, vectors = self._views(result_P), self._views(scale_P * vector_P)
-        with torch.enable_grad():
+        with as_it_was(self._model, vector_P.device), torch.enable_grad():
             for part in parts_of(self._loss):
                 for view, product in zip(views, part_product(part, self._parameters, vectors), strict=True):
                     if product is not None:
@@ -124,7 +126,7 @@ class _Curvature:
         try:
             for parameter, view in zip(self._parameters, self._views(weights_P), strict=True):
                 parameter.data = view
-            with torch.enable_grad():
+            with as_it_was(self._model, weights_P.device), torch.enable_grad():
                 return sum(part.item() for part in parts_of(self._loss))
         finally:
             for parameter, data in zip(self._parameters, own, strict=True):

@@ -159,6 +159,26 @@ def test_training_mode_leaves_no_trace() -> None:
     assert all(torch.equal(b, c) for b, c in zip(model.buffers(), before, strict=True))
 
 
+def test_dropout_has_one_mask() -> None:
+    """All evaluations are of one function: as where the loss itself puts the generator back before each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    inputs, labels = torch.randn(40, 5, dtype=torch.float64), torch.randint(3, (40,))
+    state = torch.get_rng_state()
+
+    def parts() -> Iterator[Tensor]:
+        for half in (slice(20), slice(20, 40)):
+            yield nn.functional.cross_entropy(model(inputs[half]), labels[half]) / 2
+
+    def with_one_mask() -> Iterator[Tensor]:
+        torch.set_rng_state(state)
+        yield from parts()
+
+    assert flatness(model, parts) == flatness(model, with_one_mask)
+    torch.manual_seed(1)
+    assert flatness(model, parts) != flatness(model, with_one_mask), "or there is no mask"
+
+
 def test_weights_that_are_not_finite_have_no_measures() -> None:
     model = nn.Linear(4, 1)
     with torch.no_grad():
