@@ -17,6 +17,11 @@ first order, since the x_j add up to zero. Mini-batches that are drawn independe
 ``C = n^-2 sum_j x_j x_j^T``: the same where a mini-batch's Hessian scatters by its own size, ``E (H_j - H)^2 = H^2``.
 It is too large where all H_j are alike, and too small where they scatter by more.
 
+There H is the Hessian of the full loss, of which each learner has a share: a product with H is the mean of all shares'
+products with one vector. (Squares of each share's product with its learner's own x_j would hold the shares' scatter.)
+The x_j add up to zero, so n - 1 mixtures of them say all: with u_k orthonormal and upright on the vector of ones,
+``sum_j |H x_j|^2 = sum_k |H sum_j u_kj x_j|^2``. Of fewer, K drawn evenly, ``(n - 1) / K`` times the sum has that mean.
+
 Shapes: L learners held by this process, n in all, P elements of a learner's row, K directions.
 """
 
@@ -31,6 +36,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.diagnostics.passes import noise_sums
 
 GATHERED = 2**18  # elements of a row that are gathered at a time
+MOST_PRODUCTS = 8  # of the full loss's Hessian and a vector, in a measured step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +51,7 @@ class Dynamics:
         ssgd_noise: D_S.
         landscape_noise: D2.
         landscape_upright: what of D2 stands upright on g; the rest lies along it.
-        hessian_noise: a^2 tr(H C H); None unless it was asked for.
+        hessian_noise: a^2 tr(H C H), of more than nine learners an estimate without bias; None unless it was asked for.
         grad_squared: ``|g|^2``.
         mean_grad_squared: ``|g_a|^2``.
         full_gradient: what g is the gradient of.
@@ -105,6 +111,18 @@ def dynamics(
         mean_grad_squared=aa,
         full_gradient=full_gradient,
     )
+
+
+def mixtures(num_learners: int, step: int) -> Tensor:
+    """``[K, n]`` of float64, ``sqrt((n - 1) / K) u_k`` of the equations above; K is n - 1, MOST_PRODUCTS at most.
+
+    A function of the step, so every rank and every resumed run draws the same.
+    """
+    num = min(num_learners - 1, MOST_PRODUCTS)
+    generator = torch.Generator().manual_seed(step)
+    normal_nK = torch.randn(num_learners, num, generator=generator, dtype=torch.float64, device="cpu")
+    basis_nK, _ = torch.linalg.qr(normal_nK - normal_nK.mean(dim=0))
+    return basis_nK.T * ((num_learners - 1) / num) ** 0.5
 
 
 def covariance_products(weights_LP: Tensor, mean_P: Tensor, comm: Communicator) -> Tensor:

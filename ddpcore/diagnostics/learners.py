@@ -186,12 +186,23 @@ class LearnerStatistics(Observer):
         full_P = self._full_gradient(learner, mean_LP, what.full_loss, result)
         self._add_products(learner, result, self._average(learner, own_LP)[0], average_LP[0], full_P)
         if what.hessian:
-            with passes.at_weights(self._engine.model, learner, mean_LP):
-                product_LP = passes.hessian_product(learner, what.full_loss, flat.param_LP - mean_LP, self._scale(flat))
-            square_L1 = self._squares(learner, product_LP).sum(dim=1, keepdim=True)
-            comm.average_(square_L1).wait()
-            result.hessian = square_L1[0, 0]
+            result.hessian = self._hessian_squares(learner, mean_LP, what.full_loss)
         return squares
+
+    def _hessian_squares(self, learner: Learner, mean_LP: Tensor, loss: Loss) -> Tensor:
+        """``1/n sum_j |H (w_j - w_a)|^2``, float64, with H of all learners' shares of the full loss together."""
+        flat, comm = learner.flat, learner.comm
+        n, ways_LP = comm.num_learners, flat.param_LP - mean_LP
+        result = torch.zeros((), dtype=torch.float64, device=ways_LP.device)
+        for share_n in dynamics.mixtures(n, learner.step):
+            shares = share_n[list(comm.learners)].tolist()  # numbers: the device is not waited for
+            mixed_LP = torch.stack([n * share * way_P for share, way_P in zip(shares, ways_LP, strict=True)])
+            vector_LP = self._average(learner, mixed_LP)
+            with passes.at_weights(self._engine.model, learner, mean_LP):
+                product_LP = passes.hessian_product(learner, loss, vector_LP, self._scale(flat))
+            product_P = self._average(learner, product_LP)[0]
+            result += noise_sums([product_P], [0, flat.numel])[0, 0, 0] / n
+        return result
 
     def _add_products(
         self, learner: Learner, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor

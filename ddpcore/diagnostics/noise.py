@@ -43,7 +43,8 @@ class NoiseStatistics:
             noise scale is then that of the mean weights in every strategy.
         full_loss: the same on all data or on a large held batch, each rank its share. Turns on :class:`Dynamics`.
         full_loss_of: what that is, for the record.
-        hessian: also equation 4, by one Hessian-vector product of ``full_loss`` a measured step.
+        hessian: also equation 4, by n - 1 Hessian-vector products of ``full_loss`` a measured step, eight at most: it
+            is exact up to nine learners, and an estimate without bias beyond.
         directions: how many eigenvalues of the weight covariance a record holds; every rank then receives all weights.
         per_segment: also the noise scale of each parameter.
         scaler: of mixed precision: gradients are unscaled in the statistics, and further passes are scaled alike.

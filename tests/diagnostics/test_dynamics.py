@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.diagnostics.dynamics import MOST_PRODUCTS, mixtures
 
 LR, D, N = 0.05, 6, 4
 
@@ -44,14 +45,14 @@ def trained(strategy: Any, dtype: torch.dtype, steps: int, **options: Any) -> tu
     model = Quadratic(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False)
-    every = problems(999, dtype).transpose(0, 1).expand(N, N, D, D + 1)  # all samples, for each learner
+    held = problems(999, dtype)  # all samples; each learner has one of them, so that shares have Hessians of their own
     batch = problems(0, dtype)
     statistics = NoiseStatistics(
         handle,
         optimizer,
         steps,
         loss=lambda: handle.model(batch).sum(),
-        full_loss=lambda: handle.model(every).sum(),
+        full_loss=lambda: handle.model(held).sum(),
         full_loss_of="all samples",
         **options,
     )
@@ -139,6 +140,48 @@ def test_learners_that_differ(strategy, dtype, tolerance):
     assert spread.eigenvalues == pytest.approx(tuple(largest), rel=tolerance * 10)
     assert record.whole.trace == pytest.approx(expected["trace"], rel=tolerance)
     assert record.whole.grad_squared == pytest.approx(expected["true_grad_squared"], abs=tolerance * expected["trace"])
+
+
+@pytest.mark.parametrize("num", [2, 3, MOST_PRODUCTS + 1, MOST_PRODUCTS + 2, 40])
+def test_mixtures_of_learners(num):
+    """All n - 1 directions of rows that add up to zero, or as many as there are products, drawn evenly from them."""
+    first = mixtures(num, 7)
+    assert torch.equal(first, mixtures(num, 7)) and not torch.equal(first, mixtures(num, 8))
+    with torch.device("meta"):  # whatever torch's default device is
+        assert torch.equal(first, mixtures(num, 7))
+    assert len(first) == min(num - 1, MOST_PRODUCTS)
+    scale = (num - 1) / len(first)
+    torch.testing.assert_close(first @ first.T, scale * torch.eye(len(first), dtype=torch.float64))
+    torch.testing.assert_close(first.sum(dim=1), torch.zeros(len(first), dtype=torch.float64))
+    way_n = torch.linspace(-1, 1, num, dtype=torch.float64).pow(3)  # adds up to zero
+    way_n /= way_n.norm()
+    squares = torch.stack([(mixtures(num, step) @ way_n).square().sum() for step in range(2000)])
+    if num <= MOST_PRODUCTS + 1:
+        torch.testing.assert_close(squares, torch.ones_like(squares))
+    else:
+        assert abs(squares.mean() - 1) < 5 * squares.std() / 2000**0.5
+        assert squares.std() < 0.5 * (1 + 5 / 2000**0.5)
+
+
+def test_more_learners_than_products():
+    """Against the full loss's Hessian and the mixtures of that step, whose mean over steps is equation 4."""
+    num, step = 3 * N, 4
+    model = Quadratic(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=100), learners=num, vectorize=False)
+    held, batch = (torch.cat([problems(seed + k, torch.float64) for k in range(3)]) for seed in (0, 10))
+    loss, full_loss = lambda: handle.model(batch).sum(), lambda: handle.model(held).sum()
+    statistics = NoiseStatistics(handle, optimizer, step + 1, loss=loss, full_loss=full_loss, hessian=True)
+    weights_ND = torch.empty(0)
+    for _ in range(step + 1):
+        optimizer.zero_grad()
+        loss().backward()
+        weights_ND = handle.learner.flat.param_LP[:, :D].clone()
+        optimizer.step()
+    hessian_DD = held[:, 0, :, :D].mean(dim=0)
+    mixed_KD = mixtures(num, step) @ (weights_ND - weights_ND.mean(dim=0))
+    expected = LR**2 / num**2 * (mixed_KD @ hessian_DD).square().sum()
+    assert statistics.records[0].dynamics.hessian_noise == pytest.approx(float(expected), rel=1e-12)
 
 
 def test_ssgd_has_no_landscape_noise():
