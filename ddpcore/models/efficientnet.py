@@ -21,7 +21,9 @@ class EfficientNetB0(nn.Module):
 
     Inputs [B, 3, 32, 32] to logits [B, C]. It is the lighter variant that results on CIFAR-10 are known for: depthwise
     convolutions are 3 x 3 throughout, gates act on a block's output with a reduction of 16, activations are ReLU, and
-    the last 1 x 1 convolution of the paper's B0 is left out. 2912089 parameters for 10 classes.
+    the last 1 x 1 convolution of the paper's B0 is left out. Unlike kuangliu's pytorch-cifar, which adds the output
+    without the gate to it, a block of stride 2 has the gated output alone, as in the paper. 2912089 parameters for 10
+    classes.
 
     Args:
         width: multiplies the channels.
