@@ -148,6 +148,7 @@ def directions(weights_LP: Tensor, mean_P: Tensor, comm: Communicator, num: int)
     products = covariance_products(weights_LP, mean_P, comm)
     values, vectors = torch.linalg.eigh(products)
     values, vectors = values.flip(0)[:num].clamp_min(0.0), vectors.flip(1)[:, :num]
+    values[n - 1 :] = 0.0  # the ways add up to zero: what is left of a further one is rounding
     ways_LP = weights_LP - mean_P
     result = ways_LP.new_zeros((len(values), ways_LP.shape[1]))
     for k, (value, vector) in enumerate(zip(values.tolist(), vectors.T, strict=True)):
