@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,11 +82,11 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
 
 def _measures(curvature: _Curvature, seed: int) -> Flatness:
     ones_P, sizes_P = torch.ones_like(curvature.weights_P), curvature.weights_P.abs()
-    generator = torch.Generator().manual_seed(seed)
-    signs = [_like(torch.randint(2, sizes_P.shape, generator=generator) * 2.0 - 1, sizes_P) for _ in range(NUM_PROBES)]
+    draw: Any = {"size": sizes_P.shape, "generator": torch.Generator().manual_seed(seed), "device": "cpu"}
+    signs = [_like(torch.randint(2, **draw) * 2.0 - 1, sizes_P) for _ in range(NUM_PROBES)]
     traces = [float(sign_P.double() @ curvature.product(sign_P, sizes_P).double()) for sign_P in signs]
     before = curvature.loss_at(curvature.weights_P)
-    noises = [_like(torch.randn(sizes_P.shape, generator=generator), sizes_P) for _ in range(NUM_PROBES)]
+    noises = [_like(torch.randn(**draw), sizes_P) for _ in range(NUM_PROBES)]
     increases = [curvature.loss_at(curvature.weights_P + STRENGTH * sizes_P * x_P) - before for x_P in noises]
     start = np.random.Generator(np.random.PCG64(seed)).standard_normal(len(sizes_P))
     return Flatness(

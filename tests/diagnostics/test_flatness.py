@@ -57,6 +57,15 @@ def test_a_diagonal_trace_is_exact() -> None:
     assert seen.relative_trace_error < 1e-12
 
 
+def test_whatever_the_default_device_is() -> None:
+    hessian, w = quadratic()
+    model = Weights(w)
+    loss = lambda: 0.5 * model.row() @ hessian @ model.row()  # noqa: E731
+    expected = flatness(model, loss)
+    with torch.device("meta"):
+        assert flatness(model, loss) == expected
+
+
 def test_parts_add_up() -> None:
     hessian, w = quadratic()
     model = Weights(w)
