@@ -12,7 +12,8 @@ equation 7).
 
 Batches of an epoch's permutation share no sample, which sets them a little apart: the mean of two batches' inner
 product is ``|G|^2 - tr S / N``, N the samples of the set and S their covariance with divisor N - 1. So ``tr S / N`` is
-added where N is given; without it B would come out as ``B / (1 - B / N)``.
+added where N is given; without it B would come out as ``B / (1 - B / N)``. Of noise that a sample draws anew each time
+(augmentation, dropout) no part belongs there: with variance W of it in tr S, ``W / N`` is added too much.
 
 Shapes: T steps, S segments.
 """

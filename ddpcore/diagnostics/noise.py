@@ -50,8 +50,8 @@ class NoiseStatistics:
         scaler: of mixed precision: gradients are unscaled in the statistics, and further passes are scaled alike.
         full_batch: whether the batch in hand has ``batch_size`` samples a learner; steps where it says no, as with the
             last samples of an epoch, are left out of the noise scale.
-        population: samples that batches are drawn from without replacement (an epoch's permutation); None: with
-            replacement, or of so many that it does not matter.
+        population: samples, counted as in ``batch_size``, that batches are drawn from without replacement (an epoch's
+            permutation); None: with replacement, or of so many that it does not matter.
         max_grad_norm: of a loop that clips each learner's gradient before the step: gradients at the mean are clipped
             alike before they are compared. Not for optimizers that clip inside of the step.
         loss_divisor: of one device: what each pass's loss was divided by, usually the number of passes.
