@@ -46,7 +46,8 @@ def distribute(
 ) -> Distributed:
     """Train ``model`` with ``strategy``. The loop around it stays: ``zero_grad``, forward, ``backward``, ``step``.
 
-    All learners start from learner 0's weights and buffers. The model's parameters move into one flat buffer, as views.
+    All learners start from learner 0's weights, frozen ones too, and buffers. The parameters that are trained move into
+    one flat buffer, as views.
 
     Args:
         model: its parameters that need a gradient must all be in ``optimizer``.
@@ -163,17 +164,26 @@ def _trained(model: nn.Module) -> Tensor:
     return next((parameter for parameter in model.parameters() if parameter.requires_grad), torch.zeros(0))
 
 
+@torch.no_grad()
 def _start_alike(model: nn.Module, learner: Learner, vectorize: bool | str | None) -> nn.Module:
-    """The model to call, with learner 0's weights and buffers."""
+    """The model to call, with learner 0's weights, frozen ones too, and buffers."""
     flat, comm = learner.flat, learner.comm
     if isinstance(learner.optimizer, FusedOptimizer):
         learner.optimizer.bind(flat)
     comm.broadcast_(flat.param_LP)
+    for parameter in model.parameters():
+        if not parameter.requires_grad and comm.num_learners > len(comm.learners):  # virtual learners share the frozen
+            parameter.copy_(_first_of(parameter, comm))
     for buffer in model.buffers():
-        rows = row_of(buffer).repeat(len(comm.learners), 1)  # alike for all learners of a rank
-        comm.broadcast_(rows)
-        buffer.data = rows[0].view(buffer.shape)
+        buffer.data = _first_of(buffer, comm)
     return model if flat.stack is None else StackedModel(model, flat.stack, vectorize)
+
+
+def _first_of(tensor: Tensor, comm: Communicator) -> Tensor:
+    """Learner 0's values of a tensor that is no part of the flat buffer."""
+    rows = row_of(tensor).repeat(len(comm.learners), 1)  # alike for all learners of a rank
+    comm.broadcast_(rows)
+    return rows[0].view(tensor.shape)
 
 
 def _check(

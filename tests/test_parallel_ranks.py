@@ -131,6 +131,19 @@ def test_real_frozen_parameters(make: str, seen: list[dict[str, Any]]) -> None:
         training.assert_near(got, rows[rank])
 
 
+@pytest.mark.parametrize("how", ["shm", "pg", "grid"])
+def test_frozen_parameters_start_alike(how: str, seen: list[dict[str, Any]]) -> None:
+    """All have rank 0's, in the memory format that they had; the evaluation model has them too."""
+    first = seen[0][f"frozen_start_{how}"]
+    assert not torch.equal(first["own"]["0.weight"], seen[1][f"frozen_start_{how}"]["own"]["0.weight"])
+    for rank in seen:
+        one = rank[f"frozen_start_{how}"]
+        for name in ("0.weight", "0.bias"):
+            assert torch.equal(one["given"][name], first["own"][name]), name
+            assert torch.equal(one["average"][name], first["own"][name]), name
+        assert one["strides"][0] == one["strides"][1]
+
+
 @pytest.mark.parametrize("make", ["fused", "torch"])
 def test_real_ranks_still_average_after_a_state_was_loaded(make: str, seen: list[dict[str, Any]]) -> None:
     """Weights 0 and 1 become one half, at the first step and at one that finds momentum in the loaded state."""

@@ -234,6 +234,23 @@ def odd_buffers(rank: int, world_size: int) -> dict[str, Any]:
     return {"own": own, "given": given, "average": dict(handle.evaluation_model().named_buffers())}
 
 
+def frozen_start(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
+    """Ranks that were made from other seeds, with a frozen layer whose weights are channels_last."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Conv2d(3, 2, 2), nn.Conv2d(2, 2, 1)).to(memory_format=torch.channels_last)
+    model[0].requires_grad_(False)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    strides = model[0].weight.stride()
+    handle = ddpcore.distribute(model, torch.optim.SGD(model[1].parameters(), lr=0.1), ddpcore.SSGD(), **options)
+    given = {name: value.clone() for name, value in model[0].named_parameters(prefix="0")}
+    return {
+        "own": own,
+        "given": given,
+        "strides": (strides, model[0].weight.stride()),
+        "average": dict(handle.evaluation_model().state_dict()),
+    }
+
+
 def grid_buffers(rank: int, world_size: int) -> dict[str, Any]:
     model = OddBuffers(seed=rank)
     own = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -257,6 +274,9 @@ def main() -> None:
         seen[f"recalibrated_{name}"] = recalibrated(rank, world_size, strategy(), learners)
     seen["frozen"] = frozen(rank, world_size)
     seen["reloaded"] = reloaded(rank, world_size)
+    for transport in ("shm", "pg"):
+        seen[f"frozen_start_{transport}"] = frozen_start(rank, world_size, transport=transport)
+    seen["frozen_start_grid"] = frozen_start(rank, world_size, learners=2, group=dist.group.WORLD)
     seen["grid_buffers"] = grid_buffers(rank, world_size)
     seen["odd_buffers"] = odd_buffers(rank, world_size)
     seen["ddp_twin"] = ddp_twin(rank, world_size)
