@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,8 @@ def _ranges(flat: FlatParameters) -> list[tuple[int, int]]:
 class GradientBuckets:
     """Calls back for each message of ``flat.grad_LP`` as soon as it is complete, always in the same order.
 
+    Hooks do not keep it alive: whoever wants to be called back does.
+
     A backward pass starts with its first gradient. When it has ended, what is still missing counts as zero, the
     remaining messages are handed out, and ``on_end`` is called before ``backward()`` returns, so that gradients can be
     clipped right after it. Under ``paused`` gradients accumulate locally.
@@ -49,7 +52,8 @@ class GradientBuckets:
         self._on_end = on_end
         self._pass = -1  # autograd's number of the backward pass that the marks belong to
         self._order: list[int] = []
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._hook) for parameter in flat.parameters]
+        hook = _forgetful(self._hook)
+        self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in flat.parameters]
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -89,3 +93,14 @@ class GradientBuckets:
     def _hand_out(self, ready: tuple[int, int]) -> None:
         for begin, end in self.messages[ready[0] : ready[1]]:
             self._on_message(self.flat.grad_LP[:, begin:end])
+
+
+def _forgetful(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The bound method as long as its object lives: Python cannot collect a cycle through a parameter's hooks."""
+    known = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (found := known()) is not None:
+            found(parameter)
+
+    return hook

@@ -7,6 +7,7 @@ rank that meets a fault prints its message, lives on for a while, and must not b
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -176,10 +177,12 @@ def is_on_another_host(rank: int) -> None:
 
 
 def frees(rank: int) -> None:
-    """A layout that was given up is freed on all ranks: no mapping and no open file is left of it."""
+    """A layout or a handle that was given up is freed on all ranks: no mapping and no open file is left of it."""
 
     def held() -> tuple[int, int]:
-        return Path("/proc/self/maps").read_text().count("memfd:ddpcore"), len(os.listdir("/proc/self/fd"))
+        files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("memfd:ddpcore"), sum("memfd:ddpcore" in file for file in files)
 
     comm = connect()
     before = held()
@@ -193,6 +196,17 @@ def frees(rank: int) -> None:
     assert after > before
     del flat, model
     assert held() == before, (held(), before)
+    for make in (ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())):
+        model = nn.Linear(50, 70)
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, make(), transport="shm")
+        for _ in range(2):
+            model(torch.ones(3, 50)).sum().backward()
+            optimizer.step()
+        assert held() > before
+        del model, optimizer, handle
+        gc.collect()
+        assert held() == before, (held(), before)
     print("freed")
 
 
