@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
@@ -84,7 +84,7 @@ def distribute(
     strategy.setup(comm.num_learners, _trained(model).dtype)
     flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
     strategy.in_use = True
-    _IN_USE.add(optimizer)
+    _IN_USE.update(dict.fromkeys(flat.parameters, True))
     learner = Learner(flat, comm, optimizer)
     model = _start_alike(model, learner, vectorize)
     return Engine(model, learner, strategy, Companions(policies, model, learner, strategy, scaler))
@@ -103,11 +103,12 @@ def _baseline(
         raise ValueError(f"{strategy.name} takes no virtual learners, no transport and no link: leave them out")
     if policies not in (None, Policies()):
         raise ValueError(f"{strategy.name} averages nothing of its own: leave policies= out")
+    _check_model(model)
     comm = strategy.connect(group)
     return Distributed(strategy.wrap(model, group), comm)
 
 
-_IN_USE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_IN_USE = WeakTensorKeyDictionary()  # parameters that a call has moved, as long as they live
 
 
 def _group_of(
@@ -193,6 +194,7 @@ def _check(
     policies: Policies,
     scaler: torch.amp.GradScaler | None,
 ) -> None:
+    _check_model(model)
     _check_optimizer(model, optimizer)
     policies.check(strategy, scaler)
     if scaler is not None and not strategy.averages_at(FOREVER) and not scales_inside(optimizer):
@@ -200,8 +202,17 @@ def _check(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner and not on another, which would "
             "wait for it: take a fused optimizer, ddpcore's or torch's fused=True"
         )
-    if strategy.in_use or optimizer in _IN_USE:
-        raise ValueError("the strategy or the optimizer already serves a distribute() call: make a new one for this")
+    if strategy.in_use:
+        raise ValueError("the strategy already serves a distribute() call: make a new one for this")
+
+
+def _check_model(model: nn.Module) -> None:
+    """The hooks of the call before would go on beside those of the next: averaging gradients, moving weights."""
+    if any(parameter in _IN_USE for parameter in model.parameters()):
+        raise ValueError(
+            "the model already serves a distribute() call: make a new one, or go on with a copy of it, that handle's "
+            "evaluation_model()"
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

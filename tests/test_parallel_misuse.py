@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,10 +93,52 @@ def test_strategies_and_optimizers_serve_once() -> None:
     strategy = ddpcore.DPSGD(ddpcore.Complete())
     model, optimizer, _ = make(strategy=strategy)
     other = net()
-    with pytest.raises(ValueError, match="already serves"):
+    with pytest.raises(ValueError, match="the strategy already serves"):
         ddpcore.distribute(other, torch.optim.SGD(other.parameters(), lr=0.1), strategy, learners=L)
-    with pytest.raises(ValueError, match="already serves"):
+    with pytest.raises(ValueError, match="the model already serves"):
         ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=L)
+
+
+@pytest.mark.parametrize("second", [ddpcore.LocalSGD, ddpcore.DDP, ddpcore.Single])
+def test_models_serve_once(second: Any) -> None:
+    """The hooks of the first call would go on beside those of the second. A part of the model is the model too."""
+    model, optimizer, handle = make(strategy=ddpcore.SSGD())
+    train(handle, optimizer)
+    for one in (model, model[2], nn.Sequential(model)):
+        options: Any = {"learners": L} if second is ddpcore.LocalSGD else {}
+        with pytest.raises(ValueError, match=r"the model already serves.*evaluation_model"):
+            ddpcore.distribute(one, torch.optim.SGD(one.parameters(), lr=0.1), second(), **options)
+    train(handle, optimizer)
+
+
+def test_a_run_goes_on_under_another_strategy_with_the_averaged_copy() -> None:
+    _, optimizer, handle = make(strategy=ddpcore.SSGD())
+    train(handle, optimizer)
+    model = handle.evaluation_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=1000), learners=L)
+    train(local, optimizer)
+    assert local.consensus_distance() > 0, "nothing but the second strategy acts"
+
+
+def test_a_model_outlives_its_handle_and_is_refused_all_the_same() -> None:
+    """Its parameters are stacks, and stay so."""
+    model, optimizer, handle = make()
+    del optimizer, handle
+    gc.collect()
+    with pytest.raises(ValueError, match="the model already serves"):
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=L)
+
+
+@pytest.mark.parametrize("make_strategy", [ddpcore.SSGD, ddpcore.NoisySSGD, partial(ddpcore.LocalSGD, switch_step=9)])
+def test_handles_are_freed(make_strategy: Any) -> None:
+    """Although parameters have hooks that tell of gradients, and Python collects no cycle through these."""
+    model, optimizer, handle = make(strategy=make_strategy())
+    train(handle, optimizer, 2)
+    known = weakref.ref(handle), weakref.ref(handle.learner.flat)
+    del model, optimizer, handle
+    gc.collect()
+    assert [reference() for reference in known] == [None, None]
 
 
 @pytest.mark.parametrize(
