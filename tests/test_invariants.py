@@ -139,3 +139,19 @@ def test_every_send_has_its_receive(name: str) -> None:
                 assert all((reader, sender) in sent for sender, reader in sent)
             assert len(sent) == (mixing > 0).sum() - (mixing.diagonal() > 0).sum()
     assert num_worlds > 3
+
+
+@pytest.mark.parametrize("make", [lambda: ddpcore.LocalSGD(1), lambda: ddpcore.SlowMo(None, period=1), ddpcore.SSGD])
+@pytest.mark.parametrize("n", [3, 32])
+def test_sixteen_bit_learners_that_agree_stay(n: int, make: Any) -> None:
+    """Averages of what is alike: of weights step by step, of the evaluation model, and for the consensus distance."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).bfloat16()
+    start = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    handle = ddpcore.distribute(model, optimizer, make(), learners=n)
+    for _ in range(5):
+        optimizer.step()  # without a gradient
+    assert torch.equal(model.weight, start.expand(n, -1, -1))
+    assert torch.equal(handle.evaluation_model().weight, start)
+    assert handle.consensus_distance() == 0.0

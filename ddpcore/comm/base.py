@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ddpcore.comm.sums import sum_dtype
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
@@ -108,6 +109,8 @@ class Communicator(ABC):
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. They must not change meanwhile.
 
+        Rows of 16 bits are added in fp32 and rounded once: so learners that are alike stay as they are.
+
         Args:
             rows: of the learners held here.
             step: of training, for errors; over shared memory ranks that are at different steps are one.
@@ -149,16 +152,21 @@ def at(step: int | None) -> str:
 GATHER_BYTES = 2**20  # received by one learner
 
 
-def is_small(num_bytes: int, num_learners: int) -> bool:
-    """Whether gloo ranks gather a buffer of this size to average it."""
-    return num_bytes * (num_learners - 1) <= GATHER_BYTES
+def is_small(row: Tensor, num_learners: int) -> bool:
+    """Whether gloo ranks gather a row of this size to average it."""
+    return row.nbytes * (num_learners - 1) <= GATHER_BYTES
 
 
-def average_bytes(num_bytes: int, num_learners: int) -> int:
-    """Bytes that one of n learners sends to average a buffer: n-1 times a small one, 2(n-1)/n of a large one."""
-    if is_small(num_bytes, num_learners):
-        return num_bytes * (num_learners - 1)
-    return all_reduce_bytes(num_bytes, num_learners)
+def average_bytes(row: Tensor, num_learners: int) -> int:
+    """Bytes that one of n learners sends to average a row: n-1 times a small one, 2(n-1)/n of a large one's sum."""
+    if is_small(row, num_learners):
+        return row.nbytes * (num_learners - 1)
+    return sum_bytes(row, num_learners)
+
+
+def sum_bytes(row: Tensor, num_learners: int) -> int:
+    """Bytes that each of n learners sends in an all-reduce of a row, which carries :func:`sum_dtype`."""
+    return all_reduce_bytes(row.numel() * sum_dtype(row.dtype).itemsize, num_learners)
 
 
 def all_reduce_bytes(num_bytes: int, num_learners: int) -> int:

@@ -23,6 +23,7 @@ from ddpcore.comm.base import (
     size_of,
 )
 from ddpcore.comm.process import Call, default_group
+from ddpcore.comm.sums import sum_of
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
@@ -57,17 +58,16 @@ class GridCommunicator(Communicator):
 
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """See :class:`Communicator`. Small rows are gathered and added in ascending order, as all virtual ones are."""
-        num_bytes = rows[0].numel() * rows.element_size()
         if self.num_learners == 1:
             return Done()
-        self.bytes_sent += average_bytes(num_bytes, self.num_learners)
+        self.bytes_sent += average_bytes(rows[0], self.num_learners)
         call = Call(self.group, f"an average of {size_of(rows[0])}{at(step)}")
-        if self._is_gloo and is_small(num_bytes, self.num_learners):
+        if self._is_gloo and is_small(rows[0], self.num_learners):
             everyone = rows.new_empty((self.num_ranks, self.num_rows, rows.shape[1]))
             with call:
                 work = dist.all_gather(list(everyone), rows.contiguous(), group=self.group, async_op=True)
             return _Mean(work, call, rows, everyone.flatten(0, 1), self.num_learners)
-        total = _sum_of(rows)
+        total = sum_of(rows)
         with call:
             work = dist.all_reduce(total, group=self.group, async_op=True)
         return _Mean(work, call, rows, total[None], self.num_learners)
@@ -115,13 +115,6 @@ class GridCommunicator(Communicator):
         return self._received[key]
 
 
-def _sum_of(rows: Tensor) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
-
-
 class _Mean(Work):
     def __init__(self, work: dist.Work, call: Call, rows: Tensor, terms: Tensor, num_learners: int) -> None:
         self._work, self._call, self._rows, self._terms, self._num_learners = work, call, rows, terms, num_learners
@@ -129,7 +122,7 @@ class _Mean(Work):
     def wait(self) -> None:
         with self._call:
             self._work.wait()
-        self._rows.copy_(_sum_of(self._terms).div_(self._num_learners))
+        self._rows.copy_(sum_of(self._terms).div_(self._num_learners))
 
 
 class _GridExchange(Exchange):

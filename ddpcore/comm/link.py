@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddpcore.comm.base import Communicator, Decode, Exchange, Work, all_reduce_bytes
+from ddpcore.comm.base import Communicator, Decode, Exchange, Work, sum_bytes
 from ddpcore.ops import Mixture
 from ddpcore.topology import Topology
 
@@ -154,7 +154,7 @@ class LinkedCommunicator(Communicator):
         """See :class:`Communicator`."""
         work = self._inner.average_(rows, step)
         self._count_bytes()
-        left = self._send(all_reduce_bytes(rows.numel() * rows.element_size(), self.num_learners))
+        left = self._send(sum_bytes(rows[0], self.num_learners))
         return _LinkedWork(self, work, left)
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:

@@ -17,13 +17,14 @@ from ddpcore.comm.base import (
     Done,
     Exchange,
     Work,
-    all_reduce_bytes,
     at,
     average_bytes,
     correction,
     is_small,
     size_of,
+    sum_bytes,
 )
+from ddpcore.comm.sums import sum_dtype, sum_of
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
@@ -92,22 +93,25 @@ class ProcessGroupCommunicator(Communicator):
                 dist.broadcast(rows, group=self.group, group_src=0)
 
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """See :class:`Communicator`. A sum, divided afterwards: not every gloo knows the average."""
+        """See :class:`Communicator`. A sum, divided afterwards: not every gloo knows the average.
+
+        An all-reduce carries rows of 16 bits as fp32, for it rounds at every hop.
+        """
         if self.num_learners == 1:
             return Done()
         call = Call(self.group, f"an average of {size_of(rows)}{at(step)}")
-        num_bytes = rows.numel() * rows.element_size()
-        if self._is_gloo and is_small(num_bytes, self.num_learners):
-            self.bytes_sent += average_bytes(num_bytes, self.num_learners)
-            everyone = rows.new_empty((self.num_learners, rows.shape[1]))
+        row = rows[0]  # a learner has one, so columns of it are one contiguous run
+        if self._is_gloo and is_small(row, self.num_learners):
+            self.bytes_sent += average_bytes(row, self.num_learners)
+            everyone = rows.new_empty((self.num_learners, len(row)))
             with call:
-                work = dist.all_gather(list(everyone), rows[0], group=self.group, async_op=True)
-            return _SumOfAll(work, call, rows, everyone)
-        self.bytes_sent += all_reduce_bytes(num_bytes, self.num_learners)
-        # A learner has one row, so columns of it are one contiguous run.
+                work = dist.all_gather(list(everyone), row, group=self.group, async_op=True)
+            return _SumOfAll(work, call, row, everyone)
+        self.bytes_sent += sum_bytes(row, self.num_learners)
+        total = row.to(sum_dtype(row.dtype))  # the row itself but for 16 bits
         with call:
-            work = dist.all_reduce(rows[0], group=self.group, async_op=True)
-        return _Average(work, call, rows, self.num_learners)
+            work = dist.all_reduce(total, group=self.group, async_op=True)
+        return _Average(work, call, row, total, self.num_learners)
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """See :class:`Communicator`. Sends go straight from the weights; one receive buffer a neighbour is kept."""
@@ -145,26 +149,25 @@ class ProcessGroupCommunicator(Communicator):
 
 
 class _Average(Work):
-    def __init__(self, work: dist.Work, call: Call, rows: Tensor, num_learners: int) -> None:
-        self._work, self._call, self._rows, self._num_learners = work, call, rows, num_learners
+    def __init__(self, work: dist.Work, call: Call, row: Tensor, total: Tensor, num_learners: int) -> None:
+        self._work, self._call, self._row, self._total, self._num_learners = work, call, row, total, num_learners
 
     def wait(self) -> None:
         with self._call:
             self._work.wait()
-        self._rows.div_(self._num_learners)
+        self._total.div_(self._num_learners)
+        if self._total is not self._row:
+            self._row.copy_(self._total)
 
 
 class _SumOfAll(Work):
-    def __init__(self, work: dist.Work, call: Call, rows: Tensor, everyone: Tensor) -> None:
-        self._work, self._call, self._rows, self._everyone = work, call, rows, everyone
+    def __init__(self, work: dist.Work, call: Call, row: Tensor, everyone: Tensor) -> None:
+        self._work, self._call, self._row, self._everyone = work, call, row, everyone
 
     def wait(self) -> None:
         with self._call:
             self._work.wait()
-        total = self._everyone[0]
-        for row in self._everyone[1:]:
-            total += row
-        torch.div(total, len(self._everyone), out=self._rows[0])
+        self._row.copy_(sum_of(self._everyone).div_(len(self._everyone)))
 
 
 class _PeerExchange(Exchange):

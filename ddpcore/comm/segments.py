@@ -18,12 +18,11 @@ from ddpcore import ops
 from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, all_reduce_bytes, at, correction, size_of
 from ddpcore.comm.meeting import NUM_TEXTS, Meeting
 from ddpcore.comm.memory import Memory
+from ddpcore.comm.sums import average_half_, average_share_
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
 STAGING_BYTES = 4 * 2**20  # of each rank, through which go tensors that no other rank can reach, in pieces
-CHUNK = 2**15  # elements that are added at a time, so that a sum stays in cache until it is written
-_ALIGNMENT = 64  # elements: shares of two ranks do not meet in a cache line
 
 
 @dataclass
@@ -363,32 +362,3 @@ def _has_at_most_a_partner(plan: Round) -> bool:
     """Idle, or half and half with one who does the same."""
     half = plan.self_weight == 0.5 and plan.weights == (0.5,) and plan.sources == plan.destinations
     return half or (not plan.sources and not plan.destinations)
-
-
-@torch.no_grad()
-def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
-    """Overwrite the lower or the upper half of both rows ``[P]`` with their mean; the partner does the other half.
-
-    In pieces that stay in cache until both are written: 8 bytes a parameter for each of the two in fp32, where a
-    snapshot and a mix take 20.
-    """
-    middle = own.numel() // 2 // _ALIGNMENT * _ALIGNMENT
-    begin, end = (0, middle) if lower else (middle, own.numel())
-    for mine, theirs in zip(own[begin:end].split(CHUNK), partner[begin:end].split(CHUNK), strict=True):
-        ops.mix_(mine, [theirs], 0.5, [0.5])
-        theirs.copy_(mine)
-
-
-@torch.no_grad()
-def average_share_(columns: Sequence[Tensor], rank: int) -> None:
-    """Overwrite one of n shares of ``columns``, n rows alike, with its mean, added in ascending order of the rows."""
-    num_rows, numel = len(columns), len(columns[0])
-    bounds = [min(numel, -(-numel * share // num_rows // _ALIGNMENT) * _ALIGNMENT) for share in (rank, rank + 1)]
-    begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
-    for first in range(begin, end, CHUNK):
-        total, *others = [row[first : min(first + CHUNK, end)] for row in columns]
-        for other in others:
-            total += other
-        total.div_(num_rows)
-        for other in others:
-            other.copy_(total)

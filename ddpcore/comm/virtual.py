@@ -10,11 +10,14 @@ from torch import Tensor
 
 from ddpcore import ops
 from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, average_bytes, correction
+from ddpcore.comm.sums import sum_of
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Offsets, columns and values of a matrix in compressed rows."""
+
+_COLUMNS = 2**20  # averaged at a time: a sum of all of them would take as much memory as a learner
 
 
 class VirtualCommunicator(Communicator):
@@ -35,11 +38,9 @@ class VirtualCommunicator(Communicator):
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """See :class:`Communicator`. Learners are added in ascending order."""
         if self.num_learners > 1:
-            self.bytes_sent += average_bytes(rows[0].numel() * rows.element_size(), self.num_learners)
-            total = rows[0].clone()
-            for row in rows[1:]:
-                total += row
-            rows.copy_(total.div_(self.num_learners))
+            self.bytes_sent += average_bytes(rows[0], self.num_learners)
+            for columns in rows.split(_COLUMNS, dim=1):
+                columns.copy_(sum_of(columns).div_(self.num_learners))
         return Done()
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:

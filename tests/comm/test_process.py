@@ -119,3 +119,21 @@ def test_bytes(transport: str, seen: list[dict[str, Any]]) -> None:
         assert one["bytes_by_reduce"] == 2 * 2 * 16 // 3
         assert one["bytes_exchange"] == 2 * 64
         assert one["bytes_by_gather"] == (2 * 16 if transport == "pg" else 2 * 2 * 16 // 3)
+
+
+@pytest.mark.parametrize("transport", ["pg", "shm", "grid"])
+def test_averages_of_16_bits_are_rounded_once(transport: str, everything: list[dict[str, Any]]) -> None:
+    """Rows that are alike stay, others become the sum in fp32, divided: exactly, where it is added in one order."""
+    for name in everything[0]["narrow"][transport]:
+        starts, ends, bytes_sent = zip(*(one["narrow"][transport][name] for one in everything), strict=True)
+        start, end = torch.cat(starts), torch.cat(ends)
+        mean = (sum(start.float()) / len(start)).to(start.dtype)
+        if name.startswith("alike"):
+            assert torch.equal(end, start), name
+            assert torch.equal(mean, start[0]), name
+        elif "reduce" in name and transport != "shm":  # gloo's own order: where fp32 is in doubt the last bit may be
+            torch.testing.assert_close(end, mean.expand_as(end), rtol=torch.finfo(start.dtype).eps, atol=1e-6)
+        else:
+            assert torch.equal(end, mean.expand_as(end)), name
+        if "reduce" in name and transport == "pg":
+            assert bytes_sent == (2 * 2 * 4 * start.shape[1] // 3,) * 3, "it carries fp32"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ddpcore.comm.memory import HostMemory
-from ddpcore.comm.segments import CHUNK, average_share_
+from ddpcore.comm.sums import CHUNK, average_share_
 
 HELPERS = Path(__file__).parent.parent / "helpers"
 _spec = importlib.util.spec_from_file_location("ranks", HELPERS / "ranks.py")
@@ -169,13 +169,14 @@ def test_ranks_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[.
 @pytest.mark.parametrize("numel", [1, 15, 64, 65, 1000, 3 * CHUNK + 7])
 @pytest.mark.parametrize("num_rows", [2, 3, 5])
 def test_shares_make_up_the_mean(numel: int, num_rows: int) -> None:
-    """Every element once, added in ascending order, also where there is less than a share for each."""
+    """Every element once, added in ascending order, also where there is less than a share for each; 16 bits in fp32."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         rows = torch.randn(num_rows, numel).to(dtype)
-        expected = rows[0].clone()
-        for row in rows[1:]:
+        wide = rows.float() if dtype == torch.bfloat16 else rows
+        expected = wide[0].clone()
+        for row in wide[1:]:
             expected += row
-        expected /= num_rows
+        expected = (expected / num_rows).to(dtype)
         for rank in reversed(range(num_rows)):
             average_share_(list(rows), rank)
         assert torch.equal(rows, expected.expand(num_rows, -1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore import Complete, Hierarchical, OnePeerExponential, RandomPair, Ring, Star, Topology, Torus2D
-from ddpcore.comm import VirtualCommunicator
+from ddpcore.comm import VirtualCommunicator, virtual
 from ddpcore.flat import FlatParameters
 from ddpcore.stacked import StackedModel
 
@@ -36,6 +36,29 @@ def test_average_of_columns_leaves_the_others_alone() -> None:
     assert torch.equal(rows[:, :10], before[:, :10])
     assert torch.equal(rows[:, 20:], before[:, 20:])
     assert torch.equal(rows[0, 10:20], rows[2, 10:20])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [3, 32, 300])
+def test_averages_of_16_bits_are_rounded_once(n: int, dtype: torch.dtype) -> None:
+    """Learners that are alike stay as they are; the mean of others is right to half a unit in the last place."""
+    comm, rows = VirtualCommunicator(n), rows_of(n).to(dtype)
+    alike = rows[:1].expand(n, -1).clone()
+    comm.average_(alike).wait()
+    assert torch.equal(alike, rows[:1].expand(n, -1))
+    mean = rows.double().mean(dim=0)
+    comm.average_(rows).wait()
+    error = (rows.double() - mean).abs()
+    # fp32 sums err by n units of 2^-24 of the largest partial sum, and the result is rounded to its own dtype
+    assert (error <= 0.5 * torch.finfo(dtype).eps * mean.abs() + n * 2.0**-24 * rows_of(n).abs().max()).all()
+
+
+def test_an_average_of_more_columns_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = rows_of(3), rows_of(3)
+    VirtualCommunicator(3).average_(whole).wait()
+    monkeypatch.setattr(virtual, "_COLUMNS", 10)
+    VirtualCommunicator(3).average_(parts).wait()
+    assert torch.equal(whole, parts)
 
 
 def test_broadcast_and_gather() -> None:

@@ -10,7 +10,7 @@ from ranks import join
 from torch import Tensor
 
 from ddpcore import Complete, Matching, RandomPair, Ring, Topology
-from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, base
+from ddpcore.comm import Communicator, GridCommunicator, ProcessGroupCommunicator, SharedMemoryCommunicator, base
 
 TOPOLOGIES = (Complete(), Ring(), RandomPair(seed=2), Matching([[(0, 1)], [(1, 2)], []]))
 
@@ -57,12 +57,33 @@ def at_once(comm: Communicator, topology: Topology, rank: int) -> list[tuple[Ten
     return steps
 
 
+def narrow(comm: Communicator, rank: int) -> dict[str, Any]:
+    """Averages of 16 bits: of rows that are alike and of others, gathered, reduced, and of shared memory."""
+    seen: dict[str, Any] = {}
+    gather_bytes = base.GATHER_BYTES
+    for dtype in (torch.bfloat16, torch.float16):
+        for what, seed in (("alike", 7), ("own", rank)):
+            given = torch.randn(len(comm.learners), 5000, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            for way, limit in (("by_gather", gather_bytes), ("by_reduce", 0)):
+                base.GATHER_BYTES = limit
+                rows, sent = given.clone(), comm.bytes_sent
+                if what == "alike":
+                    rows[:] = given[0]
+                start = rows.clone()
+                comm.average_(rows).wait()
+                seen[f"{what} {dtype} {way}"] = start, rows, comm.bytes_sent - sent
+            shared = comm.allocate(start.shape, dtype, torch.device("cpu")).copy_(start)
+            comm.average_(shared).wait()
+            seen[f"{what} {dtype} allocated"] = start, shared.clone(), None
+    base.GATHER_BYTES = gather_bytes
+    return seen
+
+
 def main() -> None:
     path, rank, _ = join()
-    seen = {
-        "pg": communicator(ProcessGroupCommunicator(), rank),
-        "shm": communicator(SharedMemoryCommunicator(timeout=60.0), rank),
-    }
+    pg, shm = ProcessGroupCommunicator(), SharedMemoryCommunicator(timeout=60.0)
+    seen = {"pg": communicator(pg, rank), "shm": communicator(shm, rank)}
+    seen["narrow"] = {"pg": narrow(pg, rank), "shm": narrow(shm, rank), "grid": narrow(GridCommunicator(2), rank)}
     torch.save(seen, path)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,57 @@
+"""How rows are added: in which dtype, in which order, and in pieces that stay in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ddpcore import ops
+
+CHUNK = 2**15  # elements that are added at a time, so that a sum stays in cache until it is written
+_ALIGNMENT = 64  # elements: shares of two ranks do not meet in a cache line
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which rows are added: 8 or 11 bits of a sum of many learners would leave nothing of what each adds."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
+    """The sum, added in ascending order, in :func:`sum_dtype`."""
+    total = rows[0].to(sum_dtype(rows[0].dtype), copy=True)
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+@torch.no_grad()
+def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
+    """Overwrite the lower or the upper half of both rows ``[P]`` with their mean; the partner does the other half.
+
+    In pieces that stay in cache until both are written: 8 bytes a parameter for each of the two in fp32, where a
+    snapshot and a mix take 20.
+    """
+    middle = own.numel() // 2 // _ALIGNMENT * _ALIGNMENT
+    begin, end = (0, middle) if lower else (middle, own.numel())
+    for mine, theirs in zip(own[begin:end].split(CHUNK), partner[begin:end].split(CHUNK), strict=True):
+        ops.mix_(mine, [theirs], 0.5, [0.5])
+        theirs.copy_(mine)
+
+
+@torch.no_grad()
+def average_share_(columns: Sequence[Tensor], rank: int) -> None:
+    """Overwrite one of n shares of ``columns``, n rows alike, with its mean, added in ascending order of the rows."""
+    num_rows, numel = len(columns), len(columns[0])
+    bounds = [min(numel, -(-numel * share // num_rows // _ALIGNMENT) * _ALIGNMENT) for share in (rank, rank + 1)]
+    begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
+    for first in range(begin, end, CHUNK):
+        pieces = [row[first : min(first + CHUNK, end)] for row in columns]
+        total = pieces[0].to(sum_dtype(pieces[0].dtype))  # the first row itself but for 16 bits
+        for other in pieces[1:]:
+            total += other
+        total.div_(num_rows)
+        for piece in pieces:
+            if piece is not total:
+                piece.copy_(total)
