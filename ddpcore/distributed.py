@@ -114,6 +114,7 @@ class Engine(Distributed):
         super().__init__(model, learner.comm)
         self.learner = learner
         self.strategy = strategy
+        self._companions = companions
         self.observers: list[Observer] = []
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
@@ -168,7 +169,7 @@ class Engine(Distributed):
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`Distributed`: the step, the layout of the flat buffer, and the strategy's state.
+        """See :class:`Distributed`: the step, the layout of the flat buffer, and what strategy and policies keep.
 
         Every rank saves its own; a rank loads the one that it has saved.
         """
@@ -180,6 +181,7 @@ class Engine(Distributed):
             "layout": list(names),
             "used": used,
             "strategy": self.strategy.state_dict(),
+            "policies": self._companions.state_dict(),
         }
 
     @torch.no_grad()
@@ -201,6 +203,8 @@ class Engine(Distributed):
             self._used = [name in state["used"] for name in flat.names]
         self.learner.step = state["step"]
         self.strategy.load_state_dict(self.learner, state["strategy"])
+        if "policies" in state:  # older states have none
+            self._companions.load_state_dict(state["policies"])
 
     def _made_by(self) -> str:
         settings = hashlib.sha256(describe(self.strategy).encode()).hexdigest()[:8]  # a matrix fills no message

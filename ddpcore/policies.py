@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ddpcore.learner import Learner
 from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.push_sum import PushSum
 
 KEEP, GOSSIP, AVERAGE, RESET = "keep", "gossip", "average", "reset"
 _NUMBERS = (KEEP, GOSSIP, AVERAGE, RESET)
@@ -57,8 +58,13 @@ class Policies:
         Raises:
             ValueError: a policy needs what is not there.
         """
-        if GOSSIP in (self.momentum, self.batch_norm) and strategy.topology is None:
-            raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
+        if GOSSIP in (self.momentum, self.batch_norm):
+            if strategy.topology is None:
+                raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
+            if isinstance(strategy, PushSum):  # rows of its matrix need not sum to one, and only weights are divided
+                raise ValueError(
+                    f"policy gossip takes averages and the mixing of {strategy.name} is none: take average"
+                )
         if self.scaler != KEEP and scaler is None:
             raise ValueError(f"policy scaler={self.scaler!r} needs the scaler: pass distribute(..., scaler=)")
 
@@ -84,10 +90,11 @@ class Companions:
     ) -> None:
         self._policies, self._model, self._learner, self._strategy = policies, model, learner, strategy
         self._scaler = scaler
-        self._first_scale = 1.0 if scaler is None else scaler.get_scale()
-        own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners))
-        device = learner.flat.param_LP.device
-        self._first_seed = int(learner.comm.gather(own.to(device))[0]) if policies.rng == RESET else 0
+        self._first_scale = None if scaler is None else scaler.get_scale()
+        self._first_seed: int | None = None
+        if policies.rng == RESET:
+            own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners))
+            self._first_seed = int(learner.comm.gather(own.to(learner.flat.param_LP.device))[0])
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
 
     @torch.no_grad()
@@ -108,6 +115,19 @@ class Companions:
         if policies.rng == RESET:
             digest = hashlib.blake2b(f"{self._first_seed}, step {self._learner.step}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``reset`` goes back to: a run that is resumed has another beginning."""
+        return {"scale": self._first_scale, "seed": self._first_seed, "buffers": list(self._first_buffers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave; what it lacks, for other policies made it, stays this run's own."""
+        if state["scale"] is not None:
+            self._first_scale = state["scale"]
+        if state["seed"] is not None:
+            self._first_seed = state["seed"]
+        if state["buffers"]:
+            self._first_buffers = [buffer.clone() for buffer in state["buffers"]]
 
     def _move(self, policy: str, tensors: list[Tensor]) -> None:
         if not tensors:
@@ -144,6 +164,7 @@ class Companions:
         if scaler is None or policy == KEEP or scaler._scale is None:
             return
         scale = self._first_scale
+        assert scale is not None
         if policy == AVERAGE:
             comm = self._learner.comm
             mine = torch.full((len(comm.learners),), scaler.get_scale(), device=self._learner.flat.param_LP.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import ddpcore
 from ddpcore import Policies, Ring
 from ddpcore.optim import FusedSGD
 from ddpcore.policies import scales_inside
-from ddpcore.strategies import DPSGD, SSGD, LocalSGD
+from ddpcore.strategies import DPSGD, SSGD, LocalSGD, PushSum
 
 N = 4
 
@@ -74,6 +75,65 @@ def test_policies_act_only_where_learners_meet() -> None:
         step(handle, optimizer, count)
         buffers = states(model, optimizer, "momentum_buffer")
         assert torch.allclose(buffers[0], buffers[1]) == (count % 3 == 0)
+
+
+def test_policies_act_while_post_local_sgd_is_synchronous() -> None:
+    """Gradients are averaged in the first three steps, weights then every second one."""
+    model, optimizer, handle = make(LocalSGD(2, switch_step=3), Policies(momentum="average", batch_norm="average"))
+    for count in range(1, 8):
+        step(handle, optimizer, count)
+        mean = model[1].running_mean
+        assert torch.allclose(mean[0], mean[1]) == (count <= 3 or count in (5, 7)), count
+
+
+@pytest.mark.parametrize("age", ["new", "old"])
+@pytest.mark.parametrize("name", ["momentum", "batch_norm", "rng", "scaler"])
+def test_a_resumed_run_resets_to_the_beginning_of_the_first(name: str, age: str) -> None:
+    """To the bit, although the model and the seed of the second process are others; states of old kind still load."""
+
+    def begin(seed: int) -> tuple[Any, Any, Any, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+        model[1].running_mean.fill_(float(seed))
+        optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
+        handle = ddpcore.distribute(
+            model,
+            optimizer,
+            LocalSGD(2),
+            learners=2,
+            vectorize=False,
+            policies=Policies(**{name: "reset"}),
+            scaler=scaler,
+        )
+        return model, optimizer, handle, scaler
+
+    def train(steps: range) -> None:
+        for seed in steps:
+            optimizer.zero_grad()
+            inputs = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(seed))
+            scaler.scale(handle.model(inputs).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    model, optimizer, handle, scaler = begin(3)
+    train(range(3))
+    saved = copy.deepcopy([one.state_dict() for one in (model, optimizer, handle, scaler)])
+    rng = torch.get_rng_state()
+    train(range(3, 7))
+    ends = [*map(torch.clone, model.state_dict().values()), torch.rand(1), torch.tensor(scaler.get_scale())]
+    model, optimizer, handle, scaler = begin(4)
+    if age == "old":
+        del saved[2]["policies"]
+    for one, state in zip((model, optimizer, handle, scaler), saved, strict=True):
+        one.load_state_dict(state)
+    torch.set_rng_state(rng)
+    train(range(3, 7))
+    found = [*model.state_dict().values(), torch.rand(1), torch.tensor(scaler.get_scale())]
+    if age == "new" or name == "momentum":  # which needs no memory of the beginning
+        assert all(map(torch.equal, found, ends))
+    else:
+        assert handle.learner.step == 7
 
 
 def test_batch_norm() -> None:
@@ -145,6 +205,11 @@ def test_policies_that_make_no_sense(options: dict[str, str], message: str) -> N
 def test_what_a_policy_needs() -> None:
     with pytest.raises(ValueError, match="local_sgd has none: take average"):
         make(LocalSGD(2), Policies(momentum="gossip"))
+    for kind in ("momentum", "batch_norm"):
+        with pytest.raises(
+            ValueError, match="policy gossip takes averages and the mixing of push_sum is none: take av"
+        ):
+            make(PushSum(Ring()), Policies(**{kind: "gossip"}))
     with pytest.raises(ValueError, match=r"pass distribute\(..., scaler=\)"):
         make(SSGD(), Policies(scaler="average"))
     model = nn.Linear(2, 2)

@@ -71,6 +71,11 @@ class LocalSGD(Strategy):
         options = f"warmup_steps={self.warmup_steps}, switch_step={self.switch_step}, fragments={self.fragments}"
         return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
 
+    @property
+    def fixed_layout(self) -> bool:
+        """Fragments are ranges of the buffer."""
+        return self.fragments > 1
+
     def before_forward(self, learner: Learner) -> None:
         """Forget what a backward pass that died has left."""
         self._synchronous.before_forward(learner)
@@ -105,8 +110,8 @@ class LocalSGD(Strategy):
         return step < self.switch_step
 
     def meets(self, step: int) -> bool:
-        """Where a period, or that of the first fragment, ends."""
-        return self._is_due(step, 0)
+        """At every step before the switch: gradients are averaged. Then where a period, or that of fragment 0, ends."""
+        return self.averages_at(step - 1) or self._is_due(step, 0)
 
     def _is_due(self, step: int, fragment: int) -> bool:
         """Whether a fragment is averaged in the step that makes the count ``step``."""
