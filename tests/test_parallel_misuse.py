@@ -168,6 +168,27 @@ def test_what_is_refused_is_left_as_it_was(make_strategy: Any, options: dict[str
     optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("make_strategy", "name"),
+    [
+        (ddpcore.DPSGD, "dpsgd"),
+        (partial(ddpcore.DPSGD, staleness=1), "dpsgd"),
+        (lambda: ddpcore.SlowMo(ddpcore.DPSGD()), "dpsgd"),
+        (lambda: ddpcore.PushSum(ddpcore.Ring()), "push_sum"),
+        (ddpcore.NoisySSGD, "noisy_ssgd"),
+    ],
+)
+def test_float64_is_refused_where_kernels_mix(make_strategy: Any, name: str) -> None:
+    """In the call, and not in the first step; strategies that average alone take the model."""
+    model = net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=rf"^{name} mixes float32, .* parameters are float64: call model\.float\(\)"):
+        ddpcore.distribute(model, optimizer, make_strategy(), learners=L)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(2), learners=L)
+    handle.model(torch.zeros(L, 3, 5, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+
+
 def test_autograd_knows_that_weights_moved() -> None:
     layer = nn.Linear(4, 4)
     optimizer = FusedSGD(layer.parameters(), lr=0.1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
 from ddpcore.learner import Learner
+from ddpcore.optim.batch import KERNEL_DTYPES
 from ddpcore.topology import Topology
 
 FOREVER = 2**62  # a step that is not reached
@@ -26,8 +27,12 @@ class Strategy(ABC):
     averages_gradients: bool = False
     in_use: bool = False  # set by distribute()
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
-    fixed_layout: ClassVar[bool] = False  # whether the flat buffer may not be laid out in the order of the gradients
     topology: Topology | None = None  # who averages with whom, where a strategy has neighbours
+
+    @property
+    def fixed_layout(self) -> bool:
+        """Whether the flat buffer may not be laid out in the order in which gradients come, which vmap changes."""
+        return False
 
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         """Before anything moves: check that the number of learners and the dtype of the parameters fit.
@@ -73,6 +78,19 @@ class Strategy(ABC):
 
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave, between two steps."""
+
+
+def check_mixable(name: str, dtype: torch.dtype) -> None:
+    """That the kernels which mix weights, or add noise to them, take the parameters of a strategy of this name.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if dtype not in KERNEL_DTYPES:
+        raise ValueError(
+            f"{name} mixes float32, bfloat16 and float16 and parameters are {str(dtype)[6:]}: call model.float(), or "
+            "take ssgd or local_sgd"
+        )
 
 
 class Baseline(ABC):

@@ -13,7 +13,7 @@ from ddpcore.comm.base import Decode, Exchange
 from ddpcore.compression import Codec, Published
 from ddpcore.learner import Learner
 from ddpcore.optim import MixingOptimizer
-from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.base import Strategy, check_mixable
 from ddpcore.topology import RandomPair, Topology
 from ddpcore.topology.stale import check_stale
 
@@ -98,7 +98,8 @@ class DPSGD(Strategy):
         return f"DPSGD({self.topology!r}, {options})"
 
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        """Check W, and what the codec needs of it, against the number of learners."""
+        """Check W, and what the codec needs of it, against the number of learners, and the dtype."""
+        check_mixable(self.name, dtype)
         self.topology.validate(num_learners)
         self._check_codec(num_learners)
         if self.staleness:

@@ -13,7 +13,7 @@ from ddpcore import ops
 from ddpcore.learner import Learner
 from ddpcore.ops import Mixture, Noise
 from ddpcore.optim import MixingOptimizer
-from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.base import Strategy, check_mixable
 from ddpcore.strategies.ssgd import SSGD
 
 
@@ -40,7 +40,6 @@ class NoisySSGD(Strategy):
     name: ClassVar[str] = "noisy_ssgd"
     averages_gradients: bool = True
     takes_closure: bool = False
-    fixed_layout: ClassVar[bool] = True  # a place in the buffer is what the noise belongs to
 
     def __init__(self, std: float = 0.01, *, seed: int = 0, where: str = "shared") -> None:
         if not (math.isfinite(std) and std >= 0):
@@ -55,6 +54,15 @@ class NoisySSGD(Strategy):
 
     def __repr__(self) -> str:
         return f"NoisySSGD({self.std}, seed={self.seed}, where={self.where!r})"
+
+    @property
+    def fixed_layout(self) -> bool:
+        """A place in the buffer is what the noise belongs to."""
+        return True
+
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        """Check the dtype."""
+        check_mixable(self.name, dtype)
 
     def before_forward(self, learner: Learner) -> None:
         """Per learner: go a little way off, where it stays until gradients are averaged."""

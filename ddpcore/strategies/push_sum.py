@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.learner import Learner
-from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.base import Strategy, check_mixable
 from ddpcore.topology import Topology
 
 
@@ -38,7 +38,8 @@ class PushSum(Strategy):
         return f"PushSum({self.topology!r})"
 
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        """Check P against the number of learners."""
+        """Check P against the number of learners, and the dtype."""
+        check_mixable(self.name, dtype)
         self.topology.validate(num_learners, push_sum=True)
         if dtype in (torch.bfloat16, torch.float16):
             raise ValueError("push_sum: quotients lose too much in 16 bits: keep parameters in float32, use autocast")

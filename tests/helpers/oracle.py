@@ -36,6 +36,7 @@ MAKERS: dict[str, Any] = {
     "noisy_ssgd_apart": lambda topology: ddpcore.NoisySSGD(0.05, seed=3, where="per_learner"),
     "local_sgd": lambda topology: ddpcore.LocalSGD(period=4),
     "post_local": lambda topology: ddpcore.LocalSGD(period=2, switch_step=2),
+    "post_local_parts": lambda topology: ddpcore.LocalSGD(period=4, switch_step=2, fragments=2),
     "diloco": lambda topology: ddpcore.LocalSGD(period=3, fragments=2, outer=outer),
     "slowmo": lambda topology: ddpcore.SlowMo(ddpcore.DPSGD(topology), period=3),
     "dpsgd": lambda topology: ddpcore.DPSGD(topology),

@@ -138,6 +138,33 @@ def test_fragments_are_averaged_at_their_own_time(outer: object) -> None:
     assert sent == [0, 2 * 8 * 4] * 5
 
 
+class Crossed(nn.Module):
+    """Layers that are used in the reverse of the order in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(inputs))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_fragments_are_the_same_whatever_the_order_of_gradients(fragments: int) -> None:
+    """Which synchronous steps make the layout otherwise, and which virtual learners have otherwise than real ranks."""
+    model = Crossed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = LocalSGD(4, switch_step=2, fragments=fragments)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
+    assert handle.learner is not None
+    before = handle.learner.flat.names
+    for _ in range(3):
+        optimizer.zero_grad()
+        handle.model(torch.randn(2, 3, 4)).sum().backward()
+        optimizer.step()
+    assert (handle.learner.flat.names == before) == (fragments > 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
