@@ -54,8 +54,10 @@ def facts_of(
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     for what, tensors in (("parameter", parameters), ("buffer", buffers)):
         for name, tensor in tensors:
-            frozen = " frozen" if what == "parameter" and not tensor.requires_grad else ""
-            facts.append((f"{what} {name}", f"{str(tensor.dtype)[6:]} {list(tensor.shape)}{frozen}"))
+            more = "" if what == "buffer" or tensor.requires_grad else " frozen"
+            if tensor.requires_grad and not tensor.is_contiguous():  # rows are exchanged as they lie
+                more = f" of strides {list(tensor.stride())}"
+            facts.append((f"{what} {name}", f"{str(tensor.dtype)[6:]} {list(tensor.shape)}{more}"))
     return facts
 
 

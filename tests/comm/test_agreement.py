@@ -42,6 +42,7 @@ def test_functions_tensors_and_optimizers() -> None:
 def test_facts() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)
+    model.append(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last))
     facts = dict(
         facts_of(
             model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.LocalSGD(4), {"transport": "pg", "scaler": None}
@@ -52,4 +53,6 @@ def test_facts() -> None:
     assert facts["strategy"].startswith("LocalSGD(period=4")
     assert facts["parameter 0.weight"] == "float32 [2, 3]"
     assert facts["parameter 0.bias"] == "float32 [2] frozen"
+    assert facts["parameter 2.weight"] == "float32 [3, 2, 2, 2] of strides [8, 1, 4, 2]"
+    assert facts["parameter 2.bias"] == "float32 [3]"
     assert facts["buffer 1.num_batches_tracked"] == "int64 []"
