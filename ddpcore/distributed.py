@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from ddpcore.evaluation import BATCH_NORM, average_buffers, averaged_model, reca
 from ddpcore.learner import Learner
 from ddpcore.observer import Observer
 from ddpcore.policies import Companions
+from ddpcore.stacked import copy_of
 from ddpcore.strategies.base import Strategy
 
 
@@ -73,7 +73,7 @@ class Distributed:
         inner: nn.Module = self.model
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             inner = self.model.module
-        model = copy.deepcopy(inner)
+        model = copy_of(inner)
         if batch_norm != "local":
             average_buffers(model, self.comm)
         return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpcore.comm.base import Communicator
 from ddpcore.learner import Learner
-from ddpcore.stacked import StackedModel, single_model
+from ddpcore.stacked import StackedModel, copy_of, single_model
 
 BATCH_NORM = ("average", "local", "recalibrate")
 
@@ -34,7 +33,7 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
         if batch_norm != "local":
             values |= {name: _mean_of(stack, learner) for name, stack in model.module.named_buffers()}
         return single_model(model.module, values)
-    result = copy.deepcopy(model)
+    result = copy_of(model)
     for name, parameter in result.named_parameters():
         if name in views:
             parameter.data = views[name].clone()

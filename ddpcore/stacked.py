@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,9 +97,32 @@ class StackedModel(nn.Module):
         return min(seconds[True][1:]) < min(seconds[False][1:])
 
 
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model that keeps activations, which torch does not copy: without the graph they came from.
+
+    One that a forward pass in vmap left behind cannot be read any more; an empty tensor stands for it.
+    """
+    memo: dict[int, Any] = {}  # what deepcopy takes for copied
+    for module in model.modules():
+        for tensor in _tensors_in(vars(module)):
+            if torch._C._functorch.is_batchedtensor(tensor):
+                memo[id(tensor)] = torch.empty(0)
+            elif not tensor.is_leaf:
+                memo[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(model, memo)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
 def single_model(stacked: nn.Module, values: dict[str, Tensor]) -> nn.Module:
     """A copy of a stacked model for one learner: parameters and buffers from ``values``, else buffers of learner 0."""
-    model = copy.deepcopy(stacked)
+    model = copy_of(stacked)
     for name, parameter in model.named_parameters():
         if name in values:
             parameter.grad = None

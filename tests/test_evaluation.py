@@ -99,6 +99,42 @@ def test_recalibrate_puts_modes_back_after_an_exception() -> None:
         recalibrate(model, [])
 
 
+class Keeping(nn.Module):
+    """Keeps what it computed, plainly and in containers, as feature extractors and old-style weight_norm do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.weight_norm(nn.Linear(5, 4))
+        self.last = nn.Linear(4, 3)
+        self.kept: dict[str, Any] = {}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.hidden = self.first(inputs)
+        self.kept["pair"] = [self.hidden, (2 * self.hidden,)]
+        return self.last(self.hidden)
+
+
+@pytest.mark.parametrize("vectorize", [None, True, False], ids=["single", "together", "in turn"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_model_that_keeps_activations(vectorize: bool | None) -> None:
+    """The copy computes what the learners do, and what it keeps is its own and needs no gradient."""
+    torch.manual_seed(0)
+    model = Keeping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: Any = {} if vectorize is None else {"learners": N, "vectorize": vectorize}
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD() if options else ddpcore.Single(), **options)
+    inputs = batches(0, N) if options else batches(0)
+    handle.model(inputs).square().sum().backward()
+    optimizer.step()
+    hidden = model.hidden
+    outputs = handle.model(inputs)
+    evaluation = handle.evaluation_model()
+    assert evaluation.hidden is evaluation.kept["pair"][0] is not model.hidden
+    assert not evaluation.hidden.requires_grad
+    assert model.hidden is not hidden and (vectorize or model.hidden.requires_grad)
+    torch.testing.assert_close(evaluation(batches(0, N)[0] if options else inputs), outputs[0] if options else outputs)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
