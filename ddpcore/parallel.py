@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -72,13 +73,13 @@ def distribute(
     Raises:
         ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
     """
-    if isinstance(strategy, Baseline):
-        return _baseline(model, strategy, learners, group, transport, link, policies)
     policies = policies or Policies()
-    _check(model, optimizer, strategy, policies, scaler)
-    group = _group_of(learners, group, transport, link, vectorize)
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
+    if isinstance(strategy, Baseline):
+        return _baseline(model, strategy, group, {**settings, **buckets, "timeout": timeout, "vectorize": vectorize})
+    _check(model, optimizer, strategy, policies, scaler)
+    group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = _connect(model, learners, group, transport, timeout, link)
     strategy.setup(comm.num_learners, _trained(model).dtype)
@@ -91,40 +92,34 @@ def distribute(
 
 
 def _baseline(
-    model: nn.Module,
-    strategy: Baseline,
-    learners: int | None,
-    group: dist.ProcessGroup | None,
-    transport: str,
-    link: Link | None,
-    policies: Policies | None,
+    model: nn.Module, strategy: Baseline, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> Distributed:
-    if learners is not None or transport != "auto" or link is not None:
-        raise ValueError(f"{strategy.name} takes no virtual learners, no transport and no link: leave them out")
-    if policies not in (None, Policies()):
-        raise ValueError(f"{strategy.name} averages nothing of its own: leave policies= out")
+    if given := _given({**options, "policies": None if options["policies"] == Policies() else options["policies"]}):
+        raise ValueError(f"{strategy.name} runs without any of that: leave {given} out")
     _check_model(model)
     comm = strategy.connect(group)
     return Distributed(strategy.wrap(model, group), comm)
+
+
+def _given(options: dict[str, Any]) -> str:
+    """Those that are not what :func:`distribute` has by default, as they are written."""
+    parameters = inspect.signature(distribute).parameters
+    return ", ".join(f"{name}=" for name, value in options.items() if value != parameters[name].default)
 
 
 _IN_USE = WeakTensorKeyDictionary()  # parameters that a call has moved, as long as they live
 
 
 def _group_of(
-    learners: int | None,
-    group: dist.ProcessGroup | None,
-    transport: str,
-    link: Link | None,
-    vectorize: bool | str | None,
+    learners: int | None, group: dist.ProcessGroup | None, options: dict[str, Any], vectorize: bool | str | None
 ) -> dist.ProcessGroup | None:
-    """The process group; None where all learners are virtual ones of this process."""
+    """The process group; None where all learners are virtual ones of this process. ``options`` are for real ranks."""
     if learners is None:
+        if vectorize is not None:
+            raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
         return default_group(group)
-    if transport != "auto":
-        raise ValueError("virtual learners take no transport: leave transport= out")
-    if link is not None:
-        raise ValueError("virtual learners take no link: leave link= out, or run them as ranks")
+    if given := _given(options):
+        raise ValueError(f"virtual learners are no ranks: leave {given} out")
     StackedModel(nn.Identity(), 1, vectorize)  # refuses what it does not know, before anything moves
     return group
 

@@ -150,7 +150,8 @@ def test_handles_are_freed(make_strategy: Any) -> None:
         (ddpcore.SSGD, {"policies": ddpcore.Policies(momentum="gossip")}, "gossip needs neighbours"),
         (ddpcore.SSGD, {"policies": ddpcore.Policies(scaler="average")}, "needs the scaler"),
         (ddpcore.SSGD, {"vectorize": "fast"}, "unknown vectorize"),
-        (ddpcore.SSGD, {"transport": "shm"}, "take no transport"),
+        (ddpcore.SSGD, {"transport": "shm", "timeout": -1.0}, "no ranks: leave transport=, timeout= out"),
+        (ddpcore.SSGD, {"link": ddpcore.comm.Link.parse("10Gb/s,50us")}, "no ranks: leave link= out"),
         (ddpcore.SSGD, {"bucket_bytes": -1}, "bucket"),
     ],
 )
@@ -166,6 +167,29 @@ def test_what_is_refused_is_left_as_it_was(make_strategy: Any, options: dict[str
     handle = ddpcore.distribute(model, optimizer, strategy, learners=4)
     handle.model(torch.zeros(4, 6, 5)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("make_baseline", [ddpcore.DDP, ddpcore.Single])
+@pytest.mark.parametrize(
+    "options",
+    [{"bucket_bytes": 1}, {"first_bucket_bytes": 1}, {"timeout": -5.0}, {"vectorize": True}, {"transport": "pg"}],
+)
+def test_baselines_ignore_no_option(options: dict[str, Any], make_baseline: Any) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=f"runs without any of that: leave {next(iter(options))}= out"):
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), make_baseline(), **options)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="leave learners=, scaler= out"):
+        ddpcore.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), make_baseline(), learners=2, scaler=scaler
+        )
+
+
+def test_ranks_take_no_vectorize() -> None:
+    model = net()
+    for vectorize in ("nonsense", "measure", True, False):
+        with pytest.raises(ValueError, match="vectorize= is for virtual learners"):
+            ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), vectorize=vectorize)
 
 
 @pytest.mark.parametrize(

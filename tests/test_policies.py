@@ -213,7 +213,7 @@ def test_what_a_policy_needs() -> None:
     with pytest.raises(ValueError, match=r"pass distribute\(..., scaler=\)"):
         make(SSGD(), Policies(scaler="average"))
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="single averages nothing"):
+    with pytest.raises(ValueError, match="single runs without any of that: leave policies= out"):
         ddpcore.distribute(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),

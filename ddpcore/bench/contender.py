@@ -113,6 +113,8 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset, bucket_mb: floa
     if name == "ddp" and bucket_mb != DEFAULT_BUCKET_MB:  # a cap that is given has no smaller first bucket
         strategy = strategies.DDP(bucket_cap_mb=min(bucket_mb, LARGEST_BUCKET_MB))
     bucket_bytes = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)
+    first_bucket_bytes = bucket_bytes if bucket_mb == math.inf else min(bucket_bytes, MiB)
+    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     num_rows = plan.world_size if virtual and not alone else None
     handle = parallel.distribute(
         model,
@@ -121,8 +123,7 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset, bucket_mb: floa
         learners=num_rows,
         transport="auto" if baseline or plan.transport is None else plan.transport.name,
         vectorize=None if num_rows is None else "measure",
-        bucket_bytes=bucket_bytes,
-        first_bucket_bytes=bucket_bytes if bucket_mb == math.inf else min(bucket_bytes, MiB),
+        **({} if baseline else buckets),
     )
     num_learners = 1 if whole_batch else plan.world_size
     batches = ShardedBatches(len(dataset.train), config.batch_size, num_learners, config.seed)
