@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset, bucket_mb: floa
         strategy = strategies.DDP(bucket_cap_mb=min(bucket_mb, LARGEST_BUCKET_MB))
     bucket_bytes = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)
     first_bucket_bytes = bucket_bytes if bucket_mb == math.inf else min(bucket_bytes, MiB)
-    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    buckets: dict[str, Any] = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     num_rows = plan.world_size if virtual and not alone else None
     handle = parallel.distribute(
         model,
