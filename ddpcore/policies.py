@@ -25,7 +25,8 @@ _NUMBERS = (KEEP, GOSSIP, AVERAGE, RESET)
 class Policies:
     """Each time learners average weights, or gradients, this happens to the rest. The default touches nothing.
 
-    ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
+    ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are; not
+    under push_sum, whose mixing is no average.
     ``average``: the mean over all learners. ``reset``: as at the start of training.
 
     Attributes:
