@@ -306,7 +306,7 @@ class _ForwardHook:
     def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, observers: list[Observer]) -> None:
         self._model, self._learner, self._strategy, self._observers = model, learner, strategy, observers
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="ddpcore tells a strategy of the forward pass: compile first, then distribute()")
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled() and not self._learner.is_watched:  # also in eval mode: batch norm may be frozen
             for observer in self._observers:

@@ -47,15 +47,15 @@ def distribute(
 ) -> Distributed:
     """Train ``model`` with ``strategy``. The loop around it stays: ``zero_grad``, forward, ``backward``, ``step``.
 
-    All learners start from learner 0's weights, frozen ones too, and buffers. The parameters that are trained move into
-    one flat buffer, as views.
+    All learners start from learner 0's weights, frozen ones too, and buffers. What is trained moves to one flat buffer.
 
     Args:
-        model: its parameters that need a gradient must all be in ``optimizer``.
+        model: its parameters that need a gradient must all be in ``optimizer``. It serves one call, compiled before it.
         optimizer: any ``torch.optim.Optimizer``; FusedSGD averages and steps in one pass.
         strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
             ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.
+            Each parameter is then the stack of all learners', for clipping and scaling too: see docs/strategies.md.
         group: the process group; None is the default one for real ranks, and none for virtual learners.
         transport: what carries bytes between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let others wait, over ``shm`` and ``ipc``; a process group has its own.

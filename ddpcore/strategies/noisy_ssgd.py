@@ -23,7 +23,9 @@ class NoisySSGD(Strategy):
     - ``shared``: ``w(t+1) = w(t) + s x(t) - a/n sum_k g_k(w(t))``, one x for all, so the learners stay together. With
       FusedSGD noise and step are one pass.
     - ``per_learner``: ``w(t+1) = w(t) - a/n sum_k g_k(w(t) + s x_k(t))``: each learner looks a little way off, as the
-      learners of dpsgd do, but the same way off everywhere; the noise does not stay in the weights.
+      learners of dpsgd do, but the same way off everywhere; the noise does not stay in the weights. It comes with a
+      forward pass that records gradients and goes with its backward pass: call them in turn, and evaluate under
+      ``torch.no_grad()``.
 
     x is standard normal, from a counter-based generator keyed by (seed, step, place in the flat buffer): nothing is
     sent, and every rank, device and number of learners draws the same.

@@ -1,0 +1,62 @@
+"""distribute() and torch.compile: the order that is documented, on a rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ddpcore
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    torch.compiler.reset()
+    yield
+    dist.destroy_process_group()
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def wrapped(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
+def trained(strategy: ddpcore.Strategy, compiled: Any) -> Tensor:
+    """The weights after three steps, and those of the averaged copy, which runs too."""
+    torch.manual_seed(0)
+    model = compiled(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, strategy)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+    copied = handle.evaluation_model()
+    assert copied(torch.zeros(1, 4)).shape == (1, 2)
+    assert handle.learner is not None and handle.learner.step == 3
+    return torch.cat([parameter.detach().flatten() for one in (model, copied) for parameter in one.parameters()])
+
+
+@pytest.mark.parametrize("compiled", [wrapped, in_place])
+@pytest.mark.parametrize("order", ["ssgd", *ddpcore.strategies.ORDERS])
+def test_compile_first(order: str, compiled: Any) -> None:
+    """In whole graphs, to the bits of a model that is not compiled; the last order moves weights in the hook."""
+    strategies = [ddpcore.SSGD() if order == "ssgd" else ddpcore.DPSGD(ddpcore.Ring(), order=order) for _ in range(2)]
+    assert torch.equal(trained(strategies[0], compiled), trained(strategies[1], lambda model: model))
+
+
+def test_whole_graphs_after_distribute_are_told_the_order() -> None:
+    model = nn.Linear(4, 2)
+    ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD())
+    with pytest.raises(RuntimeError, match=r"compile first, then distribute\(\)"):
+        wrapped(model)(torch.zeros(1, 4))
