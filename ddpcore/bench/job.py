@@ -35,12 +35,14 @@ def settle(config: BenchConfig, joined: World | None) -> Plan:
 
 
 def settle_real(config: BenchConfig, joined: World | None) -> Plan:
-    """The same where virtual learners have nothing to measure.
+    """The same where what ranks say to each other is measured, which virtual learners and a single rank do not.
 
     Raises:
-        ValueError: ranks would share a GPU, too.
+        ValueError: ranks would share a GPU, or there is one alone, too.
     """
     plan = settle(config, joined)
+    if plan.world_size < 2:
+        raise ValueError("--world-size is 1 and one rank has nobody to talk to: take 2 or more")
     if plan.choice.backend == "virtual":
         raise ValueError(f"{plan.choice.reason} and real ranks are measured: use --device cpu, or fewer ranks")
     return plan

@@ -108,6 +108,7 @@ REFUSED = [
     ("--rounds 0", "--rounds is 0"),
     ("--steps 0", "--steps is 0"),
     ("--world-size 0", "--world-size is 0"),
+    ("--world-size 1", "nobody to talk to"),
     ("--batch-size 3", "batch size 3"),
     ("--model vgg", "unknown --model 'vgg'"),
     ("--model mlp --model-options width=3", "model 'mlp' has no option 'width'"),

@@ -64,6 +64,7 @@ REFUSED = [
     ("--period 0", "--period is 0"),
     ("--batch-size 3", "batch size 3"),
     ("--world-size 0", "--world-size is 0"),
+    ("--world-size 1", "nobody to talk to"),
     ("--json nowhere/out.json", "does not exist"),
     ("--steps 3", "--steps"),
 ]
