@@ -15,11 +15,12 @@ from ddpcore import launch
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The part that every record has: device, versions, commit, date."""
+    """The part that every record has: device, whose kernels are compiled, versions, commit, date."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "device_type": device,
         "cores": launch.num_cores(),
+        "kernels": kernels(),
         "ddpcore": ddpcore.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
@@ -27,6 +28,12 @@ def machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def kernels() -> list[str]:
+    """The device types that have compiled kernels; on all others the pure-torch twins run, several times slower."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [device for device in ("cpu", "cuda") if has_kernel("ddpcore::mix_", device.upper())]
 
 
 def _processor() -> str:

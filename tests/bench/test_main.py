@@ -38,23 +38,9 @@ ROW = {
     "ratio_to_ddp",
 }
 ENVIRONMENT = {
-    "device",
-    "device_type",
-    "cores",
-    "threads_per_rank",
-    "oversubscribed",
-    "backend",
-    "backend_reason",
-    "transport",
-    "transport_reason",
-    "ddpcore",
-    "commit",
-    "torch",
-    "cuda",
-    "python",
-    "date",
-    "notes",
-}
+    "device", "device_type", "cores", "kernels", "threads_per_rank", "oversubscribed", "backend", "backend_reason",
+    "transport", "transport_reason", "ddpcore", "commit", "torch", "cuda", "python", "date", "notes",
+}  # fmt: skip
 
 
 def command(line: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -71,6 +71,7 @@ def main() -> dict[str, Any]:
         warnings.simplefilter("always")
         import ddpcore.ops
         import ddpcore.optim
+        from ddpcore.machine import machine
         from ddpcore.ops import library  # noqa: F401  a second import
     warned = [(warning.category.__name__, str(warning.message)) for warning in caught]
     refusal = ""
@@ -90,6 +91,7 @@ def main() -> dict[str, Any]:
     }
     return {
         "why": ddpcore.ops.WHY_NOT_COMPILED,
+        "kernels": machine("cpu")["kernels"],
         "package": ddpcore.__file__,
         "warned": warned,
         "refusal": refusal,

@@ -15,6 +15,7 @@ import torch
 
 import ddpcore
 from ddpcore import ops
+from ddpcore.machine import machine
 
 HELPERS = Path(__file__).parent.parent / "helpers"
 _spec = importlib.util.spec_from_file_location("without_kernels", HELPERS / "without_kernels.py")
@@ -74,6 +75,12 @@ def test_every_operator_has_the_same_results(alone, compiled, assert_same_bits):
             torch.testing.assert_close(other, tensor, rtol=1e-12, atol=0.0, equal_nan=True, msg=name)
         else:
             assert_same_bits(other, tensor, name)
+
+
+def test_every_record_says_whose_kernels_are_compiled(alone):
+    """Else the twins would be measured under the names of the kernels."""
+    assert alone["kernels"] == []
+    assert "cpu" in machine("cpu")["kernels"]
 
 
 def test_a_leaf_that_needs_a_gradient_is_stepped(alone):
