@@ -45,6 +45,16 @@ def steps(options: argparse.Namespace, dtype: torch.dtype) -> None:
             print(f"{kind.__name__} {rule}, {dtype}{', masters' if masters else ''}")
 
 
+def sums(options: argparse.Namespace, dtype: torch.dtype) -> None:
+    """Inner products of one and of three rows, in segments of which one is empty; about zero and about an origin."""
+    for numel in (1, 4097):
+        for num_rows in (1, 3):
+            rows = [randn((numel,), options, dtype) for _ in range(num_rows)]
+            for origin in (None, rows[0], randn((numel,), options, dtype)):
+                ops.noise_sums(rows, [0, numel // 3, numel // 3, numel], origin)
+    print(f"noise sums, {dtype}")
+
+
 def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
     """Averages with no, one and three peers, a stack of learners, and sums of squares."""
     for numel in (1, 4097):
@@ -67,14 +77,19 @@ def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
     print(f"mixes and norms, {dtype}")
 
 
+def all_cases(options: argparse.Namespace) -> None:
+    for dtype in DTYPES.values():
+        steps(options, dtype)
+        mixes(options, dtype)
+        sums(options, dtype)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     torch.manual_seed(0)
-    for dtype in DTYPES.values():
-        steps(options, dtype)
-        mixes(options, dtype)
+    all_cases(options)
     if options.device == "cuda":
         torch.cuda.synchronize()
     print("done")
