@@ -36,16 +36,14 @@ mkdir -p "$out/logs" 2> /dev/null || fail "cannot make the folder $out: name ano
 out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-"$python" -c 'import torch' 2> /dev/null || fail "$python has no torch: set PYTHON to an interpreter that has"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-device=cuda total=${RUN_SECONDS:-580} num_gpus=2
-if [ -n "$dry" ]; then
-    device=cpu
-else
-    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-        fail "torch sees no GPU: use --dry-run to try the steps without one"
-    num_gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-fi
+device=cuda total=${RUN_SECONDS:-580} unbuilt=""
+[ -z "$dry" ] || device=cpu
+needs=(--device $device)
+[ -z "$only" ] || [ "$only" = build ] || needs+=(--no-build)
+answer=$("$python" benchmarks/gpu_needs.py "${needs[@]}" 2> /dev/null) ||
+    fail "${answer:-cannot ask $python what it has: set PYTHON to an interpreter with torch}"
+read -r num_gpus architecture objects nvcc absent <<< "$answer"
 rm -f "$out"/steps.jsonl "$out"/kernels.jsonl "$out"/training.jsonl "$out"/*.json "$out"/gpu.csv "$out"/logs/*
 failed=0 planned=0
 
@@ -87,38 +85,60 @@ build() {
     local cuda=0
     if [ -z "$dry" ]; then
         cuda=1
-        TORCH_CUDA_ARCH_LIST=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())')
-        export TORCH_CUDA_ARCH_LIST
+        export TORCH_CUDA_ARCH_LIST=$architecture
     fi
-    step build 140 env DDPCORE_CUDA=$cuda MAX_JOBS="$(nproc)" "$python" setup.py -q build_ext --inplace
+    step build 140 env DDPCORE_CUDA=$cuda MAX_JOBS="$(nproc)" "$python" setup.py -q build_ext --inplace ||
+        unbuilt="the build failed: see logs/build.log"
 }
 
-# The C++ tests are linked with the objects that the build has just made: no kernel is compiled twice.
+# Whether ours are the kernels that would run: else all that follows would test and time their pure-torch twins.
+compiled() {
+    [ -z "$unbuilt" ] || return 1
+    "$python" -c 'import sys; from ddpcore import machine; sys.exit(sys.argv[1] not in machine.kernels())' $device \
+        > "$out/logs/kernels.log" 2>&1 || unbuilt="no kernels for $device can be loaded: see logs/kernels.log"
+    [ -z "$unbuilt" ]
+}
+
+# The C++ tests are linked with the objects that the build has made of each source, for this interpreter and no other:
+# no kernel is compiled twice, and no other build in the same folder defines one again.
 cpp_tests() {
-    local objects tests compiler
-    objects=$(find build -path '*/csrc/c*/*.o' 2> /dev/null | grep -E '/csrc/(cpu|cuda)/')
-    if [ -n "$dry" ]; then
-        tests=tests/cpp/test_norms.cpp compiler="g++ -pthread"
-        objects=$(grep /cpu/ <<< "$objects")
-    else
-        tests=$(ls tests/cpp/test_cuda_*.cpp) compiler=nvcc
-    fi
+    local source sources linked=() tests compiler
+    sources=(csrc/cpu/*.cpp csrc/cuda/*.cu) tests=$(ls tests/cpp/test_cuda_*.cpp) compiler=$nvcc
+    [ -z "$dry" ] || sources=(csrc/cpu/*.cpp) tests=tests/cpp/test_norms.cpp compiler="g++ -pthread"
+    for source in "${sources[@]}"; do
+        linked+=("$objects/${source%.*}.o")
+    done
     if ! echo '#include <gtest/gtest.h>' | g++ -x c++ -E - > /dev/null 2>&1; then
         skip cpp-tests "GoogleTest is not installed"
-    elif [ -z "$objects" ]; then
-        skip cpp-tests "there are no objects in build/: run the build first"
+    elif ! ls "${linked[@]}" > /dev/null 2>&1; then
+        skip cpp-tests "there are no objects in $objects: run the build first"
+    elif [ -z "$dry" ] && [ "$nvcc" = - ]; then
+        skip cpp-tests "nvcc is not installed"
     else
         # shellcheck disable=SC2086
-        step cpp-compile 50 $compiler -std=c++20 -O1 -I csrc $tests $objects -lgtest -lgtest_main \
+        step cpp-compile 50 $compiler -std=c++20 -O1 -I csrc $tests "${linked[@]}" -lgtest -lgtest_main \
             -o build/cpp-tests && step cpp-tests 20 build/cpp-tests --gtest_brief=1
     fi
 }
 
+# The test files that import something that is not installed, themselves or by a helper that does.
+left_out() {
+    local pattern helper
+    pattern="^ *(import|from) ($(tr ' ' '|' <<< "$absent"))\\b"
+    for helper in $(grep -lE "$pattern" tests/helpers/*.py); do
+        pattern+="|\"$(basename "$helper" .py)\""
+    done
+    grep -rlE --include='test_*.py' "$pattern" tests
+}
+
 tests() {
-    if [ -n "$dry" ]; then
-        step pytest 110 "$python" -m pytest -q -p no:cacheprovider -m "not cuda" tests/ops/test_norms.py
+    local chosen=(-m cuda --durations=10) file
+    [ -z "$dry" ] || chosen=(-m "not cuda" tests/ops/test_norms.py)
+    if [[ " $absent " = *" pytest "* ]]; then
+        skip pytest "pytest is not installed"
     else
-        step pytest 110 "$python" -m pytest -q -p no:cacheprovider -m cuda --durations=10
+        [ -z "$absent" ] || for file in $(left_out); do chosen+=("--ignore=$file"); done
+        step pytest 110 "$python" -m pytest -q -p no:cacheprovider "${chosen[@]}"
     fi
     cpp_tests
 }
@@ -174,12 +194,15 @@ bench() {
         --batch-size 16 --json "$out/stats.json"
     [ -n "$dry" ] || step optim-bfloat16 16 "$python" -m ddpcore.bench optim --device $device --dtype bfloat16 \
         "${lists[@]}" --json "$out/optim-bfloat16.json"
-    for name in buckets predict; do
-        step $name 8 "$python" -m ddpcore.bench $name "${ranks[@]}" --model lenet5 --rounds 2 --json "$out/$name.json"
-    done
     if [ "$num_gpus" -lt 2 ]; then
-        skip comm "ranks that share a GPU have no link to measure: bench_shm has their memory"
+        for name in buckets predict comm; do
+            skip $name "ranks that share a GPU have no link to measure: bench_shm has their memory"
+        done
     else
+        for name in buckets predict; do
+            step $name 8 "$python" -m ddpcore.bench $name "${ranks[@]}" --model lenet5 --rounds 2 \
+                --json "$out/$name.json"
+        done
         step comm 8 "$python" -m ddpcore.bench comm "${ranks[@]}" "${message[@]}" --json "$out/comm.json"
     fi
     study
@@ -207,8 +230,16 @@ if [ -z "$dry" ] && command -v nvidia-smi > /dev/null; then
     sampler=$!
     trap '[ -z "$sampler" ] || kill "$sampler" 2> /dev/null' EXIT
 fi
+[ -z "$absent" ] || skip needs "not installed: $absent; what needs it is left out or slower"
 for stage in build tests sanitizer bench; do
-    wants $stage && $stage
+    if ! wants $stage; then
+        continue
+    elif [ $stage = build ] || compiled; then
+        $stage
+    else
+        skip $stage "$unbuilt"
+        failed=1
+    fi
 done
 [ -z "$sampler" ] || { kill "$sampler" 2> /dev/null; wait "$sampler" 2> /dev/null; sampler=""; }
 if ! timeout 60 "$python" benchmarks/summarize.py "$out" --device $device --commit "${COMMIT:-}"; then

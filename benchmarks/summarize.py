@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import statistics
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,25 @@ from ddpcore.machine import machine
 Row = dict[str, Any]
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Those that end: what wrote the file may have been cut."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith("\n")]
+
+
 def json_lines(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """All rows but those that were cut, with what came to stand behind them on their line."""
+    rows = []
+    for line in whole_lines(path):
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def clocks(path: Path) -> Row:
     """Driver, and the lowest, middle and highest clocks of the samples that nvidia-smi took during the run."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        samples = [{key.strip(): value.strip() for key, value in row.items()} for row in csv.DictReader(file)]
+    rows = [row for row in csv.DictReader(whole_lines(path)) if None not in row and None not in row.values()]
+    samples = [{key.strip(): value.strip() for key, value in row.items()} for row in rows]
     if not samples:
         return {}
     result: Row = {key: samples[0][key] for key in ("name", "driver_version") if key in samples[0]}
@@ -71,6 +81,7 @@ def training_line(row: Row) -> list[str]:
 def summary(where: Row, gpu: Row, steps: list[Row], rows: list[Row]) -> str:
     text = [f"# {where['device']}", ""]
     text += [f"torch {where['torch']}, CUDA {where['cuda']}, Python {where['python']}, commit {where['commit']}", ""]
+    text += [f"compiled kernels: {', '.join(where['kernels']) or 'none, the pure-torch twins ran'}", ""]
     text += [f"- {key}: {value}" for key, value in gpu.items()]
     steps_lines = [[s["step"], s["status"], f"{s['seconds']} of {s['limit']}", s["note"]] for s in steps]
     text += table(["step", "", "seconds", ""], steps_lines)

@@ -22,19 +22,40 @@ _spec = importlib.util.spec_from_file_location("summarize", ROOT / "benchmarks" 
 summarize = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(summarize)
 
+_spec = importlib.util.spec_from_file_location("gpu_needs", ROOT / "benchmarks" / "gpu_needs.py")
+gpu_needs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(gpu_needs)
+
+
+def script(file: Path, *lines: str) -> Path:
+    """An executable that writes its words to a log beside it, and then runs these lines."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(["#!/bin/sh", f'echo "$*" >> {file}.log', *lines]) + "\n")
+    file.chmod(0o755)
+    return file
+
+
+def stand_in(folder: Path, *cases: str, needs: str = "2 - build/temp -") -> Path:
+    """In Python's place: says what ``gpu_needs.py`` would of a machine, does what the cases say, else nothing."""
+    answers = (f'*gpu_needs.py*) echo "{needs}" ;;', *cases)
+    return script(folder / "python", 'case "$*" in', *answers, "esac")
+
 
 @pytest.fixture
 def interpreter(tmp_path: Path) -> Path:
     """In Python's place: fails in bench_mix.py, takes its time in bench_lars.py, else does nothing."""
-    file = tmp_path / "python"
-    file.write_text('#!/bin/sh\ncase "$*" in *bench_mix.py*) exit 3 ;; *bench_lars.py*) exec sleep 60 ;; esac\n')
-    file.chmod(0o755)
-    return file
+    return stand_in(tmp_path, "*bench_mix.py*) exit 3 ;;", "*bench_lars.py*) exec sleep 60 ;;")
 
 
 def run(arguments: list[str], python: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHON": str(python)} | variables
     return subprocess.run(["bash", SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def steps_of(out: Path) -> dict[str, tuple[str, str]]:
+    """Status and note of each step."""
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    return {step["step"]: (step["status"], step["note"]) for step in steps}
 
 
 @pytest.mark.parametrize(
@@ -55,10 +76,116 @@ def test_refused(arguments: list[str], says: str, interpreter: Path, tmp_path: P
     assert says.replace("out ", f"{tmp_path / 'out'} ") in done.stderr
 
 
-def test_an_interpreter_without_torch_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_interpreter_is_refused(tmp_path: Path) -> None:
     done = run([str(tmp_path / "out")], Path("/bin/false"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "no torch" in done.stderr
+    assert "set PYTHON to an interpreter with torch" in done.stderr
+
+
+# --- what the machine has ----------------------------------------------------------------------------------------
+
+
+def test_all_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
+    says = "python lacks torch, nvcc: install"
+    python = script(tmp_path / "python", f"echo {says}", "exit 2")
+    done = run([str(tmp_path / "out")], python)
+    assert (done.returncode, done.stderr) == (2, f"run_gpu.sh: {says}\n")
+    assert len(Path(f"{python}.log").read_text().splitlines()) == 1
+    assert not (tmp_path / "out" / "steps.jsonl").exists()
+
+
+def test_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu_needs, "ALWAYS", ("torch", "no_such_module"))
+    monkeypatch.setattr(gpu_needs, "TO_BUILD", ("nor_this_one",))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert gpu_needs.missing("cuda", builds=False) == ["no_such_module"]
+    all_of_it = gpu_needs.missing("cuda", builds=True)
+    assert [one for one in all_of_it if one != "Python.h"] == [
+        "no_such_module",
+        "nor_this_one",
+        "g++",
+        "nvcc (set CUDA_HOME)",
+    ]
+    monkeypatch.setattr("sys.argv", ["gpu_needs", "--device", "cuda"])
+    assert gpu_needs.main() == 2
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and all(name in said for name in all_of_it)
+
+
+def test_a_compiler_that_is_not_on_the_path_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    compiler = script(tmp_path / "bin" / "nvcc")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert gpu_needs.nvcc() == str(compiler)
+
+
+def test_what_can_be_done_without(tmp_path: Path) -> None:
+    """Without networkx no file that imports it is collected, nor one whose helper does; without pytest none is."""
+    python = stand_in(tmp_path, needs="1 9.0 build/temp - networkx")
+    assert run([str(tmp_path / "out"), "--only", "tests"], python).returncode == 0
+    (words,) = [line.split() for line in Path(f"{python}.log").read_text().splitlines() if "-m pytest" in line]
+    ignored = {word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")}
+    assert {"tests/test_invariants.py", "tests/test_device_ranks.py"} <= ignored
+    assert "tests/test_device.py" not in ignored
+    status = steps_of(tmp_path / "out")
+    assert status["pytest"] == ("ok", "")
+    assert status["needs"] == ("skipped", "not installed: networkx; what needs it is left out or slower")
+    python = stand_in(tmp_path, needs="1 9.0 build/temp - pytest networkx")
+    assert run([str(tmp_path / "out"), "--only", "tests"], python).returncode == 0
+    assert steps_of(tmp_path / "out")["pytest"] == ("skipped", "pytest is not installed")
+
+
+def test_one_gpu_has_nothing_between_ranks_to_measure(tmp_path: Path) -> None:
+    python = stand_in(tmp_path, needs="1 9.0 build/temp nvcc")
+    assert run([str(tmp_path / "out"), "--only", "bench"], python).returncode == 0
+    status = steps_of(tmp_path / "out")
+    for name in ("buckets", "predict", "comm"):
+        assert status[name][0] == "skipped" and "share a GPU" in status[name][1]
+    assert "--world-size 1" not in Path(f"{python}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "case", "why"),
+    [
+        ([], "*setup.py*) exit 1 ;;", "the build failed: see logs/build.log"),
+        (["--only", "bench"], "*machine.kernels*) exit 1 ;;", "no kernels for cpu can be loaded: see logs/kernels.log"),
+    ],
+)
+def test_nothing_is_measured_without_kernels(arguments: list[str], case: str, why: str, tmp_path: Path) -> None:
+    """Else their pure-torch twins would be."""
+    out = tmp_path / "out"
+    assert run([str(out), "--dry-run", *arguments], stand_in(tmp_path, case)).returncode == 1
+    status = steps_of(out)
+    status.pop("build", None)
+    assert status == dict.fromkeys(arguments[1:] or ["tests", "sanitizer", "bench"], ("skipped", why))
+
+
+def test_the_tests_are_linked_with_the_objects_of_this_interpreter(tmp_path: Path) -> None:
+    """Not with those of CMake, of another Python, or of a source that is no more."""
+    for name in ("benchmarks/run_gpu.sh", "csrc/cpu/sgd.cpp", "csrc/cuda/sgd.cu", "tests/cpp/test_cuda_kernels.cpp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    ours = {"build/temp.this/csrc/cpu/sgd.o", "build/temp.this/csrc/cuda/sgd.o"}
+    others = {"build/cmake/csrc/cpu/sgd.o", "build/temp.other/csrc/cpu/sgd.o", "build/temp.this/csrc/cpu/gone.o"}
+    for name in ours | others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "g++")  # which finds GoogleTest
+    compiler = script(tmp_path / "bin" / "compiler", "cp /bin/true build/cpp-tests")
+    python = stand_in(tmp_path, needs=f"1 9.0 build/temp.this {compiler}")
+    words = ["bash", tmp_path / "benchmarks" / "run_gpu.sh", tmp_path / "out", "--only", "tests"]
+    environment = os.environ | {"PYTHON": str(python), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert steps_of(tmp_path / "out")["cpp-tests"][0] == "ok"
+    linked = {word for word in Path(f"{compiler}.log").read_text().split() if word.endswith(".o")}
+    assert linked == ours
+
+
+# --- the steps ---------------------------------------------------------------------------------------------------
 
 
 def test_failures_and_time_limits_stop_nothing_else(interpreter: Path, tmp_path: Path) -> None:
@@ -96,11 +223,10 @@ def test_all_limits_together_are_less_than_ten_minutes() -> None:
 
 def test_every_bench_takes_the_words_that_it_is_given(tmp_path: Path) -> None:
     """Those of a dry run, one after the other: of toy size, on the CPU."""
-    recorder, log = tmp_path / "python", tmp_path / "log"
-    recorder.write_text(f'#!/bin/sh\necho "$*" >> {log}\n')
-    recorder.chmod(0o755)
+    recorder = stand_in(tmp_path)
     assert run([str(tmp_path / "out"), "--only", "bench", "--dry-run"], recorder).returncode == 0
-    commands = [line.split() for line in log.read_text().splitlines() if "bench" in line and "summarize" not in line]
+    lines = Path(f"{recorder}.log").read_text().splitlines()
+    commands = [line.split() for line in lines if "ddpcore.bench " in line or "/bench_" in line]
     assert len(commands) == 16
     for command in commands:
         done = ranks.python(*command, cwd=ROOT, CUDA_VISIBLE_DEVICES="")
@@ -157,7 +283,9 @@ def test_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("sys.argv", ["summarize", str(tmp_path), "--commit", "bb"])
     monkeypatch.setattr(
-        summarize, "machine", lambda device: dict.fromkeys(("device", "torch", "cuda", "python", "commit"))
+        summarize,
+        "machine",
+        lambda device: dict.fromkeys(("device", "torch", "cuda", "python", "commit")) | {"kernels": ["cpu", "cuda"]},
     )
     summarize.main()
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -171,6 +299,17 @@ def test_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| sgd_step_ | 1,000 | float32 | 750.0000 | 10.0 | 90% | 0.75 [0.50-1.00] | torch |" in text
     assert text.count("| A / B |") == 1
     assert "commit bb" in text
+    assert "compiled kernels: cpu, cuda" in text
+
+
+def test_rows_that_were_cut_are_left_out(tmp_path: Path) -> None:
+    """A clock cut from 1700 to 17 is no sample, nor is a line of fewer columns; a row behind a cut one is lost too."""
+    clocks = tmp_path / "gpu.csv"
+    clocks.write_text("name, clocks.sm [MHz]\nA GPU, 900\nUnknown Error\nA GPU, 17")
+    assert summarize.clocks(clocks) == {"name": "A GPU", "clocks.sm [MHz]": {"min": 900, "median": 900, "max": 900}}
+    rows = tmp_path / "kernels.jsonl"
+    rows.write_text('{"case": 1}\n{"case": 2, "nu{"case": 3}\n{"case": 4}\n{"case": 5, "numel": 1')
+    assert summarize.json_lines(rows) == [{"case": 1}, {"case": 4}]
 
 
 def test_an_empty_folder_has_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
