@@ -14,7 +14,7 @@ from ddpcore.bench import alone, command_line
 from ddpcore.bench import contender as contenders
 from ddpcore.bench.command_line import check_names, check_writable, flag, names, option, settings, write_json
 from ddpcore.bench.config import BenchConfig, Plan
-from ddpcore.bench.contender import COMPUTE, DEFAULT_BUCKET_MB, Contender, run_block
+from ddpcore.bench.contender import DEFAULT_BUCKET_MB, Contender, compute_of, exposed_ms, run_block
 from ddpcore.bench.environment import environment, free_memory
 from ddpcore.bench.job import Job, settle_real
 from ddpcore.bench.memory import PeakMemory
@@ -141,18 +141,21 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
 def run_rank(world: World, plan: Plan, config: BucketsConfig) -> None:
     """The worker of :func:`ddpcore.launch.run`; rank 0 prints and writes."""
     dataset = build_dataset(plan, first=False).to(plan.device)
-    compute = contenders.build(COMPUTE, plan, world, dataset)
-    run_block(compute, WARM_UP_STEPS, False)
+    computes = {compute_of(name): contenders.build(compute_of(name), plan, world, dataset) for name in plan.strategies}
+    for compute in computes.values():
+        run_block(compute, WARM_UP_STEPS, False)
     field = [swept for name in plan.strategies for swept in _sweep(name, config, plan, world, dataset)]
     calls = [alone.averages(swept.contender) for swept in field]
     for _ in range(config.rounds):
-        run_block(compute, config.steps, True)
+        for compute in computes.values():
+            run_block(compute, config.steps, True)
         for swept, averages in zip(field, calls, strict=True):
             run_block(swept.contender, config.steps, True)
             swept.comm_seconds.append(sum(alone.time_calls(averages, plan.device)[0]))
     seen = [_gather(swept) for swept in field]
     if world.rank == 0:
-        rows = [row_of(one, compute.block_seconds, config.steps) for one in seen]
+        seconds = {name: computes[compute_of(name)].block_seconds for name in plan.strategies}
+        rows = [row_of(one, seconds[one["strategy"]], config.steps) for one in seen]
         _finish(config, plan, rows, [recommend(name, seen) for name in plan.strategies])
 
 
@@ -197,9 +200,8 @@ def _gather(swept: Swept) -> dict[str, Any]:
 
 
 def row_of(seen: dict[str, Any], compute_seconds: Sequence[float], steps: int) -> dict[str, Any]:
-    """What the JSON file holds of a size; exposed is the median over rounds of its turn less that of compute."""
-    turns = zip(seen["round_seconds"], compute_seconds, strict=True)
-    exposed = max(0.0, quantiles(1e3 * (own - alone) / steps for own, alone in turns)["p50"])
+    """What the JSON file holds of a size."""
+    exposed = exposed_ms(seen["round_seconds"], compute_seconds, [steps] * len(compute_seconds))
     return {
         "strategy": seen["strategy"],
         "bucket_mb": seen["bucket_mb"],
@@ -289,9 +291,10 @@ def check_memory(num_contenders: int, plan: Plan, advice: str) -> None:
 
 
 def _num_contenders(config: BucketsConfig) -> int:
-    """At most, with the one that only computes: sizes beyond the model are one."""
+    """At most, with those that only compute: sizes beyond the model are one."""
     model_mb = _num_bytes(config.bench()) / MiB
-    return 1 + len(config.strategies) * (1 + len({min(size, model_mb) for size in config.all_sizes()}))
+    sizes = {min(size, model_mb) for size in config.all_sizes()}
+    return len(set(map(compute_of, config.strategies))) + len(config.strategies) * (1 + len(sizes))
 
 
 def _num_bytes(config: BenchConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,14 @@ from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.engine import Trainer
 from ddpcore.flat import MiB
 from ddpcore.launch import World
+from ddpcore.metrics import quantiles
 from ddpcore.optim import FusedSGD
+from ddpcore.strategies import Baseline, Strategy
 
-COMPUTE = "compute"  # the hidden contender: the same work on every rank with no communication at all
+# Hidden contenders: the work of ddp, and that of our strategies with their hooks and optimizer, on every rank with no
+# communication at all.
+COMPUTE, OWN_COMPUTE = HIDDEN = ("compute", "own_compute")
+NEVER = 2**40  # a period that no run reaches: local_sgd without an average is a step without communication
 
 DEFAULT_BUCKET_MB = 25.0  # of distribute() and of DistributedDataParallel, both with a first bucket of 1 MiB
 LARGEST_BUCKET_MB = 2.0**20  # beyond any model
@@ -60,7 +66,7 @@ class Contender:
 
     def bytes_per_step(self, world_size: int) -> float | None:
         """Bytes that one learner sends a step; for DDP what an all-reduce of its gradients takes."""
-        if self.trainer is None or self.name in ("single", COMPUTE):
+        if self.trainer is None or self.name in ("single", *HIDDEN):
             return 0.0
         if self.name == "ddp":
             return float(all_reduce_bytes(4 * self.num_parameters, world_size))
@@ -69,17 +75,29 @@ class Contender:
 
 
 def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None = None) -> None:
-    """Train on; the block lasts until its slowest rank is done. Collective."""
+    """Train on; the block lasts until its slowest rank is done. Ranks that only wait are not metered. Collective."""
     barrier()
-    if meter is not None:
+    if meter is not None and one.trainer is not None:
         meter.start()
     start = time.perf_counter()
     one.run_block(num_steps, timed)
     barrier()
     if timed:
         one.block_seconds.append(time.perf_counter() - start)
-        if meter is not None:
-            meter.stop(one.name)
+    if meter is not None and one.trainer is not None:
+        meter.stop(one.name, timed)
+
+
+def compute_of(name: str) -> str:
+    """The hidden contender that does the same work as a strategy."""
+    return COMPUTE if name == strategies.DDP.name else OWN_COMPUTE
+
+
+def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequence[int]) -> float:
+    """Milliseconds of a step that communication is seen: the median over blocks of a strategy's less that of the same
+    work without communication, which ran in the same turn; at least 0."""
+    blocks = zip(own, compute, num_steps, strict=True)
+    return max(0.0, quantiles(1e3 * (mine - alone) / steps for mine, alone, steps in blocks)["p50"])
 
 
 def barrier() -> None:
@@ -110,7 +128,10 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset, bucket_mb: floa
         optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum, fused=True)
     else:
         optimizer = FusedSGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    strategy = config.strategy(strategies.Single.name if alone else name)
+    if name == OWN_COMPUTE:
+        strategy: Strategy | Baseline = strategies.LocalSGD(period=NEVER)
+    else:
+        strategy = config.strategy(strategies.Single.name if alone else name)
     if name == "ddp" and bucket_mb != DEFAULT_BUCKET_MB:  # a cap that is given has no smaller first bucket
         strategy = strategies.DDP(bucket_cap_mb=min(bucket_mb, LARGEST_BUCKET_MB))
     bucket_bytes = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)

@@ -1,4 +1,4 @@
-"""Energy, power, utilisation and memory of the current GPU, by NVIDIA's management library."""
+"""Energy, power, utilisation and memory of the current GPU, for each of those that take turns on it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import pynvml
 import torch
+
+try:
+    import pynvml
+except ImportError:  # nvidia-ml-py: without it there are no energy, power and utilisation
+    pynvml = None
 
 
 @dataclass
@@ -15,46 +19,65 @@ class _Total:
     joules: float = 0.0
     seconds: float = 0.0
     utilization_pct: float = 0.0
-    memory_bytes: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
     blocks: int = 0
 
 
 class GpuMeter:
-    """Adds up, by name, what the GPU of this rank used between ``start`` and ``stop``."""
+    """Adds up, by name, what the GPU of this rank did between ``start`` and ``stop``.
+
+    Memory is that of torch's allocator: what a name has allocated in its turns and not freed, and the most that a turn
+    took beside it. So what others hold meanwhile does not count.
+    """
 
     def __init__(self) -> None:
-        pynvml.nvmlInit()
-        # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        self._gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        self._gpu = None
+        if pynvml is not None:
+            pynvml.nvmlInit()
+            # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+            uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+            self._gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         self._totals: dict[str, _Total] = {}
         self._began = (0.0, 0.0)
+        self._allocated = 0
 
     def start(self) -> None:
-        """A block begins."""
+        """A turn begins."""
+        torch.cuda.reset_peak_memory_stats()
+        self._allocated = torch.cuda.memory_allocated()
         self._began = (self._joules(), time.perf_counter())
 
-    def stop(self, name: str) -> None:
-        """The block ends: what it used counts for ``name``."""
+    def stop(self, name: str, timed: bool = True) -> None:
+        """The turn ends: what it used counts for ``name``; of one that is not timed only the memory."""
         joules, now = self._joules(), time.perf_counter()
         total = self._totals.setdefault(name, _Total())
+        peak = total.held_bytes + torch.cuda.max_memory_allocated() - self._allocated
+        total.peak_bytes = max(total.peak_bytes, peak)
+        total.held_bytes += torch.cuda.memory_allocated() - self._allocated
+        if not timed:
+            return
         total.joules += joules - self._began[0]
         total.seconds += now - self._began[1]
-        total.utilization_pct += pynvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu
-        total.memory_bytes = max(total.memory_bytes, pynvml.nvmlDeviceGetMemoryInfo(self._gpu).used)
+        if self._gpu is not None:
+            total.utilization_pct += pynvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu
         total.blocks += 1
 
     def reading(self, name: str) -> dict[str, Any] | None:
-        """Joules, mean watts, mean utilisation (percent) and peak memory (bytes) of a name; None if it never ran."""
+        """Joules, mean watts, mean utilisation (percent) and peak memory (bytes) of a name; None if it never ran.
+
+        Without NVIDIA's management library there is the memory alone, and None for the rest.
+        """
         total = self._totals.get(name)
         if total is None:
             return None
+        known = self._gpu is not None and total.blocks > 0
         return {
-            "joules": total.joules,
-            "watts": total.joules / total.seconds if total.seconds > 0 else 0.0,
-            "utilization_pct": total.utilization_pct / total.blocks,
-            "memory_bytes": total.memory_bytes,
+            "joules": total.joules if known else None,
+            "watts": total.joules / total.seconds if known and total.seconds > 0 else None,
+            "utilization_pct": total.utilization_pct / total.blocks if known else None,
+            "memory_bytes": total.peak_bytes,
         }
 
     def _joules(self) -> float:
-        return pynvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1000
+        return 0.0 if self._gpu is None else pynvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1000

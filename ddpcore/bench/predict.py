@@ -18,7 +18,7 @@ from ddpcore.bench.alone import Call
 from ddpcore.bench.buckets import WARM_UP_STEPS, check_memory, size_of
 from ddpcore.bench.command_line import check_names, flag, names, option, write_json
 from ddpcore.bench.config import TOPOLOGIES, BenchConfig, Plan
-from ddpcore.bench.contender import DEFAULT_BUCKET_MB, Contender, run_block
+from ddpcore.bench.contender import DEFAULT_BUCKET_MB, OWN_COMPUTE, Contender, run_block
 from ddpcore.bench.environment import environment
 from ddpcore.bench.job import Job, settle_real
 from ddpcore.bench.phases import Phases
@@ -31,7 +31,6 @@ from ddpcore.metrics import quantiles, to_json
 from ddpcore.report.predict import print_predictions
 
 STRATEGIES = ("ssgd", "dpsgd", "local_sgd")
-NEVER = 2**40  # a period that no run reaches: local_sgd without an average is a step without communication
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +147,7 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
 def run_rank(world: World, plans: list[Plan], config: PredictConfig) -> None:
     """The worker of :func:`ddpcore.launch.run`; rank 0 prints and writes."""
     dataset = build_dataset(plans[0], first=False).to(plans[0].device)
-    still = replace(plans[0], config=replace(plans[0].config, period=NEVER))
-    compute = contenders.build(strategies.LocalSGD.name, still, world, dataset)
+    compute = contenders.build(OWN_COMPUTE, plans[0], world, dataset)
     run_block(compute, WARM_UP_STEPS, False)
     fields = []
     for plan in plans:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ddpcore import data, models
+from ddpcore import data, models, strategies
 from ddpcore.bench import contender as contenders
 from ddpcore.bench.command_line import write_json
 from ddpcore.bench.config import Plan, parse
-from ddpcore.bench.contender import COMPUTE, Contender, barrier, run_block
+from ddpcore.bench.contender import HIDDEN, Contender, barrier, compute_of, exposed_ms, run_block
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.bench.job import Job, settle
@@ -75,11 +75,11 @@ def run_rank(world: World, plan: Plan) -> None:
     """The worker of :func:`ddpcore.launch.run`; rank 0 prints the table and writes the JSON file."""
     dataset = build_dataset(plan, first=False).to(plan.device)
     real = plan.choice.backend != "virtual"
-    names = [*plan.strategies, *([COMPUTE] if real else [])]
-    field = [contenders.build(name, plan, world, dataset) for name in names]
+    meter = GpuMeter() if plan.device == "cuda" else None
+    hidden = {compute_of(name): None for name in plan.strategies if real and name != strategies.Single.name}
+    field = [_build(name, plan, world, dataset, meter) for name in (*plan.strategies, *hidden)]
     torch.manual_seed(plan.config.seed + 1 + world.rank)  # the models are made: dropout differs from rank to rank
     console = Console(stderr=True)
-    meter = GpuMeter() if plan.device == "cuda" else None
     show = world.rank == 0 and console.is_terminal
     columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) if show else nullcontext() as progress:
@@ -97,6 +97,16 @@ def run_rank(world: World, plan: Plan) -> None:
         print_report(to_json(result), plan.config)
         if plan.config.json is not None:
             write_json(plan.config.json, result)
+
+
+def _build(name: str, plan: Plan, world: World, dataset: data.Dataset, meter: GpuMeter | None) -> Contender:
+    """The contender, and on a GPU the memory that it holds from its making on."""
+    if meter is not None:
+        meter.start()
+    one = contenders.build(name, plan, world, dataset)
+    if meter is not None and one.trainer is not None:
+        meter.stop(name, timed=False)
+    return one
 
 
 def _blocks(num_steps: int) -> list[tuple[int, bool]]:
@@ -122,7 +132,7 @@ def _gather(one: Contender, plan: Plan, meter: GpuMeter | None) -> dict[str, Any
         dist.all_gather_object(everyone, local)
     losses = torch.cat([seen["losses"] for seen in everyone if seen["losses"] is not None], dim=1).double().mean(dim=1)
     trainer = one.trainer
-    compared = trainer is not None and one.name != COMPUTE
+    compared = trainer is not None and one.name not in HIDDEN
     finite = math.isfinite(losses[-1].item())
     # With one learner there is nothing to average, and rank 0's own model is the averaged one.
     evaluation = trainer.evaluate(trainer.evaluation_model()) if trainer is not None and compared and finite else None
@@ -152,17 +162,18 @@ def _consensus(trainer: Trainer) -> tuple[float, float]:
 
 def _rows(plan: Plan, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_name = {result["name"]: result for result in results}
-    compute, ddp = by_name.get(COMPUTE), by_name.get("ddp")
+    ddp = by_name.get("ddp")
     steps = [length for length, timed in _blocks(plan.config.steps) if timed]
     rows = []
     for result in results:
-        if result["name"] == COMPUTE:
+        if result["name"] in HIDDEN:
             continue
         alone = result["name"] == "single"
         rates = [plan.config.batch_size * n / s for n, s in zip(steps, result["block_seconds"], strict=True)]
+        compute = by_name.get(compute_of(result["name"]))
         exposed = None
         if compute is not None and not alone:
-            exposed = max(0.0, result["step_ms"]["p50"] - compute["step_ms"]["p50"])
+            exposed = exposed_ms(result["block_seconds"], compute["block_seconds"], steps)
         ratio = None
         if ddp is not None:
             pairs = zip(ddp["block_seconds"], result["block_seconds"], strict=True)
@@ -192,11 +203,11 @@ def _gpu(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
     readings = [reading for reading in result["gpu"] if reading is not None]
     if not readings:
         return {}
-    timed_steps = sum(length for length, timed in _blocks(plan.config.steps) if timed)
-    joules = sum(reading["joules"] for reading in readings)
-    return {
-        "gpu_watts": sum(reading["watts"] for reading in readings),
-        "gpu_utilization_pct": sum(reading["utilization_pct"] for reading in readings) / len(readings),
-        "gpu_memory_bytes": max(reading["memory_bytes"] for reading in readings),
-        "samples_per_joule": plan.config.batch_size * timed_steps / joules if joules > 0 else None,
-    }
+    row: dict[str, Any] = dict.fromkeys(("gpu_watts", "gpu_utilization_pct", "samples_per_joule"))
+    row["gpu_memory_bytes"] = max(reading["memory_bytes"] for reading in readings)
+    if all(reading["joules"] for reading in readings):
+        timed_steps = sum(length for length, timed in _blocks(plan.config.steps) if timed)
+        row["gpu_watts"] = sum(reading["watts"] for reading in readings)
+        row["gpu_utilization_pct"] = sum(reading["utilization_pct"] for reading in readings) / len(readings)
+        row["samples_per_joule"] = plan.config.batch_size * timed_steps / sum(one["joules"] for one in readings)
+    return row

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ddpcore import data, models
 from ddpcore.bench import contender
 from ddpcore.bench.config import BenchConfig, resolve
 from ddpcore.bench.phases import Phases
 from ddpcore.launch import World
+from ddpcore.optim import FusedSGD
 
 
 def test_every_gradient_arrives_between_forward_and_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +41,25 @@ def test_every_gradient_arrives_between_forward_and_update(monkeypatch: pytest.M
     ]
     assert sorted(numel for numel, _ in compute.arrivals) == sorted(parameter.numel() for parameter in parameters)
     assert compute.arrivals[0][0] in {parameter.numel() for parameter in parameters[-2:]}, "the last layer comes first"
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_work_of_our_strategies_without_communication_has_their_optimizer() -> None:
+    spec = models.spec("mlp")
+    plan = resolve(BenchConfig(model="mlp", batch_size=8, device="cpu"), world_size=1, num_gpus=0)
+    dataset = data.build("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
+    kinds = {}
+    for name in ("ssgd", "ddp"):
+        one = contender.build(contender.compute_of(name), plan, World(), dataset)
+        contender.run_block(one, 3, True)
+        assert one.bytes_per_step(1) == 0
+        assert one.trainer is not None
+        kinds[name] = type(one.trainer.optimizer)
+    assert kinds == {"ssgd": FusedSGD, "ddp": torch.optim.SGD}

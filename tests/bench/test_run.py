@@ -55,22 +55,50 @@ def test_rows() -> None:
         result("dpsgd", 0.25, 10, loss_last=float("nan")),
         result("local_sgd", 0.125, 10),
         result("single", 1.0, 10),
-        result(run.COMPUTE, 0.2, 10),
+        result("compute", 0.2, 10),
+        result("own_compute", 0.1875, 10),
     ]
     rows = {row["strategy"]: row for row in run._rows(plan_of(topology="ring"), results)}
-    assert list(rows) == ["ddp", "dpsgd", "local_sgd", "single"], "the hidden contender has no row"
+    assert list(rows) == ["ddp", "dpsgd", "local_sgd", "single"], "hidden contenders have no row"
     assert rows["ddp"]["samples_per_s"] == pytest.approx(200)
     assert rows["dpsgd"]["samples_per_s"] == pytest.approx(400)
     assert rows["dpsgd"]["ratio_to_ddp"] == pytest.approx(2.0), "above 1 is faster than ddp"
     assert rows["ddp"]["ratio_to_ddp"] == 1.0
     assert rows["ddp"]["exposed_comm_ms"] == pytest.approx(300)
-    assert rows["dpsgd"]["exposed_comm_ms"] == pytest.approx(50)
+    assert rows["dpsgd"]["exposed_comm_ms"] == pytest.approx(62.5), "beside the same work, with the same optimizer"
     assert rows["local_sgd"]["exposed_comm_ms"] == 0.0, "never negative"
     assert rows["single"]["exposed_comm_ms"] is None
     assert rows["dpsgd"]["topology"] == "ring"
     assert rows["ddp"]["topology"] is None
     assert (rows["single"]["world_size"], rows["ddp"]["world_size"]) == (1, 2)
     assert rows["dpsgd"]["loss_last"] is None
+
+
+def test_exposed_communication_is_the_median_of_pairs() -> None:
+    """Half of the blocks are five times as slow, now of one and now of the other: medians apart would say nothing."""
+    slow = [1.0, 0.2] * 5
+    results = [
+        result("ssgd", 1.0, 10, block_seconds=[seconds + 0.05 for seconds in slow[:-1]] + [9.0]),
+        result("own_compute", 0.1, 10, block_seconds=slow),
+    ]
+    (row,) = run._rows(plan_of(strategies=("ssgd",)), results)
+    assert row["exposed_comm_ms"] == pytest.approx(50)
+
+
+def test_rows_of_gpus() -> None:
+    """The rank that needs most memory; energy of the ranks that worked; none where no library says."""
+    worked = {"joules": 50.0, "watts": 100.0, "utilization_pct": 60.0, "memory_bytes": 500}
+    more = worked | {"utilization_pct": 80.0, "memory_bytes": 700}
+    unknown = {"joules": None, "watts": None, "utilization_pct": None, "memory_bytes": 900}
+    results = [
+        result("ssgd", 1.0, 10, gpu=[worked, more]),
+        result("single", 1.0, 10, gpu=[worked, None]),
+        result("dpsgd", 1.0, 10, gpu=[unknown, unknown]),
+    ]
+    rows = {row["strategy"]: row for row in run._rows(plan_of(), results)}
+    columns = ("gpu_watts", "gpu_utilization_pct", "gpu_memory_bytes", "samples_per_joule")
+    found = {name: tuple(row[column] for column in columns) for name, row in rows.items()}
+    assert found == {"ssgd": (200, 70, 700, 10), "single": (100, 60, 500, 20), "dpsgd": (None, None, 900, None)}
 
 
 def test_rows_without_ddp_have_no_ratio() -> None:
