@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
+
+import torch
 
 from ddpcore import data, models, strategies, topology
 from ddpcore.bench import command_line
@@ -15,12 +17,14 @@ from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS, TRANSPORTS
 from ddpcore.compression import CODECS
 from ddpcore.data import ShardedBatches
+from ddpcore.engine.kinds import typed
 from ddpcore.strategies import Baseline, Strategy
 
 TOPOLOGIES = topology.names()
 ORDERS = strategies.ORDERS
 COMPRESSIONS = ("none", *CODECS)
 DEVICES = ("auto", "cpu", "cuda")
+STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")  # where none are named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class BenchConfig:
     world_size: int | None = option(None, "number of learners (4, or torchrun's)", type=int)
     strategies: tuple[str, ...] | None = option(
         None,
-        f"comma-separated, of {','.join(strategies.names())} (ddp,ssgd,dpsgd,local_sgd)",
+        f"comma-separated, of {','.join(strategies.names())} ({','.join(STRATEGIES)})",
         metavar="A,B,...",
         type=names,
     )
@@ -93,8 +97,12 @@ class BenchConfig:
             check_choice(name, getattr(self, name), allowed)
         if self.strategies is not None:
             check_names("strategies", self.strategies, strategies.names(), "strategy")
-        for name in self.strategies or ():
+        for name in (*(self.strategies or STRATEGIES), strategies.DPSGD.name):  # whose options have flags
             self.strategy(name)
+        model_hints = {key: hint_of(default) for key, default in models.spec(self.model).options.items()}
+        for name, hints in (("model_options", model_hints), ("dataset_options", data.option_types(self.dataset))):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, fitted(flag(name), getattr(self, name), hints))
         if self.json is not None:
             check_writable(self.json.resolve())
 
@@ -118,6 +126,26 @@ class BenchConfig:
             topology=topology.build(self.topology, self.seed, self.local_size),
             **{option: value for option, value in given.items() if option in known},
         )
+
+
+def hint_of(default: Any) -> Any:
+    """The kind of value that an option of a model with this default takes; lists are of whole numbers."""
+    return tuple[int, ...] if isinstance(default, tuple) else type(default)
+
+
+def fitted(name: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as their hints hold them; on the command line one number may stand for a list of one. What has no hint is
+    left to be refused by what it is no option of.
+
+    Raises:
+        ValueError: a value is of another kind.
+    """
+    found = {}
+    for key, value in given.items():
+        is_alone = get_origin(hints.get(key)) is tuple and type(value) in (int, float)
+        value = (value,) if is_alone else value
+        found[key] = typed(f"{name} {key}", value, hints[key]) if key in hints else value
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +181,17 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     elif config.transport != "auto":
         raise ValueError(f"--transport {config.transport} is for real ranks: leave it out, or use --backend gloo")
     topology.build(config.topology, config.seed, config.local_size).validate(world_size)
-    chosen = config.strategies or ("ddp", "ssgd", "dpsgd", "local_sgd")
+    chosen = config.strategies or STRATEGIES
     notes = []
     if choice.backend == "virtual" and "ddp" in chosen:
         if config.strategies is not None:
             raise ValueError("ddp needs real ranks: leave it out of --strategies, or use --backend gloo or nccl")
         chosen = tuple(name for name in chosen if name != "ddp")
         notes.append("ddp needs real ranks and is left out: its ratio is not known")
+    for name in chosen:
+        strategy = config.strategy(name)
+        if isinstance(strategy, Strategy):
+            strategy.setup(world_size, torch.float32)
     # A sample count no smaller than the batch: this checks the batch against the world only.
     ShardedBatches(config.batch_size, config.batch_size, world_size, config.seed)
     return Plan(

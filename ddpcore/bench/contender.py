@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpcore import models, parallel, strategies
-from ddpcore.bench.config import Plan
+from ddpcore.bench.config import BenchConfig, Plan
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.comm.base import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
@@ -106,6 +106,16 @@ def barrier() -> None:
         dist.barrier()
 
 
+def build_model(config: BenchConfig, dataset: Dataset) -> nn.Module:
+    """A new model, on torch's default device.
+
+    Raises:
+        ValueError: the model does not take such samples, or an option's value.
+    """
+    options = config.model_options or {}
+    return models.build(config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **options)
+
+
 def build(name: str, plan: Plan, world: World, dataset: Dataset, bucket_mb: float = DEFAULT_BUCKET_MB) -> Contender:
     """The contender of a strategy's name, on its device, from the same initial weights as every other.
 
@@ -113,8 +123,7 @@ def build(name: str, plan: Plan, world: World, dataset: Dataset, bucket_mb: floa
     """
     config = plan.config
     torch.manual_seed(config.seed)
-    options = config.model_options or {}
-    model = models.build(config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **options)
+    model = build_model(config, dataset)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     model.to(plan.device)
     alone = name in ("single", COMPUTE)

@@ -45,10 +45,11 @@ def prepare(argv: Sequence[str], joined: World | None) -> Job:
 
 
 def build_dataset(plan: Plan, *, first: bool) -> data.Dataset:
-    """The data set of the plan, on the CPU; files are fetched and verified the first time only.
+    """The data set of the plan, on the CPU; the first time files are fetched and verified, and the model is tried.
 
     Raises:
-        ValueError: files are missing or damaged, the model does not take such samples, or the batch is too large.
+        ValueError: files are missing or damaged, the model does not take such samples or options, or the batch is too
+            large.
     """
     config = plan.config
     spec = models.spec(config.model)
@@ -65,8 +66,9 @@ def build_dataset(plan: Plan, *, first: bool) -> data.Dataset:
         verify=first,
         **{**options, **(config.dataset_options or {})},
     )
-    models.check_input(config.model, dataset.input_shape)
-    models.check_options(config.model, config.model_options or {})
+    if first:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):  # which takes neither memory nor time
+            contenders.build_model(config, dataset)
     data.ShardedBatches(len(dataset.train), config.batch_size, plan.world_size, config.seed)
     return dataset
 

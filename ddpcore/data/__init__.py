@@ -156,7 +156,10 @@ def _check(name: str, given: dict[str, Any]) -> None:
 
 def _load(name: str, data_dir: str | Path | None, seed: int, given: dict[str, Any]) -> Dataset:
     if name != "features":
-        return _LOADERS[name](seed=seed, **given)
+        try:
+            return _LOADERS[name](seed=seed, **given)
+        except TypeError as error:  # an option of another kind
+            raise ValueError(f"data set '{name}': {error}") from error
     if data_dir is None:
         raise ValueError("features are read from files: pass --data-dir with the folder that holds train")
     return features.load(data_dir, **given)

@@ -42,6 +42,13 @@ def test_refusals() -> None:
         data.build("mnist", data_dir="anywhere", input_shape=(1, 28, 28), num_classes=10)
 
 
+def test_an_option_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="data set 'synthetic': '<' not supported between"):
+        data.build("synthetic", num_classes="ten")
+    with pytest.raises(ValueError, match="data set 'saddle': "):
+        data.build("saddle", dimension="ten")
+
+
 def test_options_of_each_data_set() -> None:
     assert data.options("mnist") == {}
     assert data.options("synthetic") == {"input_shape": (10,), "num_classes": 2}

@@ -1,0 +1,69 @@
+"""Options of models, data sets and strategies, checked before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpcore import launch, models
+from ddpcore.bench import __main__ as bench
+from ddpcore.bench.config import BenchConfig
+
+REFUSED = [
+    ("--staleness 3", "staleness is 3: it must be 0 or 1 step"),
+    ("--order nosuch", "unknown order 'nosuch': choose from average_while_computing"),
+    ("--strategies ssgd --order nosuch", "unknown order 'nosuch'"),
+    ("--compression topk", "take a fixed topology (ring)"),
+    ("--model mlp --model-options hidden=0", "each width must be at least 1"),
+    ("--model mlp --model-options hidden=abc", "--model-options hidden is 'abc': it must be a list of numbers"),
+    ("--model mlp --model-options width=3", "model 'mlp' has no option 'width'"),
+    ("--model vit --model-options depth=abc", "--model-options depth is 'abc': it must be a whole number"),
+    ("--model vit --model-options dropout=nan", "--model-options dropout is nan: it must be a finite number"),
+    ("--model speech_lstm --dataset synthetic_speech --model-options depth=1.5", "depth is 1.5: it must be a whole"),
+    ("--dataset-options num_classes=x", "--dataset-options num_classes is 'x': it must be a whole number"),
+    ("--dataset-options input_shape=-1", "input_shape is [-1], each size must be at least 1"),
+    ("--dataset-options input_shape=x", "--dataset-options input_shape is 'x': it must be a list of numbers"),
+    ("--dataset-options colour=3", "data set 'synthetic' has no option 'colour'"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refused(
+    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "run", lambda *args, **more: pytest.fail("a command that cannot run was started"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert bench.main(line.split()) == 2
+    out, errors = capsys.readouterr()
+    assert not out
+    assert errors.count("\n") == 1 and errors.startswith("ddpcore.bench: ")
+    assert says in errors
+
+
+def test_one_number_may_stand_for_a_list_of_one() -> None:
+    config = BenchConfig(model="resnet", model_options={"blocks": 2, "widths": 8}, dataset_options={"input_shape": 7})
+    assert config.model_options == {"blocks": (2,), "widths": (8,)}
+    assert config.dataset_options == {"input_shape": (7,)}
+    width = BenchConfig(model="vgg19", model_options={"width": 1}).model_options
+    assert width is not None and type(width["width"]) is float
+
+
+def test_trying_a_model_leaves_the_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made where tensors have no memory."""
+    made: list[Any] = []
+    build = models.build
+
+    def seen(*words: Any, **more: Any) -> Any:
+        made.append(build(*words, **more))
+        return made[-1]
+
+    monkeypatch.setattr(models, "build", seen)
+    monkeypatch.setattr(launch, "run", lambda *args, **more: None)
+    before = torch.get_rng_state()
+    assert bench.main(["--model", "vit", "--device", "cpu"]) == 0
+    assert {str(parameter.device) for parameter in made[0].parameters()} == {"meta"}
+    assert torch.equal(torch.get_rng_state(), before)
