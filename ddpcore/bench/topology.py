@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ddpcore.metrics import to_json
 from ddpcore.report.topology import print_topologies
 
 ALL = "all"
+MANY = 8192  # learners: beyond, a topology without symmetry takes minutes, for its edges are visited one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m ddpcore.bench topology",
         description="What topologies cost and how fast they average: edges, degrees, spectral gap, mixing time.",
     )
+    if config.world_size > MANY:
+        advice = "name the one that is wanted" if config.name == ALL else "take fewer learners"
+        print(f"{config.world_size:,} learners may take minutes: or {advice}", file=sys.stderr)
     result = to_json(measure(config))
     print_topologies(result)
     if config.json is not None:

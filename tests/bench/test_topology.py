@@ -10,7 +10,7 @@ import pytest
 
 from ddpcore import topology
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench.topology import TopologyConfig, measure
+from ddpcore.bench.topology import MANY, TopologyConfig, measure
 from ddpcore.metrics import to_json
 
 
@@ -42,6 +42,14 @@ def test_one_name_and_its_options(tmp_path: Path) -> None:
     seeds = [measure(TopologyConfig(name="random_pair", world_size=64, seed=seed))["rows"] for seed in (1, 1, 2)]
     assert seeds[0] == seeds[1]
     assert seeds[0][0]["num_edges"] != seeds[2][0]["num_edges"]
+
+
+def test_what_may_take_long_is_said_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for num_learners, says in ((MANY, ""), (MANY + 2, "8,194 learners may take minutes: or take fewer")):
+        (row,) = run(f"topology ring --world-size {num_learners}", tmp_path)["rows"]
+        assert row["num_learners"] == num_learners
+        errors = capsys.readouterr().err
+        assert errors.startswith(says) and errors.count("\n") == bool(says)
 
 
 def test_what_does_not_fit_is_said_below_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
