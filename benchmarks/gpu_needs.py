@@ -17,7 +17,7 @@ from pathlib import Path
 
 ALWAYS = ("torch", "numpy", "scipy", "rich", "safetensors")
 TO_BUILD = ("setuptools", "pybind11")
-WITHOUT = ("ninja", "pytest", "hypothesis", "networkx")  # kernels one after the other; fewer tests
+TO_TEST = ("pytest", "hypothesis", "networkx")
 
 
 def absent(modules: Iterable[str]) -> list[str]:
@@ -66,7 +66,8 @@ def main() -> int:
             return 2
         num_gpus, architecture = torch.cuda.device_count(), "{}.{}".format(*torch.cuda.get_device_capability())
     objects = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    print(num_gpus, architecture, objects, nvcc() or "-", *absent(WITHOUT))
+    slow = [] if shutil.which("ninja") else ["ninja"]  # kernels are compiled one after the other without that program
+    print(num_gpus, architecture, objects, nvcc() or "-", *slow, *absent(TO_TEST))
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,17 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     assert gpu_needs.main() == 2
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and all(name in said for name in all_of_it)
+
+
+def test_what_the_script_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a dry run: two ranks, no architecture; a program that is no module is looked for on the path."""
+    monkeypatch.setattr(gpu_needs, "TO_TEST", ("pytest", "no_such_module"))
+    monkeypatch.setattr(gpu_needs.shutil, "which", lambda name: "/bin/g++" if name == "g++" else None)
+    monkeypatch.setattr("sys.argv", ["gpu_needs", "--no-build"])
+    assert gpu_needs.main() == 0
+    num_gpus, architecture, objects, nvcc, *absent = capsys.readouterr().out.split()
+    assert (num_gpus, architecture, nvcc, absent) == ("2", "-", "-", ["ninja", "no_such_module"])
+    assert objects.startswith("build/temp.") and objects.endswith(sys.implementation.cache_tag)
 
 
 def test_a_compiler_that_is_not_on_the_path_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
