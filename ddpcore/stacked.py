@@ -107,8 +107,8 @@ def copy_of(model: nn.Module) -> nn.Module:
         for tensor in _tensors_in(vars(module)):
             if torch._C._functorch.is_batchedtensor(tensor):
                 memo[id(tensor)] = torch.empty(0)
-            elif not tensor.is_leaf:
-                memo[id(tensor)] = tensor.detach().clone()
+            elif not isinstance(tensor, nn.Parameter):  # of a view that was changed since, autograd tells nothing more
+                memo[id(tensor)] = tensor.data.clone()
     return copy.deepcopy(model, memo)
 
 

@@ -68,7 +68,9 @@ def test_terminal() -> None:
     assert "not run (no finished run of none)" in text
 
 
-@pytest.mark.parametrize(("scale", "says"), [("smoke", "nothing of the study"), ("cpu", "shortened"), ("full", None)])
+@pytest.mark.parametrize(
+    ("scale", "says"), [("smoke", "nothing of the study"), ("cpu", "is shorter where"), ("full", None)]
+)
 def test_shortened_runs_say_so(scale: str, says: str | None) -> None:
     for text in (printed(scale), markdown([comparison(scale)])):
         assert ("the scale" in text) == (says is not None)
