@@ -164,3 +164,7 @@ def test_hosts_of_learners_in_one_process(tiny: Path, tmp_path: Path) -> None:
         check_data(plan, Datasets())
     plan = make_plan(study.load(str(tiny)), Folder(tmp_path), rows=["ssgd"], world_size=2)
     check_data(plan, Datasets())
+    tiny.write_text(tiny.read_text().replace('transport = "pg", strategy = "ssgd"', 'strategy = "ddp"'))
+    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), rows=["ssgd"])
+    with pytest.raises(ValueError, match="row ssgd: hosts is 2: learners of one process have none"):
+        check_data(plan, Datasets())
