@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ddpcore import ops
 from ddpcore.comm.base import Communicator
+from ddpcore.dtypes import KERNEL_DTYPES
 from ddpcore.flat import FlatParameters
-from ddpcore.optim.batch import KERNEL_DTYPES
 
 
 @dataclass

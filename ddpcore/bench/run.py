@@ -78,7 +78,7 @@ def run_rank(world: World, plan: Plan) -> None:
     dataset = build_dataset(plan, first=False).to(plan.device)
     real = plan.choice.backend != "virtual"
     meter = GpuMeter() if plan.device == "cuda" else None
-    hidden = {compute_of(name): None for name in plan.strategies if real and name != strategies.Single.name}
+    hidden = dict.fromkeys(compute_of(name) for name in plan.strategies if real and name != strategies.Single.name)
     field = [_build(name, plan, world, dataset, meter) for name in (*plan.strategies, *hidden)]
     torch.manual_seed(plan.config.seed + 1 + world.rank)  # the models are made: dropout differs from rank to rank
     console = Console(stderr=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ddpcore.comm.sums import sum_dtype
+from ddpcore.dtypes import wide
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
@@ -165,8 +165,8 @@ def average_bytes(row: Tensor, num_learners: int) -> int:
 
 
 def sum_bytes(row: Tensor, num_learners: int) -> int:
-    """Bytes that each of n learners sends in an all-reduce of a row, which carries :func:`sum_dtype`."""
-    return all_reduce_bytes(row.numel() * sum_dtype(row.dtype).itemsize, num_learners)
+    """Bytes that each of n learners sends in an all-reduce of a row, which carries the wider dtype."""
+    return all_reduce_bytes(row.numel() * wide(row.dtype).itemsize, num_learners)
 
 
 def all_reduce_bytes(num_bytes: int, num_learners: int) -> int:

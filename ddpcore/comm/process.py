@@ -24,7 +24,8 @@ from ddpcore.comm.base import (
     size_of,
     sum_bytes,
 )
-from ddpcore.comm.sums import sum_dtype, sum_of
+from ddpcore.comm.sums import sum_of
+from ddpcore.dtypes import wide
 from ddpcore.ops import Mixture
 from ddpcore.topology import Round, Topology
 
@@ -108,7 +109,7 @@ class ProcessGroupCommunicator(Communicator):
                 work = dist.all_gather(list(everyone), row, group=self.group, async_op=True)
             return _SumOfAll(work, call, row, everyone)
         self.bytes_sent += sum_bytes(row, self.num_learners)
-        total = row.to(sum_dtype(row.dtype))  # the row itself but for 16 bits
+        total = row.to(wide(row.dtype))  # the row itself but for 16 bits
         with call:
             work = dist.all_reduce(total, group=self.group, async_op=True)
         return _Average(work, call, row, total, self.num_learners)

@@ -8,19 +8,15 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
+from ddpcore.dtypes import wide
 
 CHUNK = 2**15  # elements that are added at a time, so that a sum stays in cache until it is written
 _ALIGNMENT = 64  # elements: shares of two ranks do not meet in a cache line
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which rows are added: 8 or 11 bits of a sum of many learners would leave nothing of what each adds."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum, added in ascending order, in :func:`sum_dtype`."""
-    total = rows[0].to(sum_dtype(rows[0].dtype), copy=True)
+    """The sum, added in ascending order, in :func:`~ddpcore.dtypes.wide`."""
+    total = rows[0].to(wide(rows[0].dtype), copy=True)
     for row in rows[1:]:
         total += row
     return total
@@ -48,7 +44,7 @@ def average_share_(columns: Sequence[Tensor], rank: int) -> None:
     begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
     for first in range(begin, end, CHUNK):
         pieces = [row[first : min(first + CHUNK, end)] for row in columns]
-        total = pieces[0].to(sum_dtype(pieces[0].dtype))  # the first row itself but for 16 bits
+        total = pieces[0].to(wide(pieces[0].dtype))  # the first row itself but for 16 bits
         for other in pieces[1:]:
             total += other
         total.div_(num_rows)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddpcore import ops
+from ddpcore.dtypes import KERNEL_DTYPES
 from ddpcore.learner import Learner
 from ddpcore.ops import reference
-from ddpcore.optim.batch import KERNEL_DTYPES
 
 Loss = Callable[[], Tensor | Iterator[Tensor]]
 """Computes a loss anew with the model as it stands: the sum over the learners held here of their mean losses.

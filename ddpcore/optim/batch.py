@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
+from ddpcore.dtypes import KERNEL_DTYPES
 from ddpcore.ops import reference
 
 Group = dict[str, Any]
 State = dict[str, Any]
-
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -57,11 +56,6 @@ class Plan:
     params: list[Tensor]
     known: tuple[list[Any], ...]  # what it takes for granted
     batches: list[Batch]
-
-
-def wide_dtype(param: Tensor) -> torch.dtype:
-    """Of a state that keeps more bits than a 16-bit parameter."""
-    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
 
 def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any, Any, Any, float]) -> dict[str, Any]:

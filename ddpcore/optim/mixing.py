@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
+from ddpcore.dtypes import KERNEL_DTYPES
 from ddpcore.flat import FlatParameters, Segment
 from ddpcore.ops import Mixture
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.batch import KERNEL_DTYPES, Group
+from ddpcore.optim.batch import Group
 
 LARGE = 2**16  # elements of a gradient from which a step of its own is cheaper than to copy it into grad_LP first
 

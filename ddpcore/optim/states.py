@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ddpcore.optim.batch import Group, State, wide_dtype
+from ddpcore.dtypes import is_narrow, wide
+from ddpcore.optim.batch import Group, State
 
 
 class Stateful(Protocol):
@@ -21,14 +22,9 @@ class Stateful(Protocol):
         """Names of the buffers that each parameter of the group has."""
 
 
-def is_narrow(param: Tensor) -> bool:
-    """Whether it is of 16 bits."""
-    return param.dtype in (torch.bfloat16, torch.float16)
-
-
 def has_master(group: Group, param: Tensor) -> bool:
     """Whether the group keeps fp32 weights behind this parameter."""
-    return bool(group["master_weights"]) and is_narrow(param)
+    return bool(group["master_weights"]) and is_narrow(param.dtype)
 
 
 def begin(optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
@@ -39,14 +35,14 @@ def begin(optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[to
     state = optimizer.state[param]
     if has_master(group, param) and "master" not in state:
         state["master"] = param.detach().to(torch.float32, copy=True)
-    elif "master" in state and not is_narrow(param):
+    elif "master" in state and not is_narrow(param.dtype):
         del state["master"]  # of a model that was of 16 bits: it is its own master now
     if not names:
         return
     missing = [name for name in names if state.get(name) is None]
     for name in names:
-        wide = name in optimizer.float_states or "master" in state
-        dtype = wide_dtype(param) if wide else param.dtype
+        keeps_more = name in optimizer.float_states or "master" in state
+        dtype = wide(param.dtype) if keeps_more else param.dtype
         if name in missing:
             state[name] = torch.zeros_like(param, dtype=dtype)
         elif state[name].dtype != dtype:  # the parameter has become of another, or got a master
@@ -82,8 +78,8 @@ def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any
         all_wide = "master" in given or has_master(group, param)
         for name, value in given.items():
             if name != "step" and isinstance(value, Tensor) and (all_wide or name in optimizer.float_states):
-                state[name] = value.to(device=param.device, dtype=wide_dtype(param), copy=True)
-        if not is_narrow(param):
+                state[name] = value.to(device=param.device, dtype=wide(param.dtype), copy=True)
+        if not is_narrow(param.dtype):
             state.pop("master", None)
         if "step" in given:
             key = (index, param.device, float(given["step"]))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
+from ddpcore.dtypes import KERNEL_DTYPES
 from ddpcore.learner import Learner
-from ddpcore.optim.batch import KERNEL_DTYPES
 from ddpcore.topology import Topology
 
 FOREVER = 2**62  # a step that is not reached

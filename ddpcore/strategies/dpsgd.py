@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddpcore.comm.base import Decode, Exchange
 from ddpcore.compression import Codec, Published
+from ddpcore.dtypes import is_narrow
 from ddpcore.learner import Learner
 from ddpcore.optim import MixingOptimizer
 from ddpcore.strategies.base import Strategy, check_mixable
@@ -146,7 +147,7 @@ class DPSGD(Strategy):
 
     def _combine(self, learner: Learner, step: int) -> None:
         """At once."""
-        if self._published is None and not _is_narrow(learner.flat.param_LP):
+        if self._published is None and not is_narrow(learner.flat.param_LP.dtype):
             learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         else:
             self._start(learner, step)
@@ -162,7 +163,7 @@ class DPSGD(Strategy):
             rows = published = weights_LP.clone()
         else:
             self._versions = [parameter._version for parameter in learner.flat.parameters]
-        is_lent = published is None and self.order == ORDERS[0] and not _is_narrow(weights_LP)
+        is_lent = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
         exchange = (learner.comm.lend if is_lent else learner.comm.exchange)(rows, self.topology, step)
         self._under_way.append(_Pending(exchange, rows, published))
 
@@ -184,7 +185,7 @@ class DPSGD(Strategy):
         decode = None if self._published is None else partial(self._published.decode, like_LP=weights_LP)
         factor = 0.5 if self.staleness else 1.0
         factor *= 1.0 if self.compression is None else self.compression.consensus_step
-        if _is_narrow(weights_LP):
+        if is_narrow(weights_LP.dtype):
             self._correct_narrow(exchange, weights_LP, weights_LP if published is None else published, factor, decode)
             return
         mixture = exchange.mixture() if published is None else exchange.correction(published, factor, decode)
@@ -234,7 +235,3 @@ class DPSGD(Strategy):
             rows = sent.clone()
             exchange = learner.comm.exchange(rows, self.topology, learner.step - 1)
             self._under_way.append(_Pending(exchange, rows, published.clone()))
-
-
-def _is_narrow(weights_LP: Tensor) -> bool:
-    return weights_LP.dtype in (torch.bfloat16, torch.float16)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ddpcore.dtypes import is_narrow
 from ddpcore.learner import Learner
 from ddpcore.strategies.base import Strategy, check_mixable
 from ddpcore.topology import Topology
@@ -41,7 +42,7 @@ class PushSum(Strategy):
         """Check P against the number of learners, and the dtype."""
         check_mixable(self.name, dtype)
         self.topology.validate(num_learners, push_sum=True)
-        if dtype in (torch.bfloat16, torch.float16):
+        if is_narrow(dtype):
             raise ValueError("push_sum: quotients lose too much in 16 bits: keep parameters in float32, use autocast")
         self._push_weights = torch.ones(num_learners, dtype=torch.float64)
 

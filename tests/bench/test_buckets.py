@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ddpcore import launch, models
 from ddpcore.bench import __main__ as bench
@@ -123,27 +123,9 @@ REFUSED = [
 ]
 
 
-@pytest.fixture
-def no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "run", lambda *args, **more: pytest.fail("a command that cannot run was started"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(plot, "Figure", object)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_refused(line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on standard error, exit code 2, nothing written, nothing started."""
-    assert bench.main(["buckets", *line.split()]) == 2
-    out, errors = capsys.readouterr()
-    assert not out
-    assert errors.count("\n") == 1
-    assert errors.startswith("ddpcore.bench buckets: ")
-    assert says in errors
-    assert not list(tmp_path.iterdir())
+def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> None:
+    refused(f"buckets {line}", says)
 
 
 @pytest.mark.usefixtures("no_launch")

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ddpcore.bench import __main__ as bench
 
@@ -171,30 +170,9 @@ REFUSED = [
 ]
 
 
-@pytest.fixture
-def no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In an empty folder, without a GPU, where starting anything is an error."""
-
-    def refuse(*args: Any, **more: Any) -> None:
-        raise AssertionError("a command that cannot run was started")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench.launch, "run", refuse)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_refused(line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on standard error, exit code 2, nothing written, nothing started."""
-    argv = line.split() if "--json" in line else [*line.split(), "--json", "out.json"]
-    assert bench.main(argv) == 2
-    out, errors = capsys.readouterr()
-    assert not out
-    check_refusal(errors, says)
-    assert not list(tmp_path.iterdir())
+def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> None:
+    refused(line if "--json" in line else f"{line} --json out.json", says)
 
 
 @pytest.mark.usefixtures("no_launch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,19 +119,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_refused(
-    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line on standard error, exit code 2, nothing measured."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(optim, "measure", lambda config: pytest.fail("it was started"))
-    assert bench.main(line.split()) == 2
-    out, errors = capsys.readouterr()
-    assert not out
-    assert errors.count("\n") == 1
-    assert errors.startswith("ddpcore.bench" + (" optim: " if line.startswith("optim ") else ": "))
-    assert says in errors
+def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> None:
+    refused(line, says)
 
 
 def test_too_little_memory_is_said_before_it_is_used(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,17 +31,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_refused(
-    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "run", lambda *args, **more: pytest.fail("a command that cannot run was started"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert bench.main(line.split()) == 2
-    out, errors = capsys.readouterr()
-    assert not out
-    assert errors.count("\n") == 1 and errors.startswith("ddpcore.bench: ")
-    assert says in errors
+def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> None:
+    refused(line, says)
 
 
 def test_one_number_may_stand_for_a_list_of_one() -> None:

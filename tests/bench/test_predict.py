@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from ddpcore import launch
-from ddpcore.bench import __main__ as bench
 from ddpcore.bench.predict import PredictConfig, predict
 from ddpcore.bench.step_model import Compute, Machine, Transfer
 
@@ -71,19 +69,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_refused(
-    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "run", lambda *args, **more: pytest.fail("a command that cannot run was started"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert bench.main(["predict", *line.split()]) == 2
-    out, errors = capsys.readouterr()
-    assert not out
-    assert errors.count("\n") == 1
-    assert errors.startswith("ddpcore.bench predict: ")
-    assert says in errors
-    assert not list(tmp_path.iterdir())
+def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> None:
+    refused(f"predict {line}", says)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

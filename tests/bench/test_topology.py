@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +77,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_refused(
-    line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line on standard error, exit code 2, nothing written."""
-    monkeypatch.chdir(tmp_path)
-    assert bench.main(line.split()) == 2
-    out, errors = capsys.readouterr()
-    assert not out
-    assert errors.count("\n") == 1
-    assert errors.startswith("ddpcore.bench")
-    assert says in errors
-    assert not list(tmp_path.iterdir())
+def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> None:
+    refused(line, says)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
