@@ -1,7 +1,8 @@
 """Builds the two compiled parts: ddpcore._C (host-side plans, pybind11) and ddpcore/_ops.so (the operator library).
 
 DDPCORE_CUDA=0|1 overrides the choice whether the CUDA kernels are built; by default they are where a CUDA toolkit and a
-CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and holds here too.
+CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and holds here too; without it
+they are compiled for the GPUs of this machine, or for all where there is none.
 """
 
 import importlib.util
@@ -38,6 +39,7 @@ CXX_FLAGS = [
     f"-ffile-prefix-map={Path.cwd()}/=",  # error messages name the file, not the machine that compiled it
     STABLE_ABI,
 ]
+EVERY_ARCHITECTURE = "7.5;8.0;9.0+PTX"  # newer ones compile the PTX when they load it
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", STABLE_ABI]
 
 
@@ -56,6 +58,12 @@ def builds_cuda():
     if wish == "1" and torch.version.cuda is None:
         fail(f"DDPCORE_CUDA=1 but torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
     return wish == "1" or (wish == "" and toolkit and torch.version.cuda is not None)
+
+
+def choose_architectures():
+    """torch compiles for the GPUs that it sees; a machine without one, where images are made, builds for all."""
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and torch.cuda.device_count() == 0:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = EVERY_ARCHITECTURE
 
 
 def sources(*patterns):
@@ -78,6 +86,7 @@ def extensions():
     cuda = builds_cuda()
     files = sources("bindings/cpu.cpp", "cpu/*.cpp")
     if cuda:
+        choose_architectures()
         files += sources("bindings/cuda.cpp", "cuda/*.cu")
     extension = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     operators = extension(

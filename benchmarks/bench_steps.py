@@ -62,7 +62,11 @@ def captured(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(_step: Step = step) -> None:  # keeps model and inputs: the graph reads them where they lie
+        graph.replay()
+
+    return replay
 
 
 def torch_sgd(parameters: Any, **rule: Any) -> torch.optim.Optimizer:

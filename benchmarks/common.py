@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ddpcore.bench.timing import copying, interleaved
+from ddpcore.flat import ALIGNMENT
 from ddpcore.machine import machine
 from ddpcore.metrics import quantiles
 
@@ -48,9 +49,13 @@ def randn(numel: int, options: argparse.Namespace, *leading: int) -> torch.Tenso
 
 
 def pieces(numel: int, options: argparse.Namespace) -> list[torch.Tensor]:
-    """Views of one buffer of at least ``numel`` elements, every second one 63 times its neighbour."""
-    pair = max(2, -(-numel * 2 // NUM_TENSORS))
-    sizes = [max(1, pair // 64), pair - max(1, pair // 64)] * (NUM_TENSORS // 2)
+    """Views of one buffer of at least ``numel`` elements, every second one some 63 times its neighbour.
+
+    They begin where vectors do, as the parameters of a model and of a flat buffer.
+    """
+    pair = -(-numel * 2 // NUM_TENSORS)
+    sizes = [max(1, -(-part // ALIGNMENT)) * ALIGNMENT for part in (pair // 64, pair - pair // 64)]
+    sizes *= NUM_TENSORS // 2
     return list(randn(sum(sizes), options).split(sizes))
 
 
@@ -62,7 +67,8 @@ def itemsize(options: argparse.Namespace) -> int:
 def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, Any]:
     """One row: times of both, bandwidth of ours, of a copy of as many bytes, and the median of the pairwise ratios."""
     copy_once, copied = copying(case.num_bytes, options.device)
-    ours, baseline, copy = interleaved([case.ours, case.baseline, copy_once], options.device, options.repeats)
+    functions = [case.ours, case.baseline, copy_once]
+    ours, baseline, copy = interleaved(functions, options.device, options.repeats, queued=True)
     ratios = [left / right for left, right in zip(ours, baseline, strict=True)]
     bandwidth = case.num_bytes / statistics.median(ours) / 1e9
     copy_bandwidth = copied / statistics.median(copy) / 1e9
@@ -145,13 +151,14 @@ def main(description: str | None, cases: list[MakeCase]) -> None:
     options = parse(description)
     torch.manual_seed(0)
     where, rows = {**machine(options.device), "threads": torch.get_num_threads()}, []
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     for make_case in cases:
         for dtype, numel in product(options.dtypes, options.numel):
             options.dtype = dtype
             rows.append({**measure(make_case(numel, options), numel, options), **where})
+            if options.json is not None:  # at once: a run that is cut keeps what it has measured
+                with options.json.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
     title = f"{where['device']}, {where['threads']} threads, torch {where['torch']}, commit {where['commit']}"
     Console(width=160).print(table_of(rows, title))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        with options.json.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)

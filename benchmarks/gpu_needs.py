@@ -17,7 +17,7 @@ from pathlib import Path
 
 ALWAYS = ("torch", "numpy", "scipy", "rich", "safetensors")
 TO_BUILD = ("setuptools", "pybind11")
-TO_TEST = ("pytest", "hypothesis", "networkx")
+TO_TEST = ("pytest", "xdist", "hypothesis", "networkx")
 
 
 def absent(modules: Iterable[str]) -> list[str]:

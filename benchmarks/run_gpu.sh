@@ -57,9 +57,10 @@ note() {
 # step NAME SECONDS COMMAND...: run it for at most its share of the time, SECONDS of 580, and as much again where the steps
 # before it left as much of theirs. So all limits together are the time for all, and what comes first waits for nothing.
 step() {
-    local name=$1 share=$(($2 * total / 580)) start=$SECONDS rc
+    local name=$1 share=$(($2 * total / 580)) start=$SECONDS ending=TERM rc
     shift 2
     planned=$((planned + share))
+    [ "$name" != pytest ] || ending=INT  # at which it says what has failed so far
     local limit=$((planned - SECONDS))
     [ "$limit" -le $((2 * share)) ] || limit=$((2 * share))
     if [ "$limit" -lt 2 ]; then
@@ -67,7 +68,7 @@ step() {
         failed=1
         return 1
     fi
-    timeout --kill-after=5 "$limit" "$@" > "$out/logs/$name.log" 2>&1
+    timeout --signal="$ending" --kill-after=5 "$limit" "$@" > "$out/logs/$name.log" 2>&1
     rc=$?
     case $rc in
         0) note "$name" ok $((SECONDS - start)) "$limit" ;;
@@ -77,7 +78,11 @@ step() {
     return $rc
 }
 
-skip() { note "$1" skipped 0 0 "$2"; }
+# skip NAME WHY [SECONDS]: the share of a step that is not taken is left to those behind it.
+skip() {
+    planned=$((planned + ${3:-0} * total / 580))
+    note "$1" skipped 0 0 "$2"
+}
 
 wants() { [ -z "$only" ] || [ "$only" = "$1" ]; }
 
@@ -112,15 +117,18 @@ cpp_tests() {
         linked+=("$objects/${source%.*}.o")
     done
     if ! echo '#include <gtest/gtest.h>' | g++ -x c++ -E - > /dev/null 2>&1; then
-        skip cpp-tests "GoogleTest is not installed"
+        skip cpp-tests "GoogleTest is not installed" 70
     elif ! ls "${linked[@]}" > /dev/null 2>&1; then
-        skip cpp-tests "there are no objects in $objects: run the build first"
+        skip cpp-tests "there are no objects in $objects: run the build first" 70
     elif [ -z "$dry" ] && [ "$nvcc" = - ]; then
-        skip cpp-tests "nvcc is not installed"
+        skip cpp-tests "nvcc is not installed" 70
     else
-        # shellcheck disable=SC2086
-        step cpp-compile 50 $compiler -std=c++20 -O1 -I csrc $tests "${linked[@]}" -lgtest -lgtest_main \
-            -o build/cpp-tests && step cpp-tests 20 build/cpp-tests --gtest_brief=1
+        mkdir -p build/cpp-objects && rm -f build/cpp-objects/*
+        # shellcheck disable=SC2016
+        step cpp-compile 40 xargs -P 4 -I{} sh -c "$compiler"' -std=c++20 -O1 -I csrc -c {} -o build/cpp-objects/$(basename {}).o' \
+            < <(printf '%s\n' $tests) &&
+            step cpp-link 10 $compiler build/cpp-objects/*.o "${linked[@]}" -lgtest -lgtest_main -o build/cpp-tests &&
+            step cpp-tests 20 build/cpp-tests --gtest_brief=1
     fi
 }
 
@@ -135,10 +143,11 @@ left_out() {
 }
 
 tests() {
-    local chosen=(-m cuda --durations=10) file
+    local chosen=(-m cuda --durations=10 --tb=short --continue-on-collection-errors) file
     [ -z "$dry" ] || chosen=(-m "not cuda" tests/ops/test_norms.py)
+    [[ " $absent " = *" xdist "* ]] || chosen+=(-n 4 --dist loadfile)  # a file each at a time
     if [[ " $absent " = *" pytest "* ]]; then
-        skip pytest "pytest is not installed"
+        skip pytest "pytest is not installed" 110
     else
         [ -z "$absent" ] || for file in $(left_out); do chosen+=("--ignore=$file"); done
         step pytest 110 "$python" -m pytest -q -p no:cacheprovider "${chosen[@]}"
@@ -149,21 +158,26 @@ tests() {
 sanitizer() {
     local checker=compute-sanitizer filter
     if [ -n "$dry" ]; then
-        skip sanitizer "there are no memory checkers in a dry run"
+        skip sanitizer "there are no memory checkers in a dry run" 60
         return
     fi
     command -v $checker > /dev/null || checker=${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer
     if [ ! -x "$(command -v "$checker")" ]; then
-        skip sanitizer "compute-sanitizer is not installed"
+        skip sanitizer "compute-sanitizer is not installed" 60
         return
     fi
+    local option=--kernel-regex checkers=() # the name of it that older versions take
+    ! "$checker" --help 2> /dev/null | grep -q -e --kernel-name || option=--kernel-name
     for tool in memcheck racecheck synccheck initcheck; do
-        filter="--kernel-regex kns=ddpcore"
+        filter="$option kns=ddpcore"
         [ $tool != initcheck ] || filter=""  # which must see what other kernels write
         # shellcheck disable=SC2086
-        step "sanitizer-$tool" 20 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$checker" --tool $tool --error-exitcode 86 \
-            $filter "$python" benchmarks/small_cases.py --device cuda
-    done
+        step "sanitizer-$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$checker" --tool $tool --error-exitcode 86 \
+            $filter "$python" benchmarks/small_cases.py --device cuda &
+        checkers+=($!)
+    done  # side by side: most of their time is the host's
+    planned=$((planned + 60 * total / 580))
+    for tool in "${checkers[@]}"; do wait "$tool" || failed=1; done
 }
 
 # kernel NAME SECONDS ARGUMENTS...: a benchmark of common.py, whose rows the summary sets beside copies.
@@ -173,10 +187,12 @@ kernel() {
     step "$name" "$seconds" "$python" "benchmarks/${name%%-*}.py" --device $device "$@" --json "$out/kernels.jsonl"
 }
 
-# Sizes: elements of float32. 25 MB to 1 GB, and what the baseline's copies of 16 learners leave room for.
+# Sizes: elements of float32. 25 MB, which an L2 cache holds, to 1 GB, and what the baseline's copies of 16 learners leave
+# room for.
 bench() {
-    local all=(--dtype float32 bfloat16) noise=(--numel 6250000 250000000) noise16=(--numel 6250000 62500000)
-    local lists=(--models lenet5,resnet18,resnet50,bert-base,bert-large --seconds 1) quick=() numel=25000000 message=()
+    local all=(--dtype float32 bfloat16 --numel 6250000 25000000 250000000)
+    local noise=(--numel 6250000 250000000 --repeats 7) noise16=(--numel 6250000 62500000 --repeats 7)
+    local lists=(--models lenet5,resnet18,resnet50,bert-base,bert-large --seconds 1) quick=() numel=250000000 message=()
     if [ -n "$dry" ]; then
         all=(--numel 5000 --repeats 3) noise=("${all[@]}") noise16=("${all[@]}") numel=5000
         lists=(--models lenet5 --repeats 3 --seconds 0.1) quick=(--repeats 2 --batch-size 4)
@@ -186,10 +202,10 @@ bench() {
     local ranks=(--device $device --world-size "$num_gpus")
     step optim-float32 36 "$python" -m ddpcore.bench optim --device $device "${lists[@]}" --json "$out/optim-float32.json"
     for name in sgd lars lamb mix mix_sgd norms; do
-        kernel bench_$name 7 "${all[@]}"
+        kernel bench_$name 10 "${all[@]}"
     done
-    kernel bench_noise 8 --learners 2 "${noise[@]}"
-    kernel bench_noise-16 8 --learners 16 "${noise16[@]}"
+    kernel bench_noise 10 --learners 2 "${noise[@]}"
+    kernel bench_noise-16 10 --learners 16 "${noise16[@]}"
     step bench_steps 16 "$python" benchmarks/bench_steps.py "${training[@]}" "${quick[@]}"
     step bench_shm 12 "$python" benchmarks/bench_shm.py "${training[@]}" --numel $numel --repeats 5
     step bench_training 8 "$python" benchmarks/bench_training.py "${training[@]}" "${quick[@]}"
@@ -199,7 +215,7 @@ bench() {
         "${lists[@]}" --json "$out/optim-bfloat16.json"
     if [ "$num_gpus" -lt 2 ]; then
         for name in buckets predict comm; do
-            skip $name "ranks that share a GPU have no link to measure: bench_shm has their memory"
+            skip $name "ranks that share a GPU have no link to measure: bench_shm has their memory" 8
         done
     else
         for name in buckets predict; do
@@ -234,13 +250,14 @@ if [ -z "$dry" ] && command -v nvidia-smi > /dev/null; then
     trap '[ -z "$sampler" ] || kill "$sampler" 2> /dev/null' EXIT
 fi
 [ -z "$absent" ] || skip needs "not installed: $absent; what needs it is left out or slower"
+declare -A shares=([build]=140 [tests]=180 [sanitizer]=60 [bench]=0)  # all that comes before another stage
 for stage in build tests sanitizer bench; do
     if ! wants $stage; then
-        continue
+        planned=$((planned + shares[$stage] * total / 580))
     elif [ $stage = build ] || compiled; then
         $stage
     else
-        skip $stage "$unbuilt"
+        skip $stage "$unbuilt" "${shares[$stage]}"
         failed=1
     fi
 done

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpcore.comm import ipc
+
 GRACE_SECONDS = 1.0  # for reports of ranks that fail together, so that the first cause is the one shown
 KILL_SECONDS = 3.0  # between asking a rank to end and ending it
 
@@ -157,6 +159,7 @@ def _child(
     # and after a success threads of the process group that outlive it were seen to abort the process.
     sys.stdout.flush()
     sys.stderr.flush()
+    ipc.forget()
     os._exit(code)
 
 

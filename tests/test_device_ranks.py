@@ -79,7 +79,10 @@ def test_real_ranks_on_one_device(device: str, transport: str, case: Any, reques
 def test_one_rank(case: Any, device: str, request: pytest.FixtureRequest) -> None:
     """On a GPU over NCCL."""
     skip_without(device)
-    check(request.getfixturevalue("real")[0][device, "alone", tuple(case)], virtual(case), 0, device)
+    seen = request.getfixturevalue("real")[0][device, "alone", tuple(case)]
+    if isinstance(seen, Exception):
+        raise seen
+    check(seen, virtual(case), 0, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

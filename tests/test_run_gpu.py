@@ -193,8 +193,9 @@ def test_the_tests_are_linked_with_the_objects_of_this_interpreter(tmp_path: Pat
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
     assert steps_of(tmp_path / "out")["cpp-tests"][0] == "ok"
-    linked = {word for word in Path(f"{compiler}.log").read_text().split() if word.endswith(".o")}
-    assert linked == ours
+    compile, link = (line.split() for line in Path(f"{compiler}.log").read_text().splitlines())
+    assert "tests/cpp/test_cuda_kernels.cpp" in compile and "build/cpp-objects/test_cuda_kernels.cpp.o" in compile
+    assert {word for word in link if word.endswith(".o") and "cpp-objects" not in word} == ours
 
 
 # --- the steps ---------------------------------------------------------------------------------------------------
@@ -226,10 +227,17 @@ def test_what_finds_no_time_left_is_cut_and_listed(interpreter: Path, tmp_path: 
 def test_all_limits_together_are_less_than_ten_minutes() -> None:
     text = SCRIPT.read_text()
     shares = dict(re.findall(r'^ *(?:\[.*\] \|\| )?(?:step|kernel) "?([\w$-]+)"? (\d+) ', text, re.MULTILINE))
-    shares |= dict(re.findall(r"&& step ([\w-]+) (\d+) ", text))
-    assert {"build", "pytest", "cpp-compile", "cpp-tests", "sanitizer-$tool", "bench_$name", "comm"} <= set(shares)
-    times = {"sanitizer-$tool": 4, "bench_$name": 6, "$name": 2}  # in loops
+    assert {"build", "pytest", "cpp-compile", "cpp-link", "cpp-tests", "sanitizer-$tool", "bench_$name", "comm"} <= set(
+        shares
+    )
+    times = {"bench_$name": 6, "$name": 2}  # in loops; the sanitizers' share is that of one, they run side by side
     total = sum(times.get(name, 1) * int(seconds) for name, seconds in shares.items())
+    stages = dict(re.findall(r"\[(\w+)\]=(\d+)", text))
+    assert {name: int(seconds) for name, seconds in stages.items()} == {
+        "build": int(shares["build"]),
+        "tests": sum(int(shares[name]) for name in ("pytest", "cpp-compile", "cpp-link", "cpp-tests")),
+        "sanitizer": int(shares["sanitizer-$tool"]), "bench": 0,
+    }  # fmt: skip
     assert 500 < total <= int(re.search(r"RUN_SECONDS:-(\d+)", text)[1]) < 600
 
 
@@ -250,6 +258,41 @@ def test_every_bench_takes_the_words_that_it_is_given(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "out").glob("*.json")}
     assert names == {f"{name}.json" for name in ("optim-float32", "stats", "buckets", "predict", "comm")}
     assert len(summarize.rows_of(tmp_path / "out")) > len(commands)
+
+
+def test_memory_checkers_run_side_by_side(tmp_path: Path) -> None:
+    """Each is a step of its own, one that finds something fails, and the option has the name that the version knows."""
+    (tmp_path / "bin").mkdir()
+    checker = script(
+        tmp_path / "bin" / "compute-sanitizer",
+        'case "$*" in',
+        "--help) echo --kernel-name ;;",
+        # each waits for the others to have begun
+        f"*) touch {tmp_path}/$2; while [ $(ls {tmp_path} | grep -c check) -lt 4 ]; do sleep 0.05; done ;;",
+        "esac",
+        '[ "$2" != racecheck ] || exit 86',
+    )
+    python = stand_in(tmp_path, needs="1 9.0 build/temp -")
+    path = f"{checker.parent}:{os.environ['PATH']}"
+    done = run([str(tmp_path / "out"), "--only", "sanitizer"], python, PATH=path)
+    assert done.returncode == 1, done.stdout
+    status = steps_of(tmp_path / "out")
+    assert {name: status[f"sanitizer-{name}"][0] for name in ("memcheck", "racecheck", "synccheck", "initcheck")} == {
+        "memcheck": "ok", "racecheck": "failed", "synccheck": "ok", "initcheck": "ok",
+    }  # fmt: skip
+    words = [line.split() for line in Path(f"{checker}.log").read_text().splitlines() if "--tool" in line]
+    assert {line[1]: "--kernel-name" in line for line in words} == {
+        "memcheck": True, "racecheck": True, "synccheck": True, "initcheck": False,
+    }  # fmt: skip
+
+
+def test_what_is_skipped_leaves_its_time_to_others(tmp_path: Path) -> None:
+    """Without GoogleTest and two GPUs the last steps may take what those would have."""
+    python = stand_in(tmp_path, needs="1 9.0 build/temp -")
+    assert run([str(tmp_path / "out"), "--only", "bench"], python).returncode == 0
+    text = (tmp_path / "out" / "steps.jsonl").read_text()
+    limits = {step["step"]: step["limit"] for step in map(json.loads, text.splitlines())}
+    assert limits["optim-float32"] == 72, "no more than twice its own, though the stages before it were not asked for"
 
 
 @pytest.mark.parametrize(("stage", "status"), [("build", "ok"), ("sanitizer", "skipped")])

@@ -86,18 +86,29 @@ def main(argv: Sequence[str]) -> int:
     _check_memory(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    result = to_json(measure(config))
-    print_optimizers(result)
-    if config.json is not None:
-        write_json(config.json, result)
+    print_optimizers(to_json(measure(config)))
     return 0
 
 
 def measure(config: OptimConfig) -> dict[str, Any]:
-    """What the JSON file holds: two rows a comparison and parameter list, one for each side."""
+    """What the JSON file holds: two rows a comparison and parameter list, one for each side.
+
+    It is written after each list: of a bench that is ended early, what was measured is there.
+    """
     torch.manual_seed(0)
     chosen, notes = _comparisons(config)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "environment": {
+            **machine(config.resolved_device),
+            "threads": torch.get_num_threads(),
+            "dtype": config.dtype,
+            "notes": notes,
+        },
+        "lists": [_about(name) for name in config.models],
+        "comparisons": [comparison.name for comparison in chosen],
+        "rows": rows,
+    }
     console = Console(stderr=True)
     with console.status("") if console.is_terminal else nullcontext() as status:
         for name in config.models:
@@ -110,18 +121,9 @@ def measure(config: OptimConfig) -> dict[str, Any]:
                             status.update(f"{name}: {comparison.name}")
                         rows += field.measure(comparison)
                 del field  # before the next one is allocated
-    environment = {
-        **machine(config.resolved_device),
-        "threads": torch.get_num_threads(),
-        "dtype": config.dtype,
-        "notes": notes,
-    }
-    return {
-        "environment": environment,
-        "lists": [_about(name) for name in config.models],
-        "comparisons": [comparison.name for comparison in chosen],
-        "rows": rows,
-    }
+            if config.json is not None:
+                write_json(config.json, result)
+    return result
 
 
 def _about(name: str) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class _Field:
         self._config = config
         self._about = _about(name)
         self._shapes = shapes.shapes(name)
-        self._noise = torch.randn(2**20)
+        self._noise = torch.randn(2**20).to(config.resolved_device, DTYPES[config.dtype])
         self._ours = OURS[optimizer]
         self._bytes = bytes_per_param(optimizer, DTYPES[config.dtype].itemsize)
         self._step = self._stepper(self._ours)
@@ -223,8 +225,7 @@ class _Field:
 
     def _numbers(self, shape: tuple[int, ...]) -> torch.Tensor:
         numel = math.prod(shape)
-        numbers = self._noise.repeat(-(-numel // len(self._noise)))[:numel].view(shape)
-        return numbers.to(self._config.resolved_device, DTYPES[self._config.dtype], copy=True)
+        return self._noise.repeat(-(-numel // len(self._noise)))[:numel].view(shape).clone()
 
 
 def _check_memory(config: OptimConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,10 @@ from torch import Tensor
 from ddpcore.comm.process import default_group
 from ddpcore.comm.segments import SegmentCommunicator
 from ddpcore.comm.shared_memory import TIMEOUT_SECONDS
+
+SHARED_MEMORY = Path("/dev/shm")
+COUNTER = 4  # the place of the counters' name in what torch says of memory that is shared
+_counters: set[str] = set()
 
 
 class CudaMemory:
@@ -28,7 +34,9 @@ class CudaMemory:
         """See :class:`~ddpcore.comm.memory.Memory`."""
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         _synchronize(self.device)  # the zeros are there before anybody opens them
-        return own, pickle.dumps(_share(own))
+        handle = _share(own)
+        _counters.add(os.fsdecode(handle[COUNTER]))
+        return own, pickle.dumps(handle)
 
     def open(self, pid: int, handle: bytes, num_bytes: int) -> Tensor:
         """See :class:`~ddpcore.comm.memory.Memory`. The handle names the memory wherever the other process runs."""
@@ -60,6 +68,15 @@ class CudaIpcCommunicator(SegmentCommunicator):
         super().__init__(
             group, CudaMemory(device), timeout, f"CUDA IPC on one host, {dist.get_world_size(group)} ranks"
         )
+
+
+def forget() -> None:
+    """Remove the files in which torch counts who has memory of this process open; for one that ends by ``os._exit``.
+
+    torch does so itself where a process ends in its own way, and takes a missing file for an error there.
+    """
+    while _counters:
+        (SHARED_MEMORY / _counters.pop().lstrip("/")).unlink(missing_ok=True)
 
 
 # The three calls of CUDA, apart so that tests can stand in for them.

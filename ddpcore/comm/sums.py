@@ -10,7 +10,7 @@ from torch import Tensor
 from ddpcore import ops
 from ddpcore.dtypes import wide
 
-CHUNK = 2**15  # elements that are added at a time, so that a sum stays in cache until it is written
+CHUNK = 2**15  # elements that a CPU adds at a time, so that a sum stays in cache until it is written
 _ALIGNMENT = 64  # elements: shares of two ranks do not meet in a cache line
 
 
@@ -22,6 +22,11 @@ def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
     return total
 
 
+def _chunk(row: Tensor) -> int:
+    """Elements of a row that are added at a time: on a GPU all, where each piece would be launches of its own."""
+    return CHUNK if row.device.type == "cpu" else max(1, len(row))
+
+
 @torch.no_grad()
 def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
     """Overwrite the lower or the upper half of both rows ``[P]`` with their mean; the partner does the other half.
@@ -31,7 +36,8 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
     """
     middle = own.numel() // 2 // _ALIGNMENT * _ALIGNMENT
     begin, end = (0, middle) if lower else (middle, own.numel())
-    for mine, theirs in zip(own[begin:end].split(CHUNK), partner[begin:end].split(CHUNK), strict=True):
+    chunk = _chunk(own)
+    for mine, theirs in zip(own[begin:end].split(chunk), partner[begin:end].split(chunk), strict=True):
         ops.mix_(mine, [theirs], 0.5, [0.5])
         theirs.copy_(mine)
 
@@ -42,8 +48,9 @@ def average_share_(columns: Sequence[Tensor], rank: int) -> None:
     num_rows, numel = len(columns), len(columns[0])
     bounds = [min(numel, -(-numel * share // num_rows // _ALIGNMENT) * _ALIGNMENT) for share in (rank, rank + 1)]
     begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
-    for first in range(begin, end, CHUNK):
-        pieces = [row[first : min(first + CHUNK, end)] for row in columns]
+    chunk = _chunk(columns[0])
+    for first in range(begin, end, chunk):
+        pieces = [row[first : min(first + chunk, end)] for row in columns]
         total = pieces[0].to(wide(pieces[0].dtype))  # the first row itself but for 16 bits
         for other in pieces[1:]:
             total += other

@@ -41,6 +41,25 @@ def test_time_ends_it(played: list[tuple[str, int]], repeats: int, seconds: floa
     assert len(timing.interleaved([lambda: "long"], "cpu", repeats, seconds)[0]) == taken
 
 
+@pytest.mark.parametrize(("device", "queued"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_calls_queue_up_behind_a_pause(device: str, queued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the warm-up, on a GPU, where it is asked for: longer than the launching takes, and never very long."""
+    pauses: list[float] = []
+    clock = [0.0]
+
+    def seconds_of(function: Callable[[], float], num_calls: int, device: str, *, pause: float = 0.0) -> float:
+        clock[0] += function() * num_calls
+        pauses.append(pause)
+        return 1e-3
+
+    monkeypatch.setattr(timing, "seconds_of", seconds_of)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    timing.interleaved([lambda: 1e-4, lambda: 1.0], device, 2, queued=queued)
+    assert pauses[:4] == [0.0] * 4
+    expected = [2 * 1e-4 * timing.PAUSE_RATIO, timing.LONGEST_PAUSE] if queued and device == "cuda" else [0.0, 0.0]
+    assert pauses[4:] == pytest.approx(expected * 2)
+
+
 def test_every_call_is_made() -> None:
     calls: list[int] = []
     assert timing.seconds_of(lambda: calls.append(1), 7, "cpu") >= 0

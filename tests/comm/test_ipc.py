@@ -18,11 +18,16 @@ ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 
 
-def test_what_is_done_before_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is waited for after the zeros and before each flag; a handle loses only the device it came from."""
+def test_what_is_done_before_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The stream is waited for after the zeros and before each flag; a handle loses only the device it came from.
+
+    A process that ends by ``os._exit`` leaves no file of torch's behind.
+    """
     calls: list[Any] = []
     monkeypatch.setattr(ipc, "_synchronize", lambda device: calls.append("synchronize"))
-    monkeypatch.setattr(ipc, "_share", lambda own: (7, b"handle", own.numel(), 64))
+    monkeypatch.setattr(ipc, "_share", lambda own: (7, b"handle", own.numel(), 64, b"/torch_counter"))
+    monkeypatch.setattr(ipc, "_counters", set())
+    monkeypatch.setattr(ipc, "SHARED_MEMORY", tmp_path)
 
     def fake_open(device: torch.device, *handle: object) -> torch.Tensor:
         calls.append((device, *handle))
@@ -35,9 +40,14 @@ def test_what_is_done_before_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.tolist() == [0] * 96
     assert calls == ["synchronize"]
     assert len(memory.open(1, handle, 96)) == 96
-    assert calls[1:] == [(device, b"handle", 96, 64)]
+    assert calls[1:] == [(device, b"handle", 96, 64, b"/torch_counter")]
     memory.publish()
     assert calls[2:] == ["synchronize"]
+    (tmp_path / "torch_counter").touch()
+    (tmp_path / "torch_of_another").touch()
+    ipc.forget()
+    assert [path.name for path in tmp_path.iterdir()] == ["torch_of_another"]
+    ipc.forget()  # once is enough
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
