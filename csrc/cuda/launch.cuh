@@ -46,8 +46,10 @@ cudaError_t launch_grid(
     config.attrs = &attribute;
     config.numAttrs = cooperative ? 1 : 0;
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-    const cudaError_t last = cudaGetLastError();  // takes the error away, so that no later call reports it again
-    return error != cudaSuccess ? error : last;
+    // Takes its own error away, so that no later call reports it again. What another library has left pending is not
+    // this launch's: to report it would tell of a failed step whose kernels run.
+    if (error != cudaSuccess) cudaGetLastError();
+    return error;
 }
 
 // For kernels whose CUDA blocks take blocks in turn (block += gridDim.x).

@@ -303,6 +303,13 @@ TEST(CudaOnCpu, LaunchesThatCudaRefusesAreRefused) {
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 
+TEST(CudaOnCpu, ALaunchReportsNoErrorOfOthersAndTakesNoneAway) {
+    const Array<int> out(1);
+    EXPECT_EQ(cudaSetDevice(1), cudaErrorInvalidValue);
+    EXPECT_EQ(launch_grid(store_kernel, 1, 1, 0, nullptr, false, out.data(), 0), cudaSuccess);
+    EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
+}
+
 // ---- graphs ----
 
 __global__ void add_kernel(int* out, int value) {
