@@ -37,6 +37,7 @@ struct Lamb {
     using Rule = LambRule;
     using Scales = LambScales;
     static constexpr int kWidth = kVector<float>;
+    static constexpr int kResident = 2;  // 128 registers: the shares of four tensors, and the divisions, spill in fewer
     static constexpr int64_t kBytesReadAgain = sizeof(T) + (Master ? sizeof(float) : 0) + 2 * sizeof(float);
 
     static __device__ __forceinline__ LambScales scales(const LambRule& rule, const StepGroup& group, float grad) {
@@ -52,49 +53,72 @@ struct Lamb {
         return lamb_step_size(group, trust);
     }
 
-    template <bool whole>
     static __device__ __forceinline__ NormPartials first(const Place& at, const LambScales& scales) {
         Weights<T, Master, kWidth> weights;
         Share<T, kWidth> grads;
         Share<float> exp_avgs, exp_avg_sqs;
-        read<whole, Again::kNo>(grads, at.grad, at.numel);
-        read<whole>(weights, at.param, at.master, at.numel);
-        read<whole>(exp_avgs, at.exp_avg, at.numel);
-        read<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        read<true, Again::kNo>(grads, at.grad, at.numel);
+        read(weights, at.param, at.master);
+        read<true>(exp_avgs, at.exp_avg, at.numel);
+        read<true>(exp_avg_sqs, at.exp_avg_sq, at.numel);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             lamb_moments(weights[i], load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);
         }
-        write<whole>(exp_avgs, at.exp_avg, at.numel);
-        write<whole>(exp_avg_sqs, at.exp_avg_sq, at.numel);
-        const int count = count_in<kWidth>(at.numel);
+        write<true>(exp_avgs, at.exp_avg, at.numel);
+        write<true>(exp_avg_sqs, at.exp_avg_sq, at.numel);
         NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];
             const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
-            if (!whole && i >= count) continue;  // the update there may be 0 / 0
             sums.weight += squared(weight);
             sums.update += squared(update);
         }
         return sums;
     }
 
-    template <bool whole>
+    static __device__ __forceinline__ NormPartials first_by_element(const Place& at, const LambScales& scales) {
+        const int count = count_in<kWidth>(at.numel);
+        NormPartials sums{};
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int element = place_of<kWidth>(i);
+            const float weight = read_weight<Master>(at.param, at.master, element);
+            float exp_avg = at.exp_avg[element], exp_avg_sq = at.exp_avg_sq[element];
+            lamb_moments(weight, load(at.grad[element]), exp_avg, exp_avg_sq, scales);
+            at.exp_avg[element] = exp_avg;
+            at.exp_avg_sq[element] = exp_avg_sq;
+            sums.weight += squared(weight);
+            sums.update += squared(lamb_update(weight, exp_avg, exp_avg_sq, scales));
+        }
+        return sums;
+    }
+
     static __device__ __forceinline__ void second(
         const Place& at, const LambRule&, const LambScales& scales, float step_size) {
         Weights<T, Master, kWidth> weights;
         Share<float> exp_avgs, exp_avg_sqs;
-        read<whole, Again::kNo>(exp_avgs, at.exp_avg, at.numel);
-        read<whole, Again::kNo>(exp_avg_sqs, at.exp_avg_sq, at.numel);
-        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
+        read<true, Again::kNo>(exp_avgs, at.exp_avg, at.numel);
+        read<true, Again::kNo>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        read<Again::kNo>(weights, at.param, at.master);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];
             const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
             weights.set(i, lamb_element(weight, update, step_size, scales.keep));
         }
-        write<whole, Again::kNo>(weights, at.param, at.master, at.numel);
+        write<Again::kNo>(weights, at.param, at.master);
+    }
+
+    static __device__ __forceinline__ void second_by_element(
+        const Place& at, const LambRule&, const LambScales& scales, float step_size) {
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x); i < at.numel; i += kThreads) {
+            const float weight = read_weight<Master>(at.param, at.master, i);
+            const float update = lamb_update(weight, at.exp_avg[i], at.exp_avg_sq[i], scales);
+            write_weight<Master>(lamb_element(weight, update, step_size, scales.keep), at.param, at.master, i);
+        }
     }
 };
 

@@ -20,6 +20,7 @@ struct Lars {
         SgdScales sgd;
         int flags;
     };
+    static constexpr int kResident = 3;  // 80 registers; with masters 24 bytes more, spilled
     static constexpr int64_t kBytesReadAgain = 2 * sizeof(T) + (Master ? sizeof(float) : 0);
 
     static __device__ __forceinline__ Scales scales(const Rule& rule, const StepGroup& group, float grad) {
@@ -33,12 +34,11 @@ struct Lars {
 
     static __device__ __forceinline__ double step_size(const StepGroup&, const Trust& trust) { return trust.ratio; }
 
-    template <bool whole>
     static __device__ __forceinline__ NormPartials first(const Place& at, const Scales&) {
         Weights<T, Master> weights;
         Share<T, Place::kWidth> grads;
-        read<whole>(grads, at.grad, at.numel);
-        read<whole>(weights, at.param, at.master, at.numel);
+        read<true>(grads, at.grad, at.numel);
+        read(weights, at.param, at.master);
         NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
@@ -48,19 +48,35 @@ struct Lars {
         return sums;
     }
 
-    template <bool whole>
+    static __device__ __forceinline__ NormPartials first_by_element(const Place& at, const Scales&) {
+        const int count = count_in<Place::kWidth>(at.numel);
+        NormPartials sums{};
+#pragma unroll 4
+        for (int i = 0; i < count; ++i) {
+            const int element = place_of<Place::kWidth>(i);
+            sums.weight += squared(read_weight<Master>(at.param, at.master, element));
+            sums.update += squared(load(at.grad[element]));
+        }
+        return sums;
+    }
+
     static __device__ __forceinline__ void second(
         const Place& at, const Rule& rule, const Scales& shared, double ratio) {
         Weights<T, Master> weights;
         Share<T, Place::kWidth> grads;
         Share<typename Place::Momentum, Place::kWidth> momenta;
-        read<whole, Again::kNo>(grads, at.grad, at.numel);
-        if (shared.flags & kMomentum) read<whole, Again::kNo>(momenta, at.momentum, at.numel);
-        read<whole, Again::kNo>(weights, at.param, at.master, at.numel);
+        read<true, Again::kNo>(grads, at.grad, at.numel);
+        if (shared.flags & kMomentum) read<true, Again::kNo>(momenta, at.momentum, at.numel);
+        read<Again::kNo>(weights, at.param, at.master);
         const SgdScales scales = lars_scales(shared.sgd, rule.lars.variant, ratio);
         sgd_share(weights, grads, momenta, scales, shared.flags);
-        write<whole, Again::kNo>(weights, at.param, at.master, at.numel);
-        if (shared.flags & kMomentum) write<whole, Again::kNo>(momenta, at.momentum, at.numel);
+        write<Again::kNo>(weights, at.param, at.master);
+        if (shared.flags & kMomentum) write<true, Again::kNo>(momenta, at.momentum, at.numel);
+    }
+
+    static __device__ __forceinline__ void second_by_element(
+        const Place& at, const Rule& rule, const Scales& shared, double ratio) {
+        sgd_by_element(at, lars_scales(shared.sgd, rule.lars.variant, ratio), shared.flags);
     }
 };
 

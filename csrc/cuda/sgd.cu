@@ -23,20 +23,27 @@ __device__ __forceinline__ void sgd_block(
     Weights<T, Master> weights;
     Share<T, Place::kWidth> grads;
     Share<typename Place::Momentum, Place::kWidth> momenta;
-    read<whole>(grads, at.grad, at.numel);
-    if (flags & kMomentum) read<whole>(momenta, at.momentum, at.numel);
-    read<whole>(weights, at.param, at.master, at.numel);
+    if constexpr (whole) {
+        read<true>(grads, at.grad, at.numel);
+        if (flags & kMomentum) read<true>(momenta, at.momentum, at.numel);
+        read(weights, at.param, at.master);
+    }
     if (threadIdx.x == 0) common = {sgd_scales(rule, group, grad_factor(scaling)), skips_step(scaling)};
     __syncthreads();
     const auto [scales, skip] = common;
     if (skip) return;
-    sgd_share(weights, grads, momenta, scales, flags);
-    write<whole>(weights, at.param, at.master, at.numel);
-    if (flags & kMomentum) write<whole>(momenta, at.momentum, at.numel);
+    if constexpr (whole) {
+        sgd_share(weights, grads, momenta, scales, flags);
+        write(weights, at.param, at.master);
+        if (flags & kMomentum) write<true>(momenta, at.momentum, at.numel);
+    } else {
+        sgd_by_element(at, scales, flags);
+    }
 }
 
+// At most 80 registers, so that a multiprocessor holds three CUDA blocks.
 template <typename T, bool Master, int capacity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     sgd_kernel(const __grid_constant__ StepTable<SgdSegment, capacity> table, const __grid_constant__ SgdRule rule) {
     __shared__ Common common[2];  // in turn, so that one barrier a block is enough
     const auto& list = table.list;

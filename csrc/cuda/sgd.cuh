@@ -41,4 +41,16 @@ __device__ __forceinline__ void sgd_share(
     }
 }
 
+// The step of a block that is incomplete or misaligned, from memory to memory.
+template <typename T, bool Master>
+__device__ __forceinline__ void sgd_by_element(const SgdPlace<T, Master>& at, const SgdScales& scales, int flags) {
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < at.numel; i += kThreads) {
+        const float weight = read_weight<Master>(at.param, at.master, i), grad = load(at.grad[i]);
+        float momentum = (flags & kMomentum) ? load(at.momentum[i]) : 0.0f;
+        write_weight<Master>(sgd_element(weight, grad, momentum, scales, flags), at.param, at.master, i);
+        if (flags & kMomentum) at.momentum[i] = store<typename SgdPlace<T, Master>::Momentum>(momentum);
+    }
+}
+
 }  // namespace ddpcore::cuda

@@ -5,7 +5,9 @@
 // Neighbouring threads hold neighbouring vectors, so a warp moves 512 bytes in a row with one instruction. A block that
 // is incomplete or not aligned to 16 bytes moves the same elements of the same share one by one. So an element belongs
 // to the same thread, at the same place of its share, either way, and a sum over the block has the same bits. That path
-// issues four to eight times the instructions; its accesses still fall into the same cache lines.
+// issues four to eight times the instructions; its accesses still fall into the same cache lines. Optimizers go through
+// such a block in a loop over single elements instead: unrolled, it took more registers than the path that most blocks
+// take, and a kernel has as many as its greediest path.
 //
 // Where 16-bit tensors have fp32 companions (masters, moments), vectors are 4 elements wide in all of them, 8 bytes in
 // the 16-bit ones: so a thread holds the same elements of each.
@@ -158,32 +160,47 @@ struct Weights {
     __device__ __forceinline__ void set(int i, float weight) { values[i] = store<Value>(weight); }
 };
 
-// Masters are settled here, so that the stored weights need no registers afterwards.
-template <bool whole, Again again = Again::kYes, typename T, bool Master, int width>
-__device__ __forceinline__ void read(
-    Weights<T, Master, width>& weights, const T* param, const float* master, int numel) {
+// Of a whole block. Masters are settled here, so that the stored weights need no registers afterwards.
+template <Again again = Again::kYes, typename T, bool Master, int width>
+__device__ __forceinline__ void read(Weights<T, Master, width>& weights, const T* param, const float* master) {
     if constexpr (Master) {
         Share<T, width> params;
-        read<whole, again>(params, param, numel);
-        read<whole, again>(weights.values, master, numel);
+        read<true, again>(params, param, kBlock);
+        read<true, again>(weights.values, master, kBlock);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) weights.values[i] = weight_of(params[i], weights.values[i]);
     } else {
-        read<whole, again>(weights.values, param, numel);
+        read<true, again>(weights.values, param, kBlock);
     }
 }
 
-template <bool whole, Again again = Again::kYes, typename T, bool Master, int width>
-__device__ __forceinline__ void write(const Weights<T, Master, width>& weights, T* param, float* master, int numel) {
+template <Again again = Again::kYes, typename T, bool Master, int width>
+__device__ __forceinline__ void write(const Weights<T, Master, width>& weights, T* param, float* master) {
     if constexpr (Master) {
         Share<T, width> params;
 #pragma unroll
         for (int i = 0; i < kShare; ++i) params[i] = store<T>(weights.values[i]);
-        write<whole, again>(params, param, numel);
-        write<whole, again>(weights.values, master, numel);
+        write<true, again>(params, param, kBlock);
+        write<true, again>(weights.values, master, kBlock);
     } else {
-        write<whole, again>(weights.values, param, numel);
+        write<true, again>(weights.values, param, kBlock);
     }
+}
+
+// The same for one element of any block.
+template <bool Master, typename T>
+__device__ __forceinline__ float read_weight(const T* param, const float* master, int element) {
+    if constexpr (Master) {
+        return weight_of(param[element], master[element]);
+    } else {
+        return load(param[element]);
+    }
+}
+
+template <bool Master, typename T>
+__device__ __forceinline__ void write_weight(float weight, T* param, float* master, int element) {
+    param[element] = store<T>(weight);
+    if constexpr (Master) master[element] = weight;
 }
 
 // Whether 128-bit accesses may start here. A block starts a multiple of 16 bytes after its tensor, so it is enough to

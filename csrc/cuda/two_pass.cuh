@@ -105,9 +105,9 @@ class TwoPasses {
             for (; block >= first_block; block -= static_cast<int>(gridDim.x)) {
                 const typename Optimizer::Place at(segment, (block - first_block) * kBlock);
                 if (at.whole) {
-                    Optimizer::template second<true>(at, rule_, scales_of(segment), step_size);
+                    Optimizer::second(at, rule_, scales_of(segment), step_size);
                 } else {
-                    Optimizer::template second<false>(at, rule_, scales_of(segment), step_size);
+                    Optimizer::second_by_element(at, rule_, scales_of(segment), step_size);
                 }
             }
         }
@@ -125,8 +125,8 @@ class TwoPasses {
             for (; block < first_block + num_blocks; block += static_cast<int>(gridDim.x), ++done) {
                 const typename Optimizer::Place at(segment, (block - first_block) * kBlock);
                 total = block_sum_(
-                    at.whole ? Optimizer::template first<true>(at, scales_of(segment))
-                             : Optimizer::template first<false>(at, scales_of(segment)));
+                    at.whole ? Optimizer::first(at, scales_of(segment))
+                             : Optimizer::first_by_element(at, scales_of(segment)));
                 if (threadIdx.x == 0) batches_.partials[block] = total;
             }
             if (num_blocks == 1) {
@@ -182,9 +182,9 @@ class TwoPasses {
     BlockSum<kThreads, NormPartials> block_sum_;
 };
 
-// At most 128 registers, so that a multiprocessor holds two CUDA blocks: one loads while the other computes.
+// Few enough registers for Optimizer::kResident CUDA blocks on a multiprocessor: one loads while another computes.
 template <typename Optimizer, int capacity>
-__global__ void __launch_bounds__(kThreads, 2) two_pass_kernel(
+__global__ void __launch_bounds__(kThreads, Optimizer::kResident) two_pass_kernel(
     const __grid_constant__ StepTable<typename Optimizer::Segment, capacity> table,
     const __grid_constant__ Batches<capacity> batches, const __grid_constant__ typename Optimizer::Rule rule) {
     if (skips_step(table.scaling)) return;  // all threads of the grid do
