@@ -68,13 +68,12 @@ __device__ __forceinline__ void add_noise(float (&mixed)[kShare], const Noise& n
 
 // weights <- the mix, rounded to the storage type; writes the block's row of partial sums. One peer at a time: to load
 // the next one ahead would take 16 more registers in fp32 and leave a multiprocessor one block of threads instead of
-// two.
+// two. The first peer is an exception: it is asked for before anything is made of the weights, so that both are on
+// their way together.
 template <bool whole, typename T, int capacity>
 __device__ __forceinline__ void mix_share(
     Share<T>& weights, const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {
     float mixed[kShare];
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) mixed[i] = table.self_weight * load(weights[i]);
 #pragma unroll 1
     for (int k = 0; k < table.num_peers; ++k) {
         Share<T> peer;
@@ -83,11 +82,16 @@ __device__ __forceinline__ void mix_share(
         double sum = 0.0;
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
-            sum += squared(load(weights[i]) - load(peer[i]));
-            mixed[i] = mix_element(mixed[i], peer_weight, load(peer[i]));
+            const float weight = load(weights[i]), before = k == 0 ? table.self_weight * weight : mixed[i];
+            sum += squared(weight - load(peer[i]));
+            mixed[i] = mix_element(before, peer_weight, load(peer[i]));
         }
         const double total = block_sum(sum);
         if (threadIdx.x == 0) table.partials[place.block * table.num_peers + k] = total;
+    }
+    if (table.num_peers == 0) {
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) mixed[i] = table.self_weight * load(weights[i]);
     }
     if (table.noise.std != 0.0f) add_noise<T>(mixed, table.noise, place.first);
 #pragma unroll

@@ -157,6 +157,8 @@ MUTATIONS = [
              "i < at.numel; i +=", "i <= at.numel; i +=", "optimizers:EverySettingSizeAndAlignment"),
     Mutation("tail guard of LAMB, one off", "lamb.cu",
              "i < at.numel; i +=", "i <= at.numel; i +=", "optimizers:EverySettingSizeAndAlignment"),
+    Mutation("every peer begins the mix anew", "mix.cuh", "k == 0 ? table.self", "k >= 0 ? table.self", "kernels:Mix"),
+    Mutation("no peer, no mix", "mix.cuh", "if (table.num_peers == 0) {", "if (table.num_peers < 0) {", "kernels:Mix"),
     Mutation("noise of every block from the first element", "mix.cuh",
              "noise.first + first + place_of", "noise.first + place_of", "kernels:Noise"),
     Mutation("noise within one four alone", "mix.cuh",
