@@ -27,8 +27,16 @@ __device__ __forceinline__ void mix_sgd_block(
     read<whole>(weights.values, static_cast<const T*>(table.source) + place.first, place.numel);
     read<whole>(grads, static_cast<const T*>(sgd.grad) + place.first, place.numel);
     if (flags & kMomentum) read<whole>(momenta, static_cast<const T*>(momentum), place.numel);
+    // Learning rate and step are read before the barriers of the mix, while the elements are on their way, and looked
+    // at after them, so that the peers' loads wait for neither.
+    StepGroup group = sgd.group;
+    float step = 1.0f;
+    if (group.step != nullptr) step = *group.step;
+    group.lr = lr_of(group);
+    group.device_lr = nullptr;
+    group.step = &step;
     mix_share<whole>(weights.values, table, place, block_sum);
-    sgd_share(weights, grads, momenta, sgd_scales(sgd.rule, sgd.group, sgd.grad_factor), flags);
+    sgd_share(weights, grads, momenta, sgd_scales(sgd.rule, group, sgd.grad_factor), flags);
     write<whole>(weights.values, weight, place.numel);
     if (flags & kMomentum) write<whole>(momenta, momentum, place.numel);
 }
