@@ -7,7 +7,9 @@ namespace ddpcore::cuda {
 
 namespace {
 
-inline constexpr int kTile = 4;  // rows whose shares a thread holds at a time
+// Rows whose shares a thread holds at a time. With three or more, one CUDA block fills a multiprocessor.
+inline constexpr int kTile = 2;
+inline constexpr int kPairs = kTile * (kTile + 1) / 2;
 inline constexpr int kFewRows = 8;
 
 template <int capacity, int max_rows>
@@ -33,21 +35,37 @@ __device__ __forceinline__ void read_row(
     for (int i = 0; i < kShare; ++i) values[i] -= load(share[i]);
 }
 
-__device__ __forceinline__ double product(const float (&left)[kShare], const float (&right)[kShare]) {
-    double sum = 0.0;
+// The products of a tile's rows with each other, in the order of pair_of: each element becomes a double once, and the
+// sums stay in registers.
+__device__ __forceinline__ void products_of_tile(double (&sums)[kPairs], const float (&own)[kTile][kShare]) {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) sum += static_cast<double>(left[i]) * static_cast<double>(right[i]);
-    return sum;
+    for (int i = 0; i < kShare; ++i) {
+        double values[kTile];
+#pragma unroll
+        for (int a = 0; a < kTile; ++a) values[a] = static_cast<double>(own[a][i]);
+#pragma unroll
+        for (int a = 0, pair = 0; a < kTile; ++a) {
+#pragma unroll
+            for (int b = a; b < kTile; ++b, ++pair) sums[pair] += values[a] * values[b];
+        }
+    }
+}
+
+// And with a row behind the tile.
+__device__ __forceinline__ void products_with_row(
+    double (&sums)[kTile], const float (&own)[kTile][kShare], const float (&other)[kShare]) {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+        const double value = static_cast<double>(other[i]);
+#pragma unroll
+        for (int a = 0; a < kTile; ++a) sums[a] += static_cast<double>(own[a][i]) * value;
+    }
 }
 
 template <bool whole, typename T, typename Table>
 __device__ __forceinline__ void products_of_block(
-    const Table& table, double* partials, int64_t first, int numel, BlockSum<kThreads>& block_sum) {
+    const Table& table, double* partials, int64_t first, int numel, BlockSums<kThreads, kPairs>& block_sums) {
     const int64_t num_rows = table.num_rows;
-    const auto add = [&](int64_t i, int64_t j, double share) {
-        const double total = block_sum(share);
-        if (threadIdx.x == 0) partials[pair_of(i, j, num_rows)] = total;
-    };
 #pragma unroll 1
     for (int64_t tile = 0; tile < num_rows; tile += kTile) {
         float own[kTile][kShare] = {};
@@ -55,26 +73,27 @@ __device__ __forceinline__ void products_of_block(
         for (int a = 0; a < kTile; ++a) {
             if (tile + a < num_rows) read_row<whole, T>(own[a], table, tile + a, first, numel);
         }
-#pragma unroll
-        for (int a = 0; a < kTile; ++a) {
-#pragma unroll
-            for (int b = a; b < kTile; ++b) {
-                if (tile + b < num_rows) add(tile + a, tile + b, product(own[a], own[b]));
-            }
-        }
+        double pairs[kPairs] = {};
+        products_of_tile(pairs, own);
+        block_sums(pairs, [&](int b, double total) {
+            int a = 0;
+            for (; b >= kTile - a; ++a) b -= kTile - a;
+            if (tile + a + b < num_rows) partials[pair_of(tile + a, tile + a + b, num_rows)] = total;
+        });
 #pragma unroll 1
         for (int64_t row = tile + kTile; row < num_rows; ++row) {
             float other[kShare];
             read_row<whole, T>(other, table, row, first, numel);
-#pragma unroll
-            for (int a = 0; a < kTile; ++a) add(tile + a, row, product(own[a], other));
+            double sums[kTile] = {};
+            products_with_row(sums, own, other);
+            block_sums(sums, [&](int a, double total) { partials[pair_of(tile + a, row, num_rows)] = total; });
         }
     }
 }
 
 template <typename T, typename Table>
-__global__ void __launch_bounds__(kThreads) noise_kernel(const __grid_constant__ Table table) {
-    BlockSum<kThreads> block_sum;
+__global__ void __launch_bounds__(kThreads, 2) noise_kernel(const __grid_constant__ Table table) {
+    BlockSums<kThreads, kPairs> block_sums;
     const auto& list = table.list;
     for (int64_t block = list.begin_block + blockIdx.x; block < list.end_block; block += gridDim.x) {
         const NoiseSegment& segment = list.segments[segment_of_block(list.segments, list.num_segments, block)];
@@ -83,9 +102,9 @@ __global__ void __launch_bounds__(kThreads) noise_kernel(const __grid_constant__
         double* partials = table.partials + block * num_pairs_of(table.num_rows);
         const bool whole = numel == kBlock && table.aligned && segment.first % kVector<T> == 0;
         if (whole) {
-            products_of_block<true, T>(table, partials, segment.first + begin, numel, block_sum);
+            products_of_block<true, T>(table, partials, segment.first + begin, numel, block_sums);
         } else {
-            products_of_block<false, T>(table, partials, segment.first + begin, numel, block_sum);
+            products_of_block<false, T>(table, partials, segment.first + begin, numel, block_sums);
         }
     }
 }

@@ -47,6 +47,34 @@ class BlockSum {
     int parity_ = 0;
 };
 
+// Up to `most` such sums at a time behind one barrier, each with the bits of BlockSum: warp w adds the slots of sum w.
+template <int threads, int most>
+class BlockSums {
+  public:
+    // Calls tell(k, total) once for each sum k, in some thread. All threads must call it.
+    template <int count, typename Tell>
+    __device__ __forceinline__ void operator()(const double (&values)[count], Tell&& tell) {
+        static_assert(count <= most);
+        constexpr int kWarps = threads / kWarp;
+        __shared__ double slots[2][most][kWarps];
+        const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            const double sum = warp_sum(values[k]);
+            if (lane == 0) slots[parity_][k][warp] = sum;
+        }
+        __syncthreads();
+        for (int k = warp; k < count; k += kWarps) {
+            const double total = warp_sum(lane < kWarps ? slots[parity_][k][lane] : 0.0);
+            if (lane == 0) tell(k, total);
+        }
+        parity_ ^= 1;
+    }
+
+  private:
+    int parity_ = 0;
+};
+
 // The sum of num_rows values that lie `stride` apart, in thread 0. Thread t adds rows t, t + threads, ...; four of its
 // rows are under way at a time.
 template <int threads>

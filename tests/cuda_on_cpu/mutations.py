@@ -31,8 +31,13 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
-    Mutation("no barrier in BlockSum", "sum.cuh", "        __syncthreads();\n", "", "kernels:Mix"),
-    Mutation("one set of slots in BlockSum", "sum.cuh", "        parity_ ^= 1;\n", "", "kernels:Mix"),
+    Mutation("no barrier in BlockSum", "sum.cuh",
+             "        __syncthreads();\n        Value total", "        Value total", "kernels:Mix"),
+    Mutation("one set of slots in BlockSum", "sum.cuh",
+             "        parity_ ^= 1;\n        return", "        return", "kernels:Mix"),
+    Mutation("no barrier in BlockSums", "sum.cuh",
+             "        __syncthreads();\n        for (int k", "        for (int k", "exact:Noise*"),
+    Mutation("one set of slots in BlockSums", "sum.cuh", "        parity_ ^= 1;\n    }", "    }", "exact:Noise*"),
     Mutation("no barrier after the tile is read", "mix.cu",
              "            __syncthreads();\n            mix_tile(", "            mix_tile(", "kernels:MixStacked"),
     Mutation("no barrier after the mean", "mix.cu",
@@ -43,7 +48,8 @@ MUTATIONS = [
     Mutation("no barrier after a block", "mix.cu",
              "        __syncthreads();\n    }\n}\n", "    }\n}\n", "kernels:MixStacked"),
     Mutation("half of a block at the barrier", "sum.cuh",
-             "        __syncthreads();\n", "        if (threadIdx.x < threads / 2) __syncthreads();\n", "kernels:Mix"),
+             "        __syncthreads();\n        Value total",
+             "        if (threadIdx.x < threads / 2) __syncthreads();\n        Value total", "kernels:Mix"),
     Mutation("half of a warp at the shuffle", "sum.cuh",
              "        value = warp_sum(value);\n", "        if (lane < 16) value = warp_sum(value);\n", "kernels:Mix"),
     Mutation("shuffle offset", "sum.cuh", "int offset = width / 2;", "int offset = width / 4;", "kernels:SegmentNorms"),
