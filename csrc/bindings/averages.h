@@ -92,8 +92,9 @@ struct StackedMixCall {
                 "ddpcore: a row of others must be contiguous [parameters], with the dtype and device of weights");
             const auto* row = static_cast<const char*>(other.const_data_ptr());
             const auto* begin = static_cast<const char*>(weights.const_data_ptr());
+            const int64_t size = weights.element_size();
             STD_TORCH_CHECK(
-                row < begin || row >= begin + weights.numel() * weights.element_size() || weights.numel() == 0,
+                row + numel * size <= begin || row >= begin + weights.numel() * size || weights.numel() == 0,
                 "ddpcore: a row of others must not lie in weights");
             others.push_back(row);
         }

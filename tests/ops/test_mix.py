@@ -328,8 +328,9 @@ def test_bad_out():
 
 
 def bad_stacks() -> dict[str, tuple[dict[str, Any], str]]:
-    weights, row = torch.zeros(2, 3), torch.zeros(3)
+    weights, row, both = torch.zeros(2, 3), torch.zeros(3), torch.zeros(8)
     other = "a row of others must be contiguous [parameters], with the dtype and device of weights"
+    held = "a row of others must not lie in weights"
     return {
         "flat": ({"weights": torch.zeros(6)}, "weights must be [learners, parameters]"),
         "cube": ({"weights": torch.zeros(2, 3, 1)}, "weights must be [learners, parameters]"),
@@ -339,7 +340,8 @@ def bad_stacks() -> dict[str, tuple[dict[str, Any], str]]:
         "other shape": ({"others": [torch.zeros(1, 3)]}, other),
         "other dtype": ({"others": [row.half()]}, other),
         "other strides": ({"others": [torch.zeros(6)[::2]]}, other),
-        "other is held": ({"weights": weights, "others": [weights[1]]}, "a row of others must not lie in weights"),
+        "other is held": ({"weights": weights, "others": [weights[1]]}, held),
+        "other runs into them": ({"weights": both[2:].view(2, 3), "others": [both[:3]]}, held),
         "offsets numel": ({"offsets": torch.arange(4)}, "offsets must be int64 [learners + 1]"),
         "offsets dtype": ({"offsets": torch.arange(3).int()}, "offsets must be int64 [learners + 1]"),
         "columns dtype": ({"columns": torch.arange(2).int()}, "columns must be int64 [entries]"),
