@@ -72,12 +72,11 @@ inline cudaError_t resident_blocks(int* count, int device, const void* kernel, i
     return error;
 }
 
-// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be
-// on the device at once, so there are no more than it holds.
+// For such kernels whose CUDA blocks have something to do besides: no more of them than the device holds at once.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_cooperative(
+cudaError_t launch_resident(
     void (*kernel)(Parameters...), int64_t num_blocks, int threads, size_t shared_bytes, cudaStream_t stream,
-    const Arguments&... arguments) {
+    bool cooperative, const Arguments&... arguments) {
     int device = 0, multiprocessors = 0, blocks_each = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
@@ -87,7 +86,16 @@ cudaError_t launch_cooperative(
     }
     if (error != cudaSuccess) return error;
     const int64_t grid = std::min({num_blocks, kMaxGrid, static_cast<int64_t>(multiprocessors) * blocks_each});
-    return launch_grid(kernel, grid, threads, shared_bytes, stream, true, arguments...);
+    return launch_grid(kernel, grid, threads, shared_bytes, stream, cooperative, arguments...);
+}
+
+// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be
+// on the device at once.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_cooperative(
+    void (*kernel)(Parameters...), int64_t num_blocks, int threads, size_t shared_bytes, cudaStream_t stream,
+    const Arguments&... arguments) {
+    return launch_resident(kernel, num_blocks, threads, shared_bytes, stream, true, arguments...);
 }
 
 // Calls fn with a null pointer of the storage type, so that fn's kernel is compiled for each.

@@ -70,8 +70,9 @@ cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream) {
         return for_each_step_chunk(args, [&]<int capacity>(const StepTable<SgdSegment, capacity>& table) {
             const int64_t num_blocks = table.list.end_block - table.list.begin_block;
             if (num_blocks == 0 && table.finished == nullptr) return cudaSuccess;
-            return launch(
-                sgd_kernel<T, Master, capacity>, std::max<int64_t>(num_blocks, 1), kThreads, 0, stream, table,
+            // Each CUDA block that counts steps ends with a barrier, a fence and an atomic operation on one address.
+            return launch_resident(
+                sgd_kernel<T, Master, capacity>, std::max<int64_t>(num_blocks, 1), kThreads, 0, stream, false, table,
                 args.rule);
         });
     });
