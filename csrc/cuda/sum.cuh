@@ -75,18 +75,22 @@ class BlockSums {
     int parity_ = 0;
 };
 
-// The sum of num_rows values that lie `stride` apart, in thread 0. Thread t adds rows t, t + threads, ...; four of its
-// rows are under way at a time.
+// The sum of num_rows values that lie `stride` apart, in thread 0. Thread t adds rows t, t + threads, ... to four
+// sums in turn. Sixteen of its rows are under way at a time, for one CUDA block reads them all.
 template <int threads>
 __device__ __forceinline__ double sum_rows(const double* values, int64_t num_rows, int64_t stride) {
-    constexpr int kUnroll = 4;
-    double sums[kUnroll] = {};
+    constexpr int kUnroll = 16;
+    double sums[4] = {};
+#pragma unroll 1
     for (int64_t row = threadIdx.x; row < num_rows; row += kUnroll * threads) {
+        double rows[kUnroll];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
             const int64_t mine = row + i * threads;
-            sums[i] += mine < num_rows ? values[mine * stride] : 0.0;
+            rows[i] = mine < num_rows ? values[mine * stride] : 0.0;
         }
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) sums[i % 4] += rows[i];
     }
     BlockSum<threads> block_sum;
     return block_sum((sums[0] + sums[2]) + (sums[1] + sums[3]));
