@@ -163,15 +163,18 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_best_is_saved_between_checkpoints_where_it_is_to_be_kept(tmp_path: Path) -> None:
-    """Evaluations are at multiples of 4 steps and checkpoints at those of 5."""
+    """Evaluations are at multiples of 4 steps and checkpoints at those of 5.
+
+    With this seed the best comes early and by far (after 8 steps 67 %, later 33 at most), however the machine rounds.
+    """
     dataset, folders = helper.images(), {}
     for keep_best, keep_last in ((True, 1), (False, 10)):
-        fields = {"steps": None, "epochs": 6, "lr": 0.3, "checkpoint_every": 5}
+        fields = {"steps": None, "epochs": 6, "lr": 0.3, "seed": 2, "checkpoint_every": 5}
         config = helper.config(**fields, keep_best=keep_best, keep_last=keep_last)
         record = train(config, out=tmp_path / str(keep_best), dataset=dataset)
         folders[keep_best] = Checkpoints(folder=record.path.parent / "checkpoints", config={})
     best = 4 * record.final["best_epoch"]
-    assert best < 20, "else there is nothing to see"
+    assert best == 8, "else there is nothing to see"
     assert folders[False].steps() == [5, 10, 15, 20]
     assert folders[True].steps() == [best, 20]
     shutil.rmtree(folders[True].path(20))
