@@ -226,6 +226,7 @@ class Loop:
                     f"the checkpoint is of another model: {name} is {shapes[1]} there and {shapes[0]} here: "
                     "build the model it came from"
                 )
+        self.trainer.rehearse()
         self.model.load_state_dict(theirs)
         self.trainer.optimizer.load_state_dict(state["optimizer"])
         self.trainer.handle.load_state_dict(state["handle"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,40 +61,55 @@ def train(
     finished = _check_folder(config, out, resume)
     if finished is not None:
         return finished
-    trainer, model = build_trainer(place, build_dataset(place) if dataset is None else dataset)
-    checkpoints = Checkpoints(
-        folder=out / "checkpoints", config=config.to_dict(), rank=place.world.rank, num_ranks=place.world.world_size
-    )
-    progress = Progress.start(len(trainer.handle.comm.learners), place.device)
-    loop = Loop(place, trainer, model, checkpoints, progress)
-    place.barrier()  # every rank has seen the folder as it was
-    step = _resume(loop) if resume else 0
-    with _outputs(loop, out, step, tensorboard) as loop.outputs, Listener() as listener:
-        ended = loop.run(listener)
-    place.barrier()
-    if ended and listener.asked:  # too late to stop this run, in time for what comes after it
-        signal.raise_signal(signal.Signals[listener.name])
-    if not ended:
+    with Listener() as listener:
+        loop = _build(place, out, dataset)
+        with _locked(place, out):
+            finished = _check_folder(config, out, resume)  # again: from here on nobody else writes into it
+            place.barrier()  # every rank has seen it as it was
+            if finished is None:
+                step = _resume(loop) if resume else 0
+                with _outputs(loop, out, step, tensorboard) as loop.outputs:
+                    ended = loop.run(listener)
+                place.barrier()
+                finished = RunRecord.read(out) if ended else None
+    if finished is None:
         raise Interrupted(
-            f"stopped{' by ' + listener.name if listener.name else ''} after step {trainer.num_steps} of {loop.total} "
-            "and saved: go on with resume=True"
+            f"stopped{' by ' + listener.name if listener.name else ''} after step {loop.trainer.num_steps} of "
+            f"{loop.total} and saved: go on with resume=True"
         )
-    return RunRecord.read(out)
+    listener.pass_on()  # too late to stop this run, in time for what comes after it
+    return finished
+
+
+def _build(place: Place, out: Path, dataset: Dataset | None) -> Loop:
+    trainer, model = build_trainer(place, build_dataset(place) if dataset is None else dataset)
+    world = place.world
+    checkpoints = Checkpoints(
+        folder=out / "checkpoints", config=place.config.to_dict(), rank=world.rank, num_ranks=world.world_size
+    )
+    return Loop(
+        place, trainer, model, checkpoints, Progress.start(len(trainer.handle.comm.learners), place.device)
+    )
+
+
+@contextmanager
+def _locked(place: Place, out: Path) -> Iterator[None]:
+    """The folder is this run's: the first rank has it for all."""
+    with nullcontext() if place.world.rank else locked(out):
+        place.barrier()
+        yield
 
 
 @contextmanager
 def _outputs(loop: Loop, out: Path, step: int, tensorboard: bool) -> Iterator[Outputs | None]:
-    """Where the first rank writes, and no other process."""
+    """Where the first rank writes."""
     if loop.place.world.rank:
         yield None
         return
     resumed = {"kind": "resume", "step": step, **machine(loop.place.device.type)} if step else None
-    with (
-        locked(out),
-        Outputs(
-            out, total_steps=loop.total, header=_header(loop), resumed=resumed, step=step, tensorboard=tensorboard
-        ) as outputs,
-    ):
+    with Outputs(
+        out, total_steps=loop.total, header=_header(loop), resumed=resumed, step=step, tensorboard=tensorboard
+    ) as outputs:
         yield outputs
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Listener:
     """While it is entered, SIGINT and SIGTERM are taken note of, and a second one does what it always did.
 
-    Outside the main thread, and of signals that the process ignores, nothing is heard.
+    Outside the main thread, and of signals that the process ignores, nothing is heard. One that is entered inside another
+    that was asked is asked from the start.
 
     Attributes:
         asked: whether a signal came.
@@ -20,17 +21,31 @@ class Listener:
 
     asked: bool = False
     name: str = ""
+    _innermost: ClassVar[Listener | None] = None
 
     def __enter__(self) -> Listener:
         self._before: dict[signal.Signals, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._hear)
+        self._outer: Listener | None = None
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._outer, Listener._innermost = Listener._innermost, self
+        if self._outer is not None and self._outer.asked:
+            self.asked, self.name = True, self._outer.name
+            return self
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._hear)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._restore()
+        if Listener._innermost is self:
+            Listener._innermost = self._outer
+
+    def pass_on(self) -> None:
+        """Send the signal again, after this one has been left, unless the one around it has heard it already."""
+        if self.asked and not (self._outer is not None and self._outer.asked):
+            signal.raise_signal(signal.Signals[self.name])
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.asked, self.name = True, signal.Signals(number).name

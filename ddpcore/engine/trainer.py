@@ -100,6 +100,16 @@ class Trainer:
             logits = model(inputs)
         return learner_losses(logits.float(), labels, self.label_smoothing)
 
+    def rehearse(self) -> None:
+        """Before a state is loaded: a backward pass for nothing, after which DDP lays out its buckets anew.
+
+        It does so once, after its first backward pass, and from then on adds up ranks' gradients in another order: a run
+        that goes on must start with the second layout to come to the same bits.
+        """
+        if isinstance(self.handle.model, nn.parallel.DistributedDataParallel):
+            self._backward(self.indices(), 1.0)
+            self.optimizer.zero_grad()
+
     def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
         """Forward and backward of a part of the batch; its share of the losses ``[L]``."""
         losses = self.losses(self.model, indices_LB)

@@ -83,6 +83,7 @@ def _run(options: RunOptions) -> int:
     datasets = Datasets()
     check_data(plan, datasets)
     with locked(folder.path):
+        folder.check(plan.manifest, options.resume)  # again: from here on nobody else writes into it
         folder.begin(plan.manifest)
         if finished:
             print(f"{len(finished)} runs of {folder.path} are finished and are left as they are", flush=True)

@@ -79,9 +79,14 @@ def _placed(job: Job) -> Job:
 def _run_alone(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> None:
     with Listener() as listener:  # for a signal that a run was too far to hear
         for job in jobs:
-            if listener.asked:
-                raise Interrupted(f"stopped by {listener.name} before {job.row}: go on with resume=True")
+            _heed(listener, f"before {job.row}")
             _conclude(folder, _run_here(job, datasets))
+        _heed(listener, "after the last run of this process")
+
+
+def _heed(listener: Listener, where: str) -> None:
+    if listener.asked:
+        raise Interrupted(f"stopped by {listener.name} {where}: go on with resume=True")
 
 
 def _run_share(world: World, jobs: Sequence[Job], turn: Synchronized[int], folder: Folder) -> None:

@@ -1,4 +1,4 @@
-"""``train`` on two real ranks: a file each, and the same bits after a restart."""
+"""``train`` on real ranks: a file each, and the same bits after a restart."""
 
 from __future__ import annotations
 
@@ -37,6 +37,20 @@ def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
         assert rows[0] == rows[1]
         assert rank[name]["through"] == seen[0][name]["through"], "every rank returns the record"
         assert rank[name]["through"].header["ranks"] == 2
+
+
+@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "two each", "plain"])
+def test_ranks_score_the_whole_split(name: str, seen: list[dict[str, Any]]) -> None:
+    """Each takes its part of it: together what one process sees of the model that the run has left."""
+    assert seen[0][name]["through"].final["accuracy"] == pytest.approx(seen[0][name]["accuracy"])
+
+
+def test_ddp_on_three_ranks() -> None:
+    """Where the order in which ranks are added up shows; DDP changes it after its first backward pass."""
+    for rank in ranks.run("train_ranks", 3):
+        through, resumed = rank["ddp"]["contents"]
+        assert sorted(through) == ["model.safetensors", *(f"rank-{number}.safetensors" for number in range(3))]
+        assert [file for file in through if through[file] != resumed[file]] == []
 
 
 def test_statistics_beside_training(seen: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.engine import RunRecord, record, train
+from ddpcore.engine import run as run_module
 from ddpcore.engine.files import locked
 from ddpcore.engine.trainer import _take_first_buffers
 from ddpcore.metrics import Record
@@ -72,6 +73,22 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     with locked(tmp_path / "out"), pytest.raises(ValueError, match="another process is at work"):
         run(tmp_path / "out")
     assert run(tmp_path / "out").final["step"] == 6
+
+
+def test_a_run_that_was_made_meanwhile_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first look at the folder and the first step another process can come and go."""
+    build = run_module.build_trainer
+
+    def slowly(*args: Any) -> Any:
+        monkeypatch.setattr(run_module, "build_trainer", build)
+        run(tmp_path, steps=5)
+        return build(*args)
+
+    monkeypatch.setattr(run_module, "build_trainer", slowly)
+    with pytest.raises(ValueError, match="holds a run already"):
+        run(tmp_path, steps=3)
+    seen = RunRecord.read(tmp_path)
+    assert (seen.header["total_steps"], seen.final["step"]) == (5, 5)
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:

@@ -36,6 +36,28 @@ def test_the_second_signal_acts_at_once(first: signal.Signals, second: signal.Si
     assert heard == [second, first], "and so it is afterwards"
 
 
+def test_what_the_outer_one_has_heard_the_inner_one_knows(heard: list[int]) -> None:
+    with Listener() as outer:
+        signal.raise_signal(signal.SIGTERM)
+        with Listener() as inner:
+            assert (inner.asked, inner.name) == (True, "SIGTERM")
+        inner.pass_on()
+        assert heard == [], "it was heard once"
+    with Listener() as after:
+        assert outer.asked and not after.asked
+
+
+def test_what_the_inner_one_has_heard_is_passed_on(heard: list[int]) -> None:
+    with Listener() as outer:
+        with Listener() as inner:
+            signal.raise_signal(signal.SIGINT)
+            assert inner.asked and not outer.asked
+        inner.pass_on()
+        assert outer.asked and heard == []
+    outer.pass_on()
+    assert heard == [signal.SIGINT]
+
+
 def test_a_signal_that_was_ignored_stays_ignored(heard: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Listener() as listener:

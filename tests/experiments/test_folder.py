@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from ddpcore.engine import run as engine_run
 from ddpcore.engine.files import locked
 from ddpcore.engine.loop import Loop
+from ddpcore.experiments import __main__ as command
 from ddpcore.experiments.folder import Folder
+from ddpcore.experiments.plan import Datasets, Plan
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -103,3 +106,39 @@ def test_a_signal_at_the_end_of_a_run_stops_the_study(
     assert "stopped by SIGTERM before b: go on with --resume" in error
     assert main("run", tiny, "--out", out, "--rows", "a,b", "--seeds", 1, "--resume")[0] == 0
     assert rows_of(out) == [("a", 0, "finished"), ("b", 0, "finished")]
+
+
+@pytest.mark.parametrize("made", ["the data", "the model"])
+def test_a_signal_while_a_run_is_made_stops_it_at_its_first_step(
+    made: str, main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, name = {"the data": (Datasets, "of"), "the model": (engine_run, "build_trainer")}[made]
+    make = getattr(place, name)
+
+    def stop(*args: Any) -> Any:
+        if (out / "manifest.json").exists():  # not while the plan is checked
+            monkeypatch.setattr(place, name, make)
+            os.kill(os.getpid(), signal.SIGINT)
+        return make(*args)
+
+    monkeypatch.setattr(place, name, stop)
+    out = tmp_path / "out"
+    code, _, error = main("run", tiny, "--out", out, "--rows", "a,b", "--seeds", 1)
+    assert code == 130 and not (out / "results.jsonl").exists()
+    assert error == "ddpcore.experiments: stopped by SIGINT after step 1 of 4 and saved: go on with --resume\n"
+
+
+def test_a_study_that_was_run_meanwhile_is_left_as_it_is(
+    main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first look at the folder and the lock another process can come and go."""
+    check, out = command.check_data, tmp_path / "out"
+
+    def slowly(plan: Plan, datasets: Datasets) -> None:
+        monkeypatch.setattr(command, "check_data", check)
+        assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
+        check(plan, datasets)
+
+    monkeypatch.setattr(command, "check_data", slowly)
+    refused(main("run", tiny, "--out", out, "--rows", "b", "--seeds", 1), "holds this study already")
+    assert list(Folder(out).manifest()["rows"]) == ["a"]

@@ -1,4 +1,4 @@
-"""One of two real ranks: trains with every strategy, through and resumed from the middle of an epoch."""
+"""One of several real ranks: trains through, and resumed from the middle of an epoch. Two do so with every strategy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import images
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from ranks import join
 
 import ddpcore
-from ddpcore.engine import Interrupted, train
+from ddpcore import models
+from ddpcore.engine import Interrupted, TrainConfig, train
 from ddpcore.launch import World
 
 RUNS = {
@@ -42,6 +44,18 @@ def crash_after(step: int, out: Path) -> None:
 def contents(out: Path) -> dict[str, bytes]:
     files = [out / "model.safetensors", *sorted((out / "checkpoints" / "step-00000006").glob("*.safetensors"))]
     return {path.name: path.read_bytes() for path in files}
+
+
+def accuracy(out: Path, config: TrainConfig) -> float:
+    """Of the model that the run has left, on the whole test split, by one process."""
+    dataset = images.images()
+    model = models.build(
+        config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
+    )
+    model.load_state_dict(safetensors.torch.load_file(out / "model.safetensors"))
+    inputs, labels = dataset.test.batch(torch.arange(len(dataset.test)))
+    with torch.no_grad():
+        return float((model.eval()(inputs).argmax(dim=1) == labels).double().mean())
 
 
 def interrupted(out: Path, world: World) -> dict[str, Any]:
@@ -80,9 +94,9 @@ def main() -> None:
     path, rank, world_size = join()
     world = World(rank, world_size, rank, world_size)
     seen: dict[str, Any] = {}
-    for name, fields in RUNS.items():
+    for name, fields in RUNS.items() if world_size == 2 else [("ddp", RUNS["ddp"])]:
         out = path.parent / name
-        config = images.config(**{"learners": 2, **fields})
+        config = images.config(**{"learners": world_size, **fields})
         through = train(config, out=out, world=world, dataset=images.images())
         ends = [contents(out)]
         dist.barrier()
@@ -90,8 +104,10 @@ def main() -> None:
         torch.manual_seed(99)
         resumed = train(config, out=out, world=world, resume=True, dataset=images.images())
         seen[name] = {"through": through, "resumed": resumed, "contents": [*ends, contents(out)]}
-    seen["interrupted"] = interrupted(path.parent / "interrupted", world)
-    seen["statistics"] = averaged_statistics(rank)
+        seen[name]["accuracy"] = accuracy(out, config)
+    if world_size == 2:
+        seen["interrupted"] = interrupted(path.parent / "interrupted", world)
+        seen["statistics"] = averaged_statistics(rank)
     torch.save(seen, path)
     dist.barrier()
     dist.destroy_process_group()
