@@ -15,16 +15,6 @@ import numpy as np
 import torch
 
 
-def error_pct(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Percentage of samples whose largest logit is not the label's; logits [N, C], labels int64 [N].
-
-    A row with a NaN is an error: argmax would report its NaN as a choice. ValueError if the shapes do not fit or N = 0.
-    """
-    _check_shapes("error_pct", logits, labels)
-    correct = (logits.argmax(dim=1) == labels) & ~logits.isnan().any(dim=1)
-    return 100.0 * (len(labels) - int(correct.sum())) / len(labels)
-
-
 def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Counts int64 [C, C + 1] of samples by label (row) and largest logit (column); logits [N, C], labels int64 [N].
 

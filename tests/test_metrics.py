@@ -14,26 +14,6 @@ import torch
 from ddpcore import metrics
 
 
-def test_error_pct() -> None:
-    logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])
-    assert metrics.error_pct(logits, torch.tensor([1, 0, 1, 1])) == 0.0
-    assert metrics.error_pct(logits, torch.tensor([1, 0, 0, 1])) == 25.0
-    assert metrics.error_pct(logits, torch.tensor([0, 1, 0, 0])) == 100.0
-
-
-def test_a_diverged_model_is_all_wrong() -> None:
-    labels = torch.tensor([0, 1, 0])
-    assert metrics.error_pct(torch.full((3, 2), math.nan), labels) == 100.0
-    one_nan = torch.tensor([[math.nan, 1.0], [0.0, 1.0], [1.0, 0.0]])
-    assert metrics.error_pct(one_nan, labels) == pytest.approx(100 / 3)
-
-
-@pytest.mark.parametrize(("logits", "labels"), [((4, 2), (3,)), ((4,), (4,)), ((4, 2), (4, 1)), ((0, 2), (0,))])
-def test_error_pct_refuses_shapes_that_do_not_fit(logits: tuple[int, ...], labels: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="error_pct"):
-        metrics.error_pct(torch.zeros(logits), torch.zeros(labels, dtype=torch.int64))
-
-
 def one_hot(choices: list[int], num_classes: int) -> torch.Tensor:
     return torch.eye(num_classes)[choices]
 
@@ -87,7 +67,25 @@ def test_scores_of_random_choices_equal_their_definitions() -> None:
         by_class.append((tp / (tp + fp), tp / (tp + fn), 2 * tp / (2 * tp + fp + fn), tn / (tn + fp)))
     expected = np.mean(by_class, axis=0)
     assert [found.precision, found.recall, found.f1, found.specificity] == pytest.approx(expected.tolist())
-    assert 100 * (1 - found.accuracy) == pytest.approx(metrics.error_pct(torch.eye(5)[choices], labels))
+    assert found.accuracy == pytest.approx((choices == labels).double().mean().item())
+
+
+@pytest.mark.parametrize("num_choices", [1, 2, 5, 7])
+@pytest.mark.parametrize("num_labels", [1, 3, 7])
+def test_scores_are_those_of_torchmetrics(num_labels: int, num_choices: int) -> None:
+    """Also where some of the seven classes are never a label, never a choice, or neither."""
+    judge = pytest.importorskip("torchmetrics.functional.classification", reason="torchmetrics is not installed")
+    generator = torch.Generator().manual_seed(10 * num_labels + num_choices)
+    labels, choices = (torch.randint(num, (60,), generator=generator) for num in (num_labels, num_choices))
+    found = metrics.scores(metrics.confusion_matrix(torch.eye(7)[choices], labels))
+    assert found.accuracy == pytest.approx(judge.multiclass_accuracy(choices, labels, 7, average="micro").item())
+    for name, function in {
+        "precision": judge.multiclass_precision,
+        "recall": judge.multiclass_recall,
+        "f1": judge.multiclass_f1_score,
+        "specificity": judge.multiclass_specificity,
+    }.items():
+        assert getattr(found, name) == pytest.approx(function(choices, labels, 7, average="macro").item()), name
 
 
 def test_scores_refuse_what_is_no_confusion_matrix() -> None:

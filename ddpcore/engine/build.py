@@ -157,9 +157,12 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     steps = build_batches(config, dataset).steps_per_epoch
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         _build_optimizer(config, build_model(config, dataset), build_schedule(config, steps)(0))
-    strategy = config.make_strategy()
+    strategy, policies = config.make_strategy(), Policies(**config.policies)
     if isinstance(strategy, Strategy):
+        policies.check(strategy, None)
         strategy.setup(config.learners, torch.float32)
+    elif policies != Policies():
+        raise ValueError(f"{strategy.name} runs without policies: leave them out")
     if config.target is not None and config.evaluate_on not in dataset.splits():
         raise ValueError(f"target is {config.target}: {dataset.name} has no {config.evaluate_on} split, leave it out")
     if config.statistics_every and config.statistics_samples is not None:

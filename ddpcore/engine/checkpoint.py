@@ -57,12 +57,13 @@ class Checkpoints:
             step: the name of the checkpoint.
             state: see :func:`ddpcore.engine.packing.pack`.
             keep_last: checkpoints that are kept, this one among them; older ones are dropped, and so are those of
-                later steps, which a run that was resumed before them has left.
+                later steps, which a run that was resumed before them has left, and what a crash left half-written.
             best: the step of one more to keep.
         """
         partial = self.folder / f"partial-{step:08d}"
         if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self.folder.glob("partial-*"):
+                shutil.rmtree(left)
             partial.mkdir(parents=True)
         self._barrier()
         tree, tensors = pack(state)
@@ -98,6 +99,8 @@ class Checkpoints:
     def load_last(self, device: torch.device | str, say: Callable[[str], None]) -> tuple[int, Any] | None:
         """Step and state of the last whole checkpoint; None where there is none at all. Collective.
 
+        Damaged ones after it get another name, ``damaged-00000123``, and count no more.
+
         Args:
             device: for tensors that were on an accelerator.
             say: called with one line for each damaged checkpoint that is passed over.
@@ -115,6 +118,10 @@ class Checkpoints:
                     break
                 then = "there is none before it" if step == steps[0] else "taking the one before it"
                 say(f"checkpoint {self.path(step)} is damaged ({problem}): {then}")
+            for step in (step for step in steps if 0 <= found < step):
+                damaged = self.folder / f"damaged-{step:08d}"
+                shutil.rmtree(damaged, ignore_errors=True)
+                self.path(step).rename(damaged)
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
             dist.broadcast_object_list(answer, src=0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_type_hints
 
 from ddpcore import data, models, strategies, topology
+from ddpcore.advice import advice
 from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import SAMPLERS
@@ -235,6 +235,8 @@ class TrainConfig:
             )
         if self.escape_loss is not None and not self.statistics_every:
             raise ValueError("escape_loss is looked for where the full loss is known: set statistics_every")
+        if self.target is not None and not self.evaluate_every:
+            raise ValueError(f"target is {self.target}: evaluations look for it, set evaluate_every to 1 or more")
         if self.policies.get("scaler", "keep") != "keep":
             raise ValueError("policies has a scaler: bf16 and fp32 need none, leave it out")
 
@@ -356,14 +358,6 @@ def topology_options() -> dict[str, Any]:
     """Options of :func:`ddpcore.topology.build` beside the name and the seed, and what they are."""
     hints = get_type_hints(topology.build)
     return {name: hint for name, hint in hints.items() if name not in ("name", "seed", "return")}
-
-
-def advice(value: Any, allowed: tuple[str, ...] | list[str]) -> str:
-    """What to do about a value that is none of those allowed: the nearest one, or all of them."""
-    nearest = get_close_matches(str(value), allowed, n=1)
-    if nearest:
-        return f"did you mean {nearest[0]!r}?"
-    return f"choose from {', '.join(allowed)}" if allowed else "it takes none, leave it out"
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:

@@ -82,6 +82,8 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
             row = None
         if not isinstance(row, dict):
             raise ValueError(f"{path}: line {number} is no JSON object: the file is damaged")
+        if not isinstance(row.get("config", {}), dict):
+            raise ValueError(f"{path}: line {number} has config {row['config']!r}: the file is damaged")
         yield row
 
 

@@ -87,9 +87,7 @@ def _build(place: Place, out: Path, dataset: Dataset | None) -> Loop:
     checkpoints = Checkpoints(
         folder=out / "checkpoints", config=place.config.to_dict(), rank=world.rank, num_ranks=world.world_size
     )
-    return Loop(
-        place, trainer, model, checkpoints, Progress.start(len(trainer.handle.comm.learners), place.device)
-    )
+    return Loop(place, trainer, model, checkpoints, Progress.start(len(trainer.handle.comm.learners), place.device))
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 class Listener:
     """While it is entered, SIGINT and SIGTERM are taken note of, and a second one does what it always did.
 
-    Outside the main thread, and of signals that the process ignores, nothing is heard. One that is entered inside another
-    that was asked is asked from the start.
+    Outside the main thread, and of signals that the process ignores, nothing is heard. One that is entered inside
+    another that was asked is asked from the start.
 
     Attributes:
         asked: whether a signal came.

@@ -103,8 +103,8 @@ class Trainer:
     def rehearse(self) -> None:
         """Before a state is loaded: a backward pass for nothing, after which DDP lays out its buckets anew.
 
-        It does so once, after its first backward pass, and from then on adds up ranks' gradients in another order: a run
-        that goes on must start with the second layout to come to the same bits.
+        It does so once, after its first backward pass, and from then on adds up ranks' gradients in another order: a
+        run that goes on must start with the second layout to come to the same bits.
         """
         if isinstance(self.handle.model, nn.parallel.DistributedDataParallel):
             self._backward(self.indices(), 1.0)

@@ -25,7 +25,7 @@ from typing import Any
 
 from scipy import stats
 
-from ddpcore.engine.config import advice
+from ddpcore.advice import advice
 from ddpcore.engine.kinds import is_finite
 
 HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
@@ -74,10 +74,10 @@ class _NotRun(Exception):
     """A number that the predicate needs is not there."""
 
 
-def check(predicate: str, rows: Sequence[str], metrics: Sequence[str]) -> None:
-    """Raise ValueError, in one line, unless the text is a predicate over these rows and metrics."""
+def check(predicate: str, rows: Sequence[str] | None, metrics: Sequence[str]) -> None:
+    """Raise ValueError, in one line, unless the text is a predicate over these rows (None: any) and metrics."""
     tree = _parse(predicate)
-    if _kind(tree, predicate, rows, metrics, in_seeds=False) != _TRUTH:
+    if _kind(tree, predicate, rows_in(tree) if rows is None else rows, metrics, in_seeds=False) != _TRUTH:
         raise ValueError(f"claim {predicate!r}: it is a number: compare it with another")
     if not rows_in(tree):
         raise ValueError(f"claim {predicate!r}: it is about no row: name one")

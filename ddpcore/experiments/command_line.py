@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddpcore.advice import advice
 from ddpcore.engine import TrainConfig
-from ddpcore.engine.config import OPTIONS, advice
+from ddpcore.engine.config import OPTIONS
 from ddpcore.experiments.study import SCALES
 
 if sys.version_info >= (3, 11):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
         run), each with word and reason.
 
     Raises:
-        ValueError: a folder holds no study, or two of one study have other rows of one name.
+        ValueError: a folder holds no study, or two of one study differ in what they ask or in a row of one name.
     """
     by_study: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in paths:
@@ -37,6 +38,9 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     manifest = entries[0][1]
     rows: dict[str, Any] = {}
     for path, other in entries:
+        for key in ("title", "question", "source", "metrics"):
+            if other[key] != manifest[key]:
+                raise ValueError(f"{path}: its {key} is another than in {entries[0][0]}: compare it alone")
         for name, row in other["rows"].items():
             if rows.setdefault(name, row)["published"] != row["published"]:
                 raise ValueError(
@@ -45,9 +49,11 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     results = [Folder(path).results() for path, _ in entries]
     tables = [{name: row["published"] for name, row in rows.items() if row["published"]}]
     tables += [other.get("published", {}) for _, other in entries]  # of rows that were not run too
+    claims = _each_once(other["claims"] for _, other in entries)
     published = {name: {0: Outcome(metrics=values)} for table in tables for name, values in table.items()}
     return {
-        **{key: manifest[key] for key in ("study", "title", "question", "source", "notes", "metrics")},
+        **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
+        "notes": _each_once(other["notes"] for _, other in entries),
         "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
         "curves": [_curves(rows, found) for found in results],
         "lines": [
@@ -64,9 +70,15 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                 "on_published": asdict(judge(claim["predicate"], published, manifest["metrics"][0])),
                 "verdicts": [asdict(_judge(claim["predicate"], found, manifest["metrics"][0])) for found in results],
             }
-            for claim in manifest["claims"]
+            for claim in claims
         ],
     }
+
+
+def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
+    """What any of them holds, in the order in which it comes."""
+    items = list(chain(*lists))
+    return [item for number, item in enumerate(items) if item not in items[:number]]
 
 
 Results = Mapping[tuple[str, int], Mapping[str, Any]]

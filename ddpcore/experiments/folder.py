@@ -6,27 +6,40 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from ddpcore.engine import TrainConfig, record
 from ddpcore.engine.checkpoint import Checkpoints
 from ddpcore.engine.files import LOCK, replace_file
+from ddpcore.experiments import claims
+from ddpcore.experiments.results import METRICS
 from ddpcore.metrics import Record, to_json
 
 FORMAT = 1
 FINISHED, FAILED = "finished", "failed"
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(number, int | float | None) for number in value.values())
+
+
 _MANIFEST = {
-    "format": int, "study": str, "title": str, "question": str, "source": str, "notes": list, "metrics": list,
+    "format": int, "study": str, "title": str, "question": str, "source": str, "notes": _texts, "metrics": _texts,
     "claims": list, "scale": str, "set": dict, "seeds": list, "rows": dict,
 }  # fmt: skip
-_ROW = {"config": dict, "published": dict, "about": str, "ranks": int, "hosts": int, "kill_rank": int | None}
+_ROW = {"config": dict, "published": _numbers, "about": str, "ranks": int, "hosts": int, "kill_rank": int | None}
 _CLAIM = {"text": str, "source": str, "predicate": str}
 _RESULTS: dict[str, dict[str, Any]] = {
     FINISHED: {
-        "metrics": dict, "diverged": bool, "place": str, "device": str, "cores": int, "torch": str, "ddpcore": str,
+        "metrics": _numbers, "diverged": bool, "place": str, "device": str, "cores": int, "torch": str, "ddpcore": str,
         "commit": str | None,
     },
-    FAILED: {"metrics": dict, "diverged": bool, "error": str},
+    FAILED: {"metrics": _numbers, "diverged": bool, "error": str},
 }  # fmt: skip
 
 
@@ -60,10 +73,16 @@ class Folder:
             _demand("it", values, _MANIFEST)
             if values["format"] != FORMAT:
                 raise ValueError(f"it is of format {values['format']} and this version reads {FORMAT}")
+            if not values["metrics"]:
+                raise ValueError("it has no metrics")
+            values.setdefault("published", {})  # older ones have none
+            _demand("it", values, {"published": dict})
+            _demand("published", values["published"], dict.fromkeys(values["published"], _numbers))
             for name, row in values["rows"].items():
                 _demand(f"row {name}", row, _ROW)
             for claim in values["claims"]:
                 _demand("a claim", claim, _CLAIM)
+                claims.check(claim["predicate"], None, tuple(METRICS))
         except OSError:
             raise ValueError(f"{self.path}: there is no study in this folder: run one into it first") from None
         except ValueError as error:
@@ -104,6 +123,8 @@ class Folder:
             return
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: name a folder")
+        if not self.manifest_path.exists():
+            raise ValueError(f"{self.path} holds other files: take another folder with --out")
         known = self.manifest()
         for key in ("study", "title", "source", "scale", "set"):
             if known[key] != to_json(manifest[key]):
@@ -165,5 +186,5 @@ def _demand(what: str, values: Any, kinds: Mapping[str, Any]) -> None:
     for key, kind in kinds.items():
         if key not in values:
             raise ValueError(f"{what} has no {key}")
-        if not isinstance(values[key], kind):
+        if not (kind(values[key]) if isinstance(kind, FunctionType) else isinstance(values[key], kind)):
             raise ValueError(f"{what} has {key} {values[key]!r}")

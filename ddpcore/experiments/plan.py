@@ -18,6 +18,7 @@ from ddpcore.engine.build import Place, build_dataset, check_parts
 from ddpcore.engine.config import BOOKKEEPING
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
+from ddpcore.strategies import DDP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +164,13 @@ def check_data(plan: Plan, datasets: Datasets) -> None:
 
 
 def _check_alone(job: Job) -> None:
-    """ValueError where a job of one process is said to be of several."""
+    """ValueError where a job of one process is said to be of several, or must be."""
     said = {"link": job.config.link or "", "transport": job.config.transport, "hosts": job.hosts}
     for name, none in (("link", ""), ("transport", TRANSPORTS[0]), ("hosts", 1)):
         if said[name] != none:
             raise ValueError(f"{name} is {said[name]!r}: learners of one process have none, set ranks = true")
+    if job.config.strategy == DDP.name:
+        raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
 
 
 def backend_of(job: Job) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ddpcore.advice import advice
 from ddpcore.engine import TrainConfig
-from ddpcore.engine.config import advice, merged, typed_field
+from ddpcore.engine.config import merged, typed_field
 from ddpcore.engine.kinds import is_finite
 from ddpcore.experiments import claims
 from ddpcore.experiments.results import METRICS

@@ -8,11 +8,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
+from ddpcore.advice import advice
 from ddpcore.models import (
     cnn,
     densenet,
@@ -121,7 +121,7 @@ def check_options(name: str, options: Iterable[str]) -> None:
     known = tuple(spec(name).options)
     for option in options:
         if option not in known:
-            raise ValueError(f"model '{name}' has no option '{option}': {_advice(option, known)}")
+            raise ValueError(f"model '{name}' has no option '{option}': {advice(option, known)}")
 
 
 def build(
@@ -145,13 +145,6 @@ def build(
         return chosen.make(shape, classes, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"model '{name}': {error}") from error
-
-
-def _advice(option: str, known: tuple[str, ...]) -> str:
-    if not known:
-        return "it has none"
-    nearest = get_close_matches(option, known, n=1)
-    return f"did you mean '{nearest[0]}'?" if nearest else f"choose from {', '.join(known)}"
 
 
 def _spell(shape: tuple[int, ...]) -> str:

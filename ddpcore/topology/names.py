@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 
+from ddpcore.advice import advice
 from ddpcore.topology.base import Topology
 from ddpcore.topology.hierarchical import Hierarchical
 from ddpcore.topology.pairs import RandomPair
@@ -38,10 +38,8 @@ def build(name: str, seed: int = 0, local_size: int = 2, neighbors_each_side: in
         neighbors_each_side: of `ring`.
 
     Raises:
-        ValueError: there is no such name, or no such topology; the message has the nearest one and all others.
+        ValueError: there is no such name, or no such topology; the message has the nearest one, or all.
     """
     if name not in _BUILDERS:
-        near = get_close_matches(name, _BUILDERS, n=1)
-        guess = f", did you mean {near[0]}?" if near else ":"
-        raise ValueError(f"unknown topology '{name}'{guess} choose one of {', '.join(names())}")
+        raise ValueError(f"unknown topology {name!r}: {advice(name, names())}")
     return _BUILDERS[name](seed, local_size, neighbors_each_side)

@@ -63,8 +63,8 @@ def test_what_does_not_fit_is_said_below_the_others(tmp_path: Path, capsys: pyte
 
 
 REFUSED = [
-    ("topology rnig", "unknown topology 'rnig', did you mean ring? choose one of complete, ring, star"),
-    ("topology qqq", "unknown topology 'qqq': choose one of complete"),
+    ("topology rnig", "unknown topology 'rnig': did you mean 'ring'?"),
+    ("topology qqq", "unknown topology 'qqq': choose from complete"),
     ("topology hypercube --world-size 12", "Hypercube: 12 learners are no power of two: take 16"),
     ("topology ring star", "unrecognized arguments: star"),
     ("topology ring --world-size 0", "--world-size is 0: it must be at least 1"),

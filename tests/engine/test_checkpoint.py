@@ -62,6 +62,23 @@ def test_a_crash_while_saving_leaves_what_was(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
+def test_what_is_damaged_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    """Or the next save would leave out a whole one for it. What a killed save has left goes too."""
+    saved = checkpoints(tmp_path)
+    for step in (1, 2, 3):
+        saved.save(step, {}, keep_last=3)
+    for step in (2, 3):
+        (saved.path(step) / "rank-0.json").write_text("{")
+    (tmp_path / "partial-00000003").mkdir()
+    said: list[str] = []
+    assert saved.load_last("cpu", said.append)[0] == 1 and len(said) == 2
+    assert saved.load_last("cpu", nothing)[0] == 1
+    saved.save(4, {}, keep_last=2)
+    assert saved.steps() == [1, 4]
+    names = ["damaged-00000002", "damaged-00000003", "step-00000001", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
 def test_a_changed_manifest_is_damage(tmp_path: Path) -> None:
     saved = checkpoints(tmp_path)
     saved.save(1, {}, keep_last=1)

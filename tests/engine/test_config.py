@@ -98,6 +98,7 @@ from ddpcore.engine.config import BOOKKEEPING, merged
             {"topology": "hierarchical", "topology_options": {"local_size": "a"}},
             "topology_options.local_size is 'a': it must be a whole number",
         ),
+        ({"target": 0.5, "evaluate_every": 0}, "target is 0.5: evaluations look for it, set evaluate_every"),
         ({"topology": "rnig"}, "topology is 'rnig': did you mean 'ring'?"),
         ({"policies": {"momentum": "share"}}, "policy momentum is 'share'"),
         ({"policies": {"momenta": "keep"}}, "policies has no 'momenta' here: did you mean 'momentum'?"),

@@ -74,6 +74,23 @@ def test_two_runs_of_one_study_stand_side_by_side(main: Main, tiny: Path, folder
     assert [verdict["word"] for verdict in result["claims"][1]["verdicts"]] == ["not run", "holds"]
 
 
+def test_notes_and_claims_of_all_folders_are_told_once(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
+    """A folder that an older version of the study was run into keeps what that version said."""
+    other = tmp_path / "other"
+    assert main("run", tiny, "--out", other, "--rows", "a", "--seeds", 1)[0] == 0
+    manifest = json.loads((other / "manifest.json").read_text())
+    more = {"text": "a is small", "source": "us", "predicate": 'mean("a") < 1'}
+    manifest |= {"notes": ["older"], "claims": [*manifest["claims"][1:], more]}
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    (result,) = compare([folder.path, other])
+    assert result["notes"] == ["older"]
+    assert [claim["text"] for claim in result["claims"]] == ["a is above b", "ssgd does not diverge", "a is small"]
+    for name, value in (("question", "What?"), ("metrics", ["accuracy_pct"])):
+        (other / "manifest.json").write_text(json.dumps(manifest | {name: value}))
+        code, _, error = main("compare", folder.path, other)
+        assert code == 2 and f"its {name} is another than in" in error
+
+
 def test_the_command(main: Main, folder: Folder) -> None:
     page = folder.path / "page.md"
     code, out, error = main("compare", folder.path, "--markdown", page)

@@ -45,6 +45,9 @@ REFUSED = {
     "run TINY --rows ssgd --set strategy=dpsgd --set topology=ring --set topology_options.neighbors_each_side=9": (
         "row ssgd: Ring: 9 neighbours each side need at least 19 learners"
     ),
+    "run TINY --rows ssgd --set strategy=ddp": "row ssgd: ddp needs real ranks: set ranks = true, or take ssgd",
+    "run TINY --rows ssgd --set policies.momentum=gossip": "row ssgd: policy gossip needs neighbours and ssgd has none",
+    "run TINY --rows a --set policies.momentum=average": "row a: single runs without policies: leave them out",
     "run TINY --set dataset=mnist --set model=lenet5": "--data-dir",
     "run TINY --set dataset=mnist --set model=lenet5 --data-dir nowhere": "nowhere",
     "run TINY --frobnicate": "--frobnicate",
@@ -113,7 +116,7 @@ def test_folders_in_use(main: Main, tiny: Path, done: Path) -> None:
     stranger = done.parent / "stranger"
     stranger.mkdir()
     (stranger / "thesis.tex").write_text("mine")
-    check(main("run", tiny, "--out", stranger, "--resume"), "no study in this folder")
+    check(main("run", tiny, "--out", stranger, "--resume"), "holds other files: take another folder")
     assert files(stranger) == {str(stranger / "thesis.tex"): b"mine"}
 
 
@@ -122,15 +125,23 @@ def test_damaged_folders(main: Main, tiny: Path, done: Path) -> None:
         json.loads((done / "manifest.json").read_text()),
         json.loads((done / "results.jsonl").read_text()),
     )
-    row = manifest["rows"]["a"]
+    row, (claim, *_) = manifest["rows"]["a"], manifest["claims"]
     manifests = [
+        *(manifest | {"metrics": wrong} for wrong in ([], [3], "train_loss")),
+        *(manifest | {"claims": [claim | {"predicate": wrong}]} for wrong in ('median("a") > 1', 'mean("a', "1")),
+        *(manifest | {"published": wrong} for wrong in ([3], 3, {"a": [3]}, {"a": {"train_loss": "x"}})),
+        manifest | {"rows": {"a": row | {"published": {"train_loss": "x"}}}},
+        manifest | {"notes": [3]},
         *(manifest | {"seeds": 3}, manifest | {"rows": []}, manifest | {"rows": {"a": 3}}, manifest | {"claims": [3]}),
         *(manifest | {"rows": {"a": {key: row[key] for key in row if key != missing}}} for missing in row),
     ]
-    results = [{key: result[key] for key in result if key != missing} for missing in ("row", "metrics", "device")]
+    results = [
+        *({key: result[key] for key in result if key != missing} for missing in ("row", "metrics", "device")),
+        *(result | {"metrics": wrong} for wrong in (3, {"train_loss": "x"})),
+    ]
     damages = (
         *(("results.jsonl", text) for text in (b"{\n", b"3\n", b"\xff\xfe\n")),
-        *(("results.jsonl", json.dumps(line).encode() + b"\n") for line in (*results, result | {"metrics": 3})),
+        *(("results.jsonl", json.dumps(line).encode() + b"\n") for line in results),
         *(("manifest.json", text) for text in (b"{", b"[]", b"\xff")),
         *(("manifest.json", json.dumps(values).encode()) for values in manifests),
     )
@@ -142,6 +153,16 @@ def test_damaged_folders(main: Main, tiny: Path, done: Path) -> None:
             check(main(*words), name)
         assert files(done) == before
         (done / name).write_bytes(kept)
+
+
+def test_a_damaged_record_of_a_run(main: Main, tiny: Path, done: Path) -> None:
+    (done / "results.jsonl").write_text("")
+    record = Folder(done).run_path("a", 0) / "record.jsonl"
+    header, *lines = record.read_text().splitlines(keepends=True)
+    record.write_text(json.dumps(json.loads(header) | {"config": [3]}) + "\n" + "".join(lines))
+    before = files(done)
+    check(main("run", tiny, "--out", done, "--rows", "a", "--seeds", 1, "--resume"), "line 1 has config [3]")
+    assert files(done) == before
 
 
 def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_unknown_and_impossible_options() -> None:
         models.build("vit", patchsize=4)
     with pytest.raises(ValueError, match="model 'resnet' has no option 'x': choose from blocks, widths"):
         models.build("resnet", x=4)
-    with pytest.raises(ValueError, match="model 'simplenet' has no option 'dropout': it has none"):
+    with pytest.raises(ValueError, match="model 'simplenet' has no option 'dropout': it takes none"):
         models.build("simplenet", dropout=0.1)
     with pytest.raises(ValueError, match="model 'vit': patch_size is 5"):
         models.build("vit", patch_size=5)
