@@ -92,7 +92,7 @@ build() {
         cuda=1
         export TORCH_CUDA_ARCH_LIST=$architecture
     fi
-    step build 140 env DDPCORE_CUDA=$cuda MAX_JOBS="$(nproc)" "$python" setup.py -q build_ext --inplace ||
+    step build 130 env DDPCORE_CUDA=$cuda MAX_JOBS="$(nproc)" "$python" setup.py -q build_ext --inplace ||
         unbuilt="the build failed: see logs/build.log"
 }
 
@@ -192,11 +192,11 @@ kernel() {
 bench() {
     local all=(--dtype float32 bfloat16 --numel 6250000 25000000 250000000)
     local noise=(--numel 6250000 250000000 --repeats 7) noise16=(--numel 6250000 62500000 --repeats 7)
-    local lists=(--models lenet5,resnet18,resnet50,bert-base,bert-large --seconds 1) quick=() numel=250000000 message=()
+    local lists=(--models lenet5,resnet18,resnet50,bert-base,bert-large --seconds 1) quick=() numel=250000000 message=() steps=200
     if [ -n "$dry" ]; then
         all=(--numel 5000 --repeats 3) noise=("${all[@]}") noise16=("${all[@]}") numel=5000
         lists=(--models lenet5 --repeats 3 --seconds 0.1) quick=(--repeats 2 --batch-size 4)
-        message=(--max-mib 0.25 --seconds 0.01)
+        message=(--max-mib 0.25 --seconds 0.01) steps=5
     fi
     local name training=(--device $device --json "$out/training.jsonl")
     local ranks=(--device $device --world-size "$num_gpus")
@@ -209,6 +209,8 @@ bench() {
     step bench_steps 16 "$python" benchmarks/bench_steps.py "${training[@]}" "${quick[@]}"
     step bench_shm 12 "$python" benchmarks/bench_shm.py "${training[@]}" --numel $numel --repeats 5
     step bench_training 8 "$python" benchmarks/bench_training.py "${training[@]}" "${quick[@]}"
+    step strategies 10 "$python" -m ddpcore.bench --device $device --backend virtual --model lenet5 \
+        --strategies ssgd,dpsgd,local_sgd --steps $steps --batch-size 256 --json "$out/strategies.json"
     step stats 8 "$python" -m ddpcore.bench stats --device $device --backend virtual --every 20 --blocks 4 \
         --batch-size 16 --json "$out/stats.json"
     [ -n "$dry" ] || step optim-bfloat16 16 "$python" -m ddpcore.bench optim --device $device --dtype bfloat16 \
@@ -250,7 +252,7 @@ if [ -z "$dry" ] && command -v nvidia-smi > /dev/null; then
     trap '[ -z "$sampler" ] || kill "$sampler" 2> /dev/null' EXIT
 fi
 [ -z "$absent" ] || skip needs "not installed: $absent; what needs it is left out or slower"
-declare -A shares=([build]=140 [tests]=180 [sanitizer]=60 [bench]=0)  # all that comes before another stage
+declare -A shares=([build]=130 [tests]=180 [sanitizer]=60 [bench]=0)  # all that comes before another stage
 for stage in build tests sanitizer bench; do
     if ! wants $stage; then
         planned=$((planned + shares[$stage] * total / 580))

@@ -64,7 +64,7 @@ def distribute(
         bucket_bytes: largest bucket of averaged gradients; those that one parameter completes travel together.
         first_bucket_bytes: size of the first.
         policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
-        scaler: of mixed precision, for the policy of that name.
+        scaler: of mixed precision, for the policy of that name; where learners differ, fused optimizers alone take one.
 
     Returns:
         A handle: ``.model`` to call (``model`` itself but for virtual learners and DDP), ``no_sync()``,

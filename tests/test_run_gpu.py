@@ -209,7 +209,7 @@ def test_failures_and_time_limits_stop_nothing_else(interpreter: Path, tmp_path:
     status = {step["step"]: step["status"] for step in steps}
     benches = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")} - {"bench_learners"}  # of the CPU
     assert benches < set(status)
-    assert {"optim-float32", "stats", "buckets", "predict", "comm"} <= set(status)
+    assert {"optim-float32", "strategies", "stats", "buckets", "predict", "comm"} <= set(status)
     assert status.pop("bench_lars") == "timeout"
     assert status.pop("bench_mix") == "failed"
     assert status.pop("study") == "skipped"
@@ -247,7 +247,7 @@ def test_every_bench_takes_the_words_that_it_is_given(tmp_path: Path) -> None:
     assert run([str(tmp_path / "out"), "--only", "bench", "--dry-run"], recorder).returncode == 0
     lines = Path(f"{recorder}.log").read_text().splitlines()
     commands = [line.split() for line in lines if "ddpcore.bench " in line or "/bench_" in line]
-    assert len(commands) == 16
+    assert len(commands) == 17
     for command in commands:
         done = ranks.python(*command, cwd=ROOT, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 0, f"{command}: {done.stderr}"
@@ -256,7 +256,7 @@ def test_every_bench_takes_the_words_that_it_is_given(tmp_path: Path) -> None:
     kinds = [summarize.training_line(row)[0] for row in rows]
     assert "step of resnet18, ours" in kinds
     names = {path.name for path in (tmp_path / "out").glob("*.json")}
-    assert names == {f"{name}.json" for name in ("optim-float32", "stats", "buckets", "predict", "comm")}
+    assert names == {f"{name}.json" for name in ("optim-float32", "strategies", "stats", "buckets", "predict", "comm")}
     assert len(summarize.rows_of(tmp_path / "out")) > len(commands)
 
 

@@ -42,7 +42,7 @@ class BenchConfig:
         metavar="A,B,...",
         type=names,
     )
-    topology: str = option("random_pair", f"who averages with whom in dpsgd: {', '.join(TOPOLOGIES)}")
+    topology: str = option("random_pair", f"of dpsgd, slowmo and push_sum, who meets whom: {', '.join(TOPOLOGIES)}")
     order: str = option(ORDERS[0], f"of dpsgd: {', '.join(ORDERS)}")
     staleness: int = option(0, "of dpsgd: 1 lets an exchange take a further step", type=int)
     compression: str = option("none", f"of dpsgd's messages: {', '.join(COMPRESSIONS)}")

@@ -77,7 +77,7 @@ class TrainConfig:
         topology: a name of :func:`ddpcore.topology.names`, for strategies with neighbours.
         topology_options: of :func:`ddpcore.topology.build`.
         policies: fields of :class:`ddpcore.Policies`.
-        learners: how many; virtual ones of one process, or as many as there are ranks.
+        learners: how many; virtual ones of one process, or spread evenly over the ranks, one or several on each.
         device: ``cpu``, ``cuda``, or ``auto``.
         transport: what carries bytes between real ranks, see :func:`ddpcore.distribute`.
         link: a network to emulate between real ranks, which seconds are then of, ``10Gb/s,50us``: see

@@ -47,7 +47,7 @@ def names() -> list[str]:
 
 
 def options(name: str) -> dict[str, Any]:
-    """The options of :func:`build` for a strategy, with their defaults. ValueError lists the names."""
+    """The options of :func:`build` for a strategy, with the defaults of its class. ValueError lists the names."""
     parameters = inspect.signature(_class_of(name).__init__).parameters.values()
     return {p.name: p.default for p in parameters if p.kind in _NAMED and p.name not in ("self", "topology")}
 
@@ -57,7 +57,7 @@ def build(name: str, *, topology: Topology | None = None, **given: Any) -> Strat
 
     Args:
         name: one of :func:`names`.
-        topology: for dpsgd, push_sum and slowmo; None is their default.
+        topology: for dpsgd and slowmo, where None is their default, and push_sum, which must be given one.
         given: the arguments of its class by keyword, but for three. ``compression`` of dpsgd is ``"none"``, a name of
             :data:`ddpcore.compression.CODECS`, or ``{"name": ..., **settings}``. ``outer`` of local_sgd holds the
             settings of ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``. ``base`` of
