@@ -48,7 +48,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                 )
     results = [Folder(path).results() for path, _ in entries]
     tables = [{name: row["published"] for name, row in rows.items() if row["published"]}]
-    tables += [other.get("published", {}) for _, other in entries]  # of rows that were not run too
+    tables += [other["published"] for _, other in entries]  # of rows that were not run too
     claims = _each_once(other["claims"] for _, other in entries)
     published = {name: {0: Outcome(metrics=values)} for table in tables for name, values in table.items()}
     return {

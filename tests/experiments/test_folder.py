@@ -147,19 +147,19 @@ def test_a_study_that_was_run_meanwhile_is_left_as_it_is(
 def test_a_result_says_every_commit_and_machine_that_had_a_part(
     main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, machine, end = tmp_path / "out", engine_run.machine, Loop.run
+    out, machine, train_on = tmp_path / "out", engine_run.machine, Loop.run
     words = ("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)
 
     def stop(self: Any, listener: Any) -> bool:
         listener.asked = True
-        return end(self, listener)
+        return train_on(self, listener)
 
     monkeypatch.setattr(Loop, "run", stop)
     for number, commit in enumerate(("one", "two", "one")):
         said = {"commit": commit, "device": f"CPU {number}"}
         monkeypatch.setattr(engine_run, "machine", lambda device, said=said: {**machine(device), **said})
         assert main(*words, *(["--resume"] if number else []))[0] == 130
-    monkeypatch.setattr(Loop, "run", end)
+    monkeypatch.setattr(Loop, "run", train_on)
     assert main(*words, "--resume")[0] == 0
     result = Folder(out).results()["a", 0]
     assert (result["commit"], result["device"]) == ("one, two", "CPU 0, CPU 1, CPU 2")
