@@ -116,7 +116,7 @@ cpp_tests() {
     for source in "${sources[@]}"; do
         linked+=("$objects/${source%.*}.o")
     done
-    if ! echo '#include <gtest/gtest.h>' | g++ -x c++ -E - > /dev/null 2>&1; then
+    if ! g++ -x c++ -E - <<< '#include <gtest/gtest.h>' > /dev/null 2>&1; then
         skip cpp-tests "GoogleTest is not installed" 70
     elif ! ls "${linked[@]}" > /dev/null 2>&1; then
         skip cpp-tests "there are no objects in $objects: run the build first" 70
@@ -167,7 +167,7 @@ sanitizer() {
         return
     fi
     local option=--kernel-regex checkers=() # the name of it that older versions take
-    ! "$checker" --help 2> /dev/null | grep -q -e --kernel-name || option=--kernel-name
+    [[ $("$checker" --help 2> /dev/null) != *--kernel-name* ]] || option=--kernel-name
     for tool in memcheck racecheck synccheck initcheck; do
         filter="$option kns=ddpcore"
         [ $tool != initcheck ] || filter=""  # which must see what other kernels write

@@ -266,7 +266,7 @@ def test_memory_checkers_run_side_by_side(tmp_path: Path) -> None:
     checker = script(
         tmp_path / "bin" / "compute-sanitizer",
         'case "$*" in',
-        "--help) echo --kernel-name ;;",
+        "--help) echo --kernel-name; exec seq 100000 ;;",  # more than a pipe holds
         # each waits for the others to have begun
         f"*) touch {tmp_path}/$2; while [ $(ls {tmp_path} | grep -c check) -lt 4 ]; do sleep 0.05; done ;;",
         "esac",
