@@ -189,6 +189,8 @@ def _check(
     policies: Policies,
     scaler: torch.amp.GradScaler | None,
 ) -> None:
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
     _check_model(model)
     _check_optimizer(model, optimizer)
     policies.check(strategy, scaler)

@@ -99,6 +99,20 @@ def test_strategies_and_optimizers_serve_once() -> None:
         ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=L)
 
 
+@pytest.mark.parametrize("strategy", ["ssgd", ddpcore.SSGD, None])
+def test_what_is_no_strategy_is_refused(strategy: Any) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"strategy is .*: pass an instance, such as"):
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, learners=L)
+
+
+@pytest.mark.parametrize("make_strategy", [ddpcore.DPSGD, ddpcore.PushSum])
+@pytest.mark.parametrize("topology", ["ring", ddpcore.Ring])
+def test_what_is_no_topology_is_refused(make_strategy: Any, topology: Any) -> None:
+    with pytest.raises(ValueError, match=r"topology is .*: pass an instance, such as"):
+        make_strategy(topology)
+
+
 @pytest.mark.parametrize("second", [ddpcore.LocalSGD, ddpcore.DDP, ddpcore.Single])
 def test_models_serve_once(second: Any) -> None:
     """The hooks of the first call would go on beside those of the second. A part of the model is the model too."""

@@ -161,7 +161,7 @@ def _load(name: str, data_dir: str | Path | None, seed: int, given: dict[str, An
         except TypeError as error:  # an option of another kind
             raise ValueError(f"data set '{name}': {error}") from error
     if data_dir is None:
-        raise ValueError("features are read from files: pass --data-dir with the folder that holds train")
+        raise ValueError("features are read from files: set data_dir (--data-dir) to the folder that holds train")
     return features.load(data_dir, **given)
 
 
@@ -175,7 +175,9 @@ def _read(
 ) -> Dataset:
     known = _FILES[name]
     if data_dir is None:
-        raise ValueError(f"{name} is read from files: pass --data-dir with the folder that holds {known.folders}")
+        raise ValueError(
+            f"{name} is read from files: set data_dir (--data-dir) to the folder that holds {known.folders}"
+        )
     if input_shape is not None and tuple(input_shape) != known.input_shape:
         raise ValueError(
             f"{name} is {list(known.input_shape)} a sample, not {list(input_shape)}: leave input_shape out"

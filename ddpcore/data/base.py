@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +97,19 @@ class Dataset:
         """Those that there are, of train, validation and test."""
         every = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in every.items() if split is not None}
+
+    def digest(self) -> str:
+        """Hexadecimal, of the splits' shapes, labels and images: other samples have another one.
+
+        Of floating samples only shapes and labels count: where they are computed, machines may round otherwise.
+        """
+        digest = hashlib.blake2b(f"{self.num_classes} classes".encode(), digest_size=16)
+        for name, split in self.splits().items():
+            digest.update(f"{name} {list(split.inputs.shape)} {split.inputs.dtype}".encode())
+            for tensor in (split.labels, split.inputs):
+                if not tensor.is_floating_point():
+                    digest.update(tensor.cpu().contiguous().numpy().data)
+        return digest.hexdigest()
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data set on a device."""

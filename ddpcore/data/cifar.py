@@ -100,8 +100,8 @@ def _folder(variant: Variant, root: Path) -> Path:
     there = [names for names in variant.layouts if (root / names[0]).parent.exists()]
     if not there:
         raise ValueError(
-            f"{root}: holds neither {variant.python_folder} nor {variant.binary_folder}, pass as --data-dir the "
-            "folder that holds one of them"
+            f"{root}: holds neither {variant.python_folder} nor {variant.binary_folder}, set data_dir (--data-dir) to "
+            "the folder that holds one of them"
         )
     return (root / (whole or there)[0][0]).parent
 

@@ -51,7 +51,9 @@ def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
 def _split(folder: Path) -> Split:
     paths = sorted(path for path in folder.glob("*") if path.suffix in (*NUMPY, *HDF5))
     if not paths:
-        raise ValueError(f"{folder}: holds no .npz, .h5 or .hdf5 file, pass as --data-dir the folder that holds train")
+        raise ValueError(
+            f"{folder}: holds no .npz, .h5 or .hdf5 file, set data_dir (--data-dir) to the folder that holds train"
+        )
     parts = [_checked(path, _read(path)) for path in paths]
     shape = parts[0][0].shape[1:]
     for path, (inputs, _) in zip(paths, parts, strict=True):

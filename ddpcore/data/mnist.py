@@ -47,7 +47,7 @@ def load(data_dir: str | Path, verify: bool = True) -> Dataset:
 
 
 def _split(folder: Path, names: Sequence[str], md5: Mapping[str, str]) -> Split:
-    advice = "pass as --data-dir the folder that holds MNIST/raw"
+    advice = "set data_dir (--data-dir) to the folder that holds MNIST/raw"
     images_file, labels_file = (files.read(folder / name, advice) for name in names)
     images = _parse(images_file.path, images_file.content, _IMAGES_MAGIC, INPUT_SHAPE[1:])
     labels = _parse(labels_file.path, labels_file.content, _LABELS_MAGIC, ())

@@ -75,7 +75,7 @@ class TrainConfig:
         strategy: a name of :func:`ddpcore.strategies.names`.
         strategy_options: of that strategy, see :func:`ddpcore.strategies.build`.
         topology: a name of :func:`ddpcore.topology.names`, for strategies with neighbours.
-        topology_options: of :func:`ddpcore.topology.build`.
+        topology_options: of that topology, see :func:`ddpcore.topology.options`.
         policies: fields of :class:`ddpcore.Policies`.
         learners: how many; virtual ones of one process, or spread evenly over the ranks, one or several on each.
         device: ``cpu``, ``cuda``, or ``auto``.
@@ -242,12 +242,14 @@ class TrainConfig:
 
     def _check_options(self) -> None:
         """Options belong to what they are options of, which builds it here once and throws it away."""
+        if "max_grad_norm" in self.optimizer_options:
+            raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         for name, known in (
             ("model_options", models.spec(self.model).options),
             ("dataset_options", data.options(self.dataset)),
             ("optimizer_options", optimizers.options(self.optimizer)),
             ("strategy_options", strategies.options(self.strategy)),
-            ("topology_options", topology_options()),
+            ("topology_options", topology.options(self.topology)),
             ("policies", tuple(item.name for item in fields(Policies))),
         ):
             for key in getattr(self, name):
@@ -257,13 +259,11 @@ class TrainConfig:
         for name, hints in (
             ("strategy_options", {key: type(value) for key, value in defaults.items() if value is not None}),
             ("dataset_options", data.option_types(self.dataset)),
-            ("topology_options", topology_options()),
+            ("topology_options", topology.options(self.topology)),
         ):
             for key, value in getattr(self, name).items():
                 if key in hints:
                     typed(f"{name}.{key}", value, hints[key])
-        if "max_grad_norm" in self.optimizer_options:
-            raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         Policies(**self.policies)
         self.make_link()
         self.make_strategy()
@@ -352,12 +352,6 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
         if overrides.get(name) is not None and other not in overrides:
             result[other] = None
     return result
-
-
-def topology_options() -> dict[str, Any]:
-    """Options of :func:`ddpcore.topology.build` beside the name and the seed, and what they are."""
-    hints = get_type_hints(topology.build)
-    return {name: hint for name, hint in hints.items() if name not in ("name", "seed", "return")}
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:

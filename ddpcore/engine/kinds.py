@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
+import numpy as np
+
 
 def typed(name: str, value: Any, hint: Any) -> Any:
     """The value as a field of that hint holds it: an int where a number is wanted is one, a list is a tuple.
@@ -15,6 +17,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     Raises:
         ValueError: it is of another kind.
     """
+    value = value.item() if isinstance(value, np.generic) else value  # of np.logspace, say
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
         return None if value is None else typed(name, value, kinds[0])
@@ -42,4 +45,6 @@ def plain(value: Any) -> Any:
     """Of dicts, lists, and what else there is in it."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value

@@ -32,8 +32,9 @@ def names() -> tuple[str, ...]:
 
 
 def options(name: str) -> tuple[str, ...]:
-    """What the optimizer of a name takes beside parameters and learning rate."""
-    return tuple(key for key in inspect.signature(_OPTIMIZERS[name]).parameters if key not in ("params", "lr"))
+    """What the optimizer of a name takes beside parameters, learning rate and the bound of gradients."""
+    known = inspect.signature(_OPTIMIZERS[name]).parameters
+    return tuple(key for key in known if key not in ("params", "lr", "max_grad_norm"))
 
 
 def clips_itself(name: str) -> bool:

@@ -47,7 +47,7 @@ class Outputs:
         check_tensorboard(tensorboard)
         path = out / record.FILE
         rows = [] if resumed is None else [row for row in record.rows(path) if row.get("step", 0) <= step]
-        if not any(row["kind"] == "run" for row in rows):
+        if not any(row.get("kind") == "run" for row in rows):
             rows.insert(0, header)
         out.mkdir(parents=True, exist_ok=True)
         rows += [] if resumed is None else [resumed]

@@ -19,7 +19,8 @@ class RunRecord:
 
     Attributes:
         path: the file.
-        header: ``kind`` "run": config, num_parameters, num_samples, num_classes, device, versions, commit, date.
+        header: ``kind`` "run": config, num_parameters, num_samples, num_classes, dataset_digest
+            (:meth:`ddpcore.data.Dataset.digest`), device, versions, commit, date.
         resumed: ``kind`` "resume", one each time that the run went on: step, and device, versions, commit, date.
         epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training, over a
             config's link as they would be there),
@@ -45,12 +46,14 @@ class RunRecord:
         """The record in a run's folder.
 
         Raises:
-            ValueError: there is none, or a line is no JSON.
+            ValueError: there is none, or it is damaged.
         """
         path = Path(out) / FILE
         kinds: dict[str, list[dict[str, Any]]] = {"run": [], "resume": [], "epoch": [], "statistics": [], "end": []}
         for row in rows(path):
             kinds.setdefault(row.get("kind", ""), []).append(row)
+        if any(kinds.values()) and not kinds["run"]:
+            raise ValueError(f"{path}: no line is of kind run: the file is damaged")
         if not kinds["run"]:
             raise ValueError(f"{path}: there is no record of a run: train into this folder first")
         return cls(

@@ -52,19 +52,20 @@ def train(
         The record, on every rank.
 
     Raises:
-        ValueError: config, data and world do not fit; ``out`` holds another run, or this one and ``resume`` is False,
-            or another process is at work in it.
+        ValueError: config, data and world do not fit; ``out`` holds another run, or one on other data, or this one and
+            ``resume`` is False, or another process is at work in it.
         Interrupted: a signal asked the run to stop; it is saved.
     """
     out, place = Path(out), Place.of(config, world)
     check_tensorboard(tensorboard)
-    finished = _check_folder(config, out, resume)
+    finished = _check_folder(config, out, resume, dataset)
     if finished is not None:
         return finished
     with Listener() as listener:
         loop = _build(place, out, dataset)
         with _locked(place, out):
-            finished = _check_folder(config, out, resume)  # again: from here on nobody else writes into it
+            # again: from here on nobody else writes into it, and the data are known
+            finished = _check_folder(config, out, resume, loop.trainer.dataset)
             place.barrier()  # every rank has seen it as it was
             if finished is None:
                 step = _resume(loop) if resume else 0
@@ -111,7 +112,7 @@ def _outputs(loop: Loop, out: Path, step: int, tensorboard: bool) -> Iterator[Ou
         yield outputs
 
 
-def _check_folder(config: TrainConfig, out: Path, resume: bool) -> RunRecord | None:
+def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset | None) -> RunRecord | None:
     """The record of a run that is over already.
 
     Raises:
@@ -120,12 +121,17 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool) -> RunRecord | N
     path, checkpoints = out / record.FILE, out / "checkpoints"
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
-    if not any(row["kind"] == "run" for row in record.rows(path)):
+    if not any(True for _ in record.rows(path)):
         return None  # a new folder, or a run that was ended before it had begun to write
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])
     if differences:
         raise ValueError(f"{out} holds another run: {'; '.join(differences)}: take another folder")
+    if dataset is not None and known.header.get("dataset_digest") not in (
+        None,
+        dataset.digest(),
+    ):  # None: an old record
+        raise ValueError(f"{out} holds a run on other samples: take another folder, or the same samples")
     return known if known.final else None
 
 
@@ -156,6 +162,7 @@ def _header(loop: Loop) -> dict[str, Any]:
         "num_parameters": num_elements // num_learners if loop.trainer.stacked else num_elements,
         "num_samples": {name: len(split) for name, split in dataset.splits().items()},
         "dataset": dataset.name,
+        "dataset_digest": dataset.digest(),
         "num_classes": dataset.num_classes,
         "steps_per_epoch": loop.steps_per_epoch,
         "total_steps": loop.total,

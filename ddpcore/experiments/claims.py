@@ -83,20 +83,21 @@ def check(predicate: str, rows: Sequence[str] | None, metrics: Sequence[str]) ->
         raise ValueError(f"claim {predicate!r}: it is about no row: name one")
 
 
-def judge(predicate: str, outcomes: Outcomes, metric: str) -> Verdict:
+def judge(predicate: str, outcomes: Outcomes, metric: str, *, printed: bool = False) -> Verdict:
     """Whether a predicate, one that :func:`check` passed, is true of what was measured.
 
     Args:
         predicate: the text.
         outcomes: of the rows that were run.
         metric: what functions take that name none.
+        printed: the outcomes are numbers of a source, one a row, which says nothing of seeds and of divergence.
     """
     tree = _parse(predicate)
     missing = [name for name in rows_in(tree) if not outcomes.get(name)]
     if missing:
         return Verdict(NOT_RUN, f"no finished run of {', '.join(missing)}")
     try:
-        return Verdict(HOLDS if _Evaluation(outcomes, metric).of(tree) else FAILS)
+        return Verdict(HOLDS if _Evaluation(outcomes, metric, printed).of(tree) else FAILS)
     except _NotRun as error:
         return Verdict(NOT_RUN, str(error))
     except ZeroDivisionError:
@@ -193,6 +194,7 @@ def _check_names(call: ast.Call, name: str, predicate: str, rows: Sequence[str],
 class _Evaluation:
     outcomes: Outcomes
     metric: str
+    printed: bool = False
     seed: int | None = None
 
     def of(self, node: ast.expr) -> Any:
@@ -220,12 +222,16 @@ class _Evaluation:
             return abs(self.of(args[0]))
         if name == "all_seeds":
             return all(replace(self, seed=seed).of(args[0]) for seed in self._common(rows_in(args[0])))
+        if name == "count" and self.printed:
+            raise _NotRun("the source gives no seeds to count")
         if name == "count":
             return sum(self._holds(args[0], seed) for seed in self._common(rows_in(args[0])))
         if name == "paired":
             return self._paired(*(str(ast.literal_eval(arg)) for arg in args))
         row, metric = [*(str(ast.literal_eval(arg)) for arg in args), self.metric][:2]
         seeds = self.outcomes[row]
+        if name == "diverged" and self.printed:
+            raise _NotRun(f"the source does not say whether {row} diverged")
         if name == "diverged":
             return all(outcome.diverged for outcome in seeds.values())
         if name == "value":

@@ -37,20 +37,22 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     manifest = entries[0][1]
     rows: dict[str, Any] = {}
+    table: dict[str, Any] = {}  # of what was published, of rows that were not run too
     for path, other in entries:
         for key in ("title", "question", "source", "metrics"):
             if other[key] != manifest[key]:
                 raise ValueError(f"{path}: its {key} is another than in {entries[0][0]}: compare it alone")
         for name, row in other["rows"].items():
-            if rows.setdefault(name, row)["published"] != row["published"]:
+            rows.setdefault(name, row)
+        numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}
+        for name, values in numbers.items():
+            if table.setdefault(name, values) != values:
                 raise ValueError(
                     f"{path}: row {name} has other published numbers than in {entries[0][0]}: compare it alone"
                 )
     results = [Folder(path).results() for path, _ in entries]
-    tables = [{name: row["published"] for name, row in rows.items() if row["published"]}]
-    tables += [other["published"] for _, other in entries]  # of rows that were not run too
     claims = _each_once(other["claims"] for _, other in entries)
-    published = {name: {0: Outcome(metrics=values)} for table in tables for name, values in table.items()}
+    published = {name: {0: Outcome(metrics=values)} for name, values in table.items() if values}
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
         "notes": _each_once(other["notes"] for _, other in entries),
@@ -67,7 +69,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
         "claims": [
             {
                 **claim,
-                "on_published": asdict(judge(claim["predicate"], published, manifest["metrics"][0])),
+                "on_published": asdict(judge(claim["predicate"], published, manifest["metrics"][0], printed=True)),
                 "verdicts": [asdict(_judge(claim["predicate"], found, manifest["metrics"][0])) for found in results],
             }
             for claim in claims

@@ -145,6 +145,8 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         record.mend(self.path / "results.jsonl")
         known = self.manifest() if self.manifest_path.exists() else {"rows": {}, "seeds": []}
+        for name, row in known["rows"].items():
+            row["published"] = manifest["published"].get(name, row["published"])
         whole = {
             **manifest,
             "format": FORMAT,

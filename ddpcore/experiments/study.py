@@ -173,17 +173,19 @@ def _study(name: str, called: str, values: Mapping[str, Any]) -> Study:
             raise ValueError(f"{key} is empty: name one at least")
     for metric in values["metrics"]:
         _check_metric("metrics", metric)
+    if len(set(values["metrics"])) < len(values["metrics"]):
+        raise ValueError(f"metrics is {values['metrics']}: name each once")
     scales, groups = values.get("scales", {}), values.get("groups", {})
     seeds = dict.fromkeys(SCALES, values.get("seeds", 1))
     selections: dict[str, tuple[str, ...] | None] = dict.fromkeys(SCALES)
-    for scale, layer in _scales("the study", scales).items():
-        _check(f"scale {scale}", layer, {"seeds": int, "rows": _TEXTS}, _FIELDS)
+    for scale, layer in _scales("the study", scales, {"seeds": int, "rows": _TEXTS}).items():
         if layer.get("rows") == []:
             raise ValueError(f"scale {scale}: rows is empty: name one at least, or leave it out for all")
         seeds[scale] = layer.get("seeds", seeds[scale])
         selections[scale] = tuple(layer["rows"]) if "rows" in layer else None
     for group, entries in groups.items():
         _check(f"group {group}", entries, _GROUP, _FIELDS)
+        _scales(f"group {group}", entries.get("scales", {}))
     _check("shared", values["shared"], {}, _FIELDS)
     shared = values["shared"]
     rows = {key: _row(key, called, entries, shared, groups, scales) for key, entries in values["rows"].items()}
@@ -222,10 +224,8 @@ def _row(
             raise ValueError(f"{where}, published: {metric} is {value!r}: it must be a finite number")
     parts = [*(groups[group] for group in entries.get("groups", ())), entries]
     said = {key: part[key] for part in parts for key in ("ranks", "hosts") if key in part}
-    more = [_scales(where, part.get("scales", {})) for part in parts]
-    for layers in more:
-        for scale, layer in layers.items():
-            _check(f"{where}, scale {scale}", layer, {}, _FIELDS)
+    _scales(where, entries.get("scales", {}))
+    more = [part.get("scales", {}) for part in parts]
     return Row(
         name=name,
         study=study,
@@ -250,10 +250,12 @@ def _fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entries.items() if key in _FIELDS}
 
 
-def _scales(where: str, entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    for scale in entries:
+def _scales(where: str, entries: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """The layers of scales, once they are known to be some."""
+    for scale, layer in entries.items():
         if scale not in SCALES:
             raise ValueError(f"{where} has an unknown scale {scale!r}: {advice(scale, SCALES)}")
+        _check(f"{where}, scale {scale}", layer, own or {}, _FIELDS)
     return entries
 
 

@@ -101,7 +101,7 @@ def _claims(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for claim in comparison["claims"]:
         verdicts = [_verdict(verdict) for verdict in (claim["on_published"], *claim["verdicts"])]
-        rows.append([claim["text"], claim["source"], " ".join(claim["predicate"].split()), *verdicts])
+        rows.append([*(" ".join(claim[key].split()) for key in ("text", "source", "predicate")), *verdicts])
     return heading, rows
 
 

@@ -93,6 +93,16 @@ def check_mixable(name: str, dtype: torch.dtype) -> None:
         )
 
 
+def check_topology(name: str, topology: object) -> None:
+    """That a strategy of this name is given a topology, not the name of one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if topology is not None and not isinstance(topology, Topology):
+        raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
+
+
 class Baseline(ABC):
     """What a user would run without ddpcore, for comparison: nothing is flattened and no hook is set."""
 

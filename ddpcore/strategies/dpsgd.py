@@ -14,7 +14,7 @@ from ddpcore.compression import Codec, Published
 from ddpcore.dtypes import is_narrow
 from ddpcore.learner import Learner
 from ddpcore.optim import MixingOptimizer
-from ddpcore.strategies.base import Strategy, check_mixable
+from ddpcore.strategies.base import Strategy, check_mixable, check_topology
 from ddpcore.topology import RandomPair, Topology
 from ddpcore.topology.stale import check_stale
 
@@ -76,6 +76,7 @@ class DPSGD(Strategy):
         staleness: int = 0,
         compression: Codec | None = None,
     ) -> None:
+        check_topology(self.name, topology)
         if order not in ORDERS:
             raise ValueError(f"dpsgd: unknown order {order!r}: choose from {', '.join(ORDERS)}")
         if staleness not in (0, 1):

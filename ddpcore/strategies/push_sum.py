@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddpcore.dtypes import is_narrow
 from ddpcore.learner import Learner
-from ddpcore.strategies.base import Strategy, check_mixable
+from ddpcore.strategies.base import Strategy, check_mixable, check_topology
 from ddpcore.topology import Topology
 
 
@@ -31,6 +31,7 @@ class PushSum(Strategy):
     topology: Topology
 
     def __init__(self, topology: Topology) -> None:
+        check_topology(self.name, topology)
         self.topology = topology
         self._push_weights: Tensor | None = None  # p of all learners, float64 [n]: it depends on P alone
         self._is_biased = False  # the flat buffer holds x

@@ -40,6 +40,8 @@ class SlowMo(Strategy):
             raise ValueError(f"slowmo: slow_momentum is {slow_momentum}, it must be in [0, 1)")
         if not (math.isfinite(slow_lr) and slow_lr > 0):
             raise ValueError(f"slowmo: slow_lr is {slow_lr}, it must be above 0")
+        if not isinstance(base, DPSGD | None):
+            raise ValueError(f"slowmo: base is {base!r}: take gossip, a DPSGD, or None for local steps")
         if base is not None and base.staleness:
             raise ValueError("slowmo: an exchange may not outlast a period: take a base of staleness 0")
         if base is not None and base.compression is not None and base.compression.differences:

@@ -13,7 +13,7 @@ from .base import Matrix, Round, Topology
 from .describe import Description, describe
 from .given import FromGraph, FromMatrix
 from .hierarchical import Hierarchical
-from .names import build, names
+from .names import build, names, options
 from .pairs import Matching, RandomPair
 from .regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
 
@@ -37,4 +37,5 @@ __all__ = [
     "build",
     "describe",
     "names",
+    "options",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ddpcore.advice import advice
 from ddpcore.topology.base import Topology
@@ -22,10 +22,17 @@ _BUILDERS: dict[str, Callable[[int, int, int], Topology]] = {
     "hierarchical": lambda seed, local_size, sides: Hierarchical(local_size),
 }
 
+_OPTIONS: dict[str, dict[str, type]] = {"ring": {"neighbors_each_side": int}, "hierarchical": {"local_size": int}}
+
 
 def names() -> tuple[str, ...]:
     """The names `build` knows: all but those that are made from a list, a matrix or a graph."""
     return tuple(_BUILDERS)
+
+
+def options(name: str) -> Mapping[str, type]:
+    """Those of `build` that the topology of a name takes, and what they are."""
+    return _OPTIONS.get(name, {})
 
 
 def build(name: str, seed: int = 0, local_size: int = 2, neighbors_each_side: int = 1) -> Topology:

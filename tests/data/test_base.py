@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -61,6 +61,29 @@ def test_to_moves_and_frozen_stays() -> None:
         split.labels = split.labels  # type: ignore[misc]
     data = Dataset("tiny", split, split, 3, (1, 2, 2)).to("cpu")
     assert data.test is not None and torch.equal(data.test.labels, split.labels)
+
+
+def test_the_digest_is_that_of_the_samples() -> None:
+    split = images()
+    data = Dataset("tiny", split, None, 3, (1, 2, 2))
+    brighter = replace(split, inputs=split.inputs + 1)
+    relabelled = replace(split, labels=split.labels.flip(0))
+    assert not torch.equal(relabelled.labels, split.labels)
+    others = [
+        replace(data, train=brighter),
+        replace(data, train=relabelled),
+        replace(data, test=split),
+        replace(data, validation=split),
+        replace(data, num_classes=4),
+        replace(data, train=split.take(torch.arange(5))),
+        Dataset("tiny", replace(split, inputs=split.inputs.mT.reshape(6, 2, 2)), None, 3, (2, 2)),
+    ]
+    assert len({data.digest(), *(other.digest() for other in others)}) == 1 + len(others)
+    same = Dataset("another name", split.take(torch.arange(6)), None, 3, (1, 2, 2))
+    assert same.digest() == data.digest() == data.to("cpu").digest()
+    features = [replace(split, inputs=split.inputs.float() + last) for last in (0.0, 1e-6)]
+    first, second = (Dataset("tiny", part, None, 3, (1, 2, 2)).digest() for part in features)
+    assert first == second != data.digest(), "of floating samples the shapes alone"
 
 
 @pytest.mark.parametrize(

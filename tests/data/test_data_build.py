@@ -32,7 +32,7 @@ def test_refusals() -> None:
             ValueError, match="unknown data set 'imagenet': choose one of synthetic, synthetic_speech, sa"
         ):
             ask("imagenet")
-    with pytest.raises(ValueError, match="pass --data-dir"):
+    with pytest.raises(ValueError, match=r"set data_dir \(--data-dir\)"):
         data.build("mnist")
     with pytest.raises(ValueError, match=r"mnist is \[1, 28, 28\] a sample, not \[10\]"):
         data.build("mnist", data_dir="anywhere", input_shape=(10,))

@@ -70,7 +70,7 @@ def test_missing_folders(tmp_path: Path) -> None:
     write(tmp_path / "train" / "a.npz", arrays(4))
     (tmp_path / "test").mkdir()
     refused(tmp_path, str(tmp_path / "test"), "holds no .npz")
-    with pytest.raises(ValueError, match="pass --data-dir"):
+    with pytest.raises(ValueError, match=r"set data_dir \(--data-dir\)"):
         data.build("features")
 
 

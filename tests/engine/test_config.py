@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +98,15 @@ from ddpcore.engine.config import BOOKKEEPING, merged
         (
             {"topology": "hierarchical", "topology_options": {"local_size": "a"}},
             "topology_options.local_size is 'a': it must be a whole number",
+        ),
+        (
+            {"topology": "torus_2d", "topology_options": {"local_size": 4}},
+            "topology_options has no 'local_size' here: it takes",
+        ),
+        ({"topology_options": {"neighbors_each_side": 3}}, "topology_options has no 'neighbors_each_side' here"),
+        (
+            {"topology": "ring", "topology_options": {"neighbours_each_side": 3}},
+            "topology_options has no 'neighbours_each_side' here: did you mean 'neighbors_each_side'?",
         ),
         ({"target": 0.5, "evaluate_every": 0}, "target is 0.5: evaluations look for it, set evaluate_every"),
         ({"topology": "rnig"}, "topology is 'rnig': did you mean 'ring'?"),
@@ -209,6 +219,22 @@ def test_the_strategy_that_is_meant() -> None:
     assert made(strategy="slowmo", topology="ring").base.topology == ddpcore.Ring()
     assert made(strategy="slowmo", strategy_options={"base": "none"}).base is None
     assert made(strategy="push_sum", topology="ring").topology == ddpcore.Ring()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    grid = np.logspace(-2, 0, 3)
+    config = TrainConfig(
+        epochs=np.int64(2),
+        lr=grid[0],
+        milestones=(np.float32(1),),
+        schedule="step",
+        optimizer_options={"momentum": grid[1]},
+    )
+    same = TrainConfig(epochs=2, lr=0.01, milestones=(1,), schedule="step", optimizer_options={"momentum": 0.1})
+    assert config == same
+    assert json.loads(json.dumps(config.to_dict())) == same.to_dict()
+    with pytest.raises(ValueError, match=r"epochs is 2\.5: it must be a whole number"):
+        TrainConfig(epochs=np.float64(2.5))
 
 
 def test_a_config_from_before_a_field_had_its_default() -> None:

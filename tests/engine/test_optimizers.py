@@ -18,7 +18,7 @@ def test_every_name_makes_a_step(name: str) -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
-    assert {"params", "lr"}.isdisjoint(optimizers.options(name))
+    assert {"params", "lr", "max_grad_norm"}.isdisjoint(optimizers.options(name))
 
 
 def test_options_groups_and_clipping_arrive() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.engine import RunRecord, outputs
+from ddpcore.engine import RunRecord, TrainConfig, outputs, train
 from ddpcore.engine.outputs import Outputs
 
 HEADER = {"kind": "run", "config": {}}
@@ -64,3 +64,7 @@ def test_a_record_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").write_text(json.dumps(HEADER) + "\n{\n")
     with pytest.raises(ValueError, match="line 2 is no JSON"):
         RunRecord.read(tmp_path)
+    (tmp_path / "record.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match="no line is of kind run: the file is damaged"):
+        train(TrainConfig(steps=1), out=tmp_path, resume=True)
+    assert (tmp_path / "record.jsonl").read_text() == '{"a": 1}\n'

@@ -116,10 +116,48 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     back_to(3, tmp_path)
     dataset = helper.images()
     other = type(dataset)("five", dataset.train, dataset.test, 5, dataset.input_shape)
+    (tmp_path / "record.jsonl").unlink()  # which knows the data
     with pytest.raises(
         ValueError, match=r"of another model: classifier.7.weight is \(4, 84\) there and \(5, 84\) here"
     ):
         train(helper.config(steps=3), out=tmp_path, resume=True, dataset=other)
+
+
+def test_other_samples_are_refused(tmp_path: Path) -> None:
+    """Of the same config: files of its folder may change, and so may a data set that is passed."""
+    config = helper.config(steps=3)
+    train(config, out=tmp_path, dataset=helper.images())
+    other = helper.images().with_random_labels(1)
+    with pytest.raises(ValueError, match="holds a run on other samples: take another folder"):
+        train(config, out=tmp_path, resume=True, dataset=other)
+    back_to(3, tmp_path)
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
+    with pytest.raises(ValueError, match="holds a run on other samples: take another folder"):
+        train(config, out=tmp_path, resume=True, dataset=other)
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    record = tmp_path / "record.jsonl"
+    record.write_text(record.read_text().replace("dataset_digest", "older"))
+    assert train(config, out=tmp_path, resume=True, dataset=other).final, "an older record does not know"
+
+
+def test_a_folder_that_holds_the_files_of_other_samples(tmp_path: Path) -> None:
+    """The path is no part of what a run is: what it leads to is."""
+    sizes = {"depth": 1, "width": 4, "bottleneck": 3}
+    config = {"model": "speech_lstm", "model_options": sizes, "dataset": "features", "batch_size": 10, "steps": 3}
+    for name, size in (("first", 20), ("second", 30)):
+        (tmp_path / name / "train").mkdir(parents=True)
+        arrays = {"inputs": np.zeros((size, 2, 3), np.float32), "labels": np.arange(size) % 2}
+        np.savez(tmp_path / name / "train" / "a.npz", **arrays)
+
+    def run(name: str) -> RunRecord:
+        return train(TrainConfig(**config, data_dir=str(tmp_path / name)), out=tmp_path / "out", resume=True)
+
+    run("first")
+    back_to(3, tmp_path / "out")
+    with pytest.raises(ValueError, match="holds a run on other samples"):
+        run("second")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    assert run("moved").final["step"] == 3
 
 
 def test_how_often_things_are_written_may_change(tmp_path: Path) -> None:

@@ -109,6 +109,13 @@ def test_what_was_not_run_is_not_judged(predicate: str) -> None:
     assert UNKNOWN[predicate] in verdict.reason
 
 
+@pytest.mark.parametrize("predicate", ['not diverged("c")', 'count(value("a") > 2) < 9'])
+def test_a_table_says_nothing_of_seeds_and_divergence(predicate: str) -> None:
+    assert judge(predicate, OUTCOMES, "loss").word != NOT_RUN
+    assert judge(predicate, OUTCOMES, "loss", printed=True).word == NOT_RUN
+    assert judge('mean("a") > 0', OUTCOMES, "loss", printed=True).word == HOLDS
+
+
 @pytest.mark.parametrize("predicate", ['all_seeds(1 < 2)', 'count(1 < 2) > 0 and mean("a") > 1'])  # fmt: skip
 def test_a_folder_with_a_claim_that_is_refused_by_now(predicate: str) -> None:
     assert judge(predicate, OUTCOMES, "loss").word == NOT_RUN

@@ -57,6 +57,7 @@ def test_verdicts(folder: Folder) -> None:
     assert first["on_published"]["word"] == "holds"
     assert first["verdicts"][0]["word"] == "not run"
     assert "b: it diverged" in first["verdicts"][0]["reason"]
+    assert second["on_published"]["word"] == "not run"
     assert second["verdicts"][0] == {"word": "not run", "reason": "no finished run of ssgd"}
     lines = (folder.path / "results.jsonl").read_text().splitlines()
     (folder.path / "results.jsonl").write_text("\n".join([*lines[:4], lines[5]]) + "\n")
@@ -89,6 +90,20 @@ def test_notes_and_claims_of_all_folders_are_told_once(main: Main, tiny: Path, f
         (other / "manifest.json").write_text(json.dumps(manifest | {name: value}))
         code, _, error = main("compare", folder.path, other)
         assert code == 2 and f"its {name} is another than in" in error
+
+
+def test_published_numbers_that_were_corrected(main: Main, tiny: Path, tmp_path: Path) -> None:
+    """A folder that is gone on with has the new ones of all rows; two folders do not mix them."""
+    out, old = tmp_path / "out", tmp_path / "old"
+    assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
+    assert main("run", tiny, "--out", old, "--rows", "b", "--seeds", 1)[0] == 0
+    tiny.write_text(tiny.read_text().replace("train_loss = 0.7", "train_loss = 0.5"))
+    assert main("run", tiny, "--out", out, "--rows", "b", "--seeds", 1, "--resume")[0] == 0
+    (result,) = compare([out])
+    assert {line["row"]: line["published"] for line in result["lines"]} == {"a": 0.5, "b": 0.6}
+    assert result["claims"][0]["on_published"]["word"] == "does not hold"
+    code, _, error = main("compare", out, old)
+    assert code == 2 and "row a has other published numbers than in" in error
 
 
 def test_the_command(main: Main, folder: Folder) -> None:

@@ -49,7 +49,10 @@ DAMAGE = {
     "a rank below 0": ('"b" = {', '"b" = { kill_rank = -1,', ["row b: kill_rank is -1: it must be at least 0"]),
     "shared options": ("steps = 4", "optimizer_options = 3", ["shared: optimizer_options is 3", "a mapping"]),
     "a row's options": ('"b" = {', '"b" = { policies = "keep",', ["row b: policies is 'keep'", "a mapping"]),
-    "a scale's options": ("{ lr = 0.25 }", "{ lr = [1] }", ["row b, scale smoke: lr is [1]", "finite number"]),
+    "a scale's options": ("{ lr = 0.25 }", "{ lr = [1] }", ["group fast, scale smoke: lr is [1]", "finite number"]),
+    "a group's scale": ("scales = { smoke", "scales = { smok", ["group fast", "did you mean 'smoke'?"]),
+    "a scale of a group": ("{ lr = 0.25 }", "{ lrr = 0.25 }", ["group fast, scale smoke", "did you mean 'lr'?"]),
+    "a metric twice": ('["train_loss"]', '["train_loss", "train_loss"]', ["metrics is", "name each once"]),
     "a published infinity": ("train_loss = 0.7", "train_loss = inf", ["row a, published", "finite number"]),
     "a published integer": ("train_loss = 0.7", f"train_loss = 1{'0' * 400}", ["row a, published", "finite number"]),
     "a claim of no row": ('mean("b")\'', 'mean("b") or all_seeds(1 < 2)\'', ["claim", "value(row)"]),
@@ -90,7 +93,10 @@ def test_what_is_no_text(tiny: Path) -> None:
         ('strategy = "dpsgd", strategy_options = { compression = 3 }', "compression is 3"),
         ('dataset_options = { input_shape = "a" }', "dataset_options.input_shape is 'a'"),
         ('dataset = "saddle", dataset_options = { dimension = "a" }', "dataset_options.dimension is 'a'"),
-        ('topology_options = { neighbors_each_side = "a" }', "topology_options.neighbors_each_side is 'a'"),
+        (
+            'topology = "ring", topology_options = { neighbors_each_side = "a" }',
+            "topology_options.neighbors_each_side is 'a'",
+        ),
     ],
 )
 def test_options_of_another_kind(fields: str, says: str, tiny: Path) -> None:

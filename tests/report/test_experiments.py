@@ -35,7 +35,7 @@ def comparison(scale: str = "full") -> dict[str, Any]:
             {**line, "row": "failed", "measured": [spread(num_seeds=0, mean=None, std=None, num_failed=3)]},
         ],
         "claims": [{
-            "text": "a | b", "source": "Nobody", "predicate": 'mean("a")\n> 1',
+            "text": "a |\nb", "source": "Nobody", "predicate": 'mean("a")\n> 1',
             "on_published": {"word": "holds", "reason": ""},
             "verdicts": [{"word": "not run", "reason": "no finished run of none"}],
         }],

@@ -9,7 +9,7 @@ from torch import nn
 import ddpcore
 from ddpcore import Ring
 from ddpcore.compression import TopK
-from ddpcore.strategies import DPSGD, LocalSGD, SlowMo
+from ddpcore.strategies import DPSGD, SSGD, LocalSGD, SlowMo
 
 N = 4
 
@@ -72,6 +72,8 @@ def test_when_learners_meet() -> None:
         ({"slow_momentum": 1.0}, r"slow_momentum is 1.0, it must be in \[0, 1\)"),
         ({"slow_lr": 0.0}, "slow_lr is 0.0"),
         ({"base": DPSGD(Ring(), staleness=1)}, "staleness 0"),
+        ({"base": SSGD()}, r"base is SSGD\(.*\): take gossip, a DPSGD, or None"),
+        ({"base": LocalSGD(4)}, r"base is LocalSGD\(.*\): take gossip"),
         ({"base": DPSGD(Ring(), compression=TopK())}, "topk cannot follow"),
     ],
 )
