@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def real() -> list[dict[Any, Any]]:
     """What each of six ranks saw of every case in which it took part."""
-    return ranks.run("oracle", oracle.LARGEST)
+    return ranks.run("oracle", oracle.LARGEST, timeout=900.0)  # a minute or two, but where others are at work
 
 
 GOSSIPING = tuple(name for name in oracle.GOSSIP if name != "slowmo")  # and nothing but
