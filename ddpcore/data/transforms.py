@@ -43,7 +43,8 @@ class Normalization:
     def __call__(self, images: Tensor) -> Tensor:
         """Float32 [N, C, H, W] from uint8."""
         scale, shift = _scale_and_shift(self, images.device)
-        return (images * scale).add_(shift)  # a product and a sum, never fused: the same bits for every batch size
+        pixels = images.to(torch.float32, copy=True)  # one buffer: a product of mixed dtypes would take two
+        return pixels.mul_(scale).add_(shift)  # never fused: the same bits for every batch size
 
 
 @lru_cache(maxsize=16)
