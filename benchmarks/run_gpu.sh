@@ -220,10 +220,10 @@ bench() {
             skip $name "ranks that share a GPU have no link to measure: bench_shm has their memory" 8
         done
     else
-        for name in buckets predict; do
-            step $name 8 "$python" -m ddpcore.bench $name "${ranks[@]}" --model lenet5 --rounds 2 \
-                --json "$out/$name.json"
-        done
+        step buckets 8 "$python" -m ddpcore.bench buckets "${ranks[@]}" --model lenet5 --rounds 2 --bucket-mb 0.1,one \
+            --json "$out/buckets.json"
+        step predict 8 "$python" -m ddpcore.bench predict "${ranks[@]}" --model lenet5 --rounds 2 \
+            --json "$out/predict.json"
         step comm 8 "$python" -m ddpcore.bench comm "${ranks[@]}" "${message[@]}" --json "$out/comm.json"
     fi
     study
