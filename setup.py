@@ -1,4 +1,4 @@
-"""Builds the two compiled parts: ddpcore._C (host-side plans, pybind11) and ddpcore/_ops.so (the operator library).
+"""Builds the two compiled parts: ddpcore._flags (counters in shared memory) and ddpcore/_ops.so (operators).
 
 DDPCORE_CUDA=0|1 overrides the choice whether the CUDA kernels are built; by default they are where a CUDA toolkit and a
 CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and holds here too; without it
@@ -74,12 +74,12 @@ def extensions():
     if torch is None:  # pip asks for the metadata before it builds; the build itself says what is missing
         from setuptools import Extension
 
-        return [Extension("ddpcore._C", sources("bindings/plans.cpp", "bindings/flags.cpp"))]
+        return [Extension("ddpcore._flags", sources("bindings/flags.cpp"))]
     import pybind11
 
-    plans = cpp_extension.CppExtension(
-        "ddpcore._C",
-        sources("bindings/plans.cpp", "bindings/flags.cpp"),
+    flags = cpp_extension.CppExtension(
+        "ddpcore._flags",
+        sources("bindings/flags.cpp"),
         include_dirs=[pybind11.get_include()],
         extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
     )
@@ -95,7 +95,7 @@ def extensions():
         extra_compile_args={"cxx": CXX_FLAGS + (["-DUSE_CUDA"] if cuda else []), "nvcc": NVCC_FLAGS},
         py_limited_api=True,
     )
-    return [plans, operators]
+    return [flags, operators]
 
 
 class Build(cpp_extension.BuildExtension if torch else build_ext):

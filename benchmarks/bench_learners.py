@@ -1,4 +1,4 @@
-"""What it costs to be many: 16 virtual learners of an mlp against one learner, the same samples a step.
+"""The cost of virtual learners: 16 learners with an mlp against one learner, on as many samples in each step.
 
 python benchmarks/bench_learners.py [--learners 16] [--model mlp] [--batch-size 2048] [--seconds 20]
 """
@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 
 from ddpcore import DPSGD, distribute, models
-from ddpcore.bench.environment import machine
-from ddpcore.bench.timing import interleaved
-from ddpcore.engine.trainer import learner_losses
 from ddpcore.optim import FusedSGD
+from ddpcore.runtime.machine import machine
+from ddpcore.runtime.timing import interleaved
+from ddpcore.training.trainer import learner_losses
 
 
 def training_step(model_name: str, num_learners: int, batch_size: int) -> Callable[[], None]:
-    """One step on ``batch_size`` samples in all."""
+    """A function that trains for one step on ``batch_size`` samples in all."""
     spec = models.spec(model_name)
     shape, num_classes = spec.input_shapes[0], spec.num_classes or 10
     torch.manual_seed(0)

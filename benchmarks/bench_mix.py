@@ -14,7 +14,7 @@ NUM_LEARNERS = 4
 
 
 def mix_eager(weights: Tensor, peers: list[Tensor], self_weight: float, peer_weights: list[float]) -> Tensor:
-    """What one would write without the kernel."""
+    """The same in plain torch."""
     distances = [torch.linalg.vector_norm(weights - peer, dtype=torch.float32).square() for peer in peers]
     weights.mul_(self_weight)
     for peer, peer_weight in zip(peers, peer_weights, strict=True):
@@ -37,7 +37,7 @@ def mix(numel: int, options: argparse.Namespace) -> Case:
 
 
 def noise(numel: int, options: argparse.Namespace) -> Case:
-    """Reads and writes weights: 8 bytes an element in fp32. What it costs is arithmetic."""
+    """Reads and writes weights: 8 bytes an element in fp32. Arithmetic dominates."""
     left, right = randn(numel, options), randn(numel, options)
     drawn = ops.Noise(std=1e-3, seed=0, step=0)
     return Case(
@@ -50,14 +50,14 @@ def noise(numel: int, options: argparse.Namespace) -> Case:
 
 
 def mix_stacked_eager(weights: Tensor, matrix: Tensor) -> Tensor:
-    """What one would write without the kernel."""
+    """The same in plain torch."""
     distances = torch.linalg.vector_norm(weights - weights.mean(dim=0), dim=1, dtype=torch.float32).square()
     weights.copy_(matrix @ weights)
     return distances
 
 
 def mix_stacked(numel: int, options: argparse.Namespace, num_learners: int = NUM_LEARNERS) -> Case:
-    """Learners on a ring, ``numel`` elements in all: read once and written once, 8 bytes an element in fp32."""
+    """Learners on a ring with ``numel`` elements in all. Each is read and written once: 8 bytes an element in fp32."""
     columns = -(-numel // num_learners)
     left, right = randn(columns, options, num_learners), randn(columns, options, num_learners)
     ranks = torch.arange(num_learners)
@@ -76,7 +76,7 @@ def mix_stacked(numel: int, options: argparse.Namespace, num_learners: int = NUM
 
 
 def mix_tall_stack(numel: int, options: argparse.Namespace) -> Case:
-    """As many learners as one call takes on CUDA: tiles of a few columns."""
+    """The largest number of learners of one call on CUDA: tiles of a few columns."""
     return mix_stacked(numel, options, 1024)
 
 

@@ -1,7 +1,7 @@
 """``mix_sgd_step_`` with momentum against the step of ``torch.optim.SGD(fused=True)``, which does not mix.
 
-The row to look at is the one of 25,000,000 fp32 elements with one peer: the ratio is what gossip costs on top of an
-optimizer step, and memory traffic alone makes it 24/20.
+The most important row has 25,000,000 fp32 elements and one peer. Its ratio is the cost of gossip on top of an optimizer
+step; from memory traffic alone one expects 24/20.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import Case, itemsize, main, randn
+from common import Case, itemsize, main, randn, torch_step
 
 from ddpcore import ops
 
@@ -21,13 +21,10 @@ def mix_sgd(numel: int, options: argparse.Namespace) -> Case:
     weights, grad, buffer = (randn(numel, options) for _ in range(3))
     peers = [randn(numel, options) for _ in range(options.peers)]
     share = 1 / (options.peers + 1)
-    weight = torch.nn.Parameter(randn(numel, options))
-    weight.grad = randn(numel, options)
-    optimizer = torch.optim.SGD([weight], fused=True, **RULE)
     return Case(
         f"mix_sgd_step_, momentum, {options.peers} peers",
         lambda: ops.mix_sgd_step_(weights, peers, share, [share] * options.peers, grad, buffer, **RULE),
-        optimizer.step,
+        torch_step(torch.optim.SGD, numel, options, **RULE),
         "torch fused SGD",
         (5 + options.peers) * itemsize(options) * numel,
     )

@@ -1,4 +1,4 @@
-"""``noise_sums`` of learners' gradients (``--learners``), and of one, against matrix products of float64 copies."""
+"""``noise_sums`` of the gradients of several learners (``--learners``) and of one, against float64 matrix products."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def learners(numel: int, options: argparse.Namespace) -> Case:
 
 
 def about_an_origin(numel: int, options: argparse.Namespace) -> Case:
-    """The same, less a further row."""
+    """The same, with a further row subtracted from each."""
     return _sums(numel, options, options.learners, True)
 
 
 def one(numel: int, options: argparse.Namespace) -> Case:
-    """What a step of ssgd takes, twice. Reads once."""
+    """One row, as a step of ssgd calls it twice. Reads it once."""
     return _sums(numel, options, 1, False)
 
 

@@ -11,7 +11,7 @@ from ddpcore import ops
 
 
 def norms(numel: int, options: argparse.Namespace) -> Case:
-    """One sum a tensor. Reads once: 4 bytes an element in fp32."""
+    """One sum for each tensor. Reads once: 4 bytes an element in fp32."""
     tensors = pieces(numel, options)
     return Case(
         f"segment_norms, {len(tensors)} tensors",
@@ -23,7 +23,7 @@ def norms(numel: int, options: argparse.Namespace) -> Case:
 
 
 def total_norm(numel: int, options: argparse.Namespace) -> Case:
-    """One sum of all, as for clipping. Reads once."""
+    """One sum over all tensors, as for gradient clipping. Reads once."""
     tensors = pieces(numel, options)
     out = torch.zeros(1 + ops.num_blocks(tensors), dtype=torch.float64, device=options.device)
     return Case(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import Case, itemsize, main, randn
+from common import Case, itemsize, main, randn, torch_step
 
 from ddpcore import ops
 
@@ -13,15 +13,12 @@ RULE = {"lr": 1e-3, "momentum": 0.9}
 
 
 def sgd(numel: int, options: argparse.Namespace) -> Case:
-    """One flat tensor. Reads weights, gradient, momentum, writes weights and momentum: 20 bytes an element in fp32."""
+    """One flat tensor. Reads weights, gradient, momentum; writes weights, momentum: 20 bytes an element in fp32."""
     params, grads, buffers = ([randn(numel, options)] for _ in range(3))
-    weight = torch.nn.Parameter(randn(numel, options))
-    weight.grad = randn(numel, options)
-    optimizer = torch.optim.SGD([weight], fused=True, **RULE)
     return Case(
         "sgd_step_, momentum",
         lambda: ops.sgd_step_(params, grads, buffers, **RULE),
-        optimizer.step,
+        torch_step(torch.optim.SGD, numel, options, **RULE),
         "torch fused SGD",
         5 * itemsize(options) * numel,
     )

@@ -1,18 +1,17 @@
-"""Memory that ranks share, against gloo, beside a copy: two of four ranks average weights, all four average gradients.
+"""Shared memory against gloo and a copy: two of four ranks average weights, and all four average gradients.
 
-On the CPU the memory is the host's and the other transport gloo. With ``--device cuda`` all ranks are on one GPU and
-read each other's memory on it by CUDA IPC (``ipc``); gloo, which would go over the host, is left out.
+On the CPU the ranks share host memory, and the other transport is gloo. With ``--device cuda`` all ranks are on one GPU
+and read each other's memory by CUDA IPC (``ipc``); gloo is left out because it copies through the host.
 
-All contenders take turns, A/B/A/B, after a barrier each; a time is that of the slower of ranks 0 and 1. A *mix*
-averages at once, in the weights themselves: each of the two reads and writes half of both (2 times the buffer a rank).
-An *exchange* leaves time in between: it reads and writes a snapshot, reads both weights and writes one (5 times). A
+All contenders take turns, A/B/A/B, each after a barrier; a time is that of the slower of ranks 0 and 1. A *mix*
+averages in place: each of the two ranks reads and writes half of both weights, which is 2 times the buffer. An
+*exchange* overlaps with computation: it reads and writes a snapshot, reads both weights and writes one (5 times). A
 copy reads and writes (2 times).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,32 +20,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import add_options, append
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
-from ddpcore import launch
-from ddpcore.bench.environment import machine
 from ddpcore.comm import Communicator, CudaIpcCommunicator, ProcessGroupCommunicator, SharedMemoryCommunicator
-from ddpcore.metrics import quantiles
+from ddpcore.runtime import launch
+from ddpcore.runtime.machine import machine
+from ddpcore.runtime.timing import quantiles
 from ddpcore.topology import Round, Topology
 
 WARM_UP = 3
 
 
 class OnePair(Topology):
-    """Learners 0 and 1 average, the others rest."""
+    """Learners 0 and 1 average; the others have no neighbour."""
 
+    @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """See :class:`Topology`."""
         return Round(0.5, (1 - rank,), (0.5,), (1 - rank,)) if rank < 2 else Round(1.0, (), (), ())
 
+    @override
     def period(self, num_learners: int) -> int:
-        """One step is like another."""
         return 1
 
 
 def contenders(numel: int, device: torch.device) -> dict[str, Callable[[int], Any]]:
-    """What takes turns; each is called with the number of the repeat, by every rank."""
+    """The functions that take turns. Every rank calls each with the number of the repeat."""
     on_cpu = device.type == "cpu"
     ours = name_of(device)
     comms: dict[str, Communicator] = {ours: SharedMemoryCommunicator() if on_cpu else CudaIpcCommunicator(None, device)}
@@ -61,7 +62,7 @@ def contenders(numel: int, device: torch.device) -> dict[str, Callable[[int], An
     pair = OnePair()
 
     def exchange(key: str) -> Callable[[int], Any]:
-        return lambda repeat: comms[key].exchange(weights[key], pair, repeat).mix_()
+        return lambda repeat: comms[key].exchange(weights[key], pair, repeat).mixture().apply_(weights[key])
 
     def average(key: str) -> Callable[[int], Any]:
         return lambda repeat: comms[key].average_(grads[key]).wait()
@@ -75,7 +76,7 @@ def contenders(numel: int, device: torch.device) -> dict[str, Callable[[int], An
 
 
 def name_of(device: torch.device) -> str:
-    """Of the transport that shares memory."""
+    """The name of the transport that shares memory."""
     return "shm" if device.type == "cpu" else "ipc"
 
 
@@ -100,20 +101,13 @@ def measure(world: launch.World, numel: int, repeats: int, device: torch.device,
 
 
 def report(times: dict[str, list[float]], numel: int, world_size: int, device: torch.device, path: Path | None) -> None:
-    """Medians, ratios in the same turn, bandwidth; and a row a contender in ``path``."""
+    """Print medians, ratios in the same turn and bandwidth; append a row for each contender to ``path``."""
     where = machine(device.type)
     shared = [f"{name_of(device)} {what}" for what in ("mix", "exchange", "average")]
     copy_rate = 8 * numel / statistics.median(times["copy"])
     table = Table(title=f"{where['device']}, {where['cores']} cores, {world_size} ranks, {4 * numel / 1e6:g} MB")
-    for heading in (
-        "what",
-        "ms p20/p50/p80",
-        f"{shared[0]} is faster",
-        f"{shared[1]} is",
-        f"{shared[2]} is",
-        "GB/s",
-        "of copy",
-    ):
+    faster = (f"{shared[0]} is faster", f"{shared[1]} is", f"{shared[2]} is")
+    for heading in ("what", "ms p20/p50/p80", *faster, "GB/s", "of copy"):
         table.add_column(heading, justify="right" if heading != "what" else "left")
     rows = []
     for name, ours in times.items():
@@ -132,19 +126,16 @@ def report(times: dict[str, list[float]], numel: int, world_size: int, device: t
         )
         rows.append({"case": name, "numel": numel, "ms": q, "ranks": world_size, "ratios": ratios, **where})
     Console(width=140).print(table)
-    if path is not None:
-        with path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    append(path, *rows)
 
 
 def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=25 * 10**6 // 4, help="float32 elements; default: 25 MB")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--world-size", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
+    add_options(parser, repeats=21)
+    parser.set_defaults(device="cpu")
     options = parser.parse_args()
     device = torch.device(options.device, 0 if options.device == "cuda" else None)
     arguments = (options.numel, options.repeats, device, options.json)

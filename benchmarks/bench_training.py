@@ -2,37 +2,35 @@
 
     python benchmarks/bench_training.py [--batch-size 128 256] [--threads 2] [--device auto] [--json FILE]
 
-Ours is what ``ddpcore.engine.train`` does between two evaluations: batches, learning rate, step, a look at the loss.
-The bare loop draws a permutation an epoch, augments alike, and steps ``torch.optim.SGD(fused=True)``. Blocks of 20
-steps alternate, A B A B, with a third that makes batches alone; the ratio is the median over pairs.
+Ours is what ``ddpcore.training.train`` does between two evaluations: batches, learning rate, step, a check of the loss.
+The bare loop draws a permutation for each epoch, augments in the same way, and steps ``torch.optim.SGD(fused=True)``.
+Blocks of 20 steps alternate, A B A B, with a third kind that only makes batches; the ratio is the median over pairs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import add_options, append, parse
 
 from ddpcore import models
-from ddpcore.bench.timing import interleaved
 from ddpcore.data import Augmentation, Dataset, Normalization, Split
-from ddpcore.engine import TrainConfig
-from ddpcore.engine.build import Place, build_trainer
-from ddpcore.engine.loop import CHECK_EVERY
-from ddpcore.engine.progress import Progress
-from ddpcore.machine import machine
-from ddpcore.metrics import quantiles, to_json
+from ddpcore.runtime.machine import machine
+from ddpcore.runtime.timing import interleaved, quantiles
+from ddpcore.training import TrainConfig
+from ddpcore.training.build import LearnerPlacement, build_trainer
+from ddpcore.training.loop import CHECK_EVERY
+from ddpcore.training.progress import Progress
 
 NUM_SAMPLES, NUM_CLASSES, SHAPE = 50_000, 100, (3, 32, 32)
 
 
 def images(device: str) -> Dataset:
-    """Random pixels: no step is faster for what is in them."""
+    """Random pixels: the time of a step does not depend on their values."""
     inputs = torch.randint(256, (NUM_SAMPLES, *SHAPE), dtype=torch.uint8)
     split = Split(inputs, torch.randint(NUM_CLASSES, (NUM_SAMPLES,)))
     dataset = Dataset("random", split, None, NUM_CLASSES, SHAPE).to(device)
@@ -40,9 +38,9 @@ def images(device: str) -> Dataset:
 
 
 def run_of(batch_size: int, dataset: Dataset, device: str) -> Callable[[], None]:
-    """Twenty steps of ``train``."""
+    """A function that does twenty steps of ``train``."""
     config = TrainConfig(epochs=100, batch_size=batch_size, lr=0.01, optimizer_options={"momentum": 0.9}, device=device)
-    trainer, _ = build_trainer(Place.of(config, None), dataset)
+    trainer, _ = build_trainer(LearnerPlacement.of(config, None), dataset)
     progress = Progress.start(1, dataset.train.labels.device)
 
     def block() -> None:
@@ -54,7 +52,7 @@ def run_of(batch_size: int, dataset: Dataset, device: str) -> Callable[[], None]
 
 
 def bare_loop(batch_size: int, dataset: Dataset, device: str, *, train: bool) -> Callable[[], None]:
-    """Twenty steps without ddpcore's loop; without ``train``, their batches alone."""
+    """A function that does twenty steps without ddpcore's loop; without ``train`` it only makes their batches."""
     torch.manual_seed(0)
     model = models.build("lenet5", input_shape=SHAPE, num_classes=NUM_CLASSES).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
@@ -107,24 +105,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
-    options = parser.parse_args()
-    device = "cuda" if options.device == "auto" and torch.cuda.is_available() else options.device.replace("auto", "cpu")
+    add_options(parser, repeats=15)
+    options = parse(parser)
     torch.set_num_threads(options.threads)
     print(f"{'batch':>6}{'images/s':>12}{'bare torch':>12}{'ratio':>8}  (p20-p80){'batches':>12}")
     for batch_size in options.batch_size:
-        row = measure(batch_size, device, options.repeats)
+        row = measure(batch_size, options.device, options.repeats)
         ours, bare, ratio, share = (row[k] for k in ("images_per_s", "bare_images_per_s", "ratio", "batches_share"))
         spread = f"({ratio['p20']:.2f}-{ratio['p80']:.2f})"
         print(
             f"{batch_size:>6}{ours['p50']:>12.0f}{bare['p50']:>12.0f}{ratio['p50']:>8.3f}  {spread}"
             f"{100 * share['p50']:>10.1f} %"
         )
-        if options.json is not None:
-            with options.json.open("a") as file:
-                file.write(json.dumps(to_json(row)) + "\n")
+        append(options.json, row)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""The engine of all kernel benchmarks: interleaved timing, bandwidth, and one row a measurement.
+"""What all benchmarks share: command-line options, interleaved timing, bandwidth, and a row for each measurement.
 
-A benchmark is a function from (numel, options) to a ``Case``. Ours and the baseline run in turn, A/B/A/B, so that a
-noisy machine disturbs both alike; the ratio is the median over pairs. Nothing is asserted about speed.
+A kernel benchmark is a function from (numel, options) to a ``Case``. Ours and the baseline run in turn, A/B/A/B, so
+that noise of the machine disturbs both alike; the ratio is the median over pairs. No speed is asserted.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ddpcore.bench.timing import copying, interleaved
-from ddpcore.flat import ALIGNMENT
-from ddpcore.machine import machine
-from ddpcore.metrics import quantiles
+from ddpcore.parameters.flat import ALIGNMENT
+from ddpcore.runtime.machine import machine
+from ddpcore.runtime.timing import copying, interleaved, quantiles
+from ddpcore.storage.json_lines import JsonLines
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NUM_TENSORS = 64  # of the lists that benchmarks of whole lists make
+NUM_TENSORS = 64  # in the lists of tensors
 SIZES = [10**6 // 4, 10**7 // 4, 10**8 // 4]  # elements: 1, 10 and 100 MB of fp32
 
 
@@ -43,15 +42,42 @@ class Case:
 MakeCase = Callable[[int, argparse.Namespace], Case]
 
 
+def add_options(parser: argparse.ArgumentParser, *, repeats: int) -> None:
+    """The options of all benchmarks: device, number of repeats, and a file for the rows."""
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--repeats", type=int, default=repeats, help="samples of each contender")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="append the rows to this file, one JSON object a line"
+    )
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of the command line, with ``auto`` replaced by a device of this machine."""
+    options = parser.parse_args()
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device cuda: torch {torch.__version__} sees no CUDA device")
+    return options
+
+
+def append(path: Path | None, *rows: dict[str, Any]) -> None:
+    """Append rows to the file if there is one. A run that is interrupted keeps the rows that it has appended."""
+    if path is not None:
+        with JsonLines(path) as file:
+            for row in rows:
+                file.append(row)
+
+
 def randn(numel: int, options: argparse.Namespace, *leading: int) -> torch.Tensor:
-    """Normal numbers of the chosen dtype on the chosen device."""
+    """Normally distributed numbers of the chosen dtype on the chosen device."""
     return torch.randn(*leading, numel, device=options.device).to(DTYPES[options.dtype])
 
 
 def pieces(numel: int, options: argparse.Namespace) -> list[torch.Tensor]:
-    """Views of one buffer of at least ``numel`` elements, every second one some 63 times its neighbour.
+    """Views of one buffer of at least ``numel`` elements; every second view is about 63 times as long as the others.
 
-    They begin where vectors do, as the parameters of a model and of a flat buffer.
+    Each begins at an aligned address, as the parameters in a flat buffer do.
     """
     pair = -(-numel * 2 // NUM_TENSORS)
     sizes = [max(1, -(-part // ALIGNMENT)) * ALIGNMENT for part in (pair // 64, pair - pair // 64)]
@@ -60,12 +86,21 @@ def pieces(numel: int, options: argparse.Namespace) -> list[torch.Tensor]:
 
 
 def itemsize(options: argparse.Namespace) -> int:
-    """Bytes an element."""
+    """Bytes of one element."""
     return DTYPES[options.dtype].itemsize
 
 
+def torch_step(
+    make: type[torch.optim.Optimizer], numel: int, options: argparse.Namespace, **rule: float
+) -> Callable[[], Any]:
+    """The step of a fused torch optimizer on one parameter of ``numel`` elements."""
+    weight = torch.nn.Parameter(randn(numel, options))
+    weight.grad = randn(numel, options)
+    return make([weight], fused=True, **rule).step
+
+
 def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One row: times of both, bandwidth of ours, of a copy of as many bytes, and the median of the pairwise ratios."""
+    """One row: times of both, bandwidth of ours and of a copy of as many bytes, and the ratio over pairs."""
     copy_once, copied = copying(case.num_bytes, options.device)
     functions = [case.ours, case.baseline, copy_once]
     ours, baseline, copy = interleaved(functions, options.device, options.repeats, queued=True)
@@ -88,46 +123,26 @@ def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, An
     }
 
 
-def parse(description: str | None) -> argparse.Namespace:
-    """The options that all benchmarks share."""
+def parse_kernel_options(description: str | None) -> argparse.Namespace:
+    """The options of the kernel benchmarks."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32"], dest="dtypes")
     parser.add_argument("--numel", type=int, nargs="+", default=SIZES, help="elements; default: 1, 10, 100 MB of fp32")
-    parser.add_argument("--peers", type=int, default=1, help="neighbours of a mix (where there is one)")
-    parser.add_argument("--learners", type=int, default=4, help="rows of sums over learners (where there are any)")
-    parser.add_argument("--repeats", type=int, default=21, help="pairs of samples a row")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="append the rows to this file, one JSON object a line"
-    )
-    options = parser.parse_args()
+    parser.add_argument("--peers", type=int, default=1, help="neighbours in kernels that mix")
+    parser.add_argument("--learners", type=int, default=4, help="rows in kernels that sum over learners")
+    add_options(parser, repeats=21)
+    options = parse(parser)
     if min(*options.numel, options.learners, options.repeats) < 1 or options.peers < 0:
         parser.error("--numel, --learners and --repeats must be at least 1, and --peers at least 0")
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device cuda: torch {torch.__version__} sees no CUDA device")
     return options
 
 
 def table_of(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows as a table: times in milliseconds."""
     table = Table(title=title, caption="ratio: ours / baseline, median of pairs; p20 to p80 in brackets")
-    for name in (
-        "case",
-        "elements",
-        "dtype",
-        "B/elem",
-        "ms p20",
-        "p50",
-        "p80",
-        "GB/s",
-        "of copy",
-        "baseline",
-        "ms p50",
-    ):
+    names = "case,elements,dtype,B/elem,ms p20,p50,p80,GB/s,of copy,baseline,ms p50,ratio"
+    for name in names.split(","):
         table.add_column(name, justify="left" if name in ("case", "dtype", "baseline") else "right")
-    table.add_column("ratio", justify="right")
     for row in rows:
         times, ratio = row["seconds"], row["ratio"]
         table.add_row(
@@ -148,17 +163,13 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
 @torch.no_grad()
 def main(description: str | None, cases: list[MakeCase]) -> None:
     """Measure every case at every size, print the table and append the rows to ``--json``."""
-    options = parse(description)
+    options = parse_kernel_options(description)
     torch.manual_seed(0)
     where, rows = {**machine(options.device), "threads": torch.get_num_threads()}, []
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
     for make_case in cases:
         for dtype, numel in product(options.dtypes, options.numel):
             options.dtype = dtype
             rows.append({**measure(make_case(numel, options), numel, options), **where})
-            if options.json is not None:  # at once: a run that is cut keeps what it has measured
-                with options.json.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            append(options.json, rows[-1])
     title = f"{where['device']}, {where['threads']} threads, torch {where['torch']}, commit {where['commit']}"
     Console(width=160).print(table_of(rows, title))

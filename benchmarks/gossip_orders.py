@@ -1,11 +1,11 @@
-"""Where average-while-computing diverges and the other orders do not: a quadratic on a ring of 16 learners.
+"""A quadratic on a ring of 16 learners, on which average-while-computing diverges and the other orders do not.
 
     python benchmarks/gossip_orders.py [--lr 1.71] [--learners 16] [--steps 200]
 
-Every learner holds ``f_j(w) = 1/2 (w - c_j)^2`` with a centre of its own, so a learning rate of 2 or more diverges
-whatever the order. A part of the learners' differences that belongs to the eigenvalue l of W is multiplied at each step
-by ``l - lr`` under average-while-computing and by ``l (1 - lr)`` under the other two. A ring of an even number of
-learners has l = -1/3: the first grows from lr = 2/3 on, the second never below lr = 2.
+Every learner has the loss ``f_j(w) = 1/2 (w - c_j)^2`` with its own centre, so every order diverges if the learning
+rate is above 2. Each step multiplies the component of the learners' differences in an eigenvector of W with eigenvalue
+l: by ``l - lr`` under average-while-computing, and by ``l (1 - lr)`` under the other two orders. A ring of an even
+number of learners has the eigenvalue l = -1/3, so the first diverges from lr = 2/3 on, and the others not below 2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADINGS = ("order", "mean error", "consensus distance", "after half the steps")
 
 
 def distances(order: str, num_learners: int, lr: float, num_steps: int) -> dict[str, Any]:
-    """Where the learners are after ``num_steps`` of an order.
+    """Train for ``num_steps`` in an order.
 
     Returns:
         ``mean_error``: of the mean of the learners, from the minimum of the mean loss. ``consensus`` and

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddpcore.machine import machine
+from ddpcore.runtime.machine import machine
 
 Row = dict[str, Any]
 

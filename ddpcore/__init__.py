@@ -1,8 +1,9 @@
 """Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
 
-from ddpcore.distributed import Distributed
-from ddpcore.parallel import distribute
-from ddpcore.policies import Policies
+from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.hooks import Distributed
+from ddpcore.distributed.state_sync import Policies
+from ddpcore.runtime.version import VERSION
 from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, NoisySSGD, PushSum, Single, SlowMo
 from ddpcore.topology import (
     Complete,
@@ -20,7 +21,7 @@ from ddpcore.topology import (
     Torus2D,
 )
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "DDP",

@@ -1,7 +1,8 @@
-"""The house rules: floors, sizes, docstrings, exports. Those for kernels are in ``test_architecture_kernels.py``.
+"""The layers of ``docs/architecture.md`` hold: imports point down, files are short, tests mirror the tree.
 
-Each rule is a function from files to complaints ``path:line: what``, so that the tests below can prove it red on
-made-up files before they hold it against the repository.
+Each rule is a function from a root to complaints ``path:line: what``, so that the tests below can prove it red on
+made-up files before they hold it against the repository. Docstrings, exports, hidden imports and readers of the
+environment are ruff's (``pyproject.toml``); the rules for kernels are in ``test_architecture_kernels.py``.
 """
 
 from __future__ import annotations
@@ -14,27 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# Lowest first. A module imports from strictly lower floors or from its own room (a folder, or one file).
-FLOORS: dict[str, float] = {
-    "_C": 1, "advice": 2, "dtypes": 2, "plans": 2, "flags": 2, "ops": 2,
-    "flat": 3, "topology": 3, "stacked": 3, "schedules": 3, "metrics": 3, "models": 3, "data": 3,
-    "buckets": 3.5, "compression": 3.5,
-    "optim": 4, "comm": 4,
-    "learner": 4.5,
-    "strategies": 5, "observer": 5, "evaluation": 5,
-    "policies": 5.5,
-    "distributed": 5.7,
-    "diagnostics": 5.8,
-    "parallel": 6,
-    "": 6.5,  # ddpcore/__init__.py: what a user imports
-    "launch": 6.7, "allocator": 6.7,
-    "machine": 6.8,
-    "engine": 7,
-    "report": 7.5,
-    "experiments": 8,
-    "bench": 9,
-}  # fmt: skip
+ROW = re.compile(r"^\| (\d+) \| `(?:ddpcore/)?([a-z_]+)(?:/|\.py)?` \|", re.MULTILINE)  # of the page's table
+MAX_LAYERS, MAX_PARTS, MAX_ARROWS = 9, 22, 75
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # "path" or "path:function" -> why it may be longer.
@@ -45,97 +27,65 @@ EXCEPTIONS: dict[str, str] = {
     "ddpcore/ops/mix_sgd.py:mix_sgd_step_": "as sgd_step_",
 }
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
-# Where other people's libraries are imported, by name and only if they are installed.
-IMPORTS_BY_NAME = Path("ddpcore/bench/implementations.py")
 SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh"}
+BENCHMARKS, FACADE = "benchmarks", "__init__"
+
+
+def layers_of(root: Path) -> dict[str, int]:
+    """Part -> layer, lowest first, as the page's table says."""
+    return {part: int(layer) for layer, part in ROW.findall((root / "docs" / "architecture.md").read_text())}
 
 
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def python_files(root: Path) -> list[Path]:
-    return sorted((root / "ddpcore").rglob("*.py"))
-
-
-def module_of(root: Path, path: Path) -> list[str]:
-    """The dotted name as a list; a package's ``__init__`` keeps its last part, so that relative imports resolve."""
-    return list(path.relative_to(root).with_suffix("").parts)
-
-
-def room_of(parts: list[str]) -> str:
-    """What stands in FLOORS for ``ddpcore.room.more``; '' for ddpcore itself."""
-    return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
+def part_of(dotted: list[str]) -> str:
+    """Of a dotted name: ``ddpcore.part.more``, ``ddpcore`` itself, or a benchmark."""
+    return BENCHMARKS if dotted[0] == BENCHMARKS else dotted[1] if len(dotted) > 1 else FACADE
 
 
 def imports_of(root: Path, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line, dotted name) of every module that is imported, at any depth."""
-    here = module_of(root, path)
+    """(line, dotted name) of every module of ddpcore that is imported, at any depth."""
+    here = list(path.relative_to(root).with_suffix("").parts)
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name.split(".")
+            found = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
-            for alias in node.names:  # `from ddpcore import flat` is an import of ddpcore.flat
-                is_room = len(base) == 1 and base[0] == "ddpcore" and alias.name in FLOORS
-                yield node.lineno, [*base, alias.name] if is_room else base
-
-
-def floor_complaints(root: Path) -> list[str]:
-    complaints = []
-    for path in python_files(root):
-        room, where = room_of(module_of(root, path)), path.relative_to(root)
-        if room not in FLOORS:
-            complaints.append(f"{where}:1: {room!r} has no floor: add it to FLOORS")
+            is_package = base == ["ddpcore"]  # `from ddpcore import models` is an import of ddpcore.models
+            inside = {alias.name for alias in node.names if (root / "ddpcore" / alias.name).exists()}
+            found = [[*base, alias.name] if is_package and alias.name in inside else base for alias in node.names]
+        else:
             continue
-        for line, target in imports_of(root, path):
-            if room == "report" and target[0] == "torch":
-                complaints.append(f"{where}:{line}: report imports torch")
-            if target[0] != "ddpcore" or room_of(target) == room != "":
-                continue
-            other = room_of(target)
-            if other not in FLOORS:
-                complaints.append(f"{where}:{line}: imports {other!r}, which has no floor")
-            elif room == "report":
-                complaints.append(f"{where}:{line}: report imports ddpcore.{other}")
-            elif FLOORS[other] >= FLOORS[room]:
-                complaints.append(
-                    f"{where}:{line}: {room or 'ddpcore'} (floor {FLOORS[room]:g}) imports "
-                    f"{other or 'ddpcore'} (floor {FLOORS[other]:g})"
-                )
-    return complaints
+        yield from ((node.lineno, name) for name in found if name[0] == "ddpcore")
 
 
-def hidden_import_complaints(root: Path) -> list[str]:
-    complaints = []
-    for path in python_files(root):
-        where = path.relative_to(root)
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Import | ast.ImportFrom):
-                        complaints.append(f"{where}:{inner.lineno}: an import inside a function")
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-            name = node.name if isinstance(node, ast.alias) else name
-            if name == "import_module" and where == IMPORTS_BY_NAME:
-                continue
-            if name in ("TYPE_CHECKING", "__import__", "import_module"):
-                complaints.append(f"{where}:{node.lineno}: {name} hides an import")
-    return sorted(set(complaints))
+def arrows_of(root: Path) -> Iterator[tuple[Path, int, str, str]]:
+    """(file, line, importing part, imported part) of every import that leaves its part."""
+    for top in ("ddpcore", BENCHMARKS):
+        for path in sorted((root / top).rglob("*.py")):
+            where = path.relative_to(root)
+            part = part_of(list(where.with_suffix("").parts))
+            for line, target in imports_of(root, path):
+                if part_of(target) != part:
+                    yield where, line, part, part_of(target)
 
 
-def environment_complaints(root: Path) -> list[str]:
-    complaints = []
-    for path in python_files(root):
-        where = path.relative_to(root)
-        if where == Path("ddpcore/launch.py"):
-            continue
-        for node in ast.walk(parse(path)):
-            name = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
-            if name in ("environ", "environb", "getenv", "putenv"):
-                complaints.append(f"{where}:{node.lineno}: only launch.py reads the environment")
+def layer_complaints(root: Path) -> list[str]:
+    layers, complaints = layers_of(root), []
+    for path in sorted((root / "ddpcore").iterdir()):
+        name = path.stem
+        if name != "__pycache__" and path.suffix in ("", ".py") and name not in layers:
+            complaints.append(f"ddpcore/{path.name}:1: {name!r} has no layer: add it to the table")
+    for where, line, part, other in arrows_of(root):
+        if other not in layers and not (root / "ddpcore" / other).exists():
+            continue  # a compiled module
+        if other not in layers:
+            complaints.append(f"{where}:{line}: imports {other!r}, which has no layer")
+        elif part in layers and layers[other] >= layers[part]:
+            complaints.append(f"{where}:{line}: {part} (layer {layers[part]}) imports {other} (layer {layers[other]})")
     return complaints
 
 
@@ -158,64 +108,28 @@ def size_complaints(root: Path, exceptions: dict[str, str]) -> list[str]:
     return complaints
 
 
-def docstring_complaints(root: Path) -> list[str]:
-    complaints = []
-
-    def visit(where: Path, node: ast.Module | ast.ClassDef) -> None:
-        for child in node.body:
-            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                continue
-            if child.name.startswith("_"):
-                continue
-            if ast.get_docstring(child) is None:
-                complaints.append(f"{where}:{child.lineno}: {child.name} has no docstring")
-            if isinstance(child, ast.ClassDef):
-                visit(where, child)
-
-    for path in python_files(root):
-        tree = parse(path)
-        if ast.get_docstring(tree) is None:
-            complaints.append(f"{path.relative_to(root)}:1: no module docstring")
-        visit(path.relative_to(root), tree)
-    return complaints
-
-
-def names_bound_in(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).split(".")[0])
-    return names
+def mirror_complaints(root: Path) -> list[str]:
+    """Every folder of tests is named after the folder it tests; tests/cpp and tests/cuda_on_cpu are those of csrc."""
+    others = {Path("cpp"), Path("cuda_on_cpu"), Path(BENCHMARKS)}
+    folders = {path.parent.relative_to(root / "tests") for path in (root / "tests").rglob("test_*")} - {Path()}
+    return [
+        f"tests/{folder}:1: there is no ddpcore/{folder}"
+        for folder in sorted(folders)
+        if folder not in others and not (root / "ddpcore" / folder).is_dir()
+    ]
 
 
 def export_complaints(root: Path) -> list[str]:
-    complaints = []
-    for path in python_files(root):
-        tree = parse(path)
-        for node in tree.body:
+    """A name is exported by one package: there is one way to import it."""
+    owners: dict[str, list[str]] = {}
+    for path in sorted((root / "ddpcore").rglob("__init__.py")):
+        for node in parse(path).body:
             if isinstance(node, ast.Assign) and any(
                 isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
             ):
-                for name in sorted(set(ast.literal_eval(node.value)) - names_bound_in(tree)):
-                    complaints.append(
-                        f"{path.relative_to(root)}:{node.lineno}: __all__ names {name}, which is not there"
-                    )
-    return complaints
-
-
-def mirror_complaints(root: Path) -> list[str]:
-    """Every folder of tests is named after the room it tests; tests/cpp and tests/cuda_on_cpu are those of csrc."""
-    rooms = {path.name for path in (root / "ddpcore").iterdir() if path.is_dir()} | {"cpp", "cuda_on_cpu"}
-    folders = {path.parent for path in (root / "tests").rglob("test_*")} - {root / "tests"}
-    return [
-        f"{folder.relative_to(root)}:1: there is no ddpcore/{folder.name}"
-        for folder in sorted(folders)
-        if folder.name not in rooms
-    ]
+                for name in ast.literal_eval(node.value):
+                    owners.setdefault(name, []).append(str(path.relative_to(root)))
+    return [f"{name} is exported by {' and '.join(found)}" for name, found in owners.items() if len(found) > 1]
 
 
 def assert_none(complaints: list[str]) -> None:
@@ -223,15 +137,16 @@ def assert_none(complaints: list[str]) -> None:
 
 
 def test_imports_point_down():
-    assert_none(floor_complaints(ROOT))
+    assert_none(layer_complaints(ROOT))
 
 
-def test_no_import_is_hidden():
-    assert_none(hidden_import_complaints(ROOT))
-
-
-def test_only_launch_reads_the_environment():
-    assert_none(environment_complaints(ROOT))
+def test_there_are_few_parts_layers_and_arrows():
+    layers = layers_of(ROOT)
+    arrows = {(part, other) for _, _, part, other in arrows_of(ROOT) if other in layers}
+    assert set(layers.values()) == set(range(max(layers.values()) + 1))
+    assert len(set(layers.values())) <= MAX_LAYERS
+    assert len(layers) <= MAX_PARTS
+    assert len(arrows) <= MAX_ARROWS, f"{len(arrows)} arrows: {sorted(arrows)}"
 
 
 def test_files_and_functions_are_short():
@@ -245,16 +160,12 @@ def test_every_exception_is_needed():
         assert any(c.startswith(f"{path}:") and function in c for c in needed), f"{entry} is no exception any more"
 
 
-def test_public_names_have_docstrings():
-    assert_none(docstring_complaints(ROOT))
-
-
-def test_exported_names_exist():
-    assert_none(export_complaints(ROOT))
-
-
-def test_tests_mirror_the_rooms():
+def test_tests_mirror_the_tree():
     assert_none(mirror_complaints(ROOT))
+
+
+def test_a_public_name_has_one_import_path():
+    assert_none(export_complaints(ROOT))
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -264,74 +175,72 @@ def write(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
+TABLE = """
+| layer | part | what |
+| 1 | `ops/` | kernels |
+| 2 | `topology/` | who |
+| 2 | `optim/` | rules |
+| 3 | `comm/` | sends |
+| 4 | `__init__.py` | what a user imports |
+| 5 | `bench/` | times |
+| 6 | `benchmarks/` | more |
+"""
 LONG = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
-BAD_PYTHON = {
-    "a higher floor": (floor_complaints, "flat.py", "from ddpcore.comm import base", "flat.py:1: flat .* imports comm"),
-    "the same floor": (floor_complaints, "flat.py", "\nimport ddpcore.topology", "flat.py:2: flat .* imports topology"),
-    "by package": (floor_complaints, "optim/sgd.py", "from ddpcore import comm", "optim.sgd.py:1: .* imports comm"),
-    "relatively": (floor_complaints, "optim/sgd.py", "from ..engine import x", "optim.sgd.py:1: .* imports engine"),
-    "next to it": (floor_complaints, "optim/sgd.py", "from .. import engine", "optim.sgd.py:1: .* imports engine"),
-    "the facade": (floor_complaints, "comm/base.py", "from ddpcore import DPSGD", r"imports ddpcore \(floor 6.5\)"),
-    "a bench": (floor_complaints, "engine/x.py", "import ddpcore.bench.run", "engine.x.py:1: .* imports bench"),
-    "in a function": (floor_complaints, "flat.py", "def f():\n    import ddpcore.bench", "flat.py:2: .* imports bench"),
-    "in the facade": (
-        floor_complaints,
-        "__init__.py",
-        "import ddpcore.bench",
-        "__init__.py:1: ddpcore .* imports bench",
-    ),
-    "no floor": (floor_complaints, "attic.py", "", "'attic' has no floor"),
-    "imports no floor": (floor_complaints, "bench/x.py", "import ddpcore.attic", "'attic', which has no floor"),
-    "report and torch": (floor_complaints, "report/x.py", "import torch.nn", "report.x.py:1: report imports torch"),
-    "report and us": (floor_complaints, "report/x.py", "from ddpcore import metrics", "report imports ddpcore.metrics"),
-    "function import": (hidden_import_complaints, "x.py", "def f():\n    import os", "x.py:2: .* inside a function"),
-    "method import": (hidden_import_complaints, "x.py", "class A:\n  def f(s):\n    from os import path", "x.py:3"),
-    "checking": (hidden_import_complaints, "x.py", "from typing import TYPE_CHECKING", "x.py:1: TYPE_CHECKING"),
-    "checking by dot": (hidden_import_complaints, "x.py", "import typing\nif typing.TYPE_CHECKING: pass", "x.py:2"),
-    "by name": (hidden_import_complaints, "x.py", "import importlib\nimportlib.import_module('os')", "x.py:2"),
-    "environ": (environment_complaints, "x.py", "import os\nos.environ['A']", "x.py:2: only launch.py"),
-    "getenv": (environment_complaints, "engine/launch.py", "from os import getenv", "launch.py:1: only launch.py"),
-    "long function": (lambda root: size_complaints(root, {}), "x.py", LONG, "x.py:1: f has 61 lines"),
-    "long file": (lambda root: size_complaints(root, {}), "x.py", "\n" * 401, "x.py:401: more than 400 lines"),
-    "function": (docstring_complaints, "x.py", '"""A."""\ndef f(): pass', "x.py:2: f has no docstring"),
-    "class": (docstring_complaints, "x.py", '"""A."""\nclass A: pass', "x.py:2: A has no docstring"),
-    "method": (docstring_complaints, "x.py", '"""A."""\nclass A:\n  """B."""\n  def f(self): pass', "x.py:4: f has no"),
-    "module": (docstring_complaints, "x.py", "", "x.py:1: no module docstring"),
-    "export": (export_complaints, "x.py", "import os\n__all__ = ['os', 'gone']", "x.py:2: __all__ names gone"),
+BAD_IMPORTS = {
+    "a higher layer": ("optim/x.py", "from ddpcore.comm import base", r"optim.x.py:1: optim \(layer 2\) imports comm"),
+    "the same layer": ("optim/x.py", "\nimport ddpcore.topology", "optim.x.py:2: optim .* imports topology"),
+    "by package": ("optim/x.py", "from ddpcore import comm", "optim.x.py:1: .* imports comm"),
+    "relatively": ("optim/x.py", "from ..comm import x", "optim.x.py:1: .* imports comm"),
+    "next to it": ("optim/x.py", "from .. import comm", "optim.x.py:1: .* imports comm"),
+    "the facade": ("comm/base.py", "from ddpcore import DPSGD", r"imports __init__ \(layer 4\)"),
+    "in a function": ("ops/x.py", "def f():\n    import ddpcore.bench", "ops.x.py:2: .* imports bench"),
+    "in the facade": ("__init__.py", "import ddpcore.bench", "ddpcore.__init__.py:1: __init__ .* imports bench"),
+    "no layer": ("attic.py", "", "attic.py:1: 'attic' has no layer"),
+    "imports no layer": ("bench/x.py", "import ddpcore.attic", "'attic', which has no layer"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_PYTHON)
-def test_bad_python_is_seen(case, tmp_path):
-    rule, name, text, message = BAD_PYTHON[case]
-    write(tmp_path, {f"ddpcore/{name}": text})
-    complaints = rule(tmp_path)
-    assert len(complaints) == 1 and re.search(message, complaints[0]), complaints
+@pytest.mark.parametrize("case", BAD_IMPORTS)
+def test_bad_imports_are_reported(tmp_path, case):
+    name, text, message = BAD_IMPORTS[case]
+    folders = {f"ddpcore/{part}/__init__.py": "" for part in ("ops", "topology", "optim", "comm", "bench")}
+    attic = {"ddpcore/attic/__init__.py": ""} if case == "imports no layer" else {}
+    write(tmp_path, {"docs/architecture.md": TABLE, **folders, **attic, f"ddpcore/{name}": text})
+    complaints = [found for found in layer_complaints(tmp_path) if re.search(message, found)]
+    assert len(complaints) == 1, layer_complaints(tmp_path)
 
 
-def test_good_python_passes(tmp_path):
+def test_good_imports_pass(tmp_path):
     write(tmp_path, {
-        "ddpcore/__init__.py": '"""A."""\nfrom ddpcore.parallel import x\nfrom .topology import y\n__all__ = ["x"]',
-        "ddpcore/optim/sgd.py": '"""A."""\nimport torch\nfrom . import base\nfrom ddpcore import ops, flat',
-        "ddpcore/launch.py": '"""A."""\nimport os\nos.environ.get("RANK")\ndef _f(): pass',
-        str(IMPORTS_BY_NAME): '"""A."""\nimport importlib\nimportlib.import_module("timm")',
-        "ddpcore/bench/x.py": '"""A."""\nimport ddpcore\nfrom ddpcore.bench import y\nfrom ddpcore.report import z',
+        "docs/architecture.md": TABLE,
+        "ddpcore/__init__.py": "from ddpcore.comm import x\nfrom .topology import y",
+        "ddpcore/ops/__init__.py": "import torch",
+        "ddpcore/comm/shared/flags.py": "from ddpcore._flags import Flags\nfrom .. import base\nimport ddpcore.ops",
+        "benchmarks/x.py": "import ddpcore.bench",
     })  # fmt: skip
-    for rule in (floor_complaints, hidden_import_complaints, environment_complaints, export_complaints):
-        assert_none(rule(tmp_path))
-    assert_none(docstring_complaints(tmp_path) + size_complaints(tmp_path, {}))
+    assert layer_complaints(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["csrc/cpu/x.h", "tests/x.py", "benchmarks/x.py", "setup.py", "csrc/cuda/x.cu"])
-def test_long_files_are_seen_and_excused(name, tmp_path):
-    write(tmp_path, {name: "\n" * 401})
-    assert size_complaints(tmp_path, {}) == [f"{name}:401: more than 400 lines"]
-    assert size_complaints(tmp_path, {name: "a table"}) == []
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("ddpcore/x.py", "x = 1\n" * 401, "ddpcore/x.py:401: more than 400 lines"),
+        ("csrc/cpu/x.cpp", "\n" * 401, "csrc/cpu/x.cpp:401: more than 400 lines"),
+        ("tests/x.py", LONG, "tests/x.py:1: f has 61 lines, at most 60"),
+    ],
+)
+def test_long_files_and_functions_are_reported(tmp_path, name, text, message):
+    write(tmp_path, {"setup.py": "", name: text})
+    assert size_complaints(tmp_path, {}) == [message]
+    assert size_complaints(tmp_path, {name: "why", f"{name}:f": "why"}) == []
 
 
-def test_a_test_folder_without_a_room_is_seen(tmp_path):
-    write(
-        tmp_path,
-        {"ddpcore/ops/x.py": "", "tests/ops/test_x.py": "", "tests/attic/test_y.py": "", "tests/test_z.py": ""},
-    )
+def test_a_second_way_to_import_is_reported(tmp_path):
+    write(tmp_path, {"ddpcore/__init__.py": '__all__ = ["A"]', "ddpcore/ops/__init__.py": '__all__ = ["A", "B"]'})
+    assert export_complaints(tmp_path) == ["A is exported by ddpcore/__init__.py and ddpcore/ops/__init__.py"]
+
+
+def test_tests_of_nothing_are_reported(tmp_path):
+    files = ["ddpcore/comm/shared/x.py", "tests/comm/shared/test_x.py", "tests/attic/test_y.py", "tests/test_z.py"]
+    write(tmp_path, dict.fromkeys(files, ""))
     assert mirror_complaints(tmp_path) == ["tests/attic:1: there is no ddpcore/attic"]

@@ -21,7 +21,7 @@ def test_every_source_is_in_the_tarball(tmp_path: Path) -> None:
     for file in FILES:
         shutil.copy(ROOT / file, tmp_path)
     sources = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"csrc/math.h", "csrc/cuda/sgd.cu", "ddpcore/machine.py"} < sources
+    assert {"csrc/math.h", "csrc/cuda/sgd.cu", "ddpcore/runtime/machine.py"} < sources
     for made in ("ddpcore/_ops.abi3.so", "csrc/__pycache__/left.pyc"):
         (tmp_path / made).parent.mkdir(exist_ok=True)
         (tmp_path / made).touch()

@@ -1,4 +1,4 @@
-// Counters in memory that several processes map: one posts, the others wait. Part of ddpcore._C.
+// Counters in memory that several processes map: one posts, the others wait. The module ddpcore._flags.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -96,7 +96,8 @@ class Flags {
 
 }  // namespace
 
-void bind_flags(py::module_& module) {
+PYBIND11_MODULE(_flags, module) {
+    module.doc() = "Counters in memory that several processes map.";
     py::class_<Flags>(module, "Flags", "Counters in shared memory, one in each 64 bytes of a buffer.")
         .def(py::init<py::buffer>(), py::arg("buffer"))
         .def("read", &Flags::read, py::arg("index"), "The value of a flag.")

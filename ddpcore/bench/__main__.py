@@ -1,62 +1,59 @@
-"""``python -m ddpcore.bench``: strategies side by side, alone or under torchrun; further benches by first word."""
+"""``python -m ddpcore.bench [COMMAND]``: without a command, strategies are compared; see ``--help``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from ddpcore import launch
 from ddpcore.bench import buckets, comm, optim, predict, run, stats, topology
-from ddpcore.bench.job import Job
+from ddpcore.bench.config import BenchConfig, Options
+from ddpcore.options import command_line
+from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "optim": optim.main,
-    "stats": stats.main,
-    "topology": topology.main,
+# prepare(options, world that torchrun made) checks both on this machine and returns what runs the command. It raises
+# ValueError with one line before any process starts.
+Prepare = Callable[[Any, World | None], Callable[[], None]]
+COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
+    "": (BenchConfig, run.prepare),
+    "buckets": (buckets.BucketsConfig, buckets.prepare),
+    "comm": (comm.CommConfig, comm.prepare),
+    "optim": (optim.OptimConfig, optim.prepare),
+    "predict": (predict.PredictConfig, predict.prepare),
+    "stats": (stats.StatsConfig, stats.prepare),
+    "topology": (topology.TopologyConfig, topology.prepare),
 }
-"""Benches in this process, by the first word. Each raises ValueError where it cannot be run as it stands."""
-ON_RANKS: dict[str, Callable[[Sequence[str], launch.World | None], Job]] = {
-    "": run.prepare,
-    "buckets": buckets.prepare,
-    "comm": comm.prepare,
-    "predict": predict.prepare,
-}
-"""Benches on ranks: what to start, from the words and the place that torchrun gave. ValueError likewise."""
+FURTHER = "|".join(filter(None, COMMANDS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a bench; returns 0, or 1 where a rank failed, or 2 where the command cannot be run as it stands."""
+    """Run a command. Returns 0, or 1 if a rank failed, 2 if the command line is wrong, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and not words[0].startswith("-") else ""
-    speaker = "ddpcore.bench"
+    program = "ddpcore.bench"
     try:
-        if name and name not in {*COMMANDS, *ON_RANKS}:
-            known = ", ".join(sorted({*COMMANDS, *ON_RANKS} - {""}))
+        if name not in COMMANDS:
+            known = FURTHER.replace("|", ", ")
             raise ValueError(f"unknown command {name!r}: choose from {known}, or pass flags alone")
-        speaker = f"{speaker} {name}".rstrip()
-        if name in COMMANDS:
-            return COMMANDS[name](words)
-        joined = launch.torchrun_world()
-        if joined is not None:
-            speaker += f", rank {joined.rank}"
-        job = ON_RANKS[name](words, joined)
+        options, prepare = COMMANDS[name]
+        program = f"{program} {name}".rstrip()
+        prog, epilog = f"python -m {program}", "" if name else f"Further benches: python -m ddpcore.bench {FURTHER}"
+        torchrun = launch.torchrun_world()
+        if torchrun is not None:
+            program += f", rank {torchrun.rank}"
+        given = command_line.parse(options, words, prog=prog, description=options.__doc__ or "", epilog=epilog)
+        start = prepare(given, torchrun)
     except ValueError as error:
-        print(f"{speaker}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return _start(job, speaker)
-
-
-def _start(job: Job, speaker: str) -> int:
     try:
-        launch.run(job.worker, job.args, world_size=job.world_size, backend=job.backend)
-    except launch.UsageError as error:
-        print(f"{speaker}: {error}", file=sys.stderr)
-        return 2
-    except launch.RankFailed as error:
-        print(f"ddpcore.bench: {error}", file=sys.stderr)
-        return 1
+        start()
+    except (launch.UsageError, launch.RankFailed) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, launch.UsageError) else 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,105 +13,81 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpcore.bench import command_line
-from ddpcore.bench.command_line import check_names, flag, names, option, write_json
-from ddpcore.bench.config import BenchConfig, Plan
+from ddpcore.bench.command import num_hosts, publish, resolve_ranks, start_ranks
+from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
 from ddpcore.bench.contender import barrier
-from ddpcore.bench.environment import environment, free_memory
-from ddpcore.bench.job import Job, settle_real
+from ddpcore.bench.environment import check_memory, environment, free_memory
 from ddpcore.comm import Communicator, choose_transport, connect
 from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.flat import MiB
-from ddpcore.launch import World
-from ddpcore.metrics import to_json
+from ddpcore.ops import Mixture
+from ddpcore.options.command_line import option
+from ddpcore.parameters.flat import MiB
 from ddpcore.report.comm import print_comm
+from ddpcore.runtime.launch import World
 from ddpcore.topology import RandomPair, Ring, Topology
+from ddpcore.training.config import DEVICES
 
 ALL = tuple(name for name in TRANSPORTS if name != "auto")
 SMALLEST_BYTES = 32 * 2**10
 FACTOR = 8  # from one size to the next
-PATTERN = 251  # values that repeat, so that data at the wrong place are wrong
+PATTERN = 251  # length of the pattern of values; a prime, so data at a wrong place have wrong values
 PIECE = 2**20  # elements that are checked at a time
 FEWEST, MOST = 5, 500  # repeats
 BUFFERS = 5  # of one size that a transport holds at once, with what it keeps and receives
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommConfig:
-    """What is measured. Constructing one checks all that can be known before.
+class CommConfig(Options):
+    """Time averages and exchanges of many sizes over each transport, and check what arrives."""
 
-    Raises:
-        ValueError: one line that says what is wrong and what to do.
-    """
-
-    world_size: int | None = option(None, "number of ranks (4, or torchrun's)", type=int)
-    transport: tuple[str, ...] | None = option(
-        None, f"comma-separated, of {','.join(ALL)} (those that run here)", metavar="A,B,...", type=names
+    world_size: int | None = option(None, "number of ranks (4, or torchrun's)", least=1)
+    transport: tuple[str, ...] | None = option(None, "comma-separated (those that run here)", choices=ALL)
+    max_mib: float = option(256.0, "largest message, MiB", least=SMALLEST_BYTES / MiB)
+    seconds: float = option(
+        0.5, "about, for each operation, size and transport; at least five repeats are taken", above=0
     )
-    max_mib: float = option(256.0, "largest message, MiB", type=float)
-    seconds: float = option(0.5, "for each operation, size and transport, about; five repeats at least", type=float)
-    device: str = option("auto", "auto, cpu, cuda")
-    json: Path | None = option(None, "write the result to this file", type=Path, metavar="FILE")
-
-    def __post_init__(self) -> None:
-        if self.transport is not None:
-            check_names("transport", self.transport, ALL, "transport")
-        for name in ("max_mib", "seconds"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{flag(name)} is {getattr(self, name)}: it must be a number above 0")
-        if self.max_mib * MiB < SMALLEST_BYTES:
-            raise ValueError(f"--max-mib is {self.max_mib}: it must be at least {SMALLEST_BYTES / MiB}")
-        self.bench(started=1)
-
-    def bench(self, started: int) -> BenchConfig:
-        """Device and world as a training bench has them, of ``started`` ranks where none are asked for.
-
-        Raises:
-            ValueError: there is no such bench.
-        """
-        batch_size = self.world_size or started
-        return BenchConfig(world_size=self.world_size, device=self.device, json=self.json, batch_size=batch_size)
+    device: str = option("auto", choices=DEVICES)
 
 
 def sizes(max_mib: float) -> list[int]:
-    """Bytes of the messages: by factors of FACTOR, and the largest."""
+    """Message sizes in bytes: each FACTOR times the one before, and the largest."""
     largest = int(max_mib * MiB) // 16 * 16
     steps = [SMALLEST_BYTES * FACTOR**power for power in range(64)]
     return [*(size for size in steps if size < largest), largest]
 
 
-def prepare(argv: Sequence[str], joined: World | None) -> Job:
-    """What the command line says, checked before any process starts.
-
-    Raises:
-        ValueError: it cannot be run as it stands; one line.
-    """
-    config = command_line.parse(
-        CommConfig,
-        argv,
-        prog="python -m ddpcore.bench comm",
-        description="Time averages and exchanges of many sizes over each transport, and check what arrives.",
-    )
-    plan = settle_real(config.bench(started=4 if joined is None else joined.world_size), joined)
-    hosts = 1 if joined is None else -(-joined.world_size // joined.local_world_size)
+def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
+    """Check the config on this machine; returns what starts the ranks."""
+    num_ranks = config.world_size or (4 if torchrun is None else torchrun.world_size)
+    bench = BenchConfig(world_size=config.world_size, device=config.device, batch_size=num_ranks)
+    resolved = resolve_ranks(bench, torchrun)
     chosen = []
-    for name in ALL if config.transport is None else config.transport:
+    for name in config.transport or ALL:
         try:
-            choose_transport(name, world_size=plan.world_size, device=plan.device, num_hosts=hosts)
+            choose_transport(
+                name, world_size=resolved.world_size, device=resolved.device, num_hosts=num_hosts(torchrun)
+            )
             chosen.append(name)
         except ValueError:
             if config.transport is not None:
                 raise
-    _check_memory(config, plan, len(chosen))
-    args = (plan, config, tuple(chosen))
-    return Job(worker=run_rank, args=args, world_size=plan.world_size, backend=plan.choice.backend)
+    processes = resolved.world_size if resolved.device == "cpu" else 1
+    per_mib = processes * len(chosen) * BUFFERS * MiB
+    largest = max(1, int(min(free_memory(resolved.device) / per_mib, config.max_mib)))
+    check_memory(
+        f"messages of {config.max_mib:g} MiB",
+        config.max_mib * per_mib,
+        resolved.device,
+        f"take --max-mib {largest}, or name one --transport",
+    )
+    return start_ranks(run_rank, resolved, config, tuple(chosen))
 
 
 class Lane:
-    """One transport and a row that it carries: of rank r, a pattern plus r.
+    """One transport and the row that it carries. The values of rank r are a fixed pattern plus r.
 
     Attributes:
-        rows: ``[1, x]``, where the connection averages best.
+        rows: ``[1, numel]``, in memory that the transport prefers.
     """
 
     def __init__(self, transport: str, numel: int, device: torch.device) -> None:
@@ -125,29 +99,13 @@ class Lane:
         self.num_steps = 0
 
     def fill(self) -> None:
-        """The values that are checked."""
+        """Set the values that :func:`num_wrong` checks."""
         for piece, values in pieces(self.rows[0]):
             piece.copy_(values + self.comm.learners[0])
 
-    def all_reduce(self) -> None:
-        """The mean over all ranks, in place."""
-        self.comm.average_(self.rows).wait()
-
-    def exchange(self, topology: Topology) -> list[Tensor]:
-        """The neighbours' rows, once they are here."""
-        mixture = self.comm.exchange(self.rows, topology, self.num_steps).mixture()
-        assert mixture is not None, "real ranks hand over what they received"
-        self.num_steps += 1
-        return list(mixture.peers)
-
-    def mix(self, topology: Topology) -> None:
-        """The weighted average with the neighbours, in place."""
-        self.comm.exchange(self.rows, topology, self.num_steps).mix_()
-        self.num_steps += 1
-
 
 def pieces(row: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """A row piece by piece, each with the pattern that belongs there, so that checking takes little memory."""
+    """The pieces of a row with the pattern of each. A row is checked piece by piece to save memory."""
     pattern = torch.arange(PATTERN, dtype=torch.float32, device=row.device).repeat(-(-PIECE // PATTERN) + 1)
     for begin in range(0, len(row), PIECE):
         piece = row[begin : begin + PIECE]
@@ -155,7 +113,7 @@ def pieces(row: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 
 def num_wrong(row: Tensor, offset: float) -> int:
-    """Elements that are not the pattern plus ``offset``, up to a rounding of float32."""
+    """Number of elements that differ from the pattern plus ``offset`` by more than a float32 rounding error."""
     wrong = 0
     for piece, values in pieces(row):
         wrong += len(piece) - int(torch.isclose(piece, values + offset, rtol=1e-5, atol=1e-5).sum())
@@ -164,11 +122,11 @@ def num_wrong(row: Tensor, offset: float) -> int:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is measured of a lane.
+    """A measured operation.
 
     Attributes:
-        topology: None of the average of all.
-        mixes: whether the neighbours' rows are averaged, or only received.
+        topology: None for the average over all ranks.
+        mixes: whether the neighbours' rows are averaged or only received.
     """
 
     name: str
@@ -176,31 +134,34 @@ class Operation:
     mixes: bool = False
 
     def call(self, lane: Lane) -> list[Tensor]:
-        """Run it; the rows that came out."""
+        """Run the operation; returns its output rows."""
         if self.topology is None:
-            lane.all_reduce()
-        elif self.mixes:
-            lane.mix(self.topology)
-        else:
-            return lane.exchange(self.topology)
+            lane.comm.average_(lane.rows).wait()
+            return [lane.rows[0]]
+        average = lane.comm.exchange(lane.rows, self.topology, lane.num_steps).mixture()
+        lane.num_steps += 1
+        if not self.mixes:
+            assert isinstance(average, Mixture), "a rank of one learner mixes one row"
+            return list(average.peers)
+        average.apply_(lane.rows)
         return [lane.rows[0]]
 
     def offsets(self, rank: int, world_size: int, step: int) -> list[float]:
-        """What the rows that come out must be, beyond the pattern."""
+        """The expected output rows, each minus the pattern."""
         if self.topology is None:
             return [(world_size - 1) / 2]
-        plan = self.topology.round(step, rank, world_size)
+        round_ = self.topology.round(step, rank, world_size)
         if not self.mixes:
-            return [float(source) for source in plan.sources]
-        weighted = zip(plan.weights, plan.sources, strict=True)
-        return [plan.self_weight * rank + sum(weight * source for weight, source in weighted)]
+            return [float(source) for source in round_.sources]
+        weighted = zip(round_.weights, round_.sources, strict=True)
+        return [round_.self_weight * rank + sum(weight * source for weight, source in weighted)]
 
     def bus_factor(self, world_size: int) -> float:
-        """Bytes that a rank sends over those of its row: 2(n-1)/n, as nccl-tests has it, or its neighbours."""
+        """Bytes that a rank sends over the size of its row: 2(n-1)/n as in nccl-tests, or the number of neighbours."""
         if self.topology is None:
             return 2 * (world_size - 1) / world_size
         rounds = [self.topology.round(0, rank, world_size) for rank in range(world_size)]
-        return float(max(len(plan.destinations) for plan in rounds))
+        return float(max(len(round_.destinations) for round_ in rounds))
 
 
 OPERATIONS = (
@@ -212,27 +173,24 @@ OPERATIONS = (
 )
 
 
-def run_rank(world: World, plan: Plan, config: CommConfig, transports: tuple[str, ...]) -> None:
-    """The worker of :func:`ddpcore.launch.run`; rank 0 prints and writes.
+def run_rank(world: World, resolved: ResolvedConfig, config: CommConfig, transports: tuple[str, ...]) -> None:
+    """What every rank runs; rank 0 prints and writes the result.
 
     Raises:
-        RuntimeError: on every rank, what arrived was wrong.
+        RuntimeError: on every rank, wrong values arrived.
     """
-    device = torch.device(plan.device)
+    gc.freeze()  # excludes the imported modules, so that each collection takes milliseconds
     notes: list[str] = []
     rows = []
     for num_bytes in sizes(config.max_mib):
-        lanes = _lanes(transports, num_bytes // 4, device, notes)
+        lanes = _lanes(transports, num_bytes // 4, torch.device(resolved.device), notes)
         rows += [row for operation in OPERATIONS for row in _measure(operation, lanes, config.seconds)]
-        del lanes  # with the buffers that a connection keeps for each size
+        del lanes  # frees the buffers that a connection keeps for each size
         gc.collect()
     if world.rank == 0:
-        where = environment(plan)
+        where = environment(resolved)
         where = {**where, "transport": None, "transport_reason": None, "notes": where["notes"] + notes}
-        result = {"environment": where, "world_size": plan.world_size, "rows": rows}
-        print_comm(to_json(result))
-        if config.json is not None:
-            write_json(config.json, result)
+        publish({"environment": where, "world_size": resolved.world_size, "rows": rows}, print_comm, config.json)
     wrong = sorted({f"{row['op']} over {row['transport']}" for row in rows if row["num_wrong"]})
     if wrong:
         raise RuntimeError(f"wrong values arrived: {', '.join(wrong)}")
@@ -243,7 +201,7 @@ def _lanes(transports: Sequence[str], numel: int, device: torch.device, notes: l
     for name in transports:
         try:
             lanes.append(Lane(name, numel, device))
-        except ValueError as error:  # on every rank alike
+        except ValueError as error:  # the same on every rank
             note = f"{name} is left out: {error}"
             notes += [] if note in notes else [note]
     return lanes
@@ -251,7 +209,7 @@ def _lanes(transports: Sequence[str], numel: int, device: torch.device, notes: l
 
 @torch.no_grad()
 def _measure(operation: Operation, lanes: list[Lane], seconds: float) -> list[dict[str, Any]]:
-    """A row a lane; lanes take turns. Collective."""
+    """One row for each lane; lanes take turns. Collective."""
     wrong, once = [], []
     for lane in lanes:
         lane.fill()
@@ -261,7 +219,7 @@ def _measure(operation: Operation, lanes: list[Lane], seconds: float) -> list[di
         wrong.append(sum(num_wrong(row, offset) for row, offset in zip(found, offsets, strict=True)))
         del found
         once.append(_time(operation, lane))
-    # Every rank must do as many repeats: the slowest one's time decides.
+    # All ranks must take the same number of repeats, so the time of the slowest rank decides.
     slowest = _over_ranks(torch.tensor(once, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
     total_wrong = _over_ranks(torch.tensor(wrong, dtype=torch.float64), dist.ReduceOp.SUM).tolist()
     repeats = max(FEWEST, min(MOST, round(len(lanes) * seconds / max(sum(slowest), 1e-9))))
@@ -273,7 +231,7 @@ def _measure(operation: Operation, lanes: list[Lane], seconds: float) -> list[di
 
 
 def _time(operation: Operation, lane: Lane) -> float:
-    """Seconds from a meeting of all ranks until this one has its result."""
+    """Seconds from a barrier until this rank has its result."""
     barrier()
     start = time.perf_counter()
     operation.call(lane)
@@ -289,7 +247,7 @@ def _over_ranks(values: Tensor, how: Any) -> Tensor:
 
 
 def row_of(operation: Operation, lane: Lane, seconds: list[float], wrong: int) -> dict[str, Any]:
-    """What the JSON file holds; bandwidths are of the median."""
+    """A row as in the JSON file; bandwidths are those of the median time."""
     middle, late = np.quantile(seconds, (0.5, 0.99)).tolist()
     count = lane.rows.numel()
     size = count * lane.rows.element_size()
@@ -305,15 +263,3 @@ def row_of(operation: Operation, lane: Lane, seconds: list[float], wrong: int) -
         "num_wrong": wrong,
         "repeats": len(seconds),
     }
-
-
-def _check_memory(config: CommConfig, plan: Plan, num_transports: int) -> None:
-    """A machine that runs out of memory kills ranks without a word."""
-    ranks = plan.world_size if plan.device == "cpu" else 1
-    per_mib = ranks * num_transports * BUFFERS * MiB
-    free = free_memory(plan.device)
-    if config.max_mib * per_mib > free:
-        raise ValueError(
-            f"messages of {config.max_mib:g} MiB need about {config.max_mib * per_mib / 1e9:.1f} GB of memory and "
-            f"{free / 1e9:.1f} GB are free: take --max-mib {max(1, int(free / per_mib))}, or name one --transport"
-        )

@@ -1,41 +1,69 @@
-"""What a bench ran on: the block that stands above every table and in every record."""
+"""The environment of a bench: the block above every table and in every record, and the memory that is free."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddpcore import launch
-from ddpcore.bench.config import Plan
-from ddpcore.machine import machine
+from ddpcore import models
+from ddpcore.bench.config import ResolvedConfig
+from ddpcore.bench.memory import status_bytes
+from ddpcore.runtime import launch
+from ddpcore.runtime.machine import machine
+
+COPIES = 4  # of the parameters that a contender holds: weights, gradients, momentum, buckets or staging
 
 
-def environment(plan: Plan) -> dict[str, Any]:
-    """That of a run with learners: how they are connected and why, too."""
-    processes = 1 if plan.choice.backend == "virtual" else plan.world_size
+def environment(resolved: ResolvedConfig) -> dict[str, Any]:
+    """The machine, and how the learners are connected and why."""
+    processes = 1 if resolved.is_virtual else resolved.world_size
     return {
-        **machine(plan.device),
+        **machine(resolved.device),
         "threads_per_rank": launch.threads_per_rank(processes),
-        "oversubscribed": processes > launch.num_cores() if plan.device == "cpu" else False,
-        "backend": plan.choice.backend,
-        "backend_reason": plan.choice.reason,
-        "transport": None if plan.transport is None else plan.transport.name,
-        "transport_reason": None if plan.transport is None else plan.transport.reason,
-        "notes": list(plan.notes),
+        "oversubscribed": processes > launch.num_cores() if resolved.device == "cpu" else False,
+        "backend": resolved.choice.backend,
+        "backend_reason": resolved.choice.reason,
+        "transport": resolved.transport_name,
+        "transport_reason": None if resolved.transport is None else resolved.transport.reason,
+        "notes": list(resolved.notes),
     }
 
 
+def model_bytes(resolved: ResolvedConfig) -> int:
+    """Bytes of the parameters of the model."""
+    model = models.build(resolved.config.model, **(resolved.config.model_options or {}))
+    return sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+def check_models_memory(num_models: int, resolved: ResolvedConfig, advice: str) -> None:
+    """Check that so many contenders, each with a model of its own, fit into memory.
+
+    Raises:
+        ValueError: see :func:`check_memory`.
+    """
+    ranks = resolved.world_size if resolved.device == "cpu" else 1
+    needed = ranks * COPIES * model_bytes(resolved) * num_models
+    check_memory(f"{num_models} copies of {resolved.config.model}", needed, resolved.device, advice)
+
+
 def free_memory(device: str) -> float:
-    """Bytes that can be allocated; infinity where the system does not say."""
+    """Bytes that can be allocated; infinity if the system does not tell."""
     if device == "cuda":
         return float(torch.cuda.mem_get_info()[0])
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024.0 * int(line.split()[1])
-    except OSError:
-        pass
-    return math.inf
+    free = status_bytes("/proc/meminfo", "MemAvailable")
+    return math.inf if free is None else free
+
+
+def check_memory(what: str, needed: float, device: str, advice: str) -> None:
+    """Check that so many bytes are free: a machine that runs out of memory kills processes without an error message.
+
+    Raises:
+        ValueError: they are not; the message begins with ``what`` and ends with ``advice``.
+    """
+    free = free_memory(device)
+    if needed > free:
+        raise ValueError(
+            f"{what} need about {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: {advice}"
+        )

@@ -4,64 +4,48 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from ddpcore.bench import command_line, shapes
-from ddpcore.bench.command_line import check_choice, check_names, check_writable, names, option, write_json
-from ddpcore.bench.environment import free_memory
-from ddpcore.bench.implementations import COMPARISONS, OURS, Comparison, Implementation, bytes_per_param
-from ddpcore.bench.timing import LARGEST_COPY, copying, interleaved
-from ddpcore.machine import machine
-from ddpcore.metrics import quantiles, to_json
+from ddpcore.bench.config import Options
+from ddpcore.bench.environment import check_memory
+from ddpcore.bench.implementations import COMPARISONS, OURS, Comparison, Implementation
+from ddpcore.bench.shapes import LISTS, USUAL
+from ddpcore.ops.traffic import bytes_per_param
+from ddpcore.options.command_line import option
 from ddpcore.report.optim import print_optimizers
+from ddpcore.runtime.launch import World
+from ddpcore.runtime.machine import machine
+from ddpcore.runtime.timing import LARGEST_COPY, copying, interleaved, quantiles
+from ddpcore.storage.json_lines import to_json, write_json
+from ddpcore.training.config import DEVICES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEVICES = ("auto", "cpu", "cuda")
-NUM_TEMPORARIES = 3  # fp32 numbers a parameter, in libraries that write one operation after the other
+NUM_TEMPORARIES = 3  # fp32 numbers for each parameter, in libraries that materialise each operation
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """A run of the optimizer bench. Constructing one checks all that can be known before anything is allocated.
+class OptimConfig(Options):
+    """Time whole optimizer steps, interleaved, on the parameters of well-known networks."""
 
-    Raises:
-        ValueError: one line that says what is wrong and what to do.
-    """
-
-    models: tuple[str, ...] = option(
-        shapes.USUAL, f"comma-separated, of {','.join(shapes.names())}", metavar="A,B,...", type=names
-    )
-    optimizers: tuple[str, ...] = option(tuple(OURS), "comma-separated", metavar="A,B,...", type=names)
-    peers: bool = option(True, "other libraries too, where they are installed", action=command_line.BOOLEAN)
-    repeats: int = option(21, "pairs of samples of each comparison, at most", type=int)
-    seconds: float = option(4.0, "no pair of a comparison begins after this time; three are always taken", type=float)
-    threads: int | None = option(None, "of the CPU (torch's own number)", type=int)
-    device: str = option("auto", ", ".join(DEVICES))
-    dtype: str = option("float32", f"of parameters and gradients: {', '.join(DTYPES)}")
-    json: Path | None = option(None, "write the result to this file", type=Path, metavar="FILE")
+    models: tuple[str, ...] = option(USUAL, "comma-separated", choices=tuple(LISTS))
+    optimizers: tuple[str, ...] = option(tuple(OURS), "comma-separated", choices=tuple(OURS))
+    peers: bool = option(True, "compare with other libraries too, if they are installed")
+    repeats: int = option(21, "pairs of samples of each comparison, at most", least=1)
+    seconds: float = option(4.0, "no pair of a comparison begins after this time; three are always taken", above=0)
+    threads: int | None = option(None, "of the CPU (torch's own number)", least=1)
+    device: str = option("auto", choices=DEVICES)
+    dtype: str = option("float32", "of parameters and gradients", choices=tuple(DTYPES))
 
     def __post_init__(self) -> None:
-        check_names("models", self.models, shapes.names(), "list")
-        check_names("optimizers", self.optimizers, tuple(OURS), "optimizer")
-        check_choice("device", self.device, DEVICES)
-        check_choice("dtype", self.dtype, tuple(DTYPES))
-        for name in ("repeats", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} is {value}: it must be at least 1")
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise ValueError(f"--seconds is {self.seconds}: it must be a number above 0")
+        super().__post_init__()
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU: use --device cpu")
-        if self.json is not None:
-            check_writable(self.json.resolve())
 
     @property
     def resolved_device(self) -> str:
@@ -71,29 +55,27 @@ class OptimConfig:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the bench and print its table; returns 0.
+def prepare(config: OptimConfig, torchrun: World | None) -> Callable[[], None]:
+    """Check the config on this machine; returns what runs the bench."""
+    states = 2 if "lamb" in config.optimizers else 1
+    for name in config.models:
+        numbers = (2 * (2 + states) + NUM_TEMPORARIES) * LISTS[name].describe()["parameters"]
+        needed = 4 * numbers + LARGEST_COPY
+        check_memory(f"steps of {name}", needed, config.resolved_device, "name smaller lists with --models")
+    return lambda: run(config)
 
-    Raises:
-        ValueError: the command cannot be run as it stands; one line.
-    """
-    config = command_line.parse(
-        OptimConfig,
-        argv,
-        prog="python -m ddpcore.bench optim",
-        description="Time whole optimizer steps, interleaved, on the parameters of well-known networks.",
-    )
-    _check_memory(config)
+
+def run(config: OptimConfig) -> None:
+    """Run the bench and print its table."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     print_optimizers(to_json(measure(config)))
-    return 0
 
 
 def measure(config: OptimConfig) -> dict[str, Any]:
-    """What the JSON file holds: two rows a comparison and parameter list, one for each side.
+    """The result as in the JSON file: for each comparison and parameter list a row for each side.
 
-    It is written after each list: of a bench that is ended early, what was measured is there.
+    The file is written after each list, so that a bench that is ended early keeps what it has measured.
     """
     torch.manual_seed(0)
     chosen, notes = _comparisons(config)
@@ -105,7 +87,7 @@ def measure(config: OptimConfig) -> dict[str, Any]:
             "dtype": config.dtype,
             "notes": notes,
         },
-        "lists": [_about(name) for name in config.models],
+        "lists": [LISTS[name].describe() for name in config.models],
         "comparisons": [comparison.name for comparison in chosen],
         "rows": rows,
     }
@@ -113,31 +95,21 @@ def measure(config: OptimConfig) -> dict[str, Any]:
     with console.status("") if console.is_terminal else nullcontext() as status:
         for name in config.models:
             for optimizer in config.optimizers:
-                field = _Field(name, optimizer, config)
+                own = _OwnStep(name, optimizer, config)
                 for comparison in chosen:
                     peer = comparison.peer
                     if comparison.optimizer == optimizer and (peer is None or peer.is_installed()):
                         if status is not None:
                             status.update(f"{name}: {comparison.name}")
-                        rows += field.measure(comparison)
-                del field  # before the next one is allocated
+                        rows += own.measure(comparison)
+                del own  # before the next one is allocated
             if config.json is not None:
                 write_json(config.json, result)
     return result
 
 
-def _about(name: str) -> dict[str, Any]:
-    sizes = shapes.shapes(name)
-    return {
-        "list": name,
-        "title": shapes.title(name),
-        "parameters": shapes.num_elements(sizes),
-        "num_tensors": len(sizes),
-    }
-
-
 def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
-    """Those that the table has a line for, and what is to be said about others."""
+    """The comparisons that have a line in the table, and notes about the others."""
     device, dtype = config.resolved_device, DTYPES[config.dtype]
     chosen, notes, absent = [], [], {}
     for comparison in COMPARISONS:
@@ -160,26 +132,25 @@ def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
     return chosen, notes
 
 
-class _Field:
-    """Our optimizer on the parameters of a list, and a copy. The others come one after the other and go again, so that
-    no more is alive than what is compared."""
+class _OwnStep:
+    """Our optimizer on the parameters of a list, and a copy of as many bytes.
+
+    The optimizers that it is compared with are allocated one after the other, to save memory.
+    """
 
     def __init__(self, name: str, optimizer: str, config: OptimConfig) -> None:
-        self._config = config
-        self._about = _about(name)
-        self._shapes = shapes.shapes(name)
+        self._config, self._list, self._ours = config, LISTS[name], OURS[optimizer]
+        self._about = self._list.describe()
         self._noise = torch.randn(2**20).to(config.resolved_device, DTYPES[config.dtype])
-        self._ours = OURS[optimizer]
         self._bytes = bytes_per_param(optimizer, DTYPES[config.dtype].itemsize)
         self._step = self._stepper(self._ours)
         self._copy, self._copied = copying(self._bytes[0] * self._about["parameters"], config.resolved_device)
 
     def measure(self, comparison: Comparison) -> list[dict[str, Any]]:
-        """The rows of a comparison: that of the left, whose ratio is left / right, and that of the right."""
-        config, left, right = self._config, comparison.left, comparison.right
-        steps = [self._step if side is self._ours else self._stepper(side) for side in (left, right)]
-        device = config.resolved_device
-        of_left, of_right, of_copy = interleaved([*steps, self._copy], device, config.repeats, config.seconds)
+        """Two rows: of the left side, whose ratio is left / right, and of the right side."""
+        config, device, sides = self._config, self._config.resolved_device, (comparison.left, comparison.right)
+        steps = [self._step if side is self._ours else self._stepper(side) for side in sides]
+        *seconds, of_copy = interleaved([*steps, self._copy], device, config.repeats, config.seconds)
         del steps
         gc.collect()
         if device == "cuda":
@@ -193,31 +164,27 @@ class _Field:
             "copy_gb_per_s": self._copied / quantiles(of_copy)["p50"] / 1e9,
             "repeats": len(of_copy),
         }
-        return [
-            {**common, **self._row(left, right, of_left, of_right)},
-            {**common, **self._row(right, left, of_right, of_left)},
-        ]
+        return [{**common, **self._row(*sides, *seconds)}, {**common, **self._row(*sides[::-1], *seconds[::-1])}]
 
     def _row(
         self, side: Implementation, against: Implementation, mine: list[float], theirs: list[float]
     ) -> dict[str, Any]:
-        least, most = self._bytes
-        is_ours = side is self._ours  # what other libraries move is not known here
-        total = least * self._about["parameters"]
-        return {
+        row = {
             "implementation": side.name,
             "against": against.name,
             "ms": quantiles(1e3 * seconds for seconds in mine),
             "ratio": quantiles(left / right for left, right in zip(mine, theirs, strict=True)),
-            "bytes_per_param": least if is_ours else None,
-            "bytes_per_param_uncached": most if is_ours else None,
-            "gb_per_s": total / quantiles(mine)["p50"] / 1e9 if is_ours else None,
         }
+        if side is not self._ours:  # the memory traffic of other libraries is unknown
+            return row | dict.fromkeys(("bytes_per_param", "bytes_per_param_uncached", "gb_per_s"))
+        least, most = self._bytes
+        rate = least * self._about["parameters"] / quantiles(mine)["p50"] / 1e9
+        return row | {"bytes_per_param": least, "bytes_per_param_uncached": most, "gb_per_s": rate}
 
     def _stepper(self, implementation: Implementation) -> Callable[[], Any]:
-        """The step of an optimizer with parameters and gradients of its own: some libraries write to gradients."""
+        """The step of an optimizer, with its own parameters and gradients because some libraries write to gradients."""
         params = []
-        for shape in self._shapes:
+        for shape in self._list.shapes:
             param = torch.nn.Parameter(self._numbers(shape))
             param.grad = self._numbers(shape)
             params.append(param)
@@ -226,18 +193,3 @@ class _Field:
     def _numbers(self, shape: tuple[int, ...]) -> torch.Tensor:
         numel = math.prod(shape)
         return self._noise.repeat(-(-numel // len(self._noise)))[:numel].view(shape).clone()
-
-
-def _check_memory(config: OptimConfig) -> None:
-    """A machine that runs out of memory kills the process without a word."""
-    device = config.resolved_device
-    free = free_memory(device)
-    states = 2 if "lamb" in config.optimizers else 1
-    for name in config.models:
-        numbers = (2 * (2 + states) + NUM_TEMPORARIES) * _about(name)["parameters"]
-        needed = 4 * numbers + LARGEST_COPY
-        if needed > free:
-            raise ValueError(
-                f"{name} needs about {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: "
-                "name smaller lists with --models"
-            )

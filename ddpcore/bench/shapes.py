@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 Shapes = list[tuple[int, ...]]
 
@@ -15,7 +16,7 @@ def _lenet5() -> Shapes:
 
 
 def _convolution(inputs: int, outputs: int, size: int) -> Shapes:
-    """Without bias, with scale and shift of its norm."""
+    """Without bias, with the scale and shift of its normalization."""
     return [(outputs, inputs, size, size), (outputs,), (outputs,)]
 
 
@@ -33,7 +34,7 @@ def _resnet18() -> Shapes:
 
 
 def _resnet50() -> Shapes:
-    """The same paper's, of bottlenecks."""
+    """He et al. 2016, with bottleneck blocks, for 1000 classes."""
     shapes = _convolution(3, 64, 7)
     inputs = 64
     for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -57,32 +58,33 @@ def _linear(inputs: int, outputs: int) -> Shapes:
     return [(outputs, inputs), (outputs,)]
 
 
-_LISTS: dict[str, tuple[str, Callable[[], Shapes]]] = {
-    "lenet5": ("LeNet-5", _lenet5),
-    "resnet18": ("ResNet-18", _resnet18),
-    "resnet50": ("ResNet-50", _resnet50),
-    "bert-base": ("BERT-base", lambda: _bert(768, 12)),
-    "bert-large": ("BERT-large", lambda: _bert(1024, 24)),
+@dataclass(frozen=True)
+class ParameterList:
+    """The parameters of a network.
+
+    Attributes:
+        name: on the command line.
+        title: in tables.
+    """
+
+    name: str
+    title: str
+    shapes: Shapes
+
+    def describe(self) -> dict[str, Any]:
+        """Names and sizes, as in the JSON file of the optimizer bench."""
+        sizes = {"parameters": sum(map(prod, self.shapes)), "num_tensors": len(self.shapes)}
+        return {"list": self.name, "title": self.title, **sizes}
+
+
+LISTS = {
+    found.name: found
+    for found in (
+        ParameterList("lenet5", "LeNet-5", _lenet5()),
+        ParameterList("resnet18", "ResNet-18", _resnet18()),
+        ParameterList("resnet50", "ResNet-50", _resnet50()),
+        ParameterList("bert-base", "BERT-base", _bert(768, 12)),
+        ParameterList("bert-large", "BERT-large", _bert(1024, 24)),
+    )
 }
-USUAL = ("lenet5", "resnet18", "bert-base")
-"""One of each size: what a bench takes unless it is told more."""
-
-
-def names() -> tuple[str, ...]:
-    """What ``shapes`` and ``title`` take, by size."""
-    return tuple(_LISTS)
-
-
-def title(name: str) -> str:
-    """The list's name as people write it."""
-    return _LISTS[name][0]
-
-
-def shapes(name: str) -> Shapes:
-    """The shapes of a list's parameters."""
-    return _LISTS[name][1]()
-
-
-def num_elements(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements of all together."""
-    return sum(prod(shape) for shape in shapes)
+USUAL = ("lenet5", "resnet18", "bert-base")  # one of each size: the default of the bench

@@ -3,112 +3,84 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpcore import launch, models, parallel, strategies, topology
-from ddpcore.bench import command_line
-from ddpcore.bench.command_line import check_choice, check_writable, flag, option, write_json
-from ddpcore.bench.environment import machine
+from ddpcore import models, strategies, topology
+from ddpcore.bench.command import publish
+from ddpcore.bench.config import Options
 from ddpcore.diagnostics import NoiseStatistics
-from ddpcore.engine.trainer import learner_losses
-from ddpcore.launch import World
-from ddpcore.metrics import quantiles, to_json
+from ddpcore.distributed.distribute import distribute
 from ddpcore.optim import FusedSGD
+from ddpcore.options.command_line import option
 from ddpcore.report.stats import print_stats
+from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World
+from ddpcore.runtime.machine import machine
+from ddpcore.runtime.timing import quantiles
+from ddpcore.training.trainer import learner_losses
 
 STRATEGIES = ("ssgd", "dpsgd", "local_sgd")
 WARM_UP = 5  # steps of each contender
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatsConfig:
-    """A run of the statistics bench. Constructing one checks all that can be known before.
+class StatsConfig(Options):
+    """Seconds per step without statistics, with those that are free, and with all, interleaved."""
 
-    Raises:
-        ValueError: one line that says what is wrong and what to do.
-    """
-
-    world_size: int = option(2, "ranks, or virtual learners", type=int)
-    backend: str = option("gloo", "gloo, or virtual")
-    strategy: str = option("ssgd", ", ".join(STRATEGIES))
-    device: str = option("cpu", "cpu, or cuda of virtual learners")
-    model: str = option("lenet5", ", ".join(models.names()))
-    batch_size: int = option(256, "samples of a learner's batch", type=int)
-    every: int = option(50, "steps between two records", type=int)
-    blocks: int = option(10, "blocks of --every steps of each contender, in turn", type=int)
-    threads: int = option(1, "of each rank", type=int)
-    json: Path | None = option(None, "write the result to this file", type=Path, metavar="FILE")
+    world_size: int = option(2, "ranks, or virtual learners")
+    backend: str = option("gloo", choices=("gloo", "virtual"))
+    strategy: str = option("ssgd", choices=STRATEGIES)
+    device: str = option("cpu", "cuda needs virtual learners", choices=("cpu", "cuda"))
+    model: str = option("lenet5", choices=models.names())
+    batch_size: int = option(256, "samples of a learner's batch", least=1)
+    every: int = option(50, "steps between two records", least=1)
+    blocks: int = option(10, "blocks of --every steps of each contender, in turn", least=1)
+    threads: int = option(1, "of each rank", least=1)
 
     def __post_init__(self) -> None:
-        check_choice("backend", self.backend, ("gloo", "virtual"))
-        check_choice("device", self.device, ("cpu", "cuda"))
-        check_choice("strategy", self.strategy, STRATEGIES)
-        check_choice("model", self.model, models.names())
-        for name in ("batch_size", "every", "blocks", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} is {getattr(self, name)}: it must be at least 1")
+        super().__post_init__()
         if self.world_size < 2:
             raise ValueError(f"--world-size is {self.world_size}: the estimate needs two batches, take at least 2")
         if self.device == "cuda" and self.backend != "virtual":
             raise ValueError("--device cuda is for learners that share a GPU: use --backend virtual")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU: use --device cpu")
-        if self.json is not None:
-            check_writable(self.json.resolve())
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the bench; returns 0, or 1 where a rank failed.
-
-    Raises:
-        ValueError: the command cannot be run as it stands; one line.
-    """
-    config = command_line.parse(
-        StatsConfig,
-        argv,
-        prog="python -m ddpcore.bench stats",
-        description="Seconds a step without statistics, with those that are free, and with all, interleaved.",
-    )
-    try:
-        launch.run(run_rank, (config,), world_size=config.world_size, backend=config.backend)
-    except launch.RankFailed as error:
-        print(f"ddpcore.bench stats: {error}")
-        return 1
-    return 0
+def prepare(config: StatsConfig, torchrun: World | None) -> Callable[[], None]:
+    """What starts the ranks; the config needs no further check."""
+    return lambda: launch.run(run_rank, (config,), world_size=config.world_size, backend=config.backend)
 
 
 class Contender:
-    """One training loop; ``watch`` adds statistics to it."""
+    """One training loop, with the statistics that ``watch`` attaches to it."""
 
-    def __init__(self, name: str, config: StatsConfig, watch: Callable[[Contender], NoiseStatistics | None]) -> None:
+    def __init__(self, name: str, config: StatsConfig, watch: Watch) -> None:
         self.name, self.config = name, config
-        self.virtual = config.backend == "virtual"
+        virtual = config.backend == "virtual"
         torch.manual_seed(0)
         model = models.build(config.model).to(config.device)
         self.optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
         strategy = strategies.build(config.strategy, topology=topology.build("ring", 0, 2))
-        learners = config.world_size if self.virtual else None
-        self.handle = parallel.distribute(model, self.optimizer, strategy, learners=learners)
+        self.handle = distribute(model, self.optimizer, strategy, learners=config.world_size if virtual else None)
         spec = models.spec(config.model)
-        shape = (config.batch_size, *spec.input_shapes[0])
-        rows = (config.world_size,) if self.virtual else ()
-        self.inputs = torch.randn(*rows, *shape).to(config.device)
+        rows = (config.world_size,) if virtual else ()
+        self.inputs = torch.randn(*rows, config.batch_size, *spec.input_shapes[0]).to(config.device)
         self.labels = torch.randint(spec.num_classes, (*rows, config.batch_size)).to(config.device)
         self.seconds: list[float] = []
         self.statistics = watch(self)
 
     def loss(self) -> Tensor:
-        """Sum over the learners held here."""
+        """Sum over the learners of this process."""
         return learner_losses(self.handle.model(self.inputs), self.labels).sum()
 
     def run_block(self, num_steps: int, timed: bool) -> None:
-        """Train; keep the mean seconds of a step."""
+        """Train; keep the mean seconds of a step if ``timed``."""
         start = time.perf_counter()
         for _ in range(num_steps):
             self.optimizer.zero_grad()
@@ -120,47 +92,32 @@ class Contender:
             self.seconds.append((time.perf_counter() - start) / num_steps)
 
 
-def _watch_free(one: Contender) -> NoiseStatistics:
-    return NoiseStatistics(one.handle, one.optimizer, one.config.every, batch_size=one.config.batch_size)
+def _statistics(one: Contender, **losses: Any) -> NoiseStatistics:
+    return NoiseStatistics(one.handle, one.optimizer, one.config.every, batch_size=one.config.batch_size, **losses)
 
 
-def _watch_all(one: Contender) -> NoiseStatistics:
-    return NoiseStatistics(
-        one.handle,
-        one.optimizer,
-        one.config.every,
-        batch_size=one.config.batch_size,
-        loss=one.loss,
-        full_loss=one.loss,
-    )
-
-
-WATCHES: dict[str, Callable[[Contender], NoiseStatistics | None]] = {
+Watch = Callable[[Contender], NoiseStatistics | None]
+WATCHES: dict[str, Watch] = {
     "off": lambda one: None,
-    "off again": lambda one: None,  # what the difference of two equal loops looks like here
-    "free": _watch_free,
-    "all": _watch_all,
+    "off again": lambda one: None,  # shows how much two equal loops differ on this machine
+    "free": _statistics,
+    "all": lambda one: _statistics(one, loss=one.loss, full_loss=one.loss),
 }
 
 
 def run_rank(world: World, config: StatsConfig) -> None:
-    """The worker: all contenders in turn, block by block; rank 0 prints."""
+    """What every rank runs: all contenders in turn, block by block; rank 0 prints and writes the result."""
     torch.set_num_threads(config.threads)
-    field = [Contender(name, config, watch) for name, watch in WATCHES.items()]
-    for one in field:
+    contenders = [Contender(name, config, watch) for name, watch in WATCHES.items()]
+    for one in contenders:
         one.run_block(WARM_UP, timed=False)
     for block in range(config.blocks):
-        for one in field if block % 2 == 0 else reversed(field):
+        for one in contenders if block % 2 == 0 else reversed(contenders):
             one.run_block(config.every, timed=True)
     if world.rank == 0:
-        result = {
-            "environment": machine(config.device),
-            "config": config,
-            "rows": [_row(one, field[0]) for one in field],
-        }
-        print_stats(to_json(result))
-        if config.json is not None:
-            write_json(config.json, to_json(result))
+        rows = [_row(one, contenders[0]) for one in contenders]
+        result = {"environment": machine(config.device), "config": config, "rows": rows}
+        publish(result, print_stats, config.json)
 
 
 def _row(one: Contender, off: Contender) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""How long a step lasts, from what its parts last alone. Times are seconds; docs/predict.md derives the formulas.
+"""The time of a step, from the times of its parts alone. Times are seconds; docs/predict.md derives the formulas.
 
-A step is no shorter than its longest chain of parts that wait for each other, and no shorter than the processor time
-of all its parts divided by the cores: where ranks fill the cores, what runs beside the computation takes time from it.
-The prediction is the larger of the two.
+A step has two lower bounds: its longest chain of parts that wait for each other, and the processor time of all its
+parts divided by the number of cores. The second matters if the ranks use all cores, because communication then takes
+processor time from the computation. The prediction is the larger of the two.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Compute:
     """A step without communication, measured while all ranks run.
 
     Attributes:
-        forward: from the start of the step, the batch included, to the loss.
-        backward: from there to the optimizer.
-        update: the optimizer's step, and what is left.
-        cpu: processor time of all ranks together; 0 where it limits nothing (GPUs).
-        arrivals: elements of each parameter, and the share of the backward pass after which its gradient was there, in
-            the order of arrival.
+        forward: from the start of the step, with fetching the batch, to the loss.
+        backward: from the loss to the optimizer's step.
+        update: the optimizer's step and everything after it.
+        cpu: processor time of all ranks together; 0 if it limits nothing (GPUs).
+        arrivals: (elements of a parameter, share of the backward pass after which its gradient is ready), in the order
+            of arrival.
     """
 
     forward: float
@@ -34,7 +34,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A communication alone, waited for by all ranks: seconds of the slowest, and processor time of all together."""
+    """A communication in isolation: seconds until the slowest rank has it, and processor time of all ranks together."""
 
     seconds: float
     cpu: float = 0.0
@@ -42,12 +42,12 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the ranks share.
+    """The machine that the ranks share.
 
     Attributes:
         cores: of all ranks together.
-        background: whether a transfer goes on while a rank computes. That of shared memory is done by the ranks
-            themselves: it starts when they wait for it.
+        background: whether a transfer runs while a rank computes. With shared memory the ranks copy themselves, so a
+            transfer starts only when they wait for it.
     """
 
     cores: float
@@ -55,12 +55,11 @@ class Machine:
 
 
 def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
-    """The share of the backward pass after which each message is complete; they fill in the order of arrival.
+    """The share of the backward pass after which each message is complete. Gradients fill messages as they arrive.
 
     Args:
         arrivals: see :class:`Compute`.
-        sizes: elements, or any measure, of each message; they are scaled to the sum of the parameters, because buffers
-            are padded.
+        sizes: of each message, in any unit. They are scaled to the sum of the parameters, because buffers are padded.
     """
     total, scale = sum(numel for numel, _ in arrivals), sum(sizes)
     shares, end, filled, latest, position = [], 0.0, 0.0, 0.0, 0
@@ -75,7 +74,7 @@ def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) ->
 
 
 def ssgd(compute: Compute, messages: Sequence[Transfer], sizes: Sequence[int], machine: Machine) -> float:
-    """Messages go one after the other, each no sooner than it is complete; the optimizer waits for the last."""
+    """Messages are sent one after the other, each once it is complete; the optimizer waits for the last."""
     backward_end = compute.forward + compute.backward
     end = 0.0
     for message, share in zip(messages, ready_shares(compute.arrivals, sizes), strict=True):
@@ -85,14 +84,14 @@ def ssgd(compute: Compute, messages: Sequence[Transfer], sizes: Sequence[int], m
 
 
 def dpsgd(compute: Compute, exchange: Transfer, mix: Transfer, machine: Machine) -> float:
-    """The exchange runs beside forward and backward; then the weights are mixed and the optimizer steps."""
+    """The exchange overlaps with forward and backward; then the weights are mixed and the optimizer steps."""
     backward_end = compute.forward + compute.backward
-    met = max(backward_end, exchange.seconds) if machine.background else backward_end + exchange.seconds
-    return _longest(met + mix.seconds + compute.update, compute, (exchange, mix), machine)
+    exchanged = max(backward_end, exchange.seconds) if machine.background else backward_end + exchange.seconds
+    return _longest(exchanged + mix.seconds + compute.update, compute, (exchange, mix), machine)
 
 
 def local_sgd(compute: Compute, average: Transfer, period: int, machine: Machine) -> float:
-    """The mean over a period: one average of all weights, which nothing hides."""
+    """The mean over a period, with one average of all weights that overlaps with nothing."""
     shared = Transfer(seconds=average.seconds / period, cpu=average.cpu / period)
     path = compute.forward + compute.backward + compute.update + shared.seconds
     return _longest(path, compute, (shared,), machine)
@@ -103,10 +102,10 @@ def _longest(path: float, compute: Compute, transfers: Sequence[Transfer], machi
     return max(path, work / machine.cores)
 
 
-def cores_to_have(compute: Compute, num_cores: int, num_threads: int) -> float:
-    """The cores that ranks really get: where their threads fill the machine, other programs take a share of it.
+def available_cores(compute: Compute, num_cores: int, num_threads: int) -> float:
+    """The cores that the ranks really get. If their threads fill the machine, other programs take a share of it.
 
-    Then it is the processor time of a step without communication over the length of that step.
+    The estimate then is the processor time of a step without communication divided by the length of that step.
     """
     length = compute.forward + compute.backward + compute.update
     if num_threads < num_cores or compute.cpu <= 0 or length <= 0:
@@ -115,5 +114,5 @@ def cores_to_have(compute: Compute, num_cores: int, num_threads: int) -> float:
 
 
 def error_pct(predicted: float, measured: float) -> float:
-    """How far the prediction is above the measurement, percent of it; NaN where nothing was measured."""
+    """The prediction minus the measurement, in percent of the measurement; NaN if nothing was measured."""
     return 100 * (predicted - measured) / measured if measured > 0 else math.nan

@@ -4,11 +4,10 @@ from .agreement import check_agreement, facts_of
 from .base import Communicator, Exchange, Work
 from .choice import Choice, Transport, choose_backend, choose_transport
 from .connect import connect
-from .grid import GridCommunicator
-from .ipc import CudaIpcCommunicator
 from .link import LearnerClock, Link, LinkedCommunicator
 from .process import ProcessGroupCommunicator
-from .shared_memory import SharedMemoryCommunicator
+from .shared.cuda_ipc import CudaIpcCommunicator
+from .shared.host import SharedMemoryCommunicator
 from .virtual import VirtualCommunicator
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "Communicator",
     "CudaIpcCommunicator",
     "Exchange",
-    "GridCommunicator",
     "LearnerClock",
     "Link",
     "LinkedCommunicator",

@@ -4,78 +4,91 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ddpcore.dtypes import wide
-from ddpcore.ops import Mixture
+from ddpcore.ops import Mixture, RowMixtures, WeightAverage
 from ddpcore.topology import Round, Topology
 
 Decode = Callable[[int, Tensor], Tensor]
-"""What a neighbour (its number) sent ``[x]``, as its published weights ``[P]``."""
+"""Turns what a neighbour (its number) sent, ``[x]``, into its published weights ``[P]``."""
 
 
 class Work(ABC):
-    """A transfer under way."""
+    """A transfer in progress."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the result is in place (on CUDA: when the current stream will see it)."""
+        """Return when the result is in place. On CUDA: when the current stream will see it."""
 
 
 class Done(Work):
-    """A transfer that is over."""
+    """A transfer that is complete."""
 
+    @override
     def wait(self) -> None:
-        """Nothing to wait for."""
+        return
 
 
 class Exchange(ABC):
-    """Neighbours' weights under way. They are used once, by one of the first four methods, or abandoned.
-
-    ``mix_`` and ``mixture`` are for weights that were sent as they are and have not changed since. ``correct_`` and
-    ``correction`` are for rows that were *published*: a copy of older weights, or what a codec made of them.
-    """
+    """A transfer of neighbours' weights in progress. It is used once, by one of its three methods."""
 
     @abstractmethod
-    def mix_(self) -> Tensor:
-        """Wait, then ``w <- W w`` on the weights that were given.
-
-        Returns:
-            float64 ``[L, k]``: squared distance of each held learner, before mixing, to each of its k neighbours; of
-            virtual learners (k = 1) to the mean of all learners.
-        """
+    def mixture(self) -> WeightAverage:
+        """Wait, then return ``w <- W w``. The weights were sent unchanged, and have not changed since."""
 
     @abstractmethod
-    def mixture(self) -> Mixture | None:
-        """Wait, then hand over what a one-pass optimizer needs; None at once where only ``mix_`` will do."""
+    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
+        """Wait, then return ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)``, with the *published* rows q.
 
-    @abstractmethod
-    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
-        """Wait, then ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)`` with the published rows q.
+        Published rows are a copy of older weights, or what a codec made of the weights.
 
         Args:
-            weights_LP: w of the learners held here.
-            published_LP: their q, as every neighbour sees it.
+            published_LP: q of the learners held here, as every neighbour sees it.
             factor: how far to go.
-            decode: what was exchanged as published rows; None where it is those rows themselves.
+            decode: turns the rows that were sent into published rows; None where they are those.
         """
-
-    @abstractmethod
-    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
-        """Wait, then hand over what makes a one-pass optimizer do so; None at once where only ``correct_`` will do."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Use nothing of it, and free its buffers, after a wait if they are written to. Every rank calls this alike."""
+        """Use none of it, and free its buffers, after a wait if they are still written to. Every rank calls this."""
 
 
-def correction(plan: Round, own: Tensor, peers: Sequence[Tensor], factor: float) -> Mixture:
-    """``w + factor * sum_k W_k (q_k - own)`` as terms of one average, with q_k the ``peers``."""
-    weights = [factor * weight for weight in plan.weights]
-    return Mixture([*peers, own], 1.0, [*weights, -sum(weights)])
+class PeerExchange(Exchange):
+    """An exchange that knows the rows of other processes by their learner's number.
+
+    Args:
+        learners: those held here.
+        round_of: what a held learner averages in this step.
+    """
+
+    def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
+        self.learners, self.round_of = learners, round_of
+
+    @abstractmethod
+    def received(self) -> Mapping[int, Tensor]:
+        """Wait, then return the rows that other processes sent, by learner."""
+
+    @override
+    def mixture(self) -> WeightAverage:
+        rows, round_ = self.received(), self.round_of(self.learners[0])
+        return Mixture([rows[source] for source in round_.sources], round_.self_weight, round_.weights)
+
+    @override
+    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
+        received = self.received()
+        rows = received if decode is None else {source: decode(source, row) for source, row in received.items()}
+        rows = {**rows, **dict(zip(self.learners, published_LP, strict=True))}
+        mixtures = []
+        for learner in self.learners:
+            round_ = self.round_of(learner)
+            weights = [factor * weight for weight in round_.weights]
+            terms = [*(rows[source] for source in round_.sources), rows[learner]]
+            mixtures.append(Mixture(terms, 1.0, [*weights, -sum(weights)]))
+        return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
 
 
 class Communicator(ABC):
@@ -84,7 +97,7 @@ class Communicator(ABC):
     Attributes:
         num_learners: n.
         learners: the learners whose rows this process holds, ascending.
-        bytes_sent: by one learner so far: its weights to each neighbour, and ``average_bytes`` for each average.
+        bytes_sent: by one learner so far: its weights to each neighbour, and the bytes of each average.
         description: what carries the bytes, for people.
     """
 
@@ -94,11 +107,11 @@ class Communicator(ABC):
     description: str
 
     def now(self) -> float:
-        """Seconds on the clock by which training is timed. Every process calls this alike."""
+        """Seconds on the clock by which training is timed. Every process calls this."""
         return time.perf_counter()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros, where the connection averages them best. Every process calls this alike."""
+        """Zeros, in the memory that the connection averages fastest. Every process calls this."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     @abstractmethod
@@ -109,66 +122,29 @@ class Communicator(ABC):
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. They must not change meanwhile.
 
-        Rows of 16 bits are added in fp32 and rounded once: so learners that are alike stay as they are.
+        Rows of 16 bits are added in fp32 and rounded once, so equal learners stay equal.
 
         Args:
             rows: of the learners held here.
-            step: of training, for errors; over shared memory ranks that are at different steps are one.
+            step: of training, for errors. Over shared memory, ranks that are at different steps are an error.
         """
 
     @abstractmethod
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Start to fetch what ``topology`` says of this step. The weights must not change until it is used."""
+        """Start to fetch the neighbours' weights of this step. ``weights_LP`` must not change until it is used."""
 
-    def lend(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Like :meth:`exchange`, for an owner who can go on at another place: neighbours may read the weights in place.
+    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        """Like :meth:`exchange`, but neighbours may read the weights where they lie, without a copy.
 
-        So the exchange is used by ``mixture()``, or by ``mix_()`` where there is none, and the new weights lie where
-        the mixture says (``out``). One buffer of a shape and dtype may be lent at a time.
+        The average then writes to another buffer (``out``), in which the caller continues. One buffer of a shape and
+        dtype may be exchanged in place at a time.
         """
         return self.exchange(weights_LP, topology, step)
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
-        """``w <- W w`` at once, for those who have nothing to do meanwhile. The same bits as ``exchange().mix_()``."""
-        self.exchange(weights_LP, topology, step).mix_()
+        """``w <- W w`` at once, for callers that compute nothing meanwhile. The same bits as an exchange."""
+        self.exchange(weights_LP, topology, step).mixture().apply_(weights_LP)
 
     @abstractmethod
     def gather(self, values: Tensor) -> Tensor:
         """``[L, ...]`` of the held learners to ``[n, ...]`` of all, on every process."""
-
-
-def size_of(tensor: Tensor) -> str:
-    """For errors: ``5000 float32``."""
-    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def at(step: int | None) -> str:
-    """For errors: `` at step 3``, or nothing."""
-    return "" if step is None else f" at step {step}"
-
-
-# gloo's all-reduce goes round its ring twice. While messages are so small that the rounds and not the bytes cost time,
-# fetching everyone's rows goes round once; it adds in ascending order too, with the bits of virtual learners.
-GATHER_BYTES = 2**20  # received by one learner
-
-
-def is_small(row: Tensor, num_learners: int) -> bool:
-    """Whether gloo ranks gather a row of this size to average it."""
-    return row.nbytes * (num_learners - 1) <= GATHER_BYTES
-
-
-def average_bytes(row: Tensor, num_learners: int) -> int:
-    """Bytes that one of n learners sends to average a row: n-1 times a small one, 2(n-1)/n of a large one's sum."""
-    if is_small(row, num_learners):
-        return row.nbytes * (num_learners - 1)
-    return sum_bytes(row, num_learners)
-
-
-def sum_bytes(row: Tensor, num_learners: int) -> int:
-    """Bytes that each of n learners sends in an all-reduce of a row, which carries the wider dtype."""
-    return all_reduce_bytes(row.numel() * wide(row.dtype).itemsize, num_learners)
-
-
-def all_reduce_bytes(num_bytes: int, num_learners: int) -> int:
-    """Bytes that each of n learners sends in a bandwidth-optimal all-reduce of ``num_bytes``: 2(n-1)/n of them."""
-    return 2 * (num_learners - 1) * num_bytes // num_learners

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
-from ddpcore.comm.ipc import CudaIpcCommunicator
 from ddpcore.comm.link import Link, LinkedCommunicator
-from ddpcore.comm.meeting import Unreachable, host_id
 from ddpcore.comm.process import ProcessGroupCommunicator
-from ddpcore.comm.shared_memory import TIMEOUT_SECONDS, SharedMemoryCommunicator
+from ddpcore.comm.shared.coordination import Unreachable, host_id
+from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
+from ddpcore.comm.shared.host import TIMEOUT_SECONDS, SharedMemoryCommunicator
 
 
 def connect(

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Decode, Exchange, Work, sum_bytes
-from ddpcore.ops import Mixture
+from ddpcore.comm.base import Communicator, Decode, Exchange, Work
+from ddpcore.comm.traffic import sum_bytes
+from ddpcore.ops import WeightAverage
 from ddpcore.topology import Topology
 
 _BITS = {"Gb/s": 1e9, "Mb/s": 1e6}
@@ -119,8 +121,9 @@ class LinkedCommunicator(Communicator):
         self._free_at = 0.0  # when all messages before have left
         self.description = f"{inner.description}, seconds as over an emulated link of {link}"
 
+    @override
     def now(self) -> float:
-        """See :class:`Communicator`. The clock of the learner that is furthest, to which the others are set."""
+        """The clock of the learner that is furthest, to which the others are set."""
         return self.wait(self.clock.now(), range(self.num_learners), num_delays=0)
 
     def wait(self, left: float, sources: Sequence[int], num_delays: int) -> float:
@@ -138,39 +141,39 @@ class LinkedCommunicator(Communicator):
         self.clock.wait_until(here)
         return here
 
+    @override
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See :class:`Communicator`."""
         return self._inner.allocate(shape, dtype, device)
 
+    @override
     def broadcast_(self, rows: Tensor) -> None:
-        """See :class:`Communicator`."""
         self._inner.broadcast_(rows)
 
+    @override
     def gather(self, values: Tensor) -> Tensor:
-        """See :class:`Communicator`."""
         return self._inner.gather(values)
 
+    @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """See :class:`Communicator`."""
         work = self._inner.average_(rows, step)
         self._count_bytes()
         left = self._send(sum_bytes(rows[0], self.num_learners))
         return _LinkedWork(self, work, left)
 
+    @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """See :class:`Communicator`."""
         return self._linked(self._inner.exchange(weights_LP, topology, step), topology, step)
 
-    def lend(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """See :class:`Communicator`."""
-        return self._linked(self._inner.lend(weights_LP, topology, step), topology, step)
+    @override
+    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        return self._linked(self._inner.exchange_in_place(weights_LP, topology, step), topology, step)
 
     def _linked(self, exchange: Exchange, topology: Topology, step: int) -> Exchange:
         left = self._send(self._count_bytes())
         return _LinkedExchange(self, exchange, left, self._sources(topology, step))
 
+    @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
-        """See :class:`Communicator`."""
         self._inner.mix_(weights_LP, topology, step)
         self.wait(self._send(self._count_bytes()), self._sources(topology, step), num_delays=1)
 
@@ -203,22 +206,17 @@ class _LinkedExchange(Exchange):
     def __init__(self, comm: LinkedCommunicator, exchange: Exchange, left: float, sources: Sequence[int]) -> None:
         self._comm, self._exchange, self._left, self._sources = comm, exchange, left, sources
 
-    def mix_(self) -> Tensor:
-        self._arrive()
-        return self._exchange.mix_()
-
-    def mixture(self) -> Mixture | None:
+    @override
+    def mixture(self) -> WeightAverage:
         self._arrive()
         return self._exchange.mixture()
 
-    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
-        self._arrive()
-        self._exchange.correct_(weights_LP, published_LP, factor, decode)
-
-    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
+    @override
+    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
         self._arrive()
         return self._exchange.correction(published_LP, factor, decode)
 
+    @override
     def abandon(self) -> None:
         self._exchange.abandon()
 

@@ -1,32 +1,21 @@
-"""Real learners: one a process, over a ``torch.distributed`` process group (NCCL or gloo)."""
+"""Learners on real ranks, over a ``torch.distributed`` process group (NCCL or gloo): one on each, or several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from ddpcore import ops
-from ddpcore.comm.base import (
-    Communicator,
-    Decode,
-    Done,
-    Exchange,
-    Work,
-    at,
-    average_bytes,
-    correction,
-    is_small,
-    size_of,
-    sum_bytes,
-)
-from ddpcore.comm.sums import sum_of
-from ddpcore.dtypes import wide
-from ddpcore.ops import Mixture
+from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
+from ddpcore.comm.errors import Call, at, size_of
+from ddpcore.comm.reductions import sum_of
+from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
+from ddpcore.ops import StackedMixture, WeightAverage
+from ddpcore.ops.dtypes import wide
 from ddpcore.topology import Round, Topology
 
 
@@ -46,168 +35,150 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
-class Call(AbstractContextManager[None]):
-    """Gives errors of a process group a name: which call, on which rank, with whom. Can be entered several times.
-
-    Args:
-        group: the process group.
-        what: the call, such as ``the exchange of 5000 float32 at step 3``.
-        peers: ranks of the group that take part; None are all.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, what: str, peers: Iterable[int] | None = None) -> None:
-        self._rank = dist.get_rank(group)
-        others = range(dist.get_world_size(group)) if peers is None else peers
-        self._what, self._peers = what, sorted({rank for rank in others if rank != self._rank})
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            why = str(error).partition("\n")[0]
-            raise RuntimeError(
-                f"{self._what} failed on rank {self._rank}: a rank of {self._peers} died, left, or did not come in "
-                f"time: see which rank failed first, and why ({why})"
-            ) from error
-
-
 class ProcessGroupCommunicator(Communicator):
-    """Learner j is rank j of the group.
+    """Rank r of the group holds learners r L to (r + 1) L - 1. Rows travel once to each rank that needs them.
 
     Args:
         group: a process group; None is the default one, which must be initialised.
+        num_rows: L, learners of each rank. More than one are virtual learners.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, num_rows: int = 1) -> None:
+        if num_rows < 1:
+            raise ValueError(f"learners is {num_rows}: it must be at least 1")
         self.group = default_group(group)
-        self.rank = dist.get_rank(self.group)
-        self.num_learners = dist.get_world_size(self.group)
-        self.learners = (self.rank,)
+        self.rank, self.num_ranks, self.num_rows = dist.get_rank(self.group), dist.get_world_size(self.group), num_rows
+        self.num_learners = num_rows * self.num_ranks
+        self.learners = range(self.rank * num_rows, (self.rank + 1) * num_rows)
         backend = dist.get_backend(self.group)
-        self.description = f"torch.distributed, {backend}"
+        virtual = f"{num_rows} virtual learners on each of {self.num_ranks} ranks, {backend}"
+        self.description = f"torch.distributed, {backend}" if num_rows == 1 else virtual
         self._is_gloo = backend == "gloo"
-        self._received: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
-        self._places: set[int] = set()  # sets of receive buffers that a transfer under way writes to
+        self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
+        self._busy: set[int] = set()  # sets of receive buffers that a transfer in progress writes to
 
+    @override
     def broadcast_(self, rows: Tensor) -> None:
-        """See :class:`Communicator`."""
-        if self.num_learners > 1:
-            with Call(self.group, f"the broadcast of {size_of(rows)}"):
-                dist.broadcast(rows, group=self.group, group_src=0)
+        first = rows[0].contiguous()
+        with Call(self.group, f"the broadcast of {size_of(first)}"):
+            dist.broadcast(first, group=self.group, group_src=0)
+        if self.num_rows > 1 or first.data_ptr() != rows.data_ptr():
+            rows.copy_(first.expand_as(rows))
 
+    @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """See :class:`Communicator`. A sum, divided afterwards: not every gloo knows the average.
+        """A sum, divided afterwards: not every gloo offers the average.
 
-        An all-reduce carries rows of 16 bits as fp32, for it rounds at every hop.
+        An all-reduce carries rows of 16 bits as fp32, because it rounds at every hop. Gathered rows are added in
+        ascending order, as those of virtual learners are.
         """
         if self.num_learners == 1:
             return Done()
-        call = Call(self.group, f"an average of {size_of(rows)}{at(step)}")
-        row = rows[0]  # a learner has one, so columns of it are one contiguous run
-        if self._is_gloo and is_small(row, self.num_learners):
-            self.bytes_sent += average_bytes(row, self.num_learners)
-            everyone = rows.new_empty((self.num_learners, len(row)))
+        self.bytes_sent += (average_bytes if self._is_gloo else sum_bytes)(rows[0], self.num_learners)
+        call = Call(self.group, f"an average of {size_of(rows[0])}{at(step)}")
+        if self._is_gloo and is_gathered(rows[0], self.num_learners):
+            everyone = rows.new_empty((self.num_ranks, self.num_rows, rows.shape[1]))
             with call:
-                work = dist.all_gather(list(everyone), row, group=self.group, async_op=True)
-            return _SumOfAll(work, call, row, everyone)
-        self.bytes_sent += sum_bytes(row, self.num_learners)
-        total = row.to(wide(row.dtype))  # the row itself but for 16 bits
+                work = dist.all_gather(list(everyone), rows.contiguous(), group=self.group, async_op=True)
+            return _Average(work, call, rows, everyone.flatten(0, 1), self.num_learners)
+        # One fp32 row is summed where it lies: columns of a single row are one contiguous piece.
+        total = rows[0].to(wide(rows.dtype)) if self.num_rows == 1 else sum_of(rows)
         with call:
             work = dist.all_reduce(total, group=self.group, async_op=True)
-        return _Average(work, call, row, total, self.num_learners)
+        return _Average(work, call, rows, total[None], self.num_learners)
 
+    @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """See :class:`Communicator`. Sends go straight from the weights; one receive buffer a neighbour is kept."""
-        plan = topology.round(step, self.rank, self.num_learners)
-        weights = weights_LP[0]
-        place = next(number for number in count() if number not in self._places)
-        self._places.add(place)
-        peers = [self._buffer(place, slot, weights) for slot in range(len(plan.sources))]
-        # One fixed order on every rank: sends before receives, each by ascending rank.
-        sends = [dist.P2POp(dist.isend, weights, group=self.group, group_peer=peer) for peer in plan.destinations]
-        receives = [
-            dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer)
-            for peer, buffer in zip(plan.sources, peers, strict=True)
+        """Sends read the weights where they lie; one receive buffer a neighbour is kept."""
+        rounds = {learner: topology.round(step, learner, self.num_learners) for learner in self.learners}
+        slot = next(number for number in count() if number not in self._busy)
+        self._busy.add(slot)
+        readers = ((reader, row) for row, round_ in enumerate(rounds.values()) for reader in round_.destinations)
+        sends = sorted({(reader // self.num_rows, row) for reader, row in readers if reader not in self.learners})
+        sources = {source for round_ in rounds.values() for source in round_.sources if source not in self.learners}
+        received = {source: self._buffer(slot, number, weights_LP[0]) for number, source in enumerate(sorted(sources))}
+        # One order on both sides of every pair of ranks: sends before receives, each by ascending learner.
+        transfers = [dist.P2POp(dist.isend, weights_LP[row], group=self.group, group_peer=to) for to, row in sends]
+        transfers += [
+            dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source // self.num_rows)
+            for source, buffer in received.items()
         ]
-        text = f"the exchange of {size_of(weights)} at step {step}"
-        call = Call(self.group, text, [*plan.sources, *plan.destinations])
+        peers = [to for to, _ in sends] + [source // self.num_rows for source in received]
+        call = Call(self.group, f"the exchange of {size_of(weights_LP[0])} at step {step}", peers)
         with call:
-            works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
-        self.bytes_sent += len(sends) * weights.numel() * weights.element_size()
-        return _PeerExchange(works, call, weights, plan, peers, lambda: self._places.discard(place))
+            works = dist.batch_isend_irecv(transfers) if transfers else []
+        self.bytes_sent += len(sends) * weights_LP[0].nbytes // self.num_rows
+        return _RankExchange(works, call, rounds, received, weights_LP.device, lambda: self._busy.discard(slot))
 
+    @override
     def gather(self, values: Tensor) -> Tensor:
-        """See :class:`Communicator`."""
         result = values.new_empty((self.num_learners, *values.shape[1:]))
         with Call(self.group, f"the gathering of {size_of(values)}"):
-            dist.all_gather(list(result.split(1)), values.contiguous(), group=self.group)
+            dist.all_gather(list(result.split(self.num_rows)), values.contiguous(), group=self.group)
         return result
 
-    def _buffer(self, place: int, slot: int, like: Tensor) -> Tensor:
-        """Kept for each size: weights and what a policy averages beside them take turns."""
-        key = (place, slot, like.numel(), like.dtype, like.device)
-        if key not in self._received:
-            self._received[key] = torch.empty_like(like)
-        return self._received[key]
+    def _buffer(self, slot: int, number: int, like: Tensor) -> Tensor:
+        """Kept for each size: weights, and what a policy averages beside them, take turns."""
+        key = (slot, number, like.numel(), like.dtype, like.device)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(like)
+        return self._buffers[key]
 
 
 class _Average(Work):
-    def __init__(self, work: dist.Work, call: Call, row: Tensor, total: Tensor, num_learners: int) -> None:
-        self._work, self._call, self._row, self._total, self._num_learners = work, call, row, total, num_learners
+    def __init__(self, work: dist.Work, call: Call, rows: Tensor, terms: Tensor, num_learners: int) -> None:
+        self._work, self._call, self._rows, self._terms, self._num_learners = work, call, rows, terms, num_learners
 
+    @override
     def wait(self) -> None:
         with self._call:
             self._work.wait()
-        self._total.div_(self._num_learners)
-        if self._total is not self._row:
-            self._row.copy_(self._total)
+        if len(self._terms) == 1:  # a sum already, often in the place of the row
+            mean = self._terms[0].div_(self._num_learners)
+        else:
+            mean = sum_of(self._terms).div_(self._num_learners)
+        if mean.data_ptr() != self._rows.data_ptr():
+            self._rows.copy_(mean)
 
 
-class _SumOfAll(Work):
-    def __init__(self, work: dist.Work, call: Call, row: Tensor, everyone: Tensor) -> None:
-        self._work, self._call, self._row, self._everyone = work, call, row, everyone
-
-    def wait(self) -> None:
-        with self._call:
-            self._work.wait()
-        self._row.copy_(sum_of(self._everyone).div_(len(self._everyone)))
-
-
-class _PeerExchange(Exchange):
+class _RankExchange(PeerExchange):
     def __init__(
         self,
         works: Sequence[dist.Work],
         call: Call,
-        weights: Tensor,
-        plan: Round,
-        peers: Sequence[Tensor],
-        arrived: Callable[[], None],
+        rounds: Mapping[int, Round],
+        buffers: Mapping[int, Tensor],
+        device: torch.device,
+        free: Callable[[], None],
     ) -> None:
-        self._works, self._call, self._arrived = works, call, arrived
-        self._weights, self._plan, self._peers = weights, plan, peers
+        super().__init__(tuple(rounds), rounds.__getitem__)
+        self._device = device
+        self._works, self._call, self._buffers, self._free = works, call, buffers, free
 
-    def mix_(self) -> Tensor:
-        mixture = self.mixture()
-        return ops.mix_(self._weights, mixture.peers, mixture.self_weight, mixture.peer_weights)[None]
-
-    def mixture(self) -> Mixture:
-        self._wait()
-        return Mixture(self._peers, self._plan.self_weight, self._plan.weights)
-
-    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
-        mixture = self.correction(published_LP, factor, decode)
-        ops.mix_(weights_LP[0], mixture.peers, mixture.self_weight, mixture.peer_weights)
-
-    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture:
-        self._wait()
-        peers = self._peers
-        if decode is not None:
-            peers = [decode(source, peer) for source, peer in zip(self._plan.sources, peers, strict=True)]
-        return correction(self._plan, published_LP[0], peers, factor)
-
-    def abandon(self) -> None:
-        self._wait()
-
-    def _wait(self) -> None:
+    @override
+    def received(self) -> Mapping[int, Tensor]:
         with self._call:
             for work in self._works:
                 work.wait()
-        self._arrived()
+        self._free()
+        return self._buffers
+
+    @override
+    def mixture(self) -> WeightAverage:
+        if len(self.learners) == 1:
+            return super().mixture()
+        others = self.received()
+        column_of = {learner: column for column, learner in enumerate([*self.learners, *others])}
+        offsets, columns, values = [0], [], []
+        for learner in self.learners:
+            round_ = self.round_of(learner)
+            columns += [column_of[learner], *(column_of[source] for source in round_.sources)]
+            values += [round_.self_weight, *round_.weights]
+            offsets.append(len(columns))
+        weights = torch.tensor(values, dtype=torch.float32, device=self._device)
+        offsets_, columns_ = (torch.tensor(numbers, device=self._device) for numbers in (offsets, columns))
+        return StackedMixture(list(others.values()), offsets_, columns_, weights)
+
+    @override
+    def abandon(self) -> None:
+        self.received()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ddpcore import ops
-from ddpcore.comm.base import Communicator, Decode, Done, Exchange, Work, average_bytes, correction
-from ddpcore.comm.sums import sum_of
-from ddpcore.ops import Mixture
+from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
+from ddpcore.comm.reductions import sum_of
+from ddpcore.comm.traffic import average_bytes
+from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.topology import Round, Topology
 
 Rows = tuple[Tensor, Tensor, Tensor]
@@ -31,27 +32,28 @@ class VirtualCommunicator(Communicator):
         self.description = f"{num_learners} virtual learners in one process"
         self._known: tuple[Topology | None, torch.device | None, Rows | None] = None, None, None
 
+    @override
     def broadcast_(self, rows: Tensor) -> None:
-        """See :class:`Communicator`."""
         rows[1:].copy_(rows[0])
 
+    @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """See :class:`Communicator`. Learners are added in ascending order."""
+        """Learners are added in ascending order."""
         if self.num_learners > 1:
             self.bytes_sent += average_bytes(rows[0], self.num_learners)
             for columns in rows.split(_COLUMNS, dim=1):
                 columns.copy_(sum_of(columns).div_(self.num_learners))
         return Done()
 
+    @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """See :class:`Communicator`."""
         sent = len(topology.round(step, 0, self.num_learners).destinations)
         self.bytes_sent += sent * weights_LP.shape[1] * weights_LP.element_size()
         rows = self._rows_of(topology, step, weights_LP.device)
-        return _StackedExchange(weights_LP, rows, lambda rank: topology.round(step, rank, self.num_learners))
+        return _StackedExchange(rows, self.learners, lambda learner: topology.round(step, learner, self.num_learners))
 
+    @override
     def gather(self, values: Tensor) -> Tensor:
-        """See :class:`Communicator`."""
         return values
 
     def _rows_of(self, topology: Topology, step: int, device: torch.device) -> Rows:
@@ -70,25 +72,19 @@ class VirtualCommunicator(Communicator):
         return rows
 
 
-class _StackedExchange(Exchange):
-    def __init__(self, weights_LP: Tensor, rows: Rows, plan_of: Callable[[int], Round]) -> None:
-        self._weights_LP, self._rows, self._plan_of = weights_LP, rows, plan_of
+class _StackedExchange(PeerExchange):
+    def __init__(self, rows: Rows, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
+        super().__init__(learners, round_of)
+        self._rows = rows
 
-    def mix_(self) -> Tensor:
-        return ops.mix_stacked_(self._weights_LP, [], *self._rows)[:, None]
+    @override
+    def received(self) -> Mapping[int, Tensor]:
+        return {}
 
-    def mixture(self) -> Mixture | None:
-        return None
+    @override
+    def mixture(self) -> WeightAverage:
+        return StackedMixture([], *self._rows)
 
-    def correct_(self, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None = None) -> None:
-        """Each learner's own weights change and published rows are read: one after the other is all at once."""
-        for rank, weights in enumerate(weights_LP):
-            plan = self._plan_of(rank)
-            mixture = correction(plan, published_LP[rank], [published_LP[source] for source in plan.sources], factor)
-            ops.mix_(weights, mixture.peers, mixture.self_weight, mixture.peer_weights)
-
-    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> Mixture | None:
-        return None
-
+    @override
     def abandon(self) -> None:
         return

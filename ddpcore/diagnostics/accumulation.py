@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ddpcore.diagnostics.journal import Journal, Measured
 from ddpcore.diagnostics.passes import noise_sums, unscale_squared
+from ddpcore.diagnostics.record_buffer import Measured, RecordBuffer
 from ddpcore.diagnostics.series import MEASURED
 
 APART = (
@@ -26,12 +26,12 @@ class PassStatistics:
         self,
         parameters: Sequence[Parameter],
         optimizer: torch.optim.Optimizer,
-        journal: Journal,
+        record_buffer: RecordBuffer,
         every: int,
         scaler: torch.amp.GradScaler | None,
         loss_divisor: float,
     ) -> None:
-        self._journal, self._every, self._scaler, self._divisor = journal, every, scaler, loss_divisor
+        self._record_buffer, self._every, self._scaler, self._divisor = record_buffer, every, scaler, loss_divisor
         self._step = 0
         self._passes = MicroBatches(parameters, lambda: (self._step + 1) % every == 0)
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_step())
@@ -54,14 +54,14 @@ class PassStatistics:
     def _before_step(self) -> None:
         self._step += 1
         if self._step % self._every == 0:
-            begin = self._journal.begin()
+            begin = self._record_buffer.begin()
             result = Measured(self._step, self._passes.num_passes, MEASURED)
             result.reason = APART if self._passes.apart else ""
             if self._passes.num_passes > 1:
                 own, mean = self._passes.sums()
                 unscale = unscale_squared(self._scaler, own) * self._divisor**2
                 result.own_TS, result.mean_TS = (own * unscale)[None], (mean * unscale)[None]
-            self._journal.end(result, begin)
+            self._record_buffer.end(result, begin)
         self._passes.begin_step()
 
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from ddpcore.diagnostics import dynamics, passes
-from ddpcore.diagnostics.journal import Journal, Measured
 from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of, unscale_squared
 from ddpcore.diagnostics.record import Layout
+from ddpcore.diagnostics.record_buffer import Measured, RecordBuffer
 from ddpcore.diagnostics.series import MEASURED
-from ddpcore.distributed import Engine
-from ddpcore.learner import Learner
-from ddpcore.observer import Observer
+from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.distributed.observer import Observer
+from ddpcore.strategies.learner import Learner
 
 
 @dataclass(frozen=True, kw_only=True)
-class What:
+class MeasurementConfig:
     """What to measure; see :class:`ddpcore.diagnostics.NoiseStatistics`."""
 
     every: int
@@ -39,10 +39,10 @@ class What:
 class LearnerStatistics(Observer):
     """Squares of gradients of every step that averages them, and all else of the measured ones."""
 
-    def __init__(self, engine: Engine, what: What, journal: Journal) -> None:
-        self._engine, self._what, self._journal = engine, what, journal
-        self._optimizer = engine.learner.optimizer
-        self._names = journal.series.names
+    def __init__(self, handle: HookedDistributed, config: MeasurementConfig, record_buffer: RecordBuffer) -> None:
+        self._handle, self._config, self._record_buffer = handle, config, record_buffer
+        self._optimizer = handle.learner.optimizer
+        self._names = record_buffer.series.names
         self._own: Tensor | None = None  # [L, S], of this step
         self._mean: Tensor | None = None  # [S]
         self._num_passes = 0
@@ -50,16 +50,16 @@ class LearnerStatistics(Observer):
         self._steps: list[tuple[Tensor, Tensor]] = []  # own and mean, since the last record
         self._num_skipped = 0
         self._layout: Layout | None = None
-        engine.observers.append(self)
+        handle.observers.append(self)
 
     def close(self) -> None:
         """Watch no longer."""
-        if self in self._engine.observers:
-            self._engine.observers.remove(self)
+        if self in self._handle.observers:
+            self._handle.observers.remove(self)
 
     def directions(self, num: int) -> tuple[Tensor, Tensor]:
         """See :meth:`NoiseStatistics.directions`."""
-        learner = self._engine.learner
+        learner = self._handle.learner
         weights_LP = learner.flat.param_LP
         return dynamics.directions(weights_LP, self._average(learner, weights_LP)[0], learner.comm, num)
 
@@ -77,7 +77,7 @@ class LearnerStatistics(Observer):
 
     def before_forward(self, learner: Learner) -> None:
         """See :class:`Observer`."""
-        if self._what.loss is None or self._random is not None or not self._is_measured(learner):
+        if self._config.loss is None or self._random is not None or not self._is_measured(learner):
             return
         device = learner.flat.param_LP.device
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
@@ -103,9 +103,9 @@ class LearnerStatistics(Observer):
         num_passes, own, mean, random = self._num_passes, self._own, self._mean, self._random
         self._num_passes, self._own, self._mean, self._random = 0, None, None, None
         steps, num_skipped = self._steps, self._num_skipped
-        is_full = self._what.full_batch is None or self._what.full_batch()
+        is_full = self._config.full_batch is None or self._config.full_batch()
         if num_passes == 1 and own is not None and mean is not None and is_full:
-            unscale = unscale_squared(self._what.scaler, own)
+            unscale = unscale_squared(self._config.scaler, own)
             steps = [*steps, (own * unscale, mean * unscale)]
         else:
             num_skipped += num_passes > 0
@@ -115,7 +115,7 @@ class LearnerStatistics(Observer):
         self._steps, self._num_skipped = steps, num_skipped  # unless measuring has failed, and the step is taken again
 
     def _is_measured(self, learner: Learner) -> bool:
-        return (learner.step + 1) % self._what.every == 0
+        return (learner.step + 1) % self._config.every == 0
 
     # ---- a measured step ----
 
@@ -127,17 +127,17 @@ class LearnerStatistics(Observer):
         is_full: bool,
         random: RandomState | None,
     ) -> None:
-        begin, sent = self._journal.begin(), learner.comm.bytes_sent
-        strategy, step = self._engine.strategy, learner.step
-        averages = strategy.averages_at(step)
-        kept = self._what.every if averages else MEASURED
+        begin, sent = self._record_buffer.begin(), learner.comm.bytes_sent
+        strategy, step = self._handle.strategy, learner.step
+        averages = strategy.averages_gradients_at(step)
+        kept = self._config.every if averages else MEASURED
         result = Measured(step + 1, learner.comm.num_learners, kept, num_skipped=num_skipped)
-        result.at_mean = strategy.gradients_at_mean(step) or (not averages and self._what.loss is not None)
+        result.at_mean = strategy.gradients_at_mean(step) or (not averages and self._config.loss is not None)
         try:
             if not averages:
                 squares = self._measure_apart(learner, result, random)
                 steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
-            elif self._what.full_loss is not None:
+            elif self._config.full_loss is not None:
                 self._measure_together(learner, result, random)
             if steps:
                 own_LTS = torch.stack([own for own, _ in steps], dim=1)
@@ -147,11 +147,11 @@ class LearnerStatistics(Observer):
                 result.mean_TS = torch.stack([mean for _, mean in steps])
         finally:
             learner.comm.bytes_sent = sent
-        self._journal.end(result, begin)
+        self._record_buffer.end(result, begin)
 
     def _measure_together(self, learner: Learner, result: Measured, random: RandomState | None) -> None:
         """Learners hold the same weights and the mean of their gradients."""
-        what, weights_LP = self._what, learner.flat.param_LP
+        what, weights_LP = self._config, learner.flat.param_LP
         assert what.full_loss is not None
         own_P = learner.flat.grad_LP[0] * self._unscale(learner.flat.grad_LP)
         mean_P = own_P
@@ -166,7 +166,7 @@ class LearnerStatistics(Observer):
 
         Returns the squares of this step's gradients.
         """
-        what, flat, comm = self._what, learner.flat, learner.comm
+        what, flat, comm = self._config, learner.flat, learner.comm
         mean_LP = learner.average_of(flat.param_LP)
         distances = [noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP]
         distance_L1 = torch.cat(distances)
@@ -198,7 +198,7 @@ class LearnerStatistics(Observer):
             shares = share_n[list(comm.learners)].tolist()  # numbers: the device is not waited for
             mixed_LP = torch.stack([n * share * way_P for share, way_P in zip(shares, ways_LP, strict=True)])
             vector_LP = self._average(learner, mixed_LP)
-            with passes.at_weights(self._engine.model, learner, mean_LP):
+            with passes.at_weights(self._handle.model, learner, mean_LP):
                 product_LP = passes.hessian_product(learner, loss, vector_LP, self._scale(flat))
             product_P = self._average(learner, product_LP)[0]
             result += noise_sums([product_P], [0, flat.numel])[0, 0, 0] / n
@@ -214,7 +214,7 @@ class LearnerStatistics(Observer):
     def _gradient_at(
         self, learner: Learner, weights_LP: Tensor, loss: Loss, random: RandomState | None = None
     ) -> tuple[Tensor, Tensor]:
-        with passes.at_weights(self._engine.model, learner, weights_LP, random):
+        with passes.at_weights(self._handle.model, learner, weights_LP, random):
             return passes.gradient(learner, loss, self._scale(learner.flat))
 
     def _full_gradient(self, learner: Learner, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
@@ -256,7 +256,7 @@ class LearnerStatistics(Observer):
     # ---- mixed precision ----
 
     def _scale(self, flat: Any) -> Tensor | None:
-        return scale_of(self._what.scaler, flat.param_LP.device)
+        return scale_of(self._config.scaler, flat.param_LP.device)
 
     def _unscale(self, like: Tensor) -> Tensor | float:
         """What undoes the scale of gradients at the optimizer's step: only those that it unscales itself have one."""

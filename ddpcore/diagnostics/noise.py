@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.diagnostics.accumulation import PassStatistics
-from ddpcore.diagnostics.journal import Journal
-from ddpcore.diagnostics.learners import LearnerStatistics, What
+from ddpcore.diagnostics.learners import LearnerStatistics, MeasurementConfig
 from ddpcore.diagnostics.passes import Loss
 from ddpcore.diagnostics.record import NoiseRecord
+from ddpcore.diagnostics.record_buffer import RecordBuffer
 from ddpcore.diagnostics.series import Series
-from ddpcore.distributed import Distributed, Engine
+from ddpcore.distributed.hooks import Distributed, HookedDistributed
 from ddpcore.strategies import PushSum
-from ddpcore.strategies.base import FOREVER
 
 MOST_DIRECTIONS = 256  # learners whose inner products one kernel forms
 
@@ -91,7 +90,7 @@ class NoiseStatistics:
         if not loss_divisor > 0 or not (max_grad_norm is None or max_grad_norm > 0):
             raise ValueError("loss_divisor and max_grad_norm must be above zero")
         self.every, self.batch_size = every, batch_size
-        what = What(
+        config = MeasurementConfig(
             every=every,
             loss=loss,
             full_loss=full_loss,
@@ -101,24 +100,26 @@ class NoiseStatistics:
             max_grad_norm=max_grad_norm,
             scaler=scaler,
         )
-        engine = _engine_of(handle, optimizer, what)
+        hooked = _hooked(handle, optimizer, config)
         model = handle.model if isinstance(handle, Distributed) else handle
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
-        names = [name for name, _ in named] if engine is None else engine.learner.flat.names
-        self._journal = Journal(named[0][1].device, Series(batch_size, names, per_segment, population), full_loss_of)
+        names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
+        self._record_buffer = RecordBuffer(
+            named[0][1].device, Series(batch_size, names, per_segment, population), full_loss_of
+        )
         self._source: LearnerStatistics | PassStatistics
-        if engine is None:
+        if hooked is None:
             parameters = [parameter for _, parameter in named]
-            self._source = PassStatistics(parameters, optimizer, self._journal, every, scaler, loss_divisor)
+            self._source = PassStatistics(parameters, optimizer, self._record_buffer, every, scaler, loss_divisor)
         else:
-            self._source = LearnerStatistics(engine, what, self._journal)
+            self._source = LearnerStatistics(hooked, config, self._record_buffer)
 
     @property
     def records(self) -> list[NoiseRecord]:
         """All so far. Reading them waits for the device."""
-        return self._journal.records
+        return self._record_buffer.records
 
     @torch.no_grad()
     def directions(self, num: int = 2) -> tuple[Tensor, Tensor]:
@@ -135,7 +136,7 @@ class NoiseStatistics:
     def state_dict(self) -> dict[str, Any]:
         """What later records depend on: sums of steps that later noise scales are averages over. Reads the records."""
         _ = self.records
-        series = self._journal.series
+        series = self._record_buffer.series
         return {"names": list(series.names), "series": series.state_dict(), **self._source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -144,21 +145,23 @@ class NoiseStatistics:
         Raises:
             ValueError: it is of a model with other parameters.
         """
-        saved, series = list(state["names"]), self._journal.series
+        saved, series = list(state["names"]), self._record_buffer.series
         if sorted(saved) != sorted(series.names):
             raise ValueError("the statistics are of a model with other parameters: load those of this one")
         order = [saved.index(name) for name in series.names]
         series.load_state_dict(state["series"], order)
         self._source.load_state_dict(state, order)
-        self._journal.start_anew()
+        self._record_buffer.start_anew()
 
     def close(self) -> None:
         """Watch no longer."""
         self._source.close()
 
 
-def _engine_of(handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer, what: What) -> Engine | None:
-    """The engine whose learners are compared; None where one device accumulates.
+def _hooked(
+    handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer, config: MeasurementConfig
+) -> HookedDistributed | None:
+    """The hooked whose learners are compared; None where one device accumulates.
 
     Raises:
         ValueError: this loop cannot be watched.
@@ -168,21 +171,22 @@ def _engine_of(handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer
         raise ValueError("torch's DistributedDataParallel averages out of sight: take ddpcore.SSGD()")
     if not isinstance(model, nn.Module):
         raise ValueError(f"a {type(handle).__name__} is no loop: pass what distribute() returned, or the model")
-    if not isinstance(handle, Engine) or handle.learner.comm.num_learners == 1:
-        if isinstance(handle, Engine) and handle.learner.optimizer is not optimizer:
+    if not isinstance(handle, HookedDistributed) or handle.learner.comm.num_learners == 1:
+        if isinstance(handle, HookedDistributed) and handle.learner.optimizer is not optimizer:
             raise ValueError("the optimizer is not the one of this handle: pass the one that distribute() was given")
-        if what.loss is not None or what.full_loss is not None:
+        if config.loss is not None or config.full_loss is not None:
             raise ValueError("one learner alone has no mean model: leave loss= and full_loss= out")
         return None
     if handle.learner.optimizer is not optimizer:
         raise ValueError("the optimizer is not the one of this handle: pass the one that distribute() was given")
     if isinstance(handle.strategy, PushSum):
         raise ValueError("the mean of push_sum's weights is no model that it trains: take dpsgd")
-    if what.directions and handle.learner.comm.num_learners > MOST_DIRECTIONS:
+    if config.directions and handle.learner.comm.num_learners > MOST_DIRECTIONS:
         raise ValueError(f"directions compares {MOST_DIRECTIONS} learners at most: leave it out")
-    if what.full_loss is not None:
-        if what.loss is None and not handle.strategy.gradients_at_mean(FOREVER):
-            raise ValueError(f"learners of {handle.strategy.name} differ: pass loss= beside full_loss=")
+    if config.full_loss is not None:
+        strategy = handle.strategy
+        if config.loss is None and not (strategy.learners_stay_identical and strategy.gradients_at_mean(0)):
+            raise ValueError(f"learners of {strategy.name} differ: pass loss= beside full_loss=")
         if len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
             raise ValueError("an effective learning rate is one number: give all parameter groups one learning rate")
     return handle

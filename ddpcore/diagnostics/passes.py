@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddpcore import ops
-from ddpcore.dtypes import KERNEL_DTYPES
-from ddpcore.learner import Learner
 from ddpcore.ops import reference
+from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.strategies.learner import Learner
 
 Loss = Callable[[], Tensor | Iterator[Tensor]]
 """Computes a loss anew with the model as it stands: the sum over the learners held here of their mean losses.
@@ -83,7 +83,7 @@ def at_weights(
     """
     flat = learner.flat
     own = [parameter.data for parameter in flat.parameters]
-    learner.is_watched = True
+    learner.hooks_paused = True
     try:
         with as_it_was(model, weights_LP.device), torch.enable_grad():
             if random_state is not None:
@@ -92,7 +92,7 @@ def at_weights(
                 parameter.data = view
             yield
     finally:
-        learner.is_watched = False
+        learner.hooks_paused = False
         for parameter, data in zip(flat.parameters, own, strict=True):
             parameter.data = data
 

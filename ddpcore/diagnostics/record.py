@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddpcore.diagnostics.dynamics import Dynamics, Spread
 from ddpcore.diagnostics.estimates import NoiseScale
-from ddpcore.flat import Segment
+from ddpcore.parameters.flat import Segment
 
 Mark = torch.cuda.Event | float
 

@@ -11,8 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ddpcore import launch
-from ddpcore.engine.files import locked, replace_file
 from ddpcore.experiments import study
 from ddpcore.experiments.command_line import CompareOptions, ListOptions, RunOptions, parse
 from ddpcore.experiments.compare import compare
@@ -21,10 +19,12 @@ from ddpcore.experiments.plan import Datasets, check_data, make_plan
 from ddpcore.experiments.run import run
 from ddpcore.report.experiments import markdown, print_comparison, run_label
 from ddpcore.report.plot import check_plot, plot_comparison
+from ddpcore.runtime import launch
+from ddpcore.storage.files import locked, replace_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 where a run failed; 2 where the command cannot be run as it stands; 130 where it was stopped."""
+    """Run a command. Returns 0, or 1 if a run failed, 2 if the command is wrong, 130 if a signal stopped it."""
     try:
         options = parse(argv)
         commands: dict[type, Callable[[Any], int]] = {ListOptions: _list, RunOptions: _run, CompareOptions: _compare}
@@ -43,22 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(options: ListOptions) -> int:
-    out = Console()
-    table = Table(show_lines=True)
     if options.study is None:
-        for heading in ("study", "rows", "question", "published in"):
-            table.add_column(heading)
-        for name in study.names():
-            known = study.load(name)
-            table.add_row(name, str(len(known.rows)), known.question, known.source)
+        loaded = [study.load(name) for name in study.names()]
+        headings = ("study", "rows", "question", "published in")
+        cells = [(one.name, str(len(one.rows)), one.question, one.source) for one in loaded]
     else:
-        for heading in ("row", "learners", "about", "published"):
-            table.add_column(heading)
+        headings, cells = ("row", "learners", "about", "published"), []
         for row in study.load(options.study).rows.values():
             learners = str(row.config("full").learners) + (" ranks" if row.ranks else "")
             published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
-            table.add_row(row.name, learners, row.about, published or "-")
-    out.print(table)
+            cells.append((row.name, learners, row.about, published or "-"))
+    table = Table(*headings, show_lines=True)
+    for line in cells:
+        table.add_row(*line)
+    Console().print(table)
     return 0
 
 
@@ -83,7 +81,7 @@ def _run(options: RunOptions) -> int:
     datasets = Datasets()
     check_data(plan, datasets)
     with locked(folder.path):
-        folder.check(plan.manifest, options.resume)  # again: from here on nobody else writes into it
+        folder.check(plan.manifest, options.resume)  # again: another process may have written into it meanwhile
         folder.begin(plan.manifest)
         if finished:
             print(f"{len(finished)} runs of {folder.path} are finished and are left as they are", flush=True)
@@ -98,19 +96,15 @@ def _run(options: RunOptions) -> int:
 
 def _compare(options: CompareOptions) -> int:
     comparisons = compare(options.runs)
-    labels = [[run_label(one) for one in comparison["runs"]] for comparison in comparisons]
-    plots: list[Path] = []
-    if options.plot is not None:
-        check_plot(options.plot)
-        several = len(comparisons) > 1
-        plots = [
-            options.plot.with_stem(f"{options.plot.stem}-{one['study']}") if several else options.plot
-            for one in comparisons
-        ]
+    plot, plots = options.plot, []
+    if plot is not None:
+        check_plot(plot)
+        names = [f"{plot.stem}-{one['study']}" if len(comparisons) > 1 else plot.stem for one in comparisons]
+        plots = [plot.with_stem(name) for name in names]
     for comparison in comparisons:
         print_comparison(comparison)
-    for comparison, path, names in zip(comparisons, plots, labels, strict=False):
-        plot_comparison(comparison, path, names)
+    for comparison, path in zip(comparisons, plots, strict=False):
+        plot_comparison(comparison, path, [run_label(run) for run in comparison["runs"]])
     if options.markdown is not None:
         here = options.markdown.resolve().parent
         files = [os.path.relpath(path.resolve(), here) for path in plots]

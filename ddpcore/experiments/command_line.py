@@ -1,18 +1,18 @@
-"""What the command line says, as frozen values."""
+"""The commands ``list``, ``run`` and ``compare`` as frozen values, read from the command line."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from ddpcore.advice import advice
-from ddpcore.engine import TrainConfig
-from ddpcore.engine.config import OPTIONS
 from ddpcore.experiments.study import SCALES
+from ddpcore.options.command_line import SEED_RANGE, Parser, add_options, check, option
+from ddpcore.options.suggest import suggest
+from ddpcore.training import TrainConfig
+from ddpcore.training.config import OPTIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,127 +22,85 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """``list``: the studies, or the rows of one."""
+    """List the studies, or the rows of one."""
 
-    study: str | None = None
+    study: str | None = option(None, "a study", positional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """``run``: see its ``--help``.
+    """Train the rows of a study, each with several seeds.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: an option has a value that is not allowed.
     """
 
-    study: str
-    rows: tuple[str, ...] | None = None
-    scale: str = "full"
-    data_dir: Path | None = None
-    out: Path | None = None
-    seed: int = 0
-    seeds: int | None = None
-    world_size: int | None = None
-    jobs: int = 1
-    download: bool = False
-    resume: bool = False
-    set: Mapping[str, Any]
+    study: str = option(
+        MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
+    )
+    rows: tuple[str, ...] | None = option(None, "names of rows (default: those of the scale)")
+    scale: str = option("full", choices=SCALES)
+    data_dir: Path | None = option(None, "folder of the data sets' files", metavar="DIR")
+    download: bool = option(False, "fetch missing files into --data-dir first", action="store_true")
+    out: Path | None = option(None, "folder of the results (default: runs/STUDY/SCALE)", metavar="DIR")
+    seed: int = option(0, "the first seed", metavar="N", **SEED_RANGE)
+    seeds: int | None = option(None, "number of seeds (default: that of the study)", least=1, metavar="N")
+    world_size: int | None = option(None, "run rows of N learners on N ranks, not virtually", least=1, metavar="N")
+    jobs: int = option(1, "runs at the same time, which share the cores", least=1, metavar="N")
+    resume: bool = option(False, "continue in --out; finished runs are not repeated", action="store_true")
+    set: Sequence[str] | None = option(
+        None, "a field of TrainConfig, for all rows", action="append", type=str, metavar="KEY=VALUE"
+    )
 
     def __post_init__(self) -> None:
-        if self.scale not in SCALES:
-            raise ValueError(f"unknown --scale {self.scale!r}: {advice(self.scale, SCALES)}")
-        for name in ("seeds", "world_size", "jobs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"--seed is {self.seed}: it must be at least 0")
-        if self.rows is not None and not self.rows:
-            raise ValueError("--rows is empty: name rows, or leave it out for all")
+        check(self)
 
     def overrides(self) -> dict[str, Any]:
-        """Fields of every row."""
+        """Fields of every row; see :func:`overrides` for errors."""
         given: dict[str, Any] = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
-        return {**self.set, **given, **({"download": True} if self.download else {})}
+        return {**overrides(self.set or ()), **given, **({"download": True} if self.download else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """``compare``: folders, and files to write."""
+    """Print published and measured numbers side by side, and a verdict on each claim."""
 
-    runs: tuple[Path, ...]
-    markdown: Path | None = None
-    plot: Path | None = None
+    runs: Sequence[Path] = option(
+        MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
+    )
+    markdown: Path | None = option(None, "write the page", is_file=True)
+    plot: Path | None = option(None, "write a plot, .png or .svg (extra `plot`)", is_file=True)
 
     def __post_init__(self) -> None:
-        for name in ("markdown", "plot"):
-            path = getattr(self, name)
-            if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-                raise ValueError(f"--{name}: {path} is no file in a folder that exists: name one")
+        check(self)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see --help)")
+COMMANDS = {"list": ListOptions, "run": RunOptions, "compare": CompareOptions}
 
 
 def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptions:
-    """What the command line says.
+    """The options of the command that the first word names.
 
     Raises:
-        ValueError: it says nothing that can be done; the message is one line.
+        ValueError: the words are no command; the message is one line.
     """
-    given = vars(_parser().parse_args(argv))
-    command = given.pop("command")
-    if command == "list":
-        return ListOptions(**given)
-    if command == "compare":
-        return CompareOptions(**{**given, "runs": tuple(given["runs"])})
-    return RunOptions(**{**given, "set": overrides(given.get("set", ()))})
-
-
-def _parser() -> _Parser:
-    whole = _Parser(prog="python -m ddpcore.experiments", description="Published experiments: run them, compare them.")
-    commands = whole.add_subparsers(dest="command", required=True, metavar="list | run | compare")
-
-    def add(name: str, help: str) -> _Parser:
-        made: _Parser = commands.add_parser(
-            name, help=help, description=help, allow_abbrev=False, argument_default=argparse.SUPPRESS
-        )
-        return made
-
-    known = add("list", "the studies, or the rows of one")
-    known.add_argument("study", nargs="?")
-    run = add("run", "train the rows of a study, each with several seeds")
-    run.add_argument("study", help="a name of `list`, or a file of your own that ends in .toml")
-    run.add_argument("--rows", type=_names, metavar="A,B,...", help="these alone (default: those of the scale)")
-    run.add_argument("--scale", help=f"{', '.join(SCALES)} (default: full)")
-    run.add_argument("--data-dir", type=Path, help="the folder of the data sets' files")
-    run.add_argument("--download", action="store_true", help="fetch missing files into --data-dir first")
-    run.add_argument("--out", type=Path, help="the folder of the results (default: runs/STUDY/SCALE)")
-    run.add_argument("--seed", type=int, help="the first (default: 0)")
-    run.add_argument("--seeds", type=int, metavar="N", help="how many (default: as the study says)")
-    run.add_argument("--world-size", type=int, metavar="N", help="rows of N learners run on N ranks, not virtually")
-    run.add_argument("--jobs", type=int, metavar="N", help="runs side by side, which share the cores (default: 1)")
-    run.add_argument("--resume", action="store_true", help="go on with what is in --out; finished runs are left alone")
-    run.add_argument("--set", action="append", metavar="KEY=VALUE", help="a field of TrainConfig, of all rows")
-    compared = add("compare", "published beside measured, and a verdict on each claim")
-    compared.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that `run` wrote")
-    compared.add_argument("--markdown", type=Path, metavar="FILE", help="write the page")
-    compared.add_argument("--plot", type=Path, metavar="FILE", help="write a plot, .png or .svg (extra `plot`)")
-    return whole
+    parser = Parser(prog="python -m ddpcore.experiments", description="Published experiments: run them, compare them.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
+    for name, options in COMMANDS.items():
+        help = (options.__doc__ or "").splitlines()[0]
+        add_options(commands.add_parser(name, help=help, description=help, allow_abbrev=False), options)
+    given = vars(parser.parse_args(argv))
+    return COMMANDS[given.pop("command")](**given)
 
 
 def overrides(texts: Sequence[str]) -> dict[str, Any]:
     """Fields of TrainConfig from ``key=value``; ``optimizer_options.momentum=0.5`` reaches into a mapping.
 
-    A value is TOML; what is none is text. Of two for one field the later one holds; mappings are merged key by key.
+    A value is TOML, or else text. The last value of a field counts; mappings are merged key by key.
 
     Raises:
-        ValueError: there is no such field, and the message has the nearest one; or a mapping is asked of one that has
-            none, or something else of one that is a mapping.
+        ValueError: there is no such field, and the message suggests the nearest one; or options were given to a field
+            that is no mapping, or another value to a field that is one.
     """
     known = tuple(item.name for item in fields(TrainConfig))
     result: dict[str, Any] = {}
@@ -152,7 +110,7 @@ def overrides(texts: Sequence[str]) -> dict[str, Any]:
         if not equals or len(inner) > 1:
             raise ValueError(f"--set {text}: write KEY=VALUE, or KEY.OPTION=VALUE")
         if name not in known:
-            raise ValueError(f"--set {text}: a training run has no field {name!r}: {advice(name, known)}")
+            raise ValueError(f"--set {text}: a training run has no field {name!r}: {suggest(name, known)}")
         if name == "seed":
             raise ValueError(f"--set {text}: seeds are those of --seed and --seeds")
         try:
@@ -165,7 +123,3 @@ def overrides(texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--set {text}: write {written}")
         result[name] = {**result.get(name, {}), **given} if inner or name in OPTIONS else given
     return result
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())

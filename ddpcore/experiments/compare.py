@@ -1,31 +1,36 @@
-"""Published beside measured, as plain values for ``ddpcore.report``."""
+"""Published numbers beside measured ones, as plain values for ``ddpcore.report``."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ddpcore.experiments.claims import NOT_RUN, Outcome, Verdict, judge, num_seeds
+from ddpcore.experiments.claims import Outcome, judge
 from ddpcore.experiments.folder import FAILED, FINISHED, Folder
 from ddpcore.experiments.results import counts_diverged, outcome_of
 
+Results = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""The last line of each run, by row and seed."""
+
 
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """One comparison a study, of the folders in ``paths``.
+    """One comparison per study, of the folders in ``paths``.
 
     Returns:
-        For each study: study, title, question, source, notes, metrics; runs, one a folder: name, scale, seeds, set and
-        device; curves, one a run: by row those of its seeds, see :func:`ddpcore.experiments.results.curves_of`; lines,
-        one a row and metric: row, about, metric, published (a number or None), measured (one a run: see
-        :func:`_spread`; None where it was not run); claims: text, source, predicate, on_published and verdicts (one a
-        run), each with word and reason.
+        For each study: study, title, question, source, notes, metrics, and
+
+        - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
+        - curves, one mapping per folder: row -> :func:`ddpcore.experiments.results.curves_of` of each seed;
+        - lines, one per row and metric: row, about, metric, published (a number or None), and measured, one per folder
+          (see :func:`_spread`; None if the row was not run);
+        - claims: text, source, predicate, on_published and verdicts (one per folder), each with word and reason.
 
     Raises:
-        ValueError: a folder holds no study, or two of one study differ in what they ask or in a row of one name.
+        ValueError: a folder contains no study, or two folders of one study differ in a heading or in published numbers.
     """
     by_study: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in paths:
@@ -35,124 +40,116 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
-    manifest = entries[0][1]
+    first, manifest = entries[0]
     rows: dict[str, Any] = {}
-    table: dict[str, Any] = {}  # of what was published, of rows that were not run too
+    published: dict[str, Any] = {}  # also of rows that were not run
     for path, other in entries:
         for key in ("title", "question", "source", "metrics"):
             if other[key] != manifest[key]:
-                raise ValueError(f"{path}: its {key} is another than in {entries[0][0]}: compare it alone")
+                raise ValueError(f"{path}: its {key} is another than in {first}: compare it alone")
         for name, row in other["rows"].items():
             rows.setdefault(name, row)
         numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}
         for name, values in numbers.items():
-            if table.setdefault(name, values) != values:
-                raise ValueError(
-                    f"{path}: row {name} has other published numbers than in {entries[0][0]}: compare it alone"
-                )
-    results = [Folder(path).results() for path, _ in entries]
-    claims = _each_once(other["claims"] for _, other in entries)
-    published = {name: {0: Outcome(metrics=values)} for name, values in table.items() if values}
+            if published.setdefault(name, values) != values:
+                raise ValueError(f"{path}: row {name} has other published numbers than in {first}: compare it alone")
+    results = [_by_row(Folder(path)) for path, _ in entries]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
         "notes": _each_once(other["notes"] for _, other in entries),
         "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
         "curves": [_curves(rows, found) for found in results],
-        "lines": [
-            _line(name, row, metric, results)
-            for name, row in rows.items()
-            for metric in manifest["metrics"]
-            if metric in row["published"]
-            or any(_has(found, name, metric) for found in results)
-            or metric == manifest["metrics"][0]
-        ],
-        "claims": [
-            {
-                **claim,
-                "on_published": asdict(judge(claim["predicate"], published, manifest["metrics"][0], printed=True)),
-                "verdicts": [asdict(_judge(claim["predicate"], found, manifest["metrics"][0])) for found in results],
-            }
-            for claim in claims
-        ],
+        "lines": list(_lines(rows, manifest["metrics"], results)),
+        "claims": list(_claims(_each_once(other["claims"] for _, other in entries), manifest, published, results)),
     }
 
 
+def _by_row(folder: Folder) -> Results:
+    results: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for (row, seed), result in folder.results().items():
+        results.setdefault(row, {})[seed] = result
+    return results
+
+
 def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
-    """What any of them holds, in the order in which it comes."""
+    """The items of all lists in order, without repetitions."""
     items = list(chain(*lists))
     return [item for number, item in enumerate(items) if item not in items[:number]]
 
 
-Results = Mapping[tuple[str, int], Mapping[str, Any]]
-
-
-def _judge(predicate: str, results: Results, metric: str) -> Verdict:
-    outcomes: dict[str, dict[int, Outcome]] = {}
-    for (row, seed), result in results.items():
-        if result["status"] == FINISHED:
-            outcomes.setdefault(row, {})[seed] = outcome_of(dict(result))
-    verdict = judge(predicate, outcomes, metric)
-    if verdict.word == NOT_RUN:
-        return verdict
-    return Verdict(verdict.word, f"n={num_seeds(predicate, outcomes)}")
+def _claims(
+    claims: Iterable[dict[str, Any]],
+    manifest: Mapping[str, Any],
+    published: Mapping[str, Any],
+    results: Sequence[Results],
+) -> Iterator[dict[str, Any]]:
+    metric = manifest["metrics"][0]
+    printed = {row: {0: Outcome(metrics=numbers)} for row, numbers in published.items() if numbers}
+    measured = [
+        {
+            row: {seed: outcome_of(line) for seed, line in lines.items() if line["status"] == FINISHED}
+            for row, lines in found.items()
+        }
+        for found in results
+    ]
+    for claim in claims:
+        yield {
+            **claim,
+            "on_published": asdict(judge(claim["predicate"], printed, metric, published=True)),
+            "verdicts": [asdict(judge(claim["predicate"], outcomes, metric)) for outcomes in measured],
+        }
 
 
 def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    finished = [result for result in results.values() if result["status"] == FINISHED]
-    devices = sorted({f"{result['device']}, {result['cores']} cores, torch {result['torch']}" for result in finished})
+    lines = [line for of_row in results.values() for line in of_row.values()]
+    finished = [line for line in lines if line["status"] == FINISHED]
+    failed = [line for line in lines if line["status"] == FAILED]
     return {
         "name": str(path),
         **{key: manifest[key] for key in ("scale", "seeds", "set")},
-        "devices": devices,
-        "commits": sorted({result["commit"] or f"ddpcore {result['ddpcore']}" for result in finished}),
-        "stand_ins": sorted({result["place"] for result in finished if "of one machine" in result["place"]}),
-        "failures": [
-            {key: result[key] for key in ("row", "seed", "error")}
-            for result in results.values()
-            if result["status"] == FAILED
-        ],
+        "devices": sorted({f"{line['device']}, {line['cores']} cores, torch {line['torch']}" for line in finished}),
+        "commits": sorted({line["commit"] or f"ddpcore {line['ddpcore']}" for line in finished}),
+        "stand_ins": sorted({line["place"] for line in finished if "of one machine" in line["place"]}),
+        "failures": [{key: line[key] for key in ("row", "seed", "error")} for line in failed],
     }
 
 
-def _curves(rows: Mapping[str, Any], results: Results) -> dict[str, list[dict[str, list[float]]]]:
-    found: dict[str, list[dict[str, list[float]]]] = {}
-    for row in rows:
-        curves = [result["curves"] for (name, _), result in results.items() if name == row and result.get("curves")]
-        if curves:
-            found[row] = curves
-    return found
+def _curves(rows: Iterable[str], results: Results) -> dict[str, list[dict[str, list[float]]]]:
+    found = {row: [line["curves"] for line in results.get(row, {}).values() if line.get("curves")] for row in rows}
+    return {row: curves for row, curves in found.items() if curves}
 
 
-def _has(results: Results, row: str, metric: str) -> bool:
-    return any(name == row and result["metrics"].get(metric) is not None for (name, _), result in results.items())
+def _lines(rows: Mapping[str, Any], metrics: Sequence[str], results: Sequence[Results]) -> Iterator[dict[str, Any]]:
+    """A line for the first metric, and for each other metric that was published or measured."""
+    for name, row in rows.items():
+        lines = [found.get(name, {}).values() for found in results]
+        for metric in metrics:
+            known = any(line["metrics"].get(metric) is not None for line in chain(*lines))
+            if known or metric in row["published"] or metric == metrics[0]:
+                yield {
+                    "row": name,
+                    "about": row["about"],
+                    "metric": metric,
+                    "published": row["published"].get(metric),
+                    "measured": [_spread(of_folder, metric) for of_folder in lines],
+                }
 
 
-def _line(name: str, row: Mapping[str, Any], metric: str, results: Sequence[Results]) -> dict[str, Any]:
-    return {
-        "row": name,
-        "about": row["about"],
-        "metric": metric,
-        "published": row["published"].get(metric),
-        "measured": [_spread(name, metric, found) for found in results],
-    }
+def _spread(lines: Collection[Mapping[str, Any]], metric: str) -> dict[str, Any] | None:
+    """num_seeds with a number, their mean, std (None of one seed), min and max; num_diverged and num_failed.
 
-
-def _spread(row: str, metric: str, results: Results) -> dict[str, Any] | None:
-    """num_seeds that have a number, their mean, std (None of one), min and max; num_diverged and num_failed.
-
-    What a run that diverged says is in no mean, but where the metric says what it counts for.
+    Runs that diverged are excluded, except for metrics that define a value for them.
     """
-    mine = [result for (name, _), result in results.items() if name == row]
-    if not mine:
+    if not lines:
         return None
-    counted = [result for result in mine if not result["diverged"] or counts_diverged(metric)]
-    values = [result["metrics"][metric] for result in counted if result["metrics"].get(metric) is not None]
+    counted = [line for line in lines if not line["diverged"] or counts_diverged(metric)]
+    values = [line["metrics"][metric] for line in counted if line["metrics"].get(metric) is not None]
     return {
         "num_seeds": len(values),
         "mean": statistics.fmean(values) if values else None,
         "std": statistics.stdev(values) if len(values) > 1 else None,
         "min": min(values, default=None),
         "max": max(values, default=None),
-        "num_diverged": sum(result["diverged"] for result in mine),
-        "num_failed": sum(result["status"] == FAILED for result in mine),
+        "num_diverged": sum(line["diverged"] for line in lines),
+        "num_failed": sum(line["status"] == FAILED for line in lines),
     }

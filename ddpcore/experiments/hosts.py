@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ddpcore import launch
+from ddpcore.runtime import launch
 
 NUM_HOSTS = 2
 PORT = 29500  # in a namespace of its own, where no one else can have it
@@ -41,7 +41,7 @@ def check() -> None:
 
 
 def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int) -> None:
-    """As :func:`ddpcore.launch.run` over gloo, with the ranks on two hosts, half on each.
+    """As :func:`ddpcore.runtime.launch.run` over gloo, with the ranks on two hosts, half on each.
 
     Raises:
         RankFailed: a rank did; all have ended.
@@ -95,7 +95,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -> No
 
 
 def _cause(rank: int, code: int, said: str) -> str:
-    """In the words of :mod:`ddpcore.launch`."""
+    """In the words of :mod:`ddpcore.runtime.launch`."""
     return f"rank {rank} was ended by {signal.Signals(-code).name}" if code < 0 else f"rank {rank} failed:\n{said}"
 
 

@@ -1,4 +1,4 @@
-"""What a command will run, all of it checked before anything is written."""
+"""The runs of a command, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from ddpcore import models
 from ddpcore.comm import choose_backend
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import Dataset
-from ddpcore.engine import TrainConfig
-from ddpcore.engine.build import Place, build_dataset, check_parts
-from ddpcore.engine.config import BOOKKEEPING
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
 from ddpcore.strategies import DDP
+from ddpcore.training import TrainConfig
+from ddpcore.training.build import LearnerPlacement, build_dataset, check_parts
+from ddpcore.training.config import BOOKKEEPING
+
+_DATASET_FIELDS = (
+    "dataset", "data_dir", "normalize", "augment", "num_validation", "num_train", "num_test", "random_labels", "seed",
+    "dataset_options",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +32,14 @@ class Job:
 
     Attributes:
         row: its name.
-        seed: of everything.
+        seed: of all random numbers.
         config: with that seed.
-        path: the folder of the run.
-        ranks: processes that it takes; 0 is none but the one that runs the study.
-        hosts: machines that they stand for.
-        apart: whether the hosts are network namespaces, see :mod:`ddpcore.experiments.hosts`.
-        kill_rank: see :class:`Row`.
-        recovered: how ranks died that the run has outlived.
+        path: folder of the run.
+        ranks: number of processes that are started for it; 0 trains in the process that runs the study.
+        hosts: number of machines that the ranks stand for.
+        in_namespaces: whether each host is a network namespace, see :mod:`ddpcore.experiments.hosts`.
+        kill_rank: see :class:`ddpcore.experiments.study.Row`.
+        recovered: how ranks died, one text for each time that the run went on after it.
     """
 
     row: str
@@ -43,47 +48,44 @@ class Job:
     path: Path
     ranks: int = 0
     hosts: int = 1
-    apart: bool = False
+    in_namespaces: bool = False
     kill_rank: int | None = None
     recovered: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
-        """Where its learners are, in words."""
-        learners = self.config.learners
-        if self.ranks:
-            alone = f"{self.ranks} process" + ("es" if self.ranks > 1 else "")
-            if self.apart:
-                return f"{alone} of one machine, in {self.hosts} network namespaces that stand for hosts"
-            return alone if self.hosts == 1 else f"{alone} of one machine, standing for {self.hosts} hosts"
-        return "1 process" if learners == 1 else f"{learners} virtual learners of 1 process"
+        """Where its learners run, as text for the results."""
+        if not self.ranks:
+            learners = self.config.learners
+            return "1 process" if learners == 1 else f"{learners} virtual learners of 1 process"
+        processes = f"{self.ranks} process" + ("es" if self.ranks > 1 else "")
+        if self.in_namespaces:
+            return f"{processes} of one machine, in {self.hosts} network namespaces that stand for hosts"
+        return processes if self.hosts == 1 else f"{processes} of one machine, standing for {self.hosts} hosts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The jobs of a command in the order of the study, seed after seed, and the manifest of their folder."""
+class RunPlan:
+    """The jobs of a command, seed by seed in the order of the study, and the manifest of their folder."""
 
     jobs: tuple[Job, ...]
     manifest: Mapping[str, Any]
 
 
 class Datasets:
-    """The data set of a config; the last one is kept for the next run that takes the same."""
+    """Builds the data set of a config, and keeps the last one for runs that need the same."""
 
     def __init__(self) -> None:
         self._key: Any = None
         self._dataset: Dataset | None = None
 
-    def of(self, place: Place) -> Dataset:
-        """As :func:`ddpcore.engine.build.build_dataset`, and so are its errors. Collective."""
-        config = place.config
+    def of(self, placement: LearnerPlacement) -> Dataset:
+        """The result of :func:`ddpcore.training.build.build_dataset`, which has the errors. Collective."""
+        config = placement.config
         shape = models.spec(config.model).input_shapes[0] if config.dataset == "synthetic" else None
-        key = shape, *(
-            getattr(config, name)
-            for name in ("dataset", "data_dir", "normalize", "augment", "num_validation", "num_train", "num_test")
-        ), config.random_labels, config.seed, str(config.dataset_options)  # fmt: skip
+        key = shape, *(repr(getattr(config, name)) for name in _DATASET_FIELDS)
         if self._dataset is None or key != self._key:
-            self._key, self._dataset = key, build_dataset(place)
+            self._key, self._dataset = key, build_dataset(placement)
         return self._dataset
 
 
@@ -97,25 +99,28 @@ def make_plan(
     first_seed: int = 0,
     num_seeds: int | None = None,
     world_size: int | None = None,
-) -> Plan:
+) -> RunPlan:
     """The jobs of a study.
 
     Args:
-        study: which.
-        folder: where its runs will be.
-        rows: names; None takes those that the study has for the scale.
+        study: a loaded study.
+        folder: for its runs.
+        rows: names; None selects the rows of the scale.
         scale: one of :data:`ddpcore.experiments.study.SCALES`.
         overrides: fields of all rows.
-        first_seed: the others follow it.
-        num_seeds: None takes as many as the study says.
-        world_size: rows of so many learners run on real ranks.
+        first_seed: the seeds are consecutive numbers from here.
+        num_seeds: None is the number of the study.
+        world_size: rows with this number of learners run on real ranks.
 
     Raises:
-        ValueError: a row is unknown or no valid run, or no row has ``world_size`` learners.
+        ValueError: a row is unknown or not valid, or no row has ``world_size`` learners.
     """
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
-    ranks = {row.name: _num_ranks(row, configs[row.name], world_size) for row in chosen}
+    ranks = {}
+    for row in chosen:
+        learners = configs[row.name].learners
+        ranks[row.name] = learners if row.ranks or learners == world_size else 0
     if world_size is not None and world_size not in ranks.values():
         counts = sorted({config.learners for config in configs.values()})
         raise ValueError(f"--world-size is {world_size}: these rows have {', '.join(map(str, counts))} learners")
@@ -143,41 +148,39 @@ def make_plan(
         "seeds": seeds,
         "rows": {row.name: _row_manifest(row, configs[row.name], ranks[row.name]) for row in chosen},
     }
-    return Plan(jobs=tuple(jobs), manifest=manifest)
+    return RunPlan(jobs=tuple(jobs), manifest=manifest)
 
 
-def check_data(plan: Plan, datasets: Datasets) -> None:
-    """Raise ValueError where data are missing or damaged, or do not fit a row, or ranks cannot run here."""
+def check_data(plan: RunPlan, datasets: Datasets) -> None:
+    """Raise ValueError if data are missing or damaged, do not fit a row, or its ranks cannot run here."""
     first_seed = plan.jobs[0].seed
     for job in plan.jobs:
         if job.seed != first_seed:
             continue
         try:
-            place = Place.of(job.config, None)
-            dataset = datasets.of(place)
-            check_parts(job.config, dataset)
+            check_parts(job.config, datasets.of(LearnerPlacement.of(job.config, None)))
             backend_of(job)
             if not job.ranks:
-                _check_alone(job)
+                _check_one_process(job)
         except ValueError as error:
             raise ValueError(f"row {job.row}: {error}") from None
 
 
-def _check_alone(job: Job) -> None:
-    """ValueError where a job of one process is said to be of several, or must be."""
-    said = {"link": job.config.link or "", "transport": job.config.transport, "hosts": job.hosts}
+def _check_one_process(job: Job) -> None:
+    """Raise ValueError if a job without ranks has settings that only ranks have, or needs ranks."""
+    given = {"link": job.config.link or "", "transport": job.config.transport, "hosts": job.hosts}
     for name, none in (("link", ""), ("transport", TRANSPORTS[0]), ("hosts", 1)):
-        if said[name] != none:
-            raise ValueError(f"{name} is {said[name]!r}: learners of one process have none, set ranks = true")
+        if given[name] != none:
+            raise ValueError(f"{name} is {given[name]!r}: learners of one process have none, set ranks = true")
     if job.config.strategy == DDP.name:
         raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
 
 
 def backend_of(job: Job) -> str:
-    """What connects the ranks of a job.
+    """The backend that connects the ranks of a job.
 
     Raises:
-        ValueError: they would share a GPU.
+        ValueError: the ranks would share a GPU.
     """
     num_gpus = torch.cuda.device_count()
     device = "cuda" if num_gpus and job.config.device != "cpu" else "cpu"
@@ -187,13 +190,9 @@ def backend_of(job: Job) -> str:
     return choice.backend
 
 
-def _num_ranks(row: Row, config: TrainConfig, world_size: int | None) -> int:
-    return config.learners if row.ranks or config.learners == world_size else 0
-
-
 def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
     return {
-        "config": config.overridden({"seed": 0, "data_dir": None}).to_dict(),  # no row is of a seed or of a machine
+        "config": config.overridden({"seed": 0, "data_dir": None}).to_dict(),  # the same for all seeds and machines
         "published": dict(row.published),
         "about": row.about,
         "ranks": ranks,

@@ -1,16 +1,16 @@
-"""The numbers of one run that studies are compared by."""
+"""The numbers of one run that studies compare."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpcore.engine import RunRecord
 from ddpcore.experiments.claims import Outcome
+from ddpcore.training import RunRecord
 
-SHARE = 0.2  # of a run, that is early or late
-MOST_POINTS = 60  # of a curve
+SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
+MAX_POINTS = 60  # of a curve
 CURVES = ("effective_lr", "loss", "noise")
 NOISES = ("noise", "landscape_noise", "landscape_upright")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
@@ -18,51 +18,51 @@ METRICS = {
     "train_loss": "mean loss of the last epoch's training steps",
     "test_loss": "mean cross-entropy on the test split",
     "accuracy": "share of the test split, 0 to 1",
-    "accuracy_pct": "the same in percent",
+    "accuracy_pct": "accuracy in percent",
     "error_pct": "share of the test split that the model gets wrong, in percent",
-    "accuracy_or_chance_pct": "accuracy_pct, or 100 / classes of a run that diverged, as some tables print it",
-    "loss_or_chance": "test_loss, or ln(classes) of a run that diverged, as some tables print it",
-    "best_accuracy_pct": "of the evaluations, in percent",
-    "validation_accuracy_pct": "share of the validation split at the end, in percent, of a run that is evaluated on it",
+    "accuracy_or_chance_pct": "accuracy_pct; of a run that diverged 100 / classes, as some tables print it",
+    "loss_or_chance": "test_loss; of a run that diverged ln(classes), as some tables print it",
+    "best_accuracy_pct": "the best accuracy of all evaluations, in percent",
+    "validation_accuracy_pct": "share of the validation split at the end, in percent; of runs that are evaluated on it",
     "precision": "macro mean over classes, 0 to 1",
     "recall": "macro mean over classes, 0 to 1",
     "f1": "macro mean over classes, 0 to 1",
     "specificity": "macro mean over classes, 0 to 1",
-    "seconds": "of training, without evaluation and checkpoints; over an emulated link as they would be there",
-    "seconds_to_target": "the same of a run that reached its target accuracy; the others have none",
-    "steps": "of the optimizer",
+    "seconds": "time of training without evaluation and checkpoints; over an emulated link its emulated time",
+    "seconds_to_target": "seconds, of a run that reached its target accuracy; other runs have none",
+    "steps": "steps of the optimizer",
     "parameters_mb": "trained parameters in fp32, in units of 2^20 bytes",
-    "consensus_distance": "of the learners at the end",
-    "recoveries": "times that a rank died and the run went on from its checkpoint",
+    "consensus_distance": "consensus distance of the learners at the end",
+    "recoveries": "how often a rank died and the run resumed from its checkpoint",
     "effective_lr_early": "a_e / a of the measured steps in the first fifth of the run, sum of g_a.g over sum of |g|^2",
     "effective_lr_late": "the same of the last fifth",
-    "effective_lr_min": "the smallest of the measured steps",
+    "effective_lr_min": "the smallest a_e / a of the measured steps",
     "noise_early": "noise strength D, mean over the measured steps of the first fifth of the run",
     "noise_late": "the same of the last fifth",
-    "landscape_noise_early": "what the learners' distance adds, D2, in the first fifth",
+    "landscape_noise_early": "the part D2 of the noise that the learners' distance adds, in the first fifth",
     "landscape_noise_late": "the same of the last fifth",
-    "landscape_upright_early": "what of D2 stands upright on g as D does, and so is a part of D, in the first fifth",
+    "landscape_upright_early": "the part of D2 orthogonal to g, which is a part of D, in the first fifth",
     "landscape_upright_late": "the same of the last fifth",
-    "full_loss": "of the mean weights, at the last measured step",
-    "escape_step": "the first measured step at which the full loss was below escape_loss",
-    "hessian_eigenvalue": "the largest of the Hessian of the training loss at the averaged weights",
-    "relative_eigenvalue": "the same of diag|w| H diag|w|: for changes of each weight in proportion to it",
-    "relative_trace": "its trace",
-    "loss_increase": "mean increase of the training loss where each weight w becomes w (1 + 0.1 x), x standard normal",
+    "full_loss": "training loss of the mean weights, at the last measured step",
+    "escape_step": "the first measured step with full loss below escape_loss",
+    "hessian_eigenvalue": "the largest eigenvalue of the Hessian of the training loss at the averaged weights",
+    "relative_eigenvalue": "the same of diag|w| H diag|w|: for changes of each weight relative to its size",
+    "relative_trace": "the trace of diag|w| H diag|w|",
+    "loss_increase": "mean increase of the training loss when each weight w becomes w (1 + 0.1 x), x standard normal",
 }
-"""What a row may be compared by; docs/noise_statistics.md has the symbols.
+"""Numbers of a run; docs/noise_statistics.md explains the symbols.
 
-Of a run that chose on the validation split, scores are those of the test split.
+Scores are those of the test split, also if the run was evaluated on the validation split.
 """
 
 
 def counts_diverged(metric: str) -> bool:
-    """Whether the number of a run that diverged is one to average: others are those of where it happened to end."""
+    """Whether the metric defines a value for a run that diverged, which may then be averaged."""
     return "or_chance" in metric
 
 
 def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None]:
-    """Every metric of a finished run; None is what it has not."""
+    """Every metric of a finished run; None if the run does not have it."""
     last: dict[str, Any] = record.epochs[-1] if record.epochs else {}
     on_test = last if last.get("split") == "test" else record.final.get("test") or {}
     on_validation = last.get("accuracy") if last.get("split") == "validation" else None
@@ -94,7 +94,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
 
 
 def _statistics(record: RunRecord) -> dict[str, float | None]:
-    """What the statistics say; None where there are none."""
+    """Metrics from the noise statistics; None if there are none."""
     lines, total = _measured(record), record.header["total_steps"]
     early = [line for line in lines if line["step"] <= SHARE * total]
     late = [line for line in lines if line["step"] > (1 - SHARE) * total]
@@ -112,26 +112,31 @@ def _statistics(record: RunRecord) -> dict[str, float | None]:
 
 
 def curves_of(record: RunRecord) -> dict[str, list[float]]:
-    """What was measured over the steps of a run, for plots: every so many lines of it, four digits each."""
+    """Statistics over the steps of a run, for plots: at most MAX_POINTS of them, with four digits."""
     lines = _measured(record)
-    chosen = lines[:: math.ceil(len(lines) / MOST_POINTS)] if lines else []
+    chosen = lines[:: math.ceil(len(lines) / MAX_POINTS)] if lines else []
     return {name: [float(f"{line[name]:.4g}") for line in chosen] for name in ("step", *CURVES)} if chosen else {}
 
 
 def _measured(record: RunRecord) -> list[dict[str, float]]:
-    """The lines with finite numbers; effective_lr in units of the learning rate."""
+    """Statistics with finite numbers; effective_lr is in units of the learning rate."""
     found = []
     for line in record.statistics:
-        moves = line["dynamics"]
-        if not line["valid"] or moves is None or not moves["lr"] or None in (moves["effective_lr"], moves["full_loss"]):
+        dynamics = line["dynamics"]
+        if (
+            not line["valid"]
+            or dynamics is None
+            or not dynamics["lr"]
+            or None in (dynamics["effective_lr"], dynamics["full_loss"])
+        ):
             continue
         found.append(
             {
                 "step": line["step"],
-                "effective_lr": moves["effective_lr"] / moves["lr"],
-                "loss": moves["full_loss"],
-                "grad_squared": moves["grad_squared"],
-                **{name: moves[name] for name in NOISES},
+                "effective_lr": dynamics["effective_lr"] / dynamics["lr"],
+                "loss": dynamics["full_loss"],
+                "grad_squared": dynamics["grad_squared"],
+                **{name: dynamics[name] for name in NOISES},
             }
         )
     return found
@@ -142,13 +147,13 @@ def _mean(lines: Sequence[dict[str, float]], name: str) -> float | None:
 
 
 def _rate(lines: Sequence[dict[str, float]]) -> float | None:
-    """Numerator and denominator are averaged first and divided last: where g is small a single ratio says nothing."""
+    """Sum of g_a.g over sum of |g|^2. The mean of the ratios would be dominated by steps with small g."""
     squares = sum(line["grad_squared"] for line in lines)
     return sum(line["effective_lr"] * line["grad_squared"] for line in lines) / squares if squares > 0 else None
 
 
-def outcome_of(result: dict[str, Any]) -> Outcome:
-    """A line of the results, for claims."""
+def outcome_of(result: Mapping[str, Any]) -> Outcome:
+    """A line of the results, for claims. Metrics of a run that diverged count only where they are defined for it."""
     metrics, diverged = result["metrics"], result["diverged"]
     counted = {name: value if not diverged or counts_diverged(name) else None for name, value in metrics.items()}
     return Outcome(metrics=counted, diverged=diverged)

@@ -1,19 +1,19 @@
-"""A study is one TOML file: what its rows share, the rows, what was published of them, and the claims."""
+"""A study is one TOML file: settings that all rows share, the rows, their published numbers, and claims about them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from ddpcore.advice import advice
-from ddpcore.engine import TrainConfig
-from ddpcore.engine.config import merged, typed_field
-from ddpcore.engine.kinds import is_finite
 from ddpcore.experiments import claims
 from ddpcore.experiments.results import METRICS
+from ddpcore.options.suggest import suggest
+from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
+from ddpcore.training import TrainConfig
+from ddpcore.training.config import merged
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,18 +22,17 @@ else:
 
 FOLDER = Path(__file__).parent / "studies"
 SCALES = ("smoke", "cpu", "full")
-_FIELDS = tuple(item.name for item in fields(TrainConfig))
-_TEXTS = list[str]
-_TOP = {
-    "title": str, "question": str, "source": str, "notes": _TEXTS, "metrics": _TEXTS, "seeds": int,
-    "shared": dict, "groups": dict, "scales": dict, "rows": dict, "claims": list,
+_TEXTS = tuple[str, ...]
+_TABLE = Mapping[str, Any]
+_REQUIRED = {"title": str, "question": str, "source": str, "metrics": _TEXTS, "shared": _TABLE, "rows": _TABLE}
+_STUDY = _REQUIRED | {
+    "notes": _TEXTS, "seeds": int, "groups": _TABLE, "scales": _TABLE, "claims": tuple[_TABLE, ...],
 }  # fmt: skip
-# What a row says beside the fields of TrainConfig, and what groups and scales may say of it.
-_ROW = {
-    "groups": _TEXTS, "published": dict, "scales": dict, "about": str, "ranks": bool, "hosts": int, "kill_rank": int,
-}  # fmt: skip
-_GROUP = {name: _ROW[name] for name in ("scales", "ranks", "hosts")}
-_CLAIM = {"text": str, "source": str, "predicate": str}
+# Fields of a training run; keys that groups and rows have besides; keys that only rows have.
+_RUN = get_type_hints(TrainConfig)
+_GROUP = {"scales": _TABLE, "ranks": bool, "hosts": int}
+_ROW = _GROUP | {"groups": _TEXTS, "published": Mapping[str, float], "about": str, "kill_rank": int}
+_SCALE = {"seeds": int, "rows": _TEXTS}
 _LEAST = {"seeds": 1, "hosts": 1, "kill_rank": 0}
 
 
@@ -42,15 +41,15 @@ class Row:
     """One setting of a study.
 
     Attributes:
-        name: in its study.
-        study: the name of that, or its file.
-        layers: fields of :class:`ddpcore.engine.TrainConfig`, from what all rows share to the row's own.
-        scales: more layers, for each scale.
-        published: metrics that the source printed for it.
-        about: what it is, where the name does not say so.
+        name: unique in its study.
+        study: the name of the study, or its file.
+        layers: fields of :class:`ddpcore.training.TrainConfig`; later layers override earlier ones.
+        scales: further layers for each scale.
+        published: numbers of the source, by metric.
+        about: a description, where the name is not enough.
         ranks: each learner is a process, not a virtual learner.
-        hosts: machines that the ranks stand for.
-        kill_rank: this rank is killed after the first checkpoint, once, and the run goes on from there.
+        hosts: number of machines that the ranks stand for.
+        kill_rank: rank that is killed once, after the first checkpoint; the run then resumes from there.
     """
 
     name: str
@@ -64,10 +63,10 @@ class Row:
     kill_rank: int | None = None
 
     def config(self, scale: str, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-        """The run at a scale, with fields overridden.
+        """The training run at a scale, with fields overridden.
 
         Raises:
-            ValueError: it is no valid run; the message names the study and the row.
+            ValueError: the run is not valid; the message names the study and the row.
         """
         values: dict[str, Any] = {}
         try:
@@ -89,11 +88,14 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a source says, and the predicate that says whether it is so."""
+    """A statement of a source, and the predicate that decides whether it holds."""
 
     text: str
     source: str
     predicate: str
+
+
+CLAIM = get_type_hints(Claim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +104,15 @@ class Study:
 
     Attributes:
         name: of its file.
-        title: what it is.
-        question: what it asks.
+        title: one line.
+        question: that the study asks.
         source: document and table of the published numbers.
         notes: what the document leaves open, and what was chosen here.
-        metrics: what is compared; claims are about the first.
-        seeds: how many, at each scale.
-        selections: the rows that are run at each scale where a command names none; None are all.
+        metrics: to compare; claims are about the first.
+        seeds: number of seeds at each scale.
+        selections: names of the rows to run at each scale; None selects all.
         rows: by name.
-        claims: of the source, or of this project, whose ``source`` says which.
+        claims: of the source or of this project; ``source`` tells which.
     """
 
     name: str
@@ -125,31 +127,31 @@ class Study:
     claims: tuple[Claim, ...]
 
     def chosen(self, names: Sequence[str] | None) -> list[Row]:
-        """The rows of these names, all where it is None, in the study's order.
+        """The rows with these names, or all rows if ``names`` is None, in the study's order.
 
         Raises:
-            ValueError: there is no such row; the message has the nearest name.
+            ValueError: there is no such row; the message suggests the nearest name.
         """
         for name in names or ():
             if name not in self.rows:
-                raise ValueError(f"{self.name} has no row {name!r}: {advice(name, tuple(self.rows))}")
+                raise ValueError(f"{self.name} has no row {name!r}: {suggest(name, tuple(self.rows))}")
         return [row for row in self.rows.values() if names is None or row.name in names]
 
 
 def names() -> tuple[str, ...]:
-    """The studies that are part of the package."""
+    """Names of the studies in the package."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
 def load(name: str) -> Study:
-    """A study by name, or from a file of one's own, which ends in ``.toml``.
+    """A study by name, or from a file of your own, which ends in ``.toml``.
 
     Raises:
-        ValueError: there is none, or its file is damaged; the message has the file, and the line where TOML has one.
+        ValueError: there is none, or its file is damaged; the message names the file, and the line of a TOML error.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not name.endswith(".toml") and name not in names():
-        raise ValueError(f"unknown study {name!r}: {advice(name, names())}")
+        raise ValueError(f"unknown study {name!r}: {suggest(name, names())}")
     try:
         return _study(path.stem, name, tomllib.loads(path.read_bytes().decode()))
     except OSError as error:
@@ -163,32 +165,29 @@ def load(name: str) -> Study:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _study(name: str, called: str, values: Mapping[str, Any]) -> Study:
-    _check("the study", values, _TOP)
-    for key in ("title", "question", "source", "metrics", "shared", "rows"):
-        if key not in values:
-            raise ValueError(f"the study has no {key!r}: add it")
+def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
+    _check("the study", values, _STUDY, _REQUIRED)
     for key in ("metrics", "rows"):
         if not values[key]:
             raise ValueError(f"{key} is empty: name one at least")
     for metric in values["metrics"]:
-        _check_metric("metrics", metric)
+        check_choice("a metric", metric, METRICS)
     if len(set(values["metrics"])) < len(values["metrics"]):
         raise ValueError(f"metrics is {values['metrics']}: name each once")
+    _check("shared", values["shared"], _RUN)
     scales, groups = values.get("scales", {}), values.get("groups", {})
-    seeds = dict.fromkeys(SCALES, values.get("seeds", 1))
-    selections: dict[str, tuple[str, ...] | None] = dict.fromkeys(SCALES)
-    for scale, layer in _scales("the study", scales, {"seeds": int, "rows": _TEXTS}).items():
+    _check_scales("the study", values, _RUN | _SCALE)
+    for scale, layer in scales.items():
         if layer.get("rows") == []:
             raise ValueError(f"scale {scale}: rows is empty: name one at least, or leave it out for all")
-        seeds[scale] = layer.get("seeds", seeds[scale])
-        selections[scale] = tuple(layer["rows"]) if "rows" in layer else None
     for group, entries in groups.items():
-        _check(f"group {group}", entries, _GROUP, _FIELDS)
-        _scales(f"group {group}", entries.get("scales", {}))
-    _check("shared", values["shared"], {}, _FIELDS)
-    shared = values["shared"]
-    rows = {key: _row(key, called, entries, shared, groups, scales) for key, entries in values["rows"].items()}
+        _check(f"group {group}", entries, _RUN | _GROUP)
+        _check_scales(f"group {group}", entries, _RUN)
+    rows = {key: _row(key, path, entries, values["shared"], groups, scales) for key, entries in values["rows"].items()}
+    for entries in values.get("claims", ()):
+        _check("a claim", entries, CLAIM, CLAIM)
+        claims.check(entries["predicate"], tuple(rows), tuple(METRICS))
+    selections = {scale: scales.get(scale, {}).get("rows") for scale in SCALES}
     study = Study(
         name=name,
         title=values["title"],
@@ -196,15 +195,13 @@ def _study(name: str, called: str, values: Mapping[str, Any]) -> Study:
         source=values["source"],
         notes=tuple(values.get("notes", ())),
         metrics=tuple(values["metrics"]),
-        seeds=seeds,
-        selections=selections,
+        seeds={scale: scales.get(scale, {}).get("seeds", values.get("seeds", 1)) for scale in SCALES},
+        selections={scale: None if names is None else tuple(names) for scale, names in selections.items()},
         rows=rows,
-        claims=tuple(_claim(entries) for entries in values.get("claims", ())),
+        claims=tuple(Claim(**entries) for entries in values.get("claims", ())),
     )
-    for selected in selections.values():
+    for selected in study.selections.values():
         study.chosen(selected)
-    for claim in study.claims:
-        claims.check(claim.predicate, tuple(rows), tuple(METRICS))
     return study
 
 
@@ -212,79 +209,42 @@ def _row(
     name: str, study: str, entries: Any, shared: Mapping[str, Any], groups: Mapping[str, Any], scales: Mapping[str, Any]
 ) -> Row:
     where = f"row {name}"
-    _check(where, entries, _ROW, _FIELDS)
+    _check(where, entries, _RUN | _ROW)
+    _check_scales(where, entries, _RUN)
     if not name or name.startswith(".") or set(name) & set('/\\,"'):
-        raise ValueError(f"{where}: its name is that of a folder: leave / \\ , and quotes out")
+        raise ValueError(f"{where}: its name becomes a folder: leave / \\ , and quotes out")
     for group in entries.get("groups", ()):
-        if group not in groups:
-            raise ValueError(f"{where}: unknown group {group!r}: {advice(str(group), tuple(groups))}")
-    for metric, value in entries.get("published", {}).items():
-        _check_metric(f"{where}, published", metric)
-        if not is_finite(value):
-            raise ValueError(f"{where}, published: {metric} is {value!r}: it must be a finite number")
+        check_choice(f"{where}: a group", group, groups)
+    published = entries.get("published", {})
+    check_keys(f"{where}, published", published, METRICS)
     parts = [*(groups[group] for group in entries.get("groups", ())), entries]
-    said = {key: part[key] for part in parts for key in ("ranks", "hosts") if key in part}
-    _scales(where, entries.get("scales", {}))
-    more = [part.get("scales", {}) for part in parts]
+    own = {key: part[key] for part in parts for key in ("ranks", "hosts") if key in part}
+    layers_of = [scales, *(part.get("scales", {}) for part in parts)]
     return Row(
         name=name,
         study=study,
-        layers=[shared, *(_fields(part) for part in parts)],
-        scales={scale: [_fields(layers[scale]) for layers in (scales, *more) if scale in layers] for scale in SCALES},
-        published={metric: float(value) for metric, value in entries.get("published", {}).items()},
+        layers=[shared, *(_run_fields(part) for part in parts)],
+        scales={scale: [_run_fields(layers[scale]) for layers in layers_of if scale in layers] for scale in SCALES},
+        published={metric: float(value) for metric, value in published.items()},
         about=entries.get("about", ""),
         kill_rank=entries.get("kill_rank"),
-        **said,
+        **own,
     )
 
 
-def _claim(entries: Any) -> Claim:
-    _check("a claim", entries, _CLAIM)
-    for key in _CLAIM:
-        if key not in entries:
-            raise ValueError(f"a claim has no {key!r}: add it")
-    return Claim(**entries)
+def _run_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entries.items() if key in _RUN}
 
 
-def _fields(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if key in _FIELDS}
+def _check_scales(where: str, entries: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    layers = entries.get("scales", {})
+    check_keys(f"{where}, scales", layers, SCALES)
+    for scale, layer in layers.items():
+        _check(f"{where}, scale {scale}", layer, hints)
 
 
-def _scales(where: str, entries: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """The layers of scales, once they are known to be some."""
-    for scale, layer in entries.items():
-        if scale not in SCALES:
-            raise ValueError(f"{where} has an unknown scale {scale!r}: {advice(scale, SCALES)}")
-        _check(f"{where}, scale {scale}", layer, own or {}, _FIELDS)
-    return entries
-
-
-def _check(where: str, entries: Any, own: Mapping[str, Any], more: Sequence[str] = ()) -> None:
-    """ValueError unless it is a table of these keys, the first of these types, the others fields of a run."""
-    if not isinstance(entries, Mapping):
-        raise ValueError(f"{where} is {entries!r}: it must be a table")
-    for key, value in entries.items():
-        if key not in own and key not in more:
-            raise ValueError(f"{where} has an unknown key {key!r}: {advice(key, (*own, *more))}")
-        if key in own:
-            _check_own(where, key, value, own[key])
-            continue
-        try:
-            typed_field(key, value)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-
-
-def _check_own(where: str, key: str, value: Any, kind: Any) -> None:
-    plain: Any = list if kind is _TEXTS else kind
-    if type(value) is not plain:
-        raise ValueError(f"{where}: {key} is {value!r}: it must be of type {plain.__name__}")
-    if kind is _TEXTS and any(type(item) is not str for item in value):
-        raise ValueError(f"{where}: {key} is {value!r}: it must be a list of text")
-    if key in _LEAST and value < _LEAST[key]:
-        raise ValueError(f"{where}: {key} is {value}: it must be at least {_LEAST[key]}")
-
-
-def _check_metric(where: str, name: Any) -> None:
-    if name not in METRICS:
-        raise ValueError(f"{where}: unknown metric {name!r}: {advice(str(name), tuple(METRICS))}")
+def _check(where: str, entries: Any, hints: Mapping[str, Any], required: Iterable[str] = ()) -> None:
+    """Raise ValueError unless it is a table of these keys, with values of these types and in their ranges."""
+    check_table(where, entries, hints, required)
+    for key, least in _LEAST.items():
+        check_range(f"{where}: {key}", entries.get(key), least=least)

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from ddpcore.advice import advice
 from ddpcore.models import (
     cnn,
     densenet,
@@ -31,6 +30,7 @@ from ddpcore.models import (
     vgg,
     vit,
 )
+from ddpcore.options.suggest import suggest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def check_options(name: str, options: Iterable[str]) -> None:
     known = tuple(spec(name).options)
     for option in options:
         if option not in known:
-            raise ValueError(f"model '{name}' has no option '{option}': {advice(option, known)}")
+            raise ValueError(f"model '{name}' has no option '{option}': {suggest(option, known)}")
 
 
 def build(

@@ -6,7 +6,7 @@
 from .lamb import lamb_step_
 from .lars import lars_step_
 from .library import WHY_NOT_COMPILED
-from .mix import Mixture, Noise, mix_, mix_stacked_
+from .mix import Mixture, Noise, RowMixtures, StackedMixture, WeightAverage, mix_, mix_stacked_
 from .mix_sgd import mix_sgd_step_
 from .noise import noise_sums
 from .norms import segment_norms, total_norm_
@@ -17,6 +17,9 @@ __all__ = [
     "WHY_NOT_COMPILED",
     "Mixture",
     "Noise",
+    "RowMixtures",
+    "StackedMixture",
+    "WeightAverage",
     "lamb_step_",
     "lars_step_",
     "mix_",

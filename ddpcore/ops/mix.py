@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,9 +71,23 @@ class Noise:
                 raise ValueError(f"{name} must be from 0 to 2**63 - 1, got {getattr(self, name)}")
 
 
+class WeightAverage(ABC):
+    """An average of weights as a value: it says what is averaged, and nothing has changed yet.
+
+    Attributes:
+        out: a row ``[P]`` that takes the result; None where the rows themselves do.
+    """
+
+    out: Tensor | None = None
+
+    @abstractmethod
+    def apply_(self, weights_LP: Tensor) -> None:
+        """Overwrite the rows ``[L, P]`` of the learners held here with their averages."""
+
+
 @dataclass(frozen=True)
-class Mixture:
-    """What ``mix_`` takes beside the learner's own weights: the neighbours', what each counts, noise, and ``out``."""
+class Mixture(WeightAverage):
+    """The average of one learner's row with others: the arguments of ``mix_`` beside the learner's own weights."""
 
     peers: Sequence[Tensor]
     self_weight: float
@@ -80,11 +95,41 @@ class Mixture:
     noise: Noise | None = None
     out: Tensor | None = None
 
+    def apply_(self, weights_LP: Tensor) -> None:
+        """One call of ``mix_``. With ``out`` the result goes there, and ``weights_LP`` keeps its values."""
+        mix_(weights_LP[0], self.peers, self.self_weight, self.peer_weights, self.noise, self.out)
+
     def columns(self, begin: int, end: int) -> Mixture:
-        """The mixture of elements ``[begin, end)`` alone; all have the noise that they have in the whole."""
+        """The mixture of elements ``[begin, end)`` alone. Their noise is the same as in the whole mixture."""
         noise = None if self.noise is None else replace(self.noise, first=self.noise.first + begin)
         out = None if self.out is None else self.out[begin:end]
         return replace(self, peers=[peer[begin:end] for peer in self.peers], noise=noise, out=out)
+
+
+@dataclass(frozen=True)
+class RowMixtures(WeightAverage):
+    """One mixture a row, applied one after the other. No mixture reads a row that another one writes."""
+
+    mixtures: Sequence[Mixture]
+
+    def apply_(self, weights_LP: Tensor) -> None:
+        """One call of ``mix_`` a row."""
+        for row, mixture in zip(weights_LP.split(1), self.mixtures, strict=True):
+            mixture.apply_(row)
+
+
+@dataclass(frozen=True)
+class StackedMixture(WeightAverage):
+    """The average of all rows at once: the arguments of ``mix_stacked_`` beside the rows."""
+
+    others: Sequence[Tensor]
+    offsets: Tensor
+    columns: Tensor
+    values: Tensor
+
+    def apply_(self, weights_LP: Tensor) -> None:
+        """One call of ``mix_stacked_``. Every row reads the weights as they were before the call."""
+        mix_stacked_(weights_LP, self.others, self.offsets, self.columns, self.values)
 
 
 def noise_arguments(noise: Noise | None) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ddpcore import ops
-from ddpcore.flat import FlatParameters
-from ddpcore.optim.batch import Batch, Group, Plan, State, common_arguments, is_capturing
+from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing
 from ddpcore.optim.checks import check_one_norm, check_state, overlaps_itself
 from ddpcore.optim.states import begin, part, restore_bits
+from ddpcore.optim.weight_step import ColumnRule, WeightStep
+from ddpcore.parameters.flat import FlatParameters
 
 _NO_STATE: State = {}
 
@@ -45,16 +46,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # fp32 whatever the parameter is
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
-        self._kept: dict[str, Plan] = {}
-        self._captured: list[Plan] = []
+        self._kept: dict[str, BatchPlan] = {}
+        self._captured: list[BatchPlan] = []
         self._flat: FlatParameters | None = None
+        self._weight_step: WeightStep | None = None
         params = params if isinstance(params, Tensor) else list(params)  # a tensor is torch's to refuse
         if not isinstance(params, Tensor) and not params:
             raise ValueError("params is empty: pass the model's parameters")
         super().__init__(params, defaults)
 
     @property
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> BatchPlan | None:
         return self._kept.get("plan")
 
     # ---- what a rule says ----
@@ -82,6 +84,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """One kernel call, for these groups. ``common`` holds the arguments that all kernels take."""
 
+    def column_rule(self, group: Group) -> ColumnRule | None:
+        """How columns of a flat buffer are stepped for this group; None where they cannot be."""
+        return None
+
     # ---- torch.optim.Optimizer ----
 
     def add_param_group(self, param_group: Group) -> None:
@@ -105,7 +111,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._kept = {}
         if not hasattr(self, "_flat"):  # a copy, with parameters of its own
-            self._flat, self._captured = None, []
+            self._flat, self._weight_step, self._captured = None, None, []
+        if self._weight_step is not None:
+            self._weight_step.forget_states()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -152,14 +160,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
         return {**result, "state": states}
 
-    def bind(self, flat: FlatParameters) -> None:
-        """Say that the parameters are views of flat buffers; with a stack of learners, each row is stepped apart."""
-        self._flat = flat
+    def bind(self, flat: FlatParameters) -> WeightStep:
+        """Step on flat buffers from now on, of which the parameters are views; each learner's row is stepped apart.
+
+        Returns:
+            The owner of the step, to which an average that belongs to the next step is given.
+        """
+        self._flat, self._weight_step = flat, WeightStep(flat, self)
         self._kept.clear()
         for param, state in self.state.items() if flat.stack is not None else ():
             for name, value in state.items():
                 if name != "step" and isinstance(value, Tensor) and value.shape == param.shape[1:]:
                     state[name] = value.expand_as(param).clone()  # every learner goes on from the same state
+        return self._weight_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what ``closure`` returns, if one is given."""
@@ -206,7 +219,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def step_groups(self) -> None:
         """Step all groups."""
-        self.step_lists(self.param_groups)
+        if self._weight_step is None:
+            self.step_lists(self.param_groups)
+        else:
+            self._weight_step.run()
 
     def step_lists(self, groups: Sequence[Group]) -> None:
         """Step every parameter of the groups that has a gradient."""
@@ -278,13 +294,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             assert own.trust is not None
             batch.trust[learner::num_learners].copy_(own.trust)
 
-    def _plan_of(self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]) -> Plan:
+    def _plan_of(
+        self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
+    ) -> BatchPlan:
         known = self._known(groups, params, grads, sizes)
         plan = self._plan
         if plan is None or plan.known != known or not all(map(is_, plan.params, params)):
             self._check(params, grads)
             batches = self._batches(groups, params, sizes, known[0])
-            plan = self._kept["plan"] = Plan(params, self._known(groups, params, grads, sizes), batches)
+            plan = self._kept["plan"] = BatchPlan(params, self._known(groups, params, grads, sizes), batches)
         return plan
 
     def _check(self, params: list[Tensor], grads: list[Tensor]) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.dtypes import KERNEL_DTYPES
 from ddpcore.ops import reference
+from ddpcore.ops.dtypes import KERNEL_DTYPES
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -50,7 +50,7 @@ class Batch:
 
 
 @dataclass
-class Plan:
+class BatchPlan:
     """What is kept from step to step, and by what it is known to hold still."""
 
     params: list[Tensor]

@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ddpcore import ops
+from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import Batch, Group, State
 from ddpcore.optim.checks import check_accepted, check_common, check_momentum
-from ddpcore.optim.mixing import MixingOptimizer
+from ddpcore.optim.weight_step import ColumnRule
 
 
-class FusedSGD(MixingOptimizer):
+class FusedSGD(FusedOptimizer):
     """Drop-in for ``torch.optim.SGD`` (momentum as in Sutskever et al. 2013, as torch writes it).
 
     ``d = g + weight_decay*w; m = momentum*m + (1-dampening)*d; w -= lr*(d + momentum*m if nesterov else m)``
@@ -84,6 +86,16 @@ class FusedSGD(MixingOptimizer):
     def state_names(self, group: Group) -> tuple[str, ...]:
         """See :class:`FusedOptimizer`."""
         return self.buffers if group["momentum"] != 0 else ()
+
+    def column_rule(self, group: Group) -> ColumnRule:
+        """See :class:`FusedOptimizer`: one kernel averages and steps."""
+        scalars = {
+            name: group[name] for name in ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
+        }
+        scalars["decoupled"] = group["decoupled_weight_decay"]
+        return ColumnRule(
+            states=self.state_names(group), step=ops.sgd_step_, mix_step=ops.mix_sgd_step_, scalars=scalars
+        )
 
     def run(
         self,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ddpcore.dtypes import is_narrow, wide
+from ddpcore.ops.dtypes import is_narrow, wide
 from ddpcore.optim.batch import Group, State
 
 

@@ -1,45 +1,29 @@
-"""The sweep of bucket sizes as text: a line a size, and which to take."""
+"""The sweep of bucket sizes as a table, and the sizes that it recommends."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from ddpcore.report.table import print_environment
-
-WIDTH = 150
-
-
-def size_name(mb: float | None) -> str:
-    """A bucket size as people say it; what is infinite, or not in JSON, is one bucket."""
-    return "one bucket" if mb is None or math.isinf(mb) else f"{mb:g} MiB"
+from ddpcore.report.table import output, print_environment, print_lines, size_name, spread, table_of
 
 
 def print_buckets(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment, a line a strategy and size, and last the line that starts with ``recommended``.
+    """Print the environment, a line for each strategy and size, and last a line that starts with ``recommended``.
 
     Args:
         result: as in the JSON file.
-        console: where to; standard output by default.
+        console: standard output by default.
     """
-    out = console or Console()
-    if not out.is_terminal:  # a pipe or a file has no width to fit
-        out = Console(file=out.file, width=WIDTH)
+    out = output(console)
     print_environment(result["environment"], out)
-    table = Table(
-        title=f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}, "
-        f"{result['rounds']} rounds in turn",
-        title_justify="left",
+    title = (
+        f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}, "
+        f"{result['rounds']} rounds in turn"
     )
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
-    for row in result["rows"]:
-        table.add_row(*(cell(row) for cell in _COLUMNS.values()))
-    out.print(table)
-    out.print(recommendation(result["recommended"]), highlight=False, markup=False, soft_wrap=True)
+    out.print(table_of(_COLUMNS, result["rows"], title=title, left=("strategy",)))
+    print_lines(out, recommendation(result["recommended"]))
 
 
 def recommendation(recommended: list[dict[str, Any]]) -> str:
@@ -67,7 +51,7 @@ _COLUMNS = {
     "largest bucket": lambda row: size_name(row["bucket_mb"]),
     "built, MiB": lambda row: _sizes(row["bucket_bytes"]),
     "sent, MiB": lambda row: _sizes(row["sent_bytes"]),
-    "step ms p20/p50/p80": lambda row: "/".join(f"{row['step_ms'][q]:.2f}" for q in ("p20", "p50", "p80")),
+    "step ms p20/p50/p80": lambda row: spread(row["step_ms"]),
     "comm alone ms": lambda row: f"{row['comm_ms']:.2f}",
     "exposed ms": lambda row: f"{row['exposed_comm_ms']:.2f}",
     "hidden": lambda row: f"{row['overlap_pct']:.0f} %",

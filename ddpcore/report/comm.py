@@ -1,41 +1,27 @@
-"""Operations and transports as text, with the columns of nccl-tests."""
+"""Operations over transports as a table, with the columns of nccl-tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from ddpcore.report.table import print_environment
-
-WIDTH = 130
+from ddpcore.report.table import output, print_environment, table_of
 
 
 def print_comm(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment and a line an operation, size and transport.
+    """Print the environment and a line for each operation, size and transport.
 
     Args:
         result: as in the JSON file.
-        console: where to; standard output by default.
+        console: standard output by default.
     """
-    out = console or Console()
-    if not out.is_terminal:  # a pipe or a file has no width to fit
-        out = Console(file=out.file, width=WIDTH)
+    out = output(console)
     print_environment(result["environment"], out)
-    table = Table(title=f"{result['world_size']} ranks, slowest rank's time", title_justify="left")
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="left" if heading in ("op", "transport") else "right", no_wrap=True)
-    rows = sorted(result["rows"], key=lambda row: _order(result["rows"], row))
-    for number, row in enumerate(rows):
-        last = number + 1 == len(rows) or rows[number + 1]["op"] != row["op"]
-        table.add_row(*(cell(row) for cell in _COLUMNS.values()), end_section=last)
-    out.print(table)
-
-
-def _order(rows: list[dict[str, Any]], row: dict[str, Any]) -> tuple[int, int]:
-    """By operation, as they first come, and then by size."""
-    return list(dict.fromkeys(one["op"] for one in rows)).index(row["op"]), row["size_bytes"]
+    operations = list(dict.fromkeys(row["op"] for row in result["rows"]))
+    rows = sorted(result["rows"], key=lambda row: (operations.index(row["op"]), row["size_bytes"]))
+    title = f"{result['world_size']} ranks, slowest rank's time"
+    out.print(table_of(_COLUMNS, rows, title=title, left=("op", "transport"), group="op"))
 
 
 def _bytes(size: int) -> str:

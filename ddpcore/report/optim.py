@@ -1,4 +1,4 @@
-"""The optimizer bench's result as text: ratios by parameter list, then what our kernels move."""
+"""The optimizer bench as two tables: ratios by parameter list, and the bandwidth of ddpcore's own steps."""
 
 from __future__ import annotations
 
@@ -7,35 +7,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 150
+from ddpcore.report.table import interval, output, print_lines, spread, table_of
 
 
 def print_optimizers(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment, a table of ratios, and a table of times and bandwidths of our own steps.
+    """Print the environment, a table of ratios, and a table of times and bandwidths of ddpcore's own steps.
 
     Args:
         result: as in the JSON file.
-        console: where to; standard output by default.
+        console: standard output by default.
     """
-    out = console or Console()
-    if not out.is_terminal:  # a pipe or a file has no width to fit
-        out = Console(file=out.file, width=WIDTH)
+    out = output(console)
     environment = result["environment"]
-    out.print(
+    print_lines(
+        out,
         f"{environment['device']}, {environment['threads']} of {environment['cores']} cores; torch "
         f"{environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'}); "
         f"{environment['dtype']}",
-        highlight=False,
-        soft_wrap=True,
+        *environment["notes"],
     )
-    for note in environment["notes"]:
-        out.print(note, highlight=False, markup=False, soft_wrap=True)
     out.print(_ratios(result))
     out.print(_bandwidths(result))
-
-
-def _heading(about: dict[str, Any]) -> str:
-    return f"{about['title']}\n{about['parameters']:,} in {about['num_tensors']}"
 
 
 def _ratios(result: dict[str, Any]) -> Table:
@@ -46,7 +38,8 @@ def _ratios(result: dict[str, Any]) -> Table:
     )
     table.add_column("left / right", no_wrap=True)
     for about in result["lists"]:
-        table.add_column(_heading(about), justify="right", no_wrap=True)
+        heading = f"{about['title']}\n{about['parameters']:,} in {about['num_tensors']}"
+        table.add_column(heading, justify="right", no_wrap=True)
     found = {(row["comparison"], row["list"], row["implementation"]): row for row in result["rows"]}
     for comparison in result["comparisons"]:
         left, _, right = comparison.partition(" / ")
@@ -59,33 +52,31 @@ def _ratios(result: dict[str, Any]) -> Table:
 
 
 def _cell(left: dict[str, Any], right: dict[str, Any]) -> str:
-    ratio = left["ratio"]
     times = " / ".join(f"{row['ms']['p50']:.4g}" for row in (left, right))
-    return f"{ratio['p50']:.2f} [{ratio['p20']:.2f}-{ratio['p80']:.2f}]\n{times}"
+    return f"{interval(left['ratio'], separator='-')}\n{times}"
 
 
 def _bandwidths(result: dict[str, Any]) -> Table:
-    table = Table(
-        title="our own steps, as in their first comparison: bandwidth if traffic is the least, beside a copy",
-        title_justify="left",
-    )
-    for heading in ("step", "list", "ms p20/p50/p80", "B/param", "GB/s", "copy GB/s", "of copy"):
-        table.add_column(heading, justify="left" if heading in ("step", "list") else "right")
+    """A line for each step and list of ddpcore's own, with the times of its first comparison."""
     titles = {about["list"]: about["title"] for about in result["lists"]}
-    shown = set()
-    for row in result["rows"]:
-        key = row["implementation"], row["list"]
-        if row["bytes_per_param"] is None or key in shown:
-            continue
-        shown.add(key)
-        least, most = row["bytes_per_param"], row["bytes_per_param_uncached"]
-        table.add_row(
-            row["implementation"],
-            titles[row["list"]],
-            "/".join(f"{row['ms'][q]:.4g}" for q in ("p20", "p50", "p80")),
-            f"{least}" if least == most else f"{least} to {most}",
-            f"{row['gb_per_s']:.1f}",
-            f"{row['copy_gb_per_s']:.1f}",
-            f"{row['gb_per_s'] / row['copy_gb_per_s']:.0%}",
-        )
-    return table
+    own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
+    first = {(row["implementation"], row["list"]): row for row in reversed(own)}
+    rows = [row for row in own if first[row["implementation"], row["list"]] is row]
+    title = "our own steps, as in their first comparison: bandwidth if traffic is the least, beside a copy"
+    return table_of({**_COLUMNS, "list": lambda row: titles[row["list"]]}, rows, title=title, left=("step", "list"))
+
+
+def _traffic(row: dict[str, Any]) -> str:
+    least, most = row["bytes_per_param"], row["bytes_per_param_uncached"]
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+_COLUMNS = {
+    "step": lambda row: row["implementation"],
+    "list": lambda row: row["list"],
+    "ms p20/p50/p80": lambda row: spread(row["ms"], ".4g"),
+    "B/param": _traffic,
+    "GB/s": lambda row: f"{row['gb_per_s']:.1f}",
+    "copy GB/s": lambda row: f"{row['copy_gb_per_s']:.1f}",
+    "of copy": lambda row: f"{row['gb_per_s'] / row['copy_gb_per_s']:.0%}",
+}

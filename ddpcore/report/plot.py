@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from ddpcore.report.buckets import size_name
+from ddpcore.report.table import size_name
 
 try:
     import matplotlib

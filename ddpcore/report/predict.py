@@ -1,4 +1,4 @@
-"""Predicted and measured step times as text, and whether gossip pays."""
+"""Predicted and measured step times as a table, and whether gossip pays."""
 
 from __future__ import annotations
 
@@ -6,46 +6,34 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from ddpcore.report.buckets import size_name
-from ddpcore.report.table import print_environment
-
-WIDTH = 130
+from ddpcore.report.table import output, print_environment, print_lines, size_name, spread, table_of
 
 
 def print_predictions(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment, a line a strategy, how far off the predictions are, and whether gossip pays.
+    """Print the environment, a line for each case, the errors of the predictions, and whether gossip pays.
 
     Args:
         result: as in the JSON file.
-        console: where to; standard output by default.
+        console: standard output by default.
     """
-    out = console or Console()
-    if not out.is_terminal:  # a pipe or a file has no width to fit
-        out = Console(file=out.file, width=WIDTH)
+    out = output(console)
     print_environment(result["environment"], out)
     parts = result["compute_ms"]
-    table = Table(
-        title=f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}: without "
+    title = (
+        f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}: without "
         f"communication forward {parts['forward']:.2f} + backward {parts['backward']:.2f} + update "
-        f"{parts['update']:.2f} ms",
-        title_justify="left",
+        f"{parts['update']:.2f} ms"
     )
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="left" if heading in ("strategy", "transport") else "right", no_wrap=True)
-    for row in result["rows"]:
-        table.add_row(*(cell(row) for cell in _COLUMNS.values()))
-    out.print(table)
-    for line in (accuracy(result["rows"]), verdict(result["rows"])):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    out.print(table_of(_COLUMNS, result["rows"], title=title, left=("strategy", "transport")))
+    print_lines(out, accuracy(result["rows"]), verdict(result["rows"]))
 
 
 def accuracy(rows: list[dict[str, Any]]) -> str:
-    """How far off the predictions are, in one line."""
+    """The median and the largest error of the predictions, in one line."""
     errors = [abs(row["error_pct"]) for row in rows]
     worst = rows[errors.index(max(errors))]
-    return f"prediction error: median {median(errors):.1f} %, worst {max(errors):.1f} % ({_what(worst)})"
+    return f"prediction error: median {median(errors):.1f} %, worst {max(errors):.1f} % ({_case(worst)})"
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
@@ -60,12 +48,12 @@ def verdict(rows: list[dict[str, Any]]) -> str:
         ratios.append((key(best) / key(min(synchronous, key=key)), best))
     (predicted, expected), (measured, fastest) = ratios
     return (
-        f"will it pay: predicted {_what(expected)} takes {predicted:.2f} of ssgd's step, "
-        f"measured {_what(fastest)} takes {measured:.2f}"
+        f"will it pay: predicted {_case(expected)} takes {predicted:.2f} of ssgd's step, "
+        f"measured {_case(fastest)} takes {measured:.2f}"
     )
 
 
-def _what(row: dict[str, Any]) -> str:
+def _case(row: dict[str, Any]) -> str:
     words = [row["strategy"], row["topology"], row["num_buckets"] and size_name(row["bucket_mb"]), row["transport"]]
     return " ".join(word for word in words if word)
 
@@ -78,6 +66,6 @@ _COLUMNS = {
     ),
     "comm alone ms": lambda row: f"{row['comm_ms']:.2f}",
     "predicted ms": lambda row: f"{row['predicted_ms']:.2f}",
-    "measured ms p20/p50/p80": lambda row: "/".join(f"{row['measured_ms'][q]:.2f}" for q in ("p20", "p50", "p80")),
+    "measured ms p20/p50/p80": lambda row: spread(row["measured_ms"]),
     "error": lambda row: f"{row['error_pct']:+.1f} %",
 }

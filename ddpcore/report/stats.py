@@ -1,13 +1,12 @@
-"""The overhead of statistics as text."""
+"""The cost of statistics as a table."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-WIDTH = 120
+from ddpcore.report.table import interval, output, table_of
 
 
 def print_stats(result: dict[str, Any], console: Console | None = None) -> None:
@@ -15,31 +14,23 @@ def print_stats(result: dict[str, Any], console: Console | None = None) -> None:
 
     Args:
         result: as in the JSON file.
-        console: where to; standard output by default.
+        console: standard output by default.
     """
     config = result["config"]
     what = f"{config['model']}, {config['strategy']}, {config['world_size']} learners ({config['backend']})"
-    table = Table(
-        title=f"{what}, batch {config['batch_size']} each, a record every {config['every']} steps",
-        caption="medians of blocks run in turn, p20 to p80 in brackets; overhead: against the block of 'off' beside it",
-        title_justify="left",
-    )
-    for heading in ("statistics", "ms a step", "overhead", "measuring", "records"):
-        table.add_column(heading, justify="left" if heading == "statistics" else "right", no_wrap=True)
-    for row in result["rows"]:
-        step, measuring = row["step_ms"], row["measuring_pct"]
-        table.add_row(
-            row["statistics"],
-            f"{step['p50']:.2f} [{step['p20']:.2f}, {step['p80']:.2f}]",
-            _percent(row["overhead_pct"]),
-            "-" if measuring is None else f"{measuring['p50']:.2f} %",
-            str(row["num_records"]),
-        )
-    out = console or Console()
-    if not out.is_terminal:  # a pipe or a file has no width to fit
-        out = Console(file=out.file, width=WIDTH)
-    out.print(table)
+    title = f"{what}, batch {config['batch_size']} each, a record every {config['every']} steps"
+    caption = "medians of blocks run in turn, p20 to p80 in brackets; overhead: against the block of 'off' beside it"
+    output(console).print(table_of(_COLUMNS, result["rows"], title=title, left=("statistics",), caption=caption))
 
 
 def _percent(quantiles: dict[str, float]) -> str:
     return f"{quantiles['p50']:+.1f} % [{quantiles['p20']:+.1f}, {quantiles['p80']:+.1f}]"
+
+
+_COLUMNS = {
+    "statistics": lambda row: row["statistics"],
+    "ms a step": lambda row: interval(row["step_ms"]),
+    "overhead": lambda row: _percent(row["overhead_pct"]),
+    "measuring": lambda row: "-" if row["measuring_pct"] is None else f"{row['measuring_pct']['p50']:.2f} %",
+    "records": lambda row: str(row["num_records"]),
+}

@@ -1,75 +1,85 @@
-"""The bench's result as text."""
+"""What all tables share: the console, columns as functions of a row, and the lines about the environment."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+WIDTH = 160  # of pipes and files, which have no width of their own
 
-def print_report(result: dict[str, Any], config: Any, console: Console | None = None) -> None:
-    """Print the environment and one line a strategy.
+Row = Mapping[str, Any]
+Columns = Mapping[str, Callable[[Row], str]]
+
+
+def output(console: Console | None) -> Console:
+    """The console to print to: standard output by default. In pipes and files it is WIDTH wide."""
+    out = console or Console()
+    return out if out.is_terminal else Console(file=out.file, width=WIDTH)
+
+
+def print_lines(out: Console, *lines: str) -> None:
+    """Print lines as they are, without wrapping."""
+    for line in lines:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def table_of(
+    columns: Columns, rows: Iterable[Row], *, title: str, left: Sequence[str], group: str | None = None, **more: Any
+) -> Table:
+    """A table with a line for each row.
 
     Args:
-        result: ``{"environment": ..., "rows": [...]}``, as in the JSON file.
-        config: the run's settings; model, dataset, batch_size and steps are shown.
-        console: where to; standard output by default.
+        columns: heading -> function that returns the text of a row's cell.
+        rows: as in the JSON file.
+        title: line above the table.
+        left: headings of columns that are aligned left, and whose text is never wrapped.
+        group: a key of rows; a rule separates rows with different values.
+        more: arguments of ``rich.table.Table``.
     """
-    out = console or Console()
-    if not out.is_terminal:  # a pipe or a file has no width to fit
-        out = Console(file=out.file, width=160)
-    print_environment(result["environment"], out)
-    table = Table(
-        title=f"{config.model} on {config.dataset}, global batch {config.batch_size}, {config.steps} steps",
-        title_justify="left",
-    )
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
-    for row in result["rows"]:
-        table.add_row(*(cell(row) for cell in _COLUMNS.values()))
-    out.print(table)
+    table = Table(title=title, title_justify="left", **more)
+    for heading in columns:
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
+    before = None
+    for row in rows:
+        if group is not None and before is not None and row[group] != before[group]:
+            table.add_section()
+        table.add_row(*(cell(row) for cell in columns.values()))
+        before = row
+    return table
 
 
-def print_environment(environment: dict[str, Any], out: Console) -> None:
-    """Print what a run on ranks ran on, and what is to be said about it."""
-    out.print(
+def spread(quantiles: Mapping[str, float], pattern: str = ".2f") -> str:
+    """The 20th, 50th and 80th percentile as ``p20/p50/p80``."""
+    return "/".join(format(quantiles[name], pattern) for name in ("p20", "p50", "p80"))
+
+
+def interval(quantiles: Mapping[str, float], pattern: str = ".2f", separator: str = ", ") -> str:
+    """The median, and the 20th and 80th percentile in brackets."""
+    middle, low, high = (format(quantiles[name], pattern) for name in ("p50", "p20", "p80"))
+    return f"{middle} [{low}{separator}{high}]"
+
+
+def size_name(mb: float | None) -> str:
+    """A bucket size as text. Infinity, which is None in JSON, is one bucket."""
+    return "one bucket" if mb in (None, float("inf")) else f"{mb:g} MiB"
+
+
+def print_environment(environment: Row, out: Console) -> None:
+    """Print the machine, the connection between the learners, and notes."""
+    print_lines(
+        out,
         f"{environment['device']}, {environment['cores']} cores, {environment['threads_per_rank']} threads a rank; "
         f"torch {environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'})",
-        highlight=False,
-        soft_wrap=True,
+        f"backend {environment['backend']}: {environment['backend_reason']}",
     )
-    out.print(f"backend {environment['backend']}: {environment['backend_reason']}", highlight=False, soft_wrap=True)
     if environment["transport"] is not None:
-        transport = f"transport {environment['transport']}: {environment['transport_reason']}"
-        out.print(transport, highlight=False, soft_wrap=True)
+        print_lines(out, f"transport {environment['transport']}: {environment['transport_reason']}")
     if environment["oversubscribed"]:
-        out.print(
+        print_lines(
+            out,
             "oversubscribed: more ranks than cores. Compare strategies within this table; it says nothing of scaling.",
-            highlight=False,
-            soft_wrap=True,
         )
-    for note in environment["notes"]:
-        out.print(note, highlight=False, soft_wrap=True)
-
-
-def _number(value: float | None, pattern: str = "{:.3g}", missing: str = "-") -> str:
-    return missing if value is None else pattern.format(value)
-
-
-def _strategy(row: dict[str, Any]) -> str:
-    return row["strategy"] + (f" {row['topology']}" if row["topology"] else "")
-
-
-_COLUMNS = {
-    "strategy": _strategy,
-    "samples/s": lambda row: _number(row["samples_per_s"], "{:,.0f}"),
-    "vs ddp": lambda row: _number(row["ratio_to_ddp"], "{:.2f}x"),
-    "step ms p20/p50/p80": lambda row: "/".join(_number(row["step_ms"][q], "{:.2f}") for q in ("p20", "p50", "p80")),
-    "exposed ms": lambda row: _number(row["exposed_comm_ms"], "{:.2f}"),
-    "kB/step": lambda row: _number(None if row["bytes_per_step"] is None else row["bytes_per_step"] / 1000, "{:,.1f}"),
-    "loss first": lambda row: _number(row["loss_first"], "{:.3f}"),
-    "loss last": lambda row: _number(row["loss_last"], "{:.3f}", "diverged"),
-    "test error %": lambda row: _number(row["test_error_pct"], "{:.2f}"),
-    "consensus": lambda row: _number(row["consensus_distance"], "{:.2e}"),
-}
+    print_lines(out, *environment["notes"])

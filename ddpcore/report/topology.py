@@ -1,34 +1,25 @@
-"""Topologies as text: a line each."""
+"""Topologies as a table."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-WIDTH = 150
+from ddpcore.report.table import output, print_lines, table_of
 
 
 def print_topologies(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print a table of topologies, and below it which do not fit so many learners.
+    """Print a line for each topology, and then the topologies that do not fit the number of learners.
 
     Args:
         result: as in the JSON file.
-        console: where to; standard output by default.
+        console: standard output by default.
     """
-    out = console or Console()
-    if not out.is_terminal:  # a pipe or a file has no width to fit
-        out = Console(file=out.file, width=WIDTH)
-    learners = f"{result['world_size']:,} learner" + ("s" if result["world_size"] != 1 else "")
-    table = Table(title=learners, title_justify="left")
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="left" if heading == "topology" else "right", no_wrap=heading == "topology")
-    for row in result["rows"]:
-        table.add_row(*(cell(row) for cell in _COLUMNS.values()))
-    out.print(table)
-    for row in result["refused"]:
-        out.print(f"{row['topology']}: {row['reason']}", highlight=False, markup=False, soft_wrap=True)
+    out = output(console)
+    title = f"{result['world_size']:,} learner" + ("s" if result["world_size"] != 1 else "")
+    out.print(table_of(_COLUMNS, result["rows"], title=title, left=("topology",)))
+    print_lines(out, *(f"{row['topology']}: {row['reason']}" for row in result["refused"]))
 
 
 def _smallest(row: dict[str, Any]) -> str:

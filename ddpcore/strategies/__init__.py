@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddpcore.compression import CODECS, Codec
+from ddpcore.strategies.compression import CODECS, Codec
 from ddpcore.topology import Topology
 
 from .base import Baseline, Strategy
@@ -59,8 +59,8 @@ def build(name: str, *, topology: Topology | None = None, **given: Any) -> Strat
         name: one of :func:`names`.
         topology: for dpsgd and slowmo, where None is their default, and push_sum, which must be given one.
         given: the arguments of its class by keyword, but for three. ``compression`` of dpsgd is ``"none"``, a name of
-            :data:`ddpcore.compression.CODECS`, or ``{"name": ..., **settings}``. ``outer`` of local_sgd holds the
-            settings of ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``. ``base`` of
+            :data:`.compression.CODECS`, or ``{"name": ..., **settings}``. ``outer`` of local_sgd holds the settings of
+            ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``. ``base`` of
             slowmo is ``"dpsgd"`` (the default) or ``"none"``.
 
     Raises:

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
-from ddpcore.dtypes import KERNEL_DTYPES
-from ddpcore.learner import Learner
+from ddpcore.ops import WeightAverage
+from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.strategies.learner import Learner
 from ddpcore.topology import Topology
-
-FOREVER = 2**62  # a step that is not reached
 
 
 class Strategy(ABC):
@@ -50,25 +49,35 @@ class Strategy(ABC):
     def after_backward(self, learner: Learner) -> None:
         """At the end of a backward pass, where ``averages_gradients``."""
 
-    def before_step(self, learner: Learner) -> None:
-        """Before the optimizer's step. ``grad_LP`` holds the gradients if ``gather_grads`` is called."""
+    def before_step(self, learner: Learner) -> WeightAverage | None:
+        """Before the optimizer's step. ``grad_LP`` holds the gradients if ``gather_grads`` is called.
+
+        Returns:
+            What is averaged in this step, before the optimizer's rule acts, in the same pass if it can.
+        """
+        return None
 
     @abstractmethod
     def after_step(self, learner: Learner) -> None:
         """After the optimizer's step; ``learner.step`` counts it already."""
 
-    def averages_at(self, step: int) -> bool:
-        """Whether the gradients of step t are averaged. ``FOREVER`` asks for the end: do learners stay alike?"""
+    @property
+    def learners_stay_identical(self) -> bool:
+        """Whether all learners hold the same weights after every step."""
+        return self.averages_gradients
+
+    def averages_gradients_at(self, step: int) -> bool:
+        """Whether the gradients of step t are averaged."""
         return self.averages_gradients
 
     def gradients_at_mean(self, step: int) -> bool:
         """Whether every learner takes its gradient of step t at the mean weights."""
-        return self.averages_at(step)
+        return self.averages_gradients_at(step)
 
-    def settle(self, learner: Learner) -> None:
+    def restore_weights(self, learner: Learner) -> None:
         """Bring the weights to what they are between two steps, before somebody reads them in the middle of one."""
 
-    def meets(self, step: int) -> bool:
+    def averages_weights_at(self, step: int) -> bool:
         """Whether learners averaged weights in the step that made ``learner.step`` this number; policies act then."""
         return False
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ddpcore.comm.base import Decode, Exchange
-from ddpcore.compression import Codec, Published
-from ddpcore.dtypes import is_narrow
-from ddpcore.learner import Learner
-from ddpcore.optim import MixingOptimizer
+from ddpcore.ops import WeightAverage
+from ddpcore.ops.dtypes import is_narrow
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.compression import Codec, Published
+from ddpcore.strategies.learner import Learner
 from ddpcore.topology import RandomPair, Topology
 from ddpcore.topology.stale import check_stale
 
@@ -29,6 +29,34 @@ class _Pending:
     exchange: Exchange
     sent: Tensor
     published_LP: Tensor | None
+
+
+@dataclass
+class _NarrowAverage(WeightAverage):
+    """An average of 16-bit weights in fp32. What rounding takes from a weight is given to its next average.
+
+    Otherwise the mean over learners would move with every rounding, though no gradient moves it.
+
+    Attributes:
+        average: of the same weights in fp32.
+        strategy: keeps what rounding took, its ``_remainder_LP``.
+    """
+
+    average: WeightAverage
+    strategy: DPSGD
+
+    def apply_(self, weights_LP: Tensor) -> None:
+        """Average in fp32, round once, and keep the rest."""
+        wide_LP = weights_LP.float()
+        if self.strategy._remainder_LP is not None:
+            wide_LP += self.strategy._remainder_LP
+        self.average.apply_(wide_LP)
+        weights_LP.copy_(wide_LP)
+        self.strategy._remainder_LP = wide_LP - weights_LP.float()
+
+
+def _widened(decode: Decode | None, source: int, row: Tensor) -> Tensor:
+    return (row if decode is None else decode(source, row)).float()
 
 
 class DPSGD(Strategy):
@@ -58,7 +86,7 @@ class DPSGD(Strategy):
         topology: W(t), who averages with whom at step t; None is ``RandomPair()``.
         order: one of ``ORDERS``.
         staleness: 0, or 1 for ``average_while_computing``.
-        compression: None, or a codec of :mod:`ddpcore.compression`.
+        compression: None, or a codec of :mod:`ddpcore.strategies.compression`.
 
     Raises:
         ValueError: the options do not go together.
@@ -93,7 +121,7 @@ class DPSGD(Strategy):
         self._versions: list[int] = []  # of the weights that are in flight as they are
         self._under_way: list[_Pending] = []  # oldest first
         self._begun = False  # whether a forward pass of this step has been seen
-        self._remainder_LP: Tensor | None = None  # of weights of 16 bits: what rounding took from them
+        self._remainder_LP: Tensor | None = None  # of 16-bit weights: what rounding took from them
 
     def __repr__(self) -> str:
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
@@ -128,21 +156,22 @@ class DPSGD(Strategy):
             self._combine(learner, learner.step)
             torch.autograd.graph.increment_version(learner.flat.parameters)
 
-    def before_step(self, learner: Learner) -> None:
-        """w <- W w, now, or by the optimizer in the same pass as its step."""
+    def before_step(self, learner: Learner) -> WeightAverage | None:
+        """Average while computing: w <- W w."""
         if self.order == ORDERS[2] and not self._begun:
             raise RuntimeError(f"{self.order} combines in the forward pass and there was none: call the model first")
         self.before_forward(learner)  # made up for where gradients came from elsewhere
         self._begun = False
         if self.order == ORDERS[0] and len(self._under_way) > self.staleness:
-            self._finish(learner, learner.optimizer)
+            return self._finish(learner)
+        return None
 
     def after_step(self, learner: Learner) -> None:
         """Adapted: combine. The other orders exchange with the next forward pass."""
         if self.order == ORDERS[1]:
             self._combine(learner, learner.step - 1)
 
-    def meets(self, step: int) -> bool:
+    def averages_weights_at(self, step: int) -> bool:
         """At every step."""
         return True
 
@@ -152,7 +181,7 @@ class DPSGD(Strategy):
             learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         else:
             self._start(learner, step)
-            self._finish(learner)
+            learner.flat.average_(self._finish(learner))
 
     def _start(self, learner: Learner, step: int) -> None:
         weights_LP = learner.flat.param_LP
@@ -165,7 +194,7 @@ class DPSGD(Strategy):
         else:
             self._versions = [parameter._version for parameter in learner.flat.parameters]
         is_lent = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
-        exchange = (learner.comm.lend if is_lent else learner.comm.exchange)(rows, self.topology, step)
+        exchange = (learner.comm.exchange_in_place if is_lent else learner.comm.exchange)(rows, self.topology, step)
         self._under_way.append(_Pending(exchange, rows, published))
 
     def _neighbors(self, learner: Learner) -> set[int]:
@@ -174,8 +203,8 @@ class DPSGD(Strategy):
         rounds = (self.topology.round(0, rank, comm.num_learners) for rank in comm.learners)
         return {source for plan in rounds for source in plan.sources}.difference(comm.learners)
 
-    def _finish(self, learner: Learner, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Use the oldest exchange; in the optimizer's next step if it can."""
+    def _finish(self, learner: Learner) -> WeightAverage:
+        """Wait for the oldest exchange, and return its average."""
         pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
         exchange, published = pending.exchange, pending.published_LP
         if published is None and self._versions != [parameter._version for parameter in learner.flat.parameters]:
@@ -187,36 +216,10 @@ class DPSGD(Strategy):
         factor = 0.5 if self.staleness else 1.0
         factor *= 1.0 if self.compression is None else self.compression.consensus_step
         if is_narrow(weights_LP.dtype):
-            self._correct_narrow(exchange, weights_LP, weights_LP if published is None else published, factor, decode)
-            return
-        mixture = exchange.mixture() if published is None else exchange.correction(published, factor, decode)
-        if mixture is not None:
-            if isinstance(optimizer, MixingOptimizer):
-                optimizer.mix_on_next_step(mixture)
-            else:
-                learner.flat.mix_(mixture)
-        elif published is None:
-            exchange.mix_()
-        else:
-            exchange.correct_(weights_LP, published, factor, decode)
-
-    def _correct_narrow(
-        self, exchange: Exchange, weights_LP: Tensor, published_LP: Tensor, factor: float, decode: Decode | None
-    ) -> None:
-        """Weights of 16 bits: averages in fp32, and what rounding takes from a weight is given to its next average.
-
-        Else the mean over learners would move with every rounding, though no gradient moves it.
-        """
-        wide_LP = weights_LP.float()
-        if self._remainder_LP is not None:
-            wide_LP += self._remainder_LP
-
-        def widen(source: int, row: Tensor) -> Tensor:
-            return (row if decode is None else decode(source, row)).float()
-
-        exchange.correct_(wide_LP, published_LP.float(), factor, widen)
-        weights_LP.copy_(wide_LP)
-        self._remainder_LP = wide_LP - weights_LP.float()
+            published = weights_LP if published is None else published
+            average = exchange.correction(published.float(), factor, partial(_widened, decode))
+            return _NarrowAverage(average, self)
+        return exchange.mixture() if published is None else exchange.correction(published, factor, decode)
 
     def state_dict(self) -> dict[str, Any]:
         """What was published, and for staleness 1 the rows whose exchange is not over."""

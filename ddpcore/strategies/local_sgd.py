@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ddpcore.learner import Learner
 from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -82,7 +82,7 @@ class LocalSGD(Strategy):
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """Before the switch: as ssgd."""
-        if self.averages_at(learner.step):
+        if self.averages_gradients_at(learner.step):
             self._synchronous.bucket_ready(learner, columns)
 
     def after_backward(self, learner: Learner) -> None:
@@ -105,13 +105,18 @@ class LocalSGD(Strategy):
             if self._anchor is not None:
                 self._anchor.step_(learner.flat.param_LP, index)
 
-    def averages_at(self, step: int) -> bool:
+    @property
+    def learners_stay_identical(self) -> bool:
+        """Not after the switch."""
+        return False
+
+    def averages_gradients_at(self, step: int) -> bool:
         """Before the switch."""
         return step < self.switch_step
 
-    def meets(self, step: int) -> bool:
+    def averages_weights_at(self, step: int) -> bool:
         """At every step before the switch: gradients are averaged. Then where a period, or that of fragment 0, ends."""
-        return self.averages_at(step - 1) or self._is_due(step, 0)
+        return self.averages_gradients_at(step - 1) or self._is_due(step, 0)
 
     def _is_due(self, step: int, fragment: int) -> bool:
         """Whether a fragment is averaged in the step that makes the count ``step``."""

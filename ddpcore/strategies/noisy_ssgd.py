@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.learner import Learner
-from ddpcore.ops import Mixture, Noise
-from ddpcore.optim import MixingOptimizer
+from ddpcore.ops import Mixture, Noise, RowMixtures, WeightAverage
 from ddpcore.strategies.base import Strategy, check_mixable
+from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 
 
@@ -87,9 +86,9 @@ class NoisySSGD(Strategy):
     def after_backward(self, learner: Learner) -> None:
         """As ssgd. Per learner: come back."""
         self._synchronous.after_backward(learner)
-        self.settle(learner)
+        self.restore_weights(learner)
 
-    def settle(self, learner: Learner) -> None:
+    def restore_weights(self, learner: Learner) -> None:
         """Come back, also where a forward pass had no backward pass."""
         if self._clean_LP is not None:
             learner.flat.param_LP.copy_(self._clean_LP)
@@ -100,23 +99,18 @@ class NoisySSGD(Strategy):
         """What the weights were before the noise is no longer of interest: others have been loaded."""
         self._clean_LP = None
 
-    def before_step(self, learner: Learner) -> None:
-        """Shared: the noise, now, or by the optimizer in the same pass as its step."""
+    def before_step(self, learner: Learner) -> WeightAverage | None:
+        """Shared: add the noise."""
         if self.where == "per_learner":
-            return
-        weights_LP, optimizer = learner.flat.param_LP, learner.optimizer
-        noise = Noise(self.std, self.seed, learner.step)
-        complete = learner.flat.gather_grads()
-        if complete and len(weights_LP) == 1 and isinstance(optimizer, MixingOptimizer):
-            optimizer.mix_on_next_step(Mixture([], 1.0, [], noise))
-            return
-        for row in weights_LP:
-            ops.mix_(row, [], 1.0, [], noise=noise)
+            return None
+        mixture = Mixture([], 1.0, [], Noise(self.std, self.seed, learner.step))
+        num_rows = len(learner.flat.param_LP)
+        return mixture if num_rows == 1 else RowMixtures([mixture] * num_rows)
 
     def after_step(self, learner: Learner) -> None:
         """Nothing: the weights agree."""
 
-    def meets(self, step: int) -> bool:
+    def averages_weights_at(self, step: int) -> bool:
         """At every step: gradients are averaged."""
         return True
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ddpcore.dtypes import is_narrow
-from ddpcore.learner import Learner
+from ddpcore.ops.dtypes import is_narrow
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.learner import Learner
 from ddpcore.topology import Topology
 
 
@@ -53,7 +53,7 @@ class PushSum(Strategy):
             learner.flat.param_LP.mul_(self._held(learner))
             self._is_biased = True
 
-    def settle(self, learner: Learner) -> None:
+    def restore_weights(self, learner: Learner) -> None:
         """Back to z, where a step was given up."""
         if self._is_biased:
             learner.flat.param_LP.div_(self._held(learner))
@@ -64,9 +64,9 @@ class PushSum(Strategy):
         step = learner.step - 1
         learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         self._push_weights = learner.shares = self._pushed(step)
-        self.settle(learner)
+        self.restore_weights(learner)
 
-    def meets(self, step: int) -> bool:
+    def averages_weights_at(self, step: int) -> bool:
         """At every step."""
         return True
 

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ddpcore.learner import Learner
+from ddpcore.ops import WeightAverage
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.dpsgd import DPSGD
+from ddpcore.strategies.learner import Learner
 
 
 class SlowMo(Strategy):
@@ -68,11 +69,10 @@ class SlowMo(Strategy):
         if self.base is not None:
             self.base.before_forward(learner)
 
-    def before_step(self, learner: Learner) -> None:
+    def before_step(self, learner: Learner) -> WeightAverage | None:
         """As the base."""
         self._begin(learner)
-        if self.base is not None:
-            self.base.before_step(learner)
+        return None if self.base is None else self.base.before_step(learner)
 
     def after_step(self, learner: Learner) -> None:
         """As the base, and where the period ends the slow step."""
@@ -91,9 +91,9 @@ class SlowMo(Strategy):
         self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))
         weights_LP.copy_(self._anchor_P)
 
-    def meets(self, step: int) -> bool:
+    def averages_weights_at(self, step: int) -> bool:
         """Where the base meets, and where the period ends."""
-        return step % self.period == 0 or (self.base is not None and self.base.meets(step))
+        return step % self.period == 0 or (self.base is not None and self.base.averages_weights_at(step))
 
     def _begin(self, learner: Learner) -> None:
         if self._anchor_P is None:  # all learners start alike

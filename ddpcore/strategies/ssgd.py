@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from ddpcore.comm.base import Work
-from ddpcore.learner import Learner
 from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.learner import Learner
 
 
 class SSGD(Strategy):
@@ -57,7 +57,7 @@ class SSGD(Strategy):
     def after_step(self, learner: Learner) -> None:
         """Nothing: the weights agree."""
 
-    def meets(self, step: int) -> bool:
+    def averages_weights_at(self, step: int) -> bool:
         """At every step: gradients are averaged."""
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ddpcore.advice import advice
+from ddpcore.options.suggest import suggest
 from ddpcore.topology.base import Topology
 from ddpcore.topology.hierarchical import Hierarchical
 from ddpcore.topology.pairs import RandomPair
@@ -48,5 +48,5 @@ def build(name: str, seed: int = 0, local_size: int = 2, neighbors_each_side: in
         ValueError: there is no such name, or no such topology; the message has the nearest one, or all.
     """
     if name not in _BUILDERS:
-        raise ValueError(f"unknown topology {name!r}: {advice(name, names())}")
+        raise ValueError(f"unknown topology {name!r}: {suggest(name, names())}")
     return _BUILDERS[name](seed, local_size, neighbors_each_side)

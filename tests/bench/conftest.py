@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore import launch
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import optim
 from ddpcore.report import plot
+from ddpcore.runtime import launch
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def refused(no_launch: None, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         out, errors = capsys.readouterr()
         assert not out
         assert errors.count("\n") == 1, errors
-        command = f" {words[0]}" if words and words[0] in {*bench.COMMANDS, *bench.ON_RANKS} else ""
+        command = f" {words[0]}" if words and words[0] in bench.COMMANDS else ""
         assert errors.startswith(f"ddpcore.bench{command}: ")
         assert says in errors
         assert not list(tmp_path.iterdir())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import socket
 import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,7 @@ import torch
 from ddpcore import topology
 from ddpcore.bench import comm
 from ddpcore.bench.comm import OPERATIONS, Operation, num_wrong, pieces, row_of, sizes
-
-_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
+from helpers import ranks
 
 KiB, MiB = 2**10, 2**20
 ROW = {
@@ -90,10 +87,10 @@ REFUSED = [
     ("--max-mib inf", "--max-mib is inf"),
     ("--max-mib 100000000", "GB are free: take --max-mib"),
     ("--seconds 0", "--seconds is 0"),
-    ("--transport auto", "unknown transport 'auto': choose from shm, ipc, pg"),
+    ("--transport auto", "--transport is 'auto': choose from shm, ipc, pg"),
     ("--transport pg,pg", "--transport names one twice"),
     ("--transport ipc", "--transport ipc is for ranks on cuda"),
-    ("--device tpu", "unknown --device 'tpu'"),
+    ("--device tpu", "--device is 'tpu'"),
     ("--json nowhere/out.json", "does not exist"),
     ("--model mlp", "--model"),
 ]
@@ -110,10 +107,20 @@ def alone(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def torchrun(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ddpcore.bench"]
-    environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+    """Two processes with the variables that torchrun sets; test_launch.py starts torchrun itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def rank(number: str) -> subprocess.CompletedProcess[str]:
+        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = {"RANK": number, "LOCAL_RANK": number, "CUDA_VISIBLE_DEVICES": ""}
+        return ranks.python("-m", "ddpcore.bench", *words, cwd=folder, **world, **place)
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(rank, "01")
+    assert (second.returncode, second.stdout) == (0, "")
+    return first
 
 
 @pytest.mark.parametrize("start", [alone, torchrun], ids=lambda start: start.__name__)

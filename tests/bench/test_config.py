@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from ddpcore.bench.config import BenchConfig, parse, resolve
+from ddpcore.bench.config import BenchConfig, resolve
+from ddpcore.options import command_line
+
+
+def parse(words: list[str]) -> BenchConfig:
+    return command_line.parse(BenchConfig, words, prog="bench", description="")
 
 
 def test_defaults() -> None:
@@ -23,7 +28,8 @@ def test_defaults() -> None:
 
 def test_every_flag(tmp_path: Path) -> None:
     line = (
-        "--world-size 3 --strategies dpsgd,ssgd --topology ring --model mlp --dataset mnist --data-dir /somewhere "
+        "--world-size 3 --strategies dpsgd,ssgd --topology ring --model mlp --dataset synthetic_speech "
+        "--data-dir /somewhere "
         "--model-options hidden=8x8 --dataset-options num_classes=10 "
         "--order adapt_then_combine --compression int8 --noise-std 0.5 --staleness 0 "
         f"--batch-size 96 --lr 0.5 --momentum 0 --period 4 --steps 7 --seed 11 --device cpu --backend gloo "
@@ -39,7 +45,7 @@ def test_every_flag(tmp_path: Path) -> None:
         compression="int8",
         noise_std=0.5,
         model="mlp",
-        dataset="mnist",
+        dataset="synthetic_speech",
         data_dir=Path("/somewhere"),
         batch_size=96,
         lr=0.5,
@@ -71,13 +77,13 @@ def test_spaces_between_strategies() -> None:
         ({"lr": -0.1}, "--lr is -0.1"),
         ({"momentum": -0.1}, "--momentum is -0.1"),
         ({"momentum": float("nan")}, "--momentum is nan"),
-        ({"topology": "spiral"}, "--topology 'spiral': choose from complete, ring, star"),
+        ({"topology": "spiral"}, "--topology is 'spiral': choose from complete, ring, star"),
         ({"local_size": 0}, "--local-size is 0"),
-        ({"model": "vgg"}, "--model 'vgg': choose from"),
-        ({"dataset": "cifar"}, "--dataset 'cifar': choose from"),
-        ({"device": "tpu"}, "--device 'tpu': choose from"),
-        ({"backend": "mpi"}, "--backend 'mpi': choose from"),
-        ({"strategies": ("adpsgd",)}, "unknown strategy 'adpsgd': choose from ssgd"),
+        ({"model": "vgg"}, "--model is 'vgg': did you mean 'vgg19'"),
+        ({"dataset": "cifar"}, "--dataset is 'cifar': did you mean 'cifar10'"),
+        ({"device": "tpu"}, "--device is 'tpu': did you mean 'cpu'"),
+        ({"backend": "mpi"}, "--backend is 'mpi': choose from"),
+        ({"strategies": ("adpsgd",)}, "--strategies is 'adpsgd': did you mean 'dpsgd'"),
         ({"strategies": ("ssgd", "ssgd")}, "names one twice"),
         ({"strategies": ()}, "--strategies is empty"),
         ({"json": Path("/nowhere/at/all/out.json")}, "/nowhere/at/all does not exist"),
@@ -111,22 +117,22 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_on_the_cpu() -> None:
-    plan = resolve(BenchConfig(), world_size=4, num_gpus=0)
-    assert (plan.device, plan.choice.backend, plan.world_size, plan.notes) == ("cpu", "gloo", 4, ())
-    assert plan.strategies == ("ddp", "ssgd", "dpsgd", "local_sgd")
+    resolved = resolve(BenchConfig(), world_size=4, num_gpus=0)
+    assert (resolved.device, resolved.choice.backend, resolved.world_size, resolved.notes) == ("cpu", "gloo", 4, ())
+    assert resolved.strategies == ("ddp", "ssgd", "dpsgd", "local_sgd")
 
 
 def test_a_gpu_for_each_rank() -> None:
-    plan = resolve(BenchConfig(), world_size=2, num_gpus=2)
-    assert (plan.device, plan.choice.backend) == ("cuda", "nccl")
+    resolved = resolve(BenchConfig(), world_size=2, num_gpus=2)
+    assert (resolved.device, resolved.choice.backend) == ("cuda", "nccl")
 
 
 def test_ranks_that_would_share_a_gpu() -> None:
     """Virtual learners; ddp cannot take part, which is said where nobody asked for it and refused where someone did."""
-    plan = resolve(BenchConfig(), world_size=4, num_gpus=1)
-    assert (plan.device, plan.choice.backend) == ("cuda", "virtual")
-    assert plan.strategies == ("ssgd", "dpsgd", "local_sgd")
-    assert any("ddp" in note for note in plan.notes)
+    resolved = resolve(BenchConfig(), world_size=4, num_gpus=1)
+    assert (resolved.device, resolved.choice.backend) == ("cuda", "virtual")
+    assert resolved.strategies == ("ssgd", "dpsgd", "local_sgd")
+    assert any("ddp" in note for note in resolved.notes)
     with pytest.raises(ValueError, match=r"ddp needs real ranks.*--strategies"):
         resolve(BenchConfig(strategies=("ddp", "ssgd")), world_size=4, num_gpus=1)
     with pytest.raises(ValueError, match="--backend virtual"):
@@ -158,9 +164,9 @@ def test_every_topology_fits_every_world(topology: str, world_size: int) -> None
 
 def test_the_transport() -> None:
     """Settled before a process starts; virtual learners have none."""
-    plan = resolve(BenchConfig(), world_size=4, num_gpus=0)
-    assert plan.transport is not None
-    assert plan.transport.name == "shm"
+    resolved = resolve(BenchConfig(), world_size=4, num_gpus=0)
+    assert resolved.transport is not None
+    assert resolved.transport.name == "shm"
     apart = resolve(BenchConfig(), world_size=4, num_gpus=0, num_hosts=2)
     assert apart.transport is not None
     assert apart.transport.name == "pg"
@@ -169,5 +175,5 @@ def test_the_transport() -> None:
         resolve(BenchConfig(backend="virtual", transport="shm"), world_size=4, num_gpus=0)
     with pytest.raises(ValueError, match="--transport ipc"):
         resolve(BenchConfig(transport="ipc"), world_size=4, num_gpus=0)
-    with pytest.raises(ValueError, match="unknown --transport"):
+    with pytest.raises(ValueError, match="--transport is 'tcp': choose from auto, shm, ipc, pg"):
         BenchConfig(transport="tcp")

@@ -86,12 +86,12 @@ def test_ranks_that_wait_are_not_metered() -> None:
     """`single` trains on rank 0 alone."""
     seen: list[Any] = []
     meter = SimpleNamespace(start=lambda: seen.append("start"), stop=lambda *words: seen.append(words))
-    waiting = contender.Contender("single", None, 10)
+    waiting = contender.Contender("single", None)
     contender.run_block(waiting, 3, True, meter)
     assert not seen and len(waiting.block_seconds) == 1
     trainer = SimpleNamespace(step=lambda: torch.zeros(1), dataset=SimpleNamespace(train=SimpleNamespace()))
     trainer.dataset.train.labels = torch.zeros(1)
-    working = contender.Contender("single", trainer, 10)
+    working = contender.Contender("single", trainer)
     for timed in (False, True):
         contender.run_block(working, 3, timed, meter)
     assert seen == ["start", ("single", False), "start", ("single", True)]

@@ -10,7 +10,7 @@ import torch
 
 from ddpcore.bench import memory
 from ddpcore.bench.memory import PeakMemory
-from ddpcore.comm.memory import HostMemory
+from ddpcore.comm.shared.memory import HostMemory
 
 KNOWN = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say")
 
@@ -49,5 +49,5 @@ def test_what_ranks_share_counts_once(num_sharing: int, least: float, most: floa
 
 
 def test_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_PROCESS", tmp_path / "nowhere")
+    monkeypatch.setattr(memory, "_PROCESS", str(tmp_path / "nowhere"))
     assert PeakMemory("cpu").grown_mb() is None

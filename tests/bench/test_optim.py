@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench import implementations, optim
-from ddpcore.bench.implementations import COMPARISONS, OURS, Implementation, bytes_per_param
+from ddpcore.bench import environment, implementations, optim
+from ddpcore.bench.implementations import COMPARISONS, OURS, Implementation
 from ddpcore.bench.optim import OptimConfig
+from ddpcore.ops.traffic import bytes_per_param
 
 TABLE = [
     "FusedSGD / torch.optim.SGD(fused=True)",
@@ -100,17 +101,17 @@ def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("optim --models vgg", "unknown list 'vgg': choose from lenet5, resnet18, resnet50, bert-base, bert-large"),
+    ("optim --models vgg", "--models is 'vgg': choose from lenet5, resnet18, resnet50, bert-base, bert-large"),
     ("optim --models lenet5,lenet5", "names one twice"),
     ("optim --models ,", "--models is empty"),
-    ("optim --optimizers adam", "unknown optimizer 'adam': choose from sgd, lars, lamb"),
+    ("optim --optimizers adam", "--optimizers is 'adam': choose from sgd, lars, lamb"),
     ("optim --repeats 0", "--repeats is 0"),
     ("optim --threads 0", "--threads is 0"),
     ("optim --seconds nan", "--seconds is nan"),
     ("optim --seconds 0", "--seconds is 0.0"),
-    ("optim --device tpu", "unknown --device 'tpu'"),
+    ("optim --device tpu", "--device is 'tpu': did you mean 'cpu'?"),
     ("optim --device cuda", "--device cuda"),
-    ("optim --dtype int8", "unknown --dtype 'int8'"),
+    ("optim --dtype int8", "--dtype is 'int8': choose from float32"),
     ("optim --json nowhere/out.json", "does not exist"),
     ("optim --steps 3", "--steps"),
     ("optim more", "more"),
@@ -126,10 +127,10 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 def test_too_little_memory_is_said_before_it_is_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(optim, "free_memory", lambda device: 1.5e9)
+    monkeypatch.setattr(environment, "free_memory", lambda device: 1.5e9)
     monkeypatch.setattr(optim, "measure", lambda config: pytest.fail("it was started"))
     assert bench.main(["optim", "--device", "cpu"]) == 2
-    assert "bert-base needs about 5.4 GB of memory and 1.5 GB are free" in capsys.readouterr().err
+    assert "steps of bert-base need about 5.4 GB of memory and 1.5 GB are free" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +173,7 @@ def test_ours_is_on_one_side_of_every_comparison() -> None:
 
 def test_contenders_share_no_tensor() -> None:
     """Some libraries write to gradients."""
-    field = optim._Field("lenet5", "sgd", OptimConfig(device="cpu"))
+    field = optim._OwnStep("lenet5", "sgd", OptimConfig(device="cpu"))
     ours, other = (field._stepper(OURS["sgd"]).__self__ for _ in range(2))  # type: ignore[attr-defined]
     for left, right in zip(ours.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
         assert torch.equal(left, right)

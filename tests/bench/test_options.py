@@ -8,25 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore import launch, models
+from ddpcore import models
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench.config import BenchConfig
+from ddpcore.runtime import launch
 
 REFUSED = [
     ("--staleness 3", "staleness is 3: it must be 0 or 1 step"),
-    ("--order nosuch", "unknown order 'nosuch': choose from average_while_computing"),
-    ("--strategies ssgd --order nosuch", "unknown order 'nosuch'"),
+    ("--order nosuch", "--order is 'nosuch': choose from average_while_computing"),
+    ("--strategies ssgd --order nosuch", "--order is 'nosuch'"),
     ("--compression topk", "take a fixed topology (ring)"),
     ("--model mlp --model-options hidden=0", "each width must be at least 1"),
     ("--model mlp --model-options hidden=abc", "--model-options hidden is 'abc': it must be a list of numbers"),
-    ("--model mlp --model-options width=3", "model 'mlp' has no option 'width'"),
+    ("--model mlp --model-options width=3", "model_options has no 'width'"),
     ("--model vit --model-options depth=abc", "--model-options depth is 'abc': it must be a whole number"),
     ("--model vit --model-options dropout=nan", "--model-options dropout is nan: it must be a finite number"),
     ("--model speech_lstm --dataset synthetic_speech --model-options depth=1.5", "depth is 1.5: it must be a whole"),
     ("--dataset-options num_classes=x", "--dataset-options num_classes is 'x': it must be a whole number"),
     ("--dataset-options input_shape=-1", "input_shape is [-1], each size must be at least 1"),
     ("--dataset-options input_shape=x", "--dataset-options input_shape is 'x': it must be a list of numbers"),
-    ("--dataset-options colour=3", "data set 'synthetic' has no option 'colour'"),
+    ("--dataset-options colour=3", "dataset_options has no 'colour'"),
 ]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ddpcore.bench import run
-from ddpcore.bench.config import BenchConfig, Plan, resolve
+from ddpcore.bench.config import BenchConfig, ResolvedConfig, resolve
+from ddpcore.storage.json_lines import to_json
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 6, 10, 11, 12, 99, 100, 300, 1234])
@@ -44,7 +45,7 @@ def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str,
     return seen | more
 
 
-def plan_of(**values: Any) -> Plan:
+def resolved_of(**values: Any) -> ResolvedConfig:
     return resolve(BenchConfig(batch_size=100, steps=11, device="cpu", **values), world_size=2, num_gpus=0)
 
 
@@ -58,7 +59,7 @@ def test_rows() -> None:
         result("compute", 0.2, 10),
         result("own_compute", 0.1875, 10),
     ]
-    rows = {row["strategy"]: row for row in run._rows(plan_of(topology="ring"), results)}
+    rows = {row["strategy"]: row for row in to_json(run._rows(resolved_of(topology="ring"), results))}
     assert list(rows) == ["ddp", "dpsgd", "local_sgd", "single"], "hidden contenders have no row"
     assert rows["ddp"]["samples_per_s"] == pytest.approx(200)
     assert rows["dpsgd"]["samples_per_s"] == pytest.approx(400)
@@ -81,7 +82,7 @@ def test_exposed_communication_is_the_median_of_pairs() -> None:
         result("ssgd", 1.0, 10, block_seconds=[seconds + 0.05 for seconds in slow[:-1]] + [9.0]),
         result("own_compute", 0.1, 10, block_seconds=slow),
     ]
-    (row,) = run._rows(plan_of(strategies=("ssgd",)), results)
+    (row,) = run._rows(resolved_of(strategies=("ssgd",)), results)
     assert row["exposed_comm_ms"] == pytest.approx(50)
 
 
@@ -95,13 +96,13 @@ def test_rows_of_gpus() -> None:
         result("single", 1.0, 10, gpu=[worked, None]),
         result("dpsgd", 1.0, 10, gpu=[unknown, unknown]),
     ]
-    rows = {row["strategy"]: row for row in run._rows(plan_of(), results)}
+    rows = {row["strategy"]: row for row in run._rows(resolved_of(), results)}
     columns = ("gpu_watts", "gpu_utilization_pct", "gpu_memory_bytes", "samples_per_joule")
     found = {name: tuple(row[column] for column in columns) for name, row in rows.items()}
     assert found == {"ssgd": (200, 70, 700, 10), "single": (100, 60, 500, 20), "dpsgd": (None, None, 900, None)}
 
 
 def test_rows_without_ddp_have_no_ratio() -> None:
-    rows = run._rows(plan_of(backend="virtual"), [result("ssgd", 0.5, 10)])
+    rows = run._rows(resolved_of(backend="virtual"), [result("ssgd", 0.5, 10)])
     assert rows[0]["ratio_to_ddp"] is None
     assert rows[0]["exposed_comm_ms"] is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.bench import shapes
+from ddpcore.bench.shapes import LISTS
 
 
 @pytest.mark.parametrize(
@@ -19,18 +19,18 @@ from ddpcore.bench import shapes
 )
 def test_sizes(name: str, parameters: int, num_tensors: int) -> None:
     """torchvision's ResNets and transformers' BertModel (bert-base-uncased, bert-large-uncased) have as many."""
-    found = shapes.shapes(name)
-    assert (shapes.num_elements(found), len(found)) == (parameters, num_tensors)
+    found = LISTS[name].describe()
+    assert (found["parameters"], found["num_tensors"]) == (parameters, num_tensors)
 
 
 def test_lenet5_is_spelled_out() -> None:
-    assert shapes.shapes("lenet5") == [
+    assert LISTS["lenet5"].shapes == [
         (6, 3, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,), (84, 120), (84,), (100, 84), (100,)
     ]  # fmt: skip
 
 
 def test_parts_of_the_larger_ones() -> None:
-    resnet, bert = shapes.shapes("resnet18"), shapes.shapes("bert-base")
+    resnet, bert = LISTS["resnet18"].shapes, LISTS["bert-base"].shapes
     assert sum(len(shape) == 4 for shape in resnet) == 20
     assert [shape for shape in resnet if shape[2:] == (1, 1)] == [(128, 64, 1, 1), (256, 128, 1, 1), (512, 256, 1, 1)]
     assert bert[:3] == [(30522, 768), (512, 768), (2, 768)]
@@ -39,6 +39,6 @@ def test_parts_of_the_larger_ones() -> None:
 
 
 def test_every_list_has_a_title() -> None:
-    assert [shapes.title(name) for name in shapes.names()] == [
+    assert [found.title for found in LISTS.values()] == [
         "LeNet-5", "ResNet-18", "ResNet-50", "BERT-base", "BERT-large",
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from ddpcore.bench.step_model import (
     Compute,
     Machine,
     Transfer,
-    cores_to_have,
+    available_cores,
     dpsgd,
     error_pct,
     local_sgd,
@@ -73,13 +73,13 @@ def test_work_over_cores_is_a_bound() -> None:
     assert dpsgd(busy, Transfer(seconds=3.0, cpu=5.0), Transfer(seconds=0.0), free) == pytest.approx(14.0)
 
 
-def test_cores_to_have() -> None:
+def test_available_cores() -> None:
     """A step of 7 seconds that took 7 of the processors: one core is left to ranks that would fill four."""
     busy = Compute(forward=2.0, backward=4.0, update=1.0, cpu=7.0)
-    assert cores_to_have(busy, 4, 4) == 1.0
-    assert cores_to_have(busy, 4, 3) == 4, "ranks leave a core alone: it is theirs to have"
-    assert cores_to_have(Compute(forward=1.0, backward=1.0, update=0.0, cpu=9.0), 4, 8) == 4, "no more than there are"
-    assert cores_to_have(COMPUTE, 4, 4) == 4
+    assert available_cores(busy, 4, 4) == 1.0
+    assert available_cores(busy, 4, 3) == 4, "ranks leave a core alone: it is theirs to have"
+    assert available_cores(Compute(forward=1.0, backward=1.0, update=0.0, cpu=9.0), 4, 8) == 4, "no more than there are"
+    assert available_cores(COMPUTE, 4, 4) == 4
 
 
 def test_error() -> None:

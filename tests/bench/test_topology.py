@@ -12,7 +12,7 @@ import pytest
 from ddpcore import topology
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench.topology import MANY, TopologyConfig, measure
-from ddpcore.metrics import to_json
+from ddpcore.storage.json_lines import to_json
 
 
 def run(line: str, folder: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import fault_ranks as trials
+from helpers import ranks
+
 HELPERS = Path(__file__).parent.parent / "helpers"
-_spec = importlib.util.spec_from_file_location("ranks", HELPERS / "ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
 sys.path.insert(0, str(HELPERS))
-trials = ranks.load("fault_ranks")
 sys.path.remove(str(HELPERS))
 
 Outcome = list[tuple[int, str]]  # of each rank: exit status, output

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +14,10 @@ import ddpcore
 from ddpcore import Complete, RandomPair, Ring, Topology
 from ddpcore.comm import Communicator, LearnerClock, Link, LinkedCommunicator, VirtualCommunicator, Work
 from ddpcore.comm.base import Done, Exchange
+from helpers import link_ranks as helper
+from helpers import ranks
 
-_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
 sys.path.insert(0, str(ranks.HERE))
-helper = ranks.load("link_ranks")
 
 N, NUM_BYTES = 4, 400
 LINK = Link(bits_per_second=8 * 1000, delay=0.25)  # a byte takes a millisecond; an exchange of 100 floats 0.4 s
@@ -75,7 +71,7 @@ def test_an_exchange_arrives_a_delay_after_it_has_left() -> None:
     comm, clock, _ = joined()
     exchange = comm.exchange(rows(), RandomPair(), 0)
     assert clock.now() == 0.0, "nothing waits before the weights are used"
-    exchange.mix_()
+    exchange.mixture()
     assert clock.now() == pytest.approx(0.4 + 0.25)
     assert comm.bytes_sent == NUM_BYTES
 
@@ -84,17 +80,17 @@ def test_what_is_computed_meanwhile_is_not_waited_for() -> None:
     comm, clock, inner = joined()
     exchange = comm.exchange(rows(), RandomPair(), 0)
     inner.cpu.seconds += 0.5
-    exchange.mix_()
+    exchange.mixture()
     assert clock.now() == pytest.approx(0.65)
     exchange = comm.exchange(rows(), RandomPair(), 1)
     inner.cpu.seconds += 3.0
-    exchange.mix_()
+    exchange.mixture()
     assert clock.now() == pytest.approx(3.65), "all of it was overlapped"
 
 
 def test_two_neighbours_are_two_messages() -> None:
     comm, clock, _ = joined()
-    comm.exchange(rows(), Ring(), 0).mix_()
+    comm.exchange(rows(), Ring(), 0).mixture().apply_(rows())
     assert clock.now() == pytest.approx(2 * 0.4 + 0.25)
 
 
@@ -116,10 +112,10 @@ def test_a_late_learner_delays_those_who_need_it() -> None:
     (stranger, *_) = {0, 2, 3} - {partner}
     comm, clock, inner = joined()
     inner.others = {stranger: 50.0}
-    comm.exchange(rows(), topology, 0).mix_()
+    comm.exchange(rows(), topology, 0).mixture().apply_(rows())
     assert clock.now() == pytest.approx(0.65)
     inner.others = {partner: 50.0}
-    comm.exchange(rows(), topology, 0).mix_()
+    comm.exchange(rows(), topology, 0).mixture().apply_(rows())
     assert clock.now() == pytest.approx(50.25)
     inner.others = {stranger: 60.0}
     comm.average_(rows()).wait()
@@ -145,7 +141,7 @@ def test_a_slow_learner_computes_longer_and_waits_as_the_others(rank: int, secon
     comm, clock, inner = joined(rank, Link(bits_per_second=8e3, delay=0.25, slow=3.0))
     inner.cpu.seconds += 2.0
     assert clock.now() == pytest.approx(seconds)
-    comm.exchange(rows(), RandomPair(), 0).mix_()
+    comm.exchange(rows(), RandomPair(), 0).mixture().apply_(rows())
     assert clock.now() == pytest.approx(seconds + 0.65)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpcore import data, models
-from tests.helpers.models import small
+from helpers.models import small
 
 
 def test_synthetic_passes_everything_on() -> None:

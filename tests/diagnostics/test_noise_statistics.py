@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +13,8 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.optim import FusedSGD
-
-_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[1] / "helpers" / "ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
-training = ranks.load("noise_training")
+from helpers import noise_training as training
+from helpers import ranks
 
 TOGETHER = ("ssgd", "noisy_ssgd", "noisy_ssgd_apart")
 
@@ -243,4 +238,4 @@ def test_a_loss_without_a_graph_is_one_line():
     before = handle.learner.flat.param_LP.clone()
     with pytest.raises(ValueError, match="must return the loss as one number with a graph"):
         optimizer.step()
-    assert torch.equal(handle.learner.flat.param_LP, before) and not handle.learner.is_watched
+    assert torch.equal(handle.learner.flat.param_LP, before) and not handle.learner.hooks_paused

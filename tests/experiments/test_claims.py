@@ -1,10 +1,10 @@
-"""The language of claims: what it says of made-up results, and what it refuses."""
+"""The language of claims: its verdicts on made-up results, and what it refuses."""
 
 from __future__ import annotations
 
 import pytest
 
-from ddpcore.experiments.claims import FAILS, HOLDS, NOT_RUN, Outcome, check, judge, num_seeds
+from ddpcore.experiments.claims import FAILS, HOLDS, NOT_RUN, Outcome, check, judge
 
 ROWS = ("a", "b", "c", "gone")
 METRICS = ("loss", "seconds")
@@ -46,11 +46,10 @@ UNKNOWN = {
     'paired("a", "b") < 1': "a test of a and b needs 6 seeds, they share 2",
     'paired("a", "gone") < 1': "no finished run of gone",
     'paired("c", "a") < 1': "no loss of c: it diverged",
-    'mean("a") / (mean("a") - 2) > 1': "divides by zero",
-    f'mean("a") > 1{"0" * 300} * 1{"0" * 300} * 1.5': "too large",
+    'mean("a") / (mean("a") - 2) > 1': "division by zero",
 }
 REFUSED = {
-    'mean("a")': "it is a number",
+    'mean("a")': "must be true or false",
     '"a" > 1': "not of the language",
     'mean("d") > 1': "unknown row 'd'",
     'mean("gon") > 1': "did you mean 'gone'?",
@@ -63,7 +62,8 @@ REFUSED = {
     'paired("a", "b", "secs") < 1': "did you mean 'seconds'?",
     'count(value("a")) > 1': "must be true or false",
     'count(diverged("a")) > 1': "wrong place",
-    'count(value("a") > 1)': "it is a number",
+    'count(value("a") > 1)': "must be true or false",
+    '1 / 0 > mean("a")': "division by zero",
     'mean() > 1': "in quotes",
     'mean("a", "loss", "b") > 1': "in quotes",
     'diverged("a", "loss")': "in quotes",
@@ -75,12 +75,13 @@ REFUSED = {
     'mean("a") and diverged("b")': "must be true or false",
     'value("a") > 1': "wrong place",
     'all_seeds(mean("a") > 1)': "wrong place",
-    'all_seeds(1)': "must be true or false",
+    'all_seeds(1)': "take value(row) inside of it",
     'all_seeds(1 < 2)': "take value(row) inside of it",
     'count(1 < 2) > 0': "take value(row) inside of it",
     'all_seeds(value("a") > 1 or count(1 < 2) > 0)': "take value(row) inside of it",
     '1 < 2': "about no row",
     f'mean("a") > 1{"0" * 400} * 1.5': "larger than any",
+    f'mean("a") > 1{"0" * 300} * 1{"0" * 300} * 1.5': "too large",
     'mean("a") < 1e400': "larger than any",
     f'{"not " * 98}diverged("a")': "more than 100 levels",
     f'{"not " * 1000}diverged("a")': "more than 100 levels",
@@ -112,13 +113,8 @@ def test_what_was_not_run_is_not_judged(predicate: str) -> None:
 @pytest.mark.parametrize("predicate", ['not diverged("c")', 'count(value("a") > 2) < 9'])
 def test_a_table_says_nothing_of_seeds_and_divergence(predicate: str) -> None:
     assert judge(predicate, OUTCOMES, "loss").word != NOT_RUN
-    assert judge(predicate, OUTCOMES, "loss", printed=True).word == NOT_RUN
-    assert judge('mean("a") > 0', OUTCOMES, "loss", printed=True).word == HOLDS
-
-
-@pytest.mark.parametrize("predicate", ['all_seeds(1 < 2)', 'count(1 < 2) > 0 and mean("a") > 1'])  # fmt: skip
-def test_a_folder_with_a_claim_that_is_refused_by_now(predicate: str) -> None:
-    assert judge(predicate, OUTCOMES, "loss").word == NOT_RUN
+    assert judge(predicate, OUTCOMES, "loss", published=True).word == NOT_RUN
+    assert judge('mean("a") > 0', OUTCOMES, "loss", published=True).word == HOLDS
 
 
 def test_seeds_that_rows_do_not_share() -> None:
@@ -150,8 +146,8 @@ def test_refused(predicate: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_how_many_seeds_a_verdict_rests_on() -> None:
-    """The fewest of what the functions look at: those that two rows share, where they look at both at once."""
+def test_how_many_seeds_a_verdict_is_based_on() -> None:
+    """The smallest number that one of its functions uses; two rows in one function use the seeds that they share."""
     one, two = Outcome(metrics={"loss": 1.0}), Outcome(metrics={"loss": 2.0})
     outcomes = {"a": dict.fromkeys(range(10), one), "b": dict.fromkeys(range(9, 12), two), "c": {0: one, 1: two}}
     expected = {
@@ -159,6 +155,7 @@ def test_how_many_seeds_a_verdict_rests_on() -> None:
         'abs(mean("a")) > 1 or diverged("c")': 2,
         'all_seeds(value("a") < value("b"))': 1,
         'mean("a") < 2 and count(value("a") < value("c")) > 0': 2,
-        'paired("a", "b") < 1': 1,
+        'abs(mean("a") - mean("b")) < 2': 1,
     }
-    assert {predicate: num_seeds(predicate, outcomes) for predicate in expected} == expected
+    for predicate, num_seeds in expected.items():
+        assert judge(predicate, outcomes, "loss").reason == f"n={num_seeds}", predicate

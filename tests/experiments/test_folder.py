@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from ddpcore.engine import run as engine_run
-from ddpcore.engine.files import locked
-from ddpcore.engine.loop import Loop
 from ddpcore.experiments import __main__ as command
 from ddpcore.experiments.folder import Folder
-from ddpcore.experiments.plan import Datasets, Plan
+from ddpcore.experiments.plan import Datasets, RunPlan
+from ddpcore.storage.files import locked
+from ddpcore.training import run as engine_run
+from ddpcore.training.loop import Loop
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -85,7 +85,7 @@ def test_a_manifest_of_another_shape(main: Main, tiny: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
     (out / "manifest.json").write_text('{"format": 1}')
-    refused(main("compare", out), "it has no study")
+    refused(main("compare", out), "it has no 'study'")
 
 
 def test_a_signal_at_the_end_of_a_run_stops_the_study(
@@ -134,7 +134,7 @@ def test_a_study_that_was_run_meanwhile_is_left_as_it_is(
     """Between the first look at the folder and the lock another process can come and go."""
     check, out = command.check_data, tmp_path / "out"
 
-    def slowly(plan: Plan, datasets: Datasets) -> None:
+    def slowly(plan: RunPlan, datasets: Datasets) -> None:
         monkeypatch.setattr(command, "check_data", check)
         assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
         check(plan, datasets)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpcore.experiments import hosts
-
-_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
+from helpers import ranks
 
 
 def process(name: str, folder: Path) -> subprocess.CompletedProcess[str]:

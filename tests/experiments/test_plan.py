@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.engine import TrainConfig
-from ddpcore.engine.build import Place
 from ddpcore.experiments import study
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, backend_of, check_data, make_plan
+from ddpcore.training import TrainConfig
+from ddpcore.training.build import LearnerPlacement
 
 
-def place(**fields: Any) -> Place:
-    return Place.of(TrainConfig(model="simplenet", steps=1, device="cpu", batch_size=10, **fields), None)
+def place(**fields: Any) -> LearnerPlacement:
+    return LearnerPlacement.of(TrainConfig(model="simplenet", steps=1, device="cpu", batch_size=10, **fields), None)
 
 
 def test_a_data_set_is_kept_for_runs_that_take_the_same() -> None:
@@ -41,7 +41,7 @@ def test_data_sets_of_other_options_are_other_ones() -> None:
     datasets = Datasets()
     shapes = [
         datasets.of(
-            Place.of(
+            LearnerPlacement.of(
                 TrainConfig(model="saddle", dataset="saddle", steps=1, device="cpu", dataset_options=options), None
             )
         ).input_shape

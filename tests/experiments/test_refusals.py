@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.engine.checkpoint import Checkpoints
 from ddpcore.experiments.folder import Folder
+from ddpcore.training.checkpoint import Checkpoints
 
 Main = Callable[..., tuple[int, str, str]]
 

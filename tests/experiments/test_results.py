@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpcore.engine import RunRecord, TrainConfig
-from ddpcore.experiments.results import METRICS, MOST_POINTS, curves_of, metrics_of, outcome_of
+from ddpcore.experiments.results import MAX_POINTS, METRICS, curves_of, metrics_of, outcome_of
+from ddpcore.training import RunRecord, TrainConfig
 
 CONFIG = TrainConfig(
     model="saddle", dataset="saddle", steps=100, strategy="ssgd", learners=2, statistics_every=10, escape_loss=0.55
@@ -62,10 +62,10 @@ def test_flatness() -> None:
 
 
 def test_curves() -> None:
-    lines = [line(k, 0.123456, 1.0) for k in range(1, 10 * MOST_POINTS + 2)]
+    lines = [line(k, 0.123456, 1.0) for k in range(1, 10 * MAX_POINTS + 2)]
     curves = curves_of(record(lines))
     assert {len(values) for values in curves.values()} == {len(lines[::11])}
-    assert len(curves["step"]) <= MOST_POINTS
+    assert len(curves["step"]) <= MAX_POINTS
     assert curves["step"][:2] == [1.0, 12.0] and curves["effective_lr"][0] == 0.2469
     assert curves_of(record([])) == {}
 

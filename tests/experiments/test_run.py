@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -16,15 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.engine import RunRecord, train
 from ddpcore.experiments import hosts, study
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, make_plan
 from ddpcore.experiments.run import run
-
-_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
+from ddpcore.training import RunRecord, train
+from helpers import ranks
 
 Main = Callable[..., tuple[int, str, str]]
 

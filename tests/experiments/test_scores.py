@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpcore.engine import RunRecord
 from ddpcore.experiments.results import METRICS, metrics_of
+from ddpcore.training import RunRecord
 
 
 def record(*, diverged: bool = False, target: float | None = None) -> RunRecord:

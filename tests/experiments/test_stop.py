@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.engine.checkpoint import Checkpoints
+from ddpcore.training.checkpoint import Checkpoints
 
 SECONDS = 100.0  # for what takes two or three
 

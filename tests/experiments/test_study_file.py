@@ -1,4 +1,4 @@
-"""How the layers of a study file become a run, and how a damaged one is refused."""
+"""How the layers of a study file become a run, and the errors for damaged files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpcore.experiments import study
 
 
 def test_layers(tiny: Path) -> None:
-    """Shared, groups, the row, then the scale of each, then what the command line says."""
+    """Later layers override earlier ones: shared, groups, row, scales of each, command line."""
     rows = study.load(str(tiny)).rows
     assert rows["a"].config("full").lr == 0.1
     assert rows["b"].config("full").lr == 0.5
@@ -32,15 +32,16 @@ DAMAGE = {
     "a predicate": ('mean("b")', 'mean("x")', ["claim", "unknown row 'x'"]),
     "a claim": ("text = ", "txt = ", ["a claim", "did you mean 'text'?"]),
     "the top": ("question = ", "questions = ", ["'questions'", "did you mean 'question'?"]),
+    "no list": ("seeds = 2", 'notes = "one"', ["notes is 'one'", "a list of text"]),
     "nothing shared": ("[shared]", "[scales.cpu]", ["no 'shared'"]),
     "a row's name": ('"ssgd" = {', '"../up" = {', ["row ../up", "folder"]),
     "seeds": ("seeds = 2", "seeds = 0", ["seeds is 0"]),
-    "a type": ("seeds = 2", 'seeds = "2"', ["seeds is '2'", "int"]),
+    "a type": ("seeds = 2", 'seeds = "2"', ["seeds is '2'", "a whole number"]),
     "seeds of a scale": ("seeds = 1", "seeds = 0", ["scale smoke: seeds is 0"]),
-    "metrics in a list": ('["train_loss"]', '[["train_loss"]]', ["metrics is [['train_loss']]", "list of text"]),
-    "groups in a list": ('["fast"]', '[["fast"]]', ["row b: groups is [['fast']]", "list of text"]),
-    "rows in a list": ("steps = 2", 'rows = [["a"]]', ["scale smoke: rows is [['a']]", "list of text"]),
-    "notes in a list": ("seeds = 2", "notes = [1]", ["notes is [1]", "list of text"]),
+    "metrics in a list": ('["train_loss"]', '[["train_loss"]]', ["metrics is ['train_loss']", "text"]),
+    "groups in a list": ('["fast"]', '[["fast"]]', ["row b: groups is ['fast']", "text"]),
+    "rows in a list": ("steps = 2", 'rows = [["a"]]', ["scale smoke: rows is ['a']", "text"]),
+    "notes in a list": ("seeds = 2", "notes = [1]", ["notes is 1", "text"]),
     "no metrics": ('["train_loss"]', "[]", ["metrics is empty"]),
     "no rows of a scale": ("steps = 2", "rows = []", ["scale smoke: rows is empty"]),
     "no hosts": ('"b" = {', '"b" = { hosts = 0,', ["row b: hosts is 0: it must be at least 1"]),
@@ -53,8 +54,16 @@ DAMAGE = {
     "a group's scale": ("scales = { smoke", "scales = { smok", ["group fast", "did you mean 'smoke'?"]),
     "a scale of a group": ("{ lr = 0.25 }", "{ lrr = 0.25 }", ["group fast, scale smoke", "did you mean 'lr'?"]),
     "a metric twice": ('["train_loss"]', '["train_loss", "train_loss"]', ["metrics is", "name each once"]),
-    "a published infinity": ("train_loss = 0.7", "train_loss = inf", ["row a, published", "finite number"]),
-    "a published integer": ("train_loss = 0.7", f"train_loss = 1{'0' * 400}", ["row a, published", "finite number"]),
+    "a published infinity": (
+        "train_loss = 0.7",
+        "train_loss = inf",
+        ["row a: published.train_loss is", "finite number"],
+    ),
+    "a published integer": (
+        "train_loss = 0.7",
+        f"train_loss = 1{'0' * 400}",
+        ["row a: published.train_loss is", "finite number"],
+    ),
     "a claim of no row": ('mean("b")\'', 'mean("b") or all_seeds(1 < 2)\'', ["claim", "value(row)"]),
 }
 
@@ -81,7 +90,7 @@ def test_no_rows(tiny: Path) -> None:
         study.load(str(tiny))
 
 
-def test_what_is_no_text(tiny: Path) -> None:
+def test_a_file_that_is_not_utf8(tiny: Path) -> None:
     tiny.write_bytes(tiny.read_bytes().replace(b"Nobody", b"No\xffbody", 1))
     with pytest.raises(ValueError, match=r"tiny.toml: line 4 is no UTF-8"):
         study.load(str(tiny))
@@ -99,7 +108,7 @@ def test_what_is_no_text(tiny: Path) -> None:
         ),
     ],
 )
-def test_options_of_another_kind(fields: str, says: str, tiny: Path) -> None:
+def test_options_of_another_type(fields: str, says: str, tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace('"b" = {', f'"b" = {{ {fields},'))
     with pytest.raises(ValueError) as caught:
         study.load(str(tiny)).rows["b"].config("full")
@@ -107,7 +116,7 @@ def test_options_of_another_kind(fields: str, says: str, tiny: Path) -> None:
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_impossible_row_names_itself(tiny: Path) -> None:
+def test_the_error_of_an_invalid_run_names_its_row(tiny: Path) -> None:
     rows = study.load(str(tiny)).rows
     with pytest.raises(ValueError, match="row ssgd, scale full: batch_size is 101"):
         rows["ssgd"].config("full", {"batch_size": 101})

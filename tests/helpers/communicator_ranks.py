@@ -6,25 +6,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import join
 from torch import Tensor
 
 from ddpcore import Complete, Matching, RandomPair, Ring, Topology
-from ddpcore.comm import Communicator, GridCommunicator, ProcessGroupCommunicator, SharedMemoryCommunicator, base
+from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, traffic
+from helpers.ranks import join
 
 TOPOLOGIES = (Complete(), Ring(), RandomPair(seed=2), Matching([[(0, 1)], [(1, 2)], []]))
 
 
 def communicator(comm: Communicator, rank: int) -> dict[str, Any]:
     seen: dict[str, Any] = {"learners": comm.learners, "n": comm.num_learners}
-    gather_bytes = base.GATHER_BYTES
+    gather_bytes = traffic.GATHER_BYTES
     for way, limit in (("by_gather", gather_bytes), ("by_reduce", 0)):
-        base.GATHER_BYTES = limit
+        traffic.GATHER_BYTES = limit
         sent = comm.bytes_sent
         rows = torch.arange(8.0)[None] + 10 * rank
         comm.average_(rows[:, 2:6]).wait()
         seen[way], seen[f"bytes_{way}"] = rows, comm.bytes_sent - sent
-    base.GATHER_BYTES = gather_bytes
+    traffic.GATHER_BYTES = gather_bytes
     first, second = torch.full((1, 5), float(rank)), torch.full((1, 70), 10.0 * rank)
     works = [comm.average_(first), comm.average_(second)]
     for work in works:
@@ -37,7 +37,7 @@ def communicator(comm: Communicator, rank: int) -> dict[str, Any]:
     seen["gathered_mask"] = comm.gather(torch.tensor([[rank, 1]]))
     weights, sent = torch.full((1, 16), float(rank)), comm.bytes_sent
     exchange = comm.exchange(weights, Complete(), 0)
-    seen["distance"] = exchange.mix_()
+    exchange.mixture().apply_(weights)
     seen["mixed"], seen["bytes_exchange"] = weights, comm.bytes_sent - sent
     seen["at_once"] = {str(topology): at_once(comm, topology, rank) for topology in TOPOLOGIES}
     return seen
@@ -52,7 +52,7 @@ def at_once(comm: Communicator, topology: Topology, rank: int) -> list[tuple[Ten
         other, sent = weights.clone(), comm.bytes_sent
         comm.mix_(weights, topology, step)
         between = comm.bytes_sent
-        comm.exchange(other, topology, step).mix_()
+        comm.exchange(other, topology, step).mixture().apply_(other)
         steps.append((weights.clone(), other, between - sent, comm.bytes_sent - between))
     return steps
 
@@ -60,12 +60,12 @@ def at_once(comm: Communicator, topology: Topology, rank: int) -> list[tuple[Ten
 def narrow(comm: Communicator, rank: int) -> dict[str, Any]:
     """Averages of 16 bits: of rows that are alike and of others, gathered, reduced, and of shared memory."""
     seen: dict[str, Any] = {}
-    gather_bytes = base.GATHER_BYTES
+    gather_bytes = traffic.GATHER_BYTES
     for dtype in (torch.bfloat16, torch.float16):
         for what, seed in (("alike", 7), ("own", rank)):
             given = torch.randn(len(comm.learners), 5000, generator=torch.Generator().manual_seed(seed)).to(dtype)
             for way, limit in (("by_gather", gather_bytes), ("by_reduce", 0)):
-                base.GATHER_BYTES = limit
+                traffic.GATHER_BYTES = limit
                 rows, sent = given.clone(), comm.bytes_sent
                 if what == "alike":
                     rows[:] = given[0]
@@ -75,7 +75,7 @@ def narrow(comm: Communicator, rank: int) -> dict[str, Any]:
             shared = comm.allocate(start.shape, dtype, torch.device("cpu")).copy_(start)
             comm.average_(shared).wait()
             seen[f"{what} {dtype} allocated"] = start, shared.clone(), None
-    base.GATHER_BYTES = gather_bytes
+    traffic.GATHER_BYTES = gather_bytes
     return seen
 
 
@@ -83,7 +83,11 @@ def main() -> None:
     path, rank, _ = join()
     pg, shm = ProcessGroupCommunicator(), SharedMemoryCommunicator(timeout=60.0)
     seen = {"pg": communicator(pg, rank), "shm": communicator(shm, rank)}
-    seen["narrow"] = {"pg": narrow(pg, rank), "shm": narrow(shm, rank), "grid": narrow(GridCommunicator(2), rank)}
+    seen["narrow"] = {
+        "pg": narrow(pg, rank),
+        "shm": narrow(shm, rank),
+        "grid": narrow(ProcessGroupCommunicator(num_rows=2), rank),
+    }
     torch.save(seen, path)
     dist.barrier()
     dist.destroy_process_group()

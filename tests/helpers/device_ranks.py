@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from oracle import Case, train
-from ranks import join
+
+from helpers.oracle import Case, train
+from helpers.ranks import join
 
 WORLD_SIZE = 4
 CASES = [

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared_memory_ranks import main
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.comm import GridCommunicator, ProcessGroupCommunicator, SharedMemoryCommunicator
+from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator
 from ddpcore.optim import FusedSGD
+from helpers.shared_memory_ranks import main
 
 SMALL = {"bucket_bytes": 4096, "first_bucket_bytes": 4096}
 
@@ -110,7 +110,7 @@ def buffers_of(comm: Any) -> int:
     """Sets of receive buffers, or snapshots."""
     if isinstance(comm, SharedMemoryCommunicator):
         return sum(map(len, comm._snapshots.values()))
-    return len(comm._received)
+    return len(comm._buffers)
 
 
 def abandons(rank: int, make: str) -> None:
@@ -121,7 +121,7 @@ def abandons(rank: int, make: str) -> None:
         weights = torch.arange(0.0, rows).add(rows * rank)[:, None].repeat(1, 500)
         exchanges = [comm.exchange(weights, ddpcore.Complete(), step) for _ in range(2)]
         exchanges[0].abandon()
-        exchanges[1].mix_() if step % 2 else exchanges[1].abandon()
+        exchanges[1].mixture().apply_(weights) if step % 2 else exchanges[1].abandon()
         if step % 2:
             assert weights.unique().tolist() == [(comm.num_learners - 1) / 2], weights.unique()
         held.append(buffers_of(comm))
@@ -173,7 +173,7 @@ def is_late(rank: int, seconds: float) -> None:
 COMMUNICATORS = {
     "shm": SharedMemoryCommunicator,
     "pg": ProcessGroupCommunicator,
-    "grid": lambda: GridCommunicator(2),
+    "grid": lambda: ProcessGroupCommunicator(num_rows=2),
 }
 
 
@@ -182,7 +182,7 @@ def dies(rank: int, make: str, call: str) -> None:
     comm = COMMUNICATORS[make]()
     small, large = (torch.zeros(len(comm.learners), num) for num in (500, 500_000))
     calls: dict[str, Callable[[int], object]] = {
-        "exchange": lambda step: comm.exchange(small, ddpcore.Complete(), step).mix_(),
+        "exchange": lambda step: comm.exchange(small, ddpcore.Complete(), step).mixture().apply_(small),
         "average": lambda step: comm.average_(small, step).wait(),
         "reduction": lambda step: comm.average_(large, step).wait(),
         "broadcast": lambda step: comm.broadcast_(small),

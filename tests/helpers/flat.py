@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcore.flat import FlatParameters
+from ddpcore.parameters.flat import FlatParameters
 
 
 def network() -> nn.Sequential:

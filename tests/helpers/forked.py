@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from ddpcore import launch
-from ddpcore.comm import ipc
+from ddpcore.runtime import launch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PRELOADED = ["ddpcore.bench.run", "ddpcore.bench.predict", "ddpcore.experiments.compare", "networkx"]
@@ -112,5 +111,6 @@ def _run(words: list[str]) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    ipc.forget()
+    for callback in launch.before_exit:
+        callback()
     os._exit(code if isinstance(code, int) else 1)  # not by way of the server's own clean-up

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcore.experiments import hosts
-from ddpcore.launch import World
+from ddpcore.runtime.launch import World
 
 
 def look(world: World, folder: Path) -> None:

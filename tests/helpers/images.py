@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ddpcore.data import Augmentation, Dataset, Normalization, Split
-from ddpcore.engine import TrainConfig
+from ddpcore.training import TrainConfig
 
 NUM_TRAIN, NUM_TEST, NUM_CLASSES = 50, 24, 4
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import torch
-from ipc_ranks_cuda import main
 from torch import Tensor
 
-from ddpcore.comm import ipc
-from ddpcore.comm.memory import HostMemory
+from ddpcore.comm.shared import cuda_ipc as ipc
+from ddpcore.comm.shared.memory import HostMemory
+from helpers.ipc_ranks_cuda import main
 
 host = HostMemory()
 handles: dict[int, bytes] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from ranks import join
 
 import ddpcore
 from ddpcore.comm import CudaIpcCommunicator
+from helpers.ranks import join
 
 
 def main(device: torch.device) -> None:
@@ -28,7 +28,7 @@ def main(device: torch.device) -> None:
     weights = torch.empty(1, 100, device=device)
     for step in range(5):
         weights.fill_(10.0 * step + rank)
-        comm.exchange(weights, ddpcore.Complete(), step).mix_()
+        comm.exchange(weights, ddpcore.Complete(), step).mixture().apply_(weights)
         seen["mixed"].append(weights.cpu().clone())
     torch.save(seen, path)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Workers of :func:`ddpcore.launch.run`, started by tests: ``launch_worker.py FOLDER TRIAL WORLD_SIZE``."""
+"""Workers of :func:`ddpcore.runtime.launch.run`, started by tests: ``launch_worker.py FOLDER TRIAL WORLD_SIZE``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcore
-from ddpcore import launch
-from ddpcore.launch import World
 from ddpcore.optim import FusedSGD
+from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World
 
 
 def train(world: World, folder: str) -> None:

@@ -24,7 +24,7 @@ def lends(rank: int) -> None:
     weights = torch.randn(1, P)
     copies, places = weights.clone(), set()
     for step in range(8):
-        exchange = comm.lend(weights, ddpcore.Ring(), step)
+        exchange = comm.exchange_in_place(weights, ddpcore.Ring(), step)
         if step == 3:
             exchange.abandon()  # for nothing: they are where they were
             weights += 1
@@ -40,7 +40,7 @@ def lends(rank: int) -> None:
         weights = mixture.out[None]
         places.add(weights.data_ptr())
         weights *= 1.5  # nobody reads them until they are lent again
-        other.exchange(copies, ddpcore.Ring(), step).mix_()
+        other.exchange(copies, ddpcore.Ring(), step).mixture().apply_(copies)
         copies *= 1.5
         assert torch.equal(weights, copies), step
     print(len(places))

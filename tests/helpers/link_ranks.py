@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import images
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from ranks import join
 
-from ddpcore.comm.base import all_reduce_bytes
-from ddpcore.engine.build import Place, build_trainer
-from ddpcore.launch import World
+from ddpcore.comm.traffic import all_reduce_bytes
+from ddpcore.runtime.launch import World
+from ddpcore.training.build import LearnerPlacement, build_trainer
+from helpers import images
+from helpers.ranks import join
 
 STRATEGIES = ("ssgd", "dpsgd", "ring", "combined", "stale", "int8", "local_sgd")
 LINK = "1Mb/s,500ms"  # slower than anything that the ranks compute
@@ -21,7 +21,7 @@ NUM_STEPS = 6
 
 def trained(name: str, transport: str, link: str | None, world: World) -> dict[str, Any]:
     fields = {**images.STRATEGIES[name], "learners": world.world_size, "transport": transport, "link": link}
-    place = Place.of(images.config(**fields), world)
+    place = LearnerPlacement.of(images.config(**fields), world)
     trainer, _ = build_trainer(place, images.images())
     comm = trainer.handle.comm
     begin = comm.now()

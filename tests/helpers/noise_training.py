@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.diagnostics import NoiseStatistics
-from ddpcore.metrics import to_json
 from ddpcore.optim import FusedSGD
+from ddpcore.storage.json_lines import to_json
 
 NUM_LEARNERS, STEPS, BATCH = 3, 12, 4
 
@@ -103,7 +103,7 @@ def train(
 
 def main() -> None:
     """As a script: one rank of three, which trains over both transports."""
-    from ranks import join
+    from helpers.ranks import join
 
     path, _, _ = join()
     results = {}

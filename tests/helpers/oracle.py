@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.comm import base
-from ddpcore.compression import BFloat16, Int8, TopK
+from ddpcore.comm import traffic
 from ddpcore.optim import FusedSGD
+from ddpcore.strategies.compression import BFloat16, Int8, TopK
 
 STEPS = 6
 LARGEST = 6
@@ -163,7 +163,7 @@ def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
     return inputs[:num_learners], labels[:num_learners]
 
 
-GATHER_BYTES = base.GATHER_BYTES
+GATHER_BYTES = traffic.GATHER_BYTES
 
 
 def train(
@@ -177,7 +177,7 @@ def train(
 
     Without a group all are virtual, with one each rank is one, or with ``num_rows`` so many.
     """
-    base.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
+    traffic.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
     rank = 0 if group is None else dist.get_rank(group)
     real = group is not None and num_rows is None
     held = [rank]
@@ -229,7 +229,7 @@ def train(
 
 
 def main() -> None:
-    from ranks import join
+    from helpers.ranks import join
 
     path, rank, world_size = join()
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}  # every rank takes part in each

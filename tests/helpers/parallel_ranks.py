@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import join
 from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
+from helpers.ranks import join
 
 RECALIBRATED = (("ssgd", ddpcore.SSGD, None), ("ddp", ddpcore.DDP, None), ("grid", ddpcore.SSGD, 2))
 SMALL = {"bucket_bytes": 128, "first_bucket_bytes": 64}

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from helpers import forked
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-if str(HERE) not in sys.path:  # forked processes find `forked` by the path of their parent
-    sys.path.append(str(HERE))
-forked = importlib.import_module("forked")
 
 
 def environment() -> dict[str, str]:
     """This environment for a child: this checkout's package, loopback only, one thread, no launcher's variables."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     child = {name: value for name, value in os.environ.items() if name not in dropped}
-    path = os.pathsep.join([str(ROOT), child.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    path = os.pathsep.join([str(ROOT), str(HERE.parent), child.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return child | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-
-
-def load(name: str) -> ModuleType:
-    """A module of this folder."""
-    qualified = f"ddpcore_test_helper_{name}"
-    if qualified not in sys.modules:
-        spec = importlib.util.spec_from_file_location(qualified, HERE / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[qualified] = module
-        spec.loader.exec_module(module)
-    return sys.modules[qualified]
 
 
 def python(*words: object, cwd: Path, timeout: float = 240.0, **more: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +37,7 @@ def run(script: str, world_size: int, timeout: float = 300.0) -> list[Any]:
     with tempfile.TemporaryDirectory() as name:
         folder, ranks = Path(name), []
         for rank in range(world_size):
-            words = [str(HERE / f"{script}.py"), name, str(world_size), str(rank)]
+            words = ["-m", f"helpers.{script}", name, str(world_size), str(rank)]
             ranks.append(forked.start(words, log_folder(folder, rank), environment(), Path.cwd()))
         try:
             deadline = time.monotonic() + timeout

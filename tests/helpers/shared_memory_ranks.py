@@ -21,14 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lending_ranks import freezes_and_saves, lends, misses_a_gradient
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.comm import SharedMemoryCommunicator, memory
-from ddpcore.flat import FlatParameters
+from ddpcore.comm import SharedMemoryCommunicator
+from ddpcore.comm.shared import memory
 from ddpcore.optim import FusedSGD
+from ddpcore.parameters.flat import FlatParameters
 from ddpcore.topology import Round
+from helpers.lending_ranks import freezes_and_saves, lends, misses_a_gradient
 
 CPU = torch.device("cpu")
 P = 5000  # beyond a page
@@ -39,7 +40,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "random_pair": lambda: ddpcore.DPSGD(ddpcore.RandomPair(3)),
     "one_peer_exponential": lambda: ddpcore.DPSGD(ddpcore.OnePeerExponential()),
     "stale": lambda: ddpcore.DPSGD(ddpcore.Ring(), staleness=1),
-    "int8": lambda: ddpcore.DPSGD(ddpcore.Ring(), compression=ddpcore.compression.Int8()),
+    "int8": lambda: ddpcore.DPSGD(ddpcore.Ring(), compression=ddpcore.strategies.compression.Int8()),
     "local_sgd": lambda: ddpcore.LocalSGD(period=2),
 }
 
@@ -58,7 +59,7 @@ def dies_before_an_exchange(rank: int) -> None:
     for step in range(100):
         if rank == 1 and step == 3:
             die()
-        comm.exchange(weights, ddpcore.Ring(), step).mix_()
+        comm.exchange(weights, ddpcore.Ring(), step).mixture().apply_(weights)
 
 
 def dies_in_an_average(rank: int) -> None:
@@ -75,7 +76,7 @@ def dies_in_an_average(rank: int) -> None:
 def dies_in_an_allocation(rank: int) -> None:
     """Rank 1 has come with its memory and dies before the others open it."""
     comm = connect()
-    arrive = comm._meeting.arrive
+    arrive = comm._coordinator.arrive
 
     def arrive_and_die(text: str, handle: bytes = b"") -> int:
         number = arrive(text, handle)
@@ -84,7 +85,7 @@ def dies_in_an_allocation(rank: int) -> None:
         time.sleep(0.3)
         return number
 
-    comm._meeting.arrive = arrive_and_die
+    comm._coordinator.arrive = arrive_and_die
     comm.allocate((1, P), torch.float32, CPU)
 
 
@@ -92,17 +93,17 @@ def leaves(rank: int) -> None:
     """Rank 1 ends in good order and too early."""
     comm, weights = connect(), torch.zeros(1, P)
     for step in range(1 if rank == 1 else 5):
-        comm.exchange(weights, ddpcore.Complete(), step).mix_()
+        comm.exchange(weights, ddpcore.Complete(), step).mixture().apply_(weights)
 
 
 def stays_away(rank: int) -> None:
     """Rank 1 lives and never comes."""
     comm, weights = connect(timeout=1.0), torch.zeros(1, P)
-    comm.exchange(weights, ddpcore.Complete(), 0).mix_()
+    comm.exchange(weights, ddpcore.Complete(), 0).mixture().apply_(weights)
     if rank == 1:
         time.sleep(4)
     else:
-        comm.exchange(weights, ddpcore.Complete(), 1).mix_()
+        comm.exchange(weights, ddpcore.Complete(), 1).mixture().apply_(weights)
 
 
 def is_slow(rank: int) -> None:
@@ -111,7 +112,7 @@ def is_slow(rank: int) -> None:
     for step in range(2):
         if rank == 1:
             time.sleep(0.5)
-        comm.exchange(weights, ddpcore.Complete(), step).mix_()
+        comm.exchange(weights, ddpcore.Complete(), step).mixture().apply_(weights)
         comm.average_(weights).wait()
     print(weights.unique().tolist())
 
@@ -151,10 +152,10 @@ def calls_something_else(rank: int) -> None:
     """Rank 1 averages where the others exchange; nothing need be allocated any more."""
     comm, weights = connect(), torch.zeros(1, P)
     rows = comm.allocate((1, P), torch.float32, CPU)
-    comm.exchange(weights, ddpcore.Complete(), 0).mix_()
+    comm.exchange(weights, ddpcore.Complete(), 0).mixture().apply_(weights)
     if rank == 1:
         comm.average_(rows).wait()
-    comm.exchange(weights, ddpcore.Complete(), 1).mix_()
+    comm.exchange(weights, ddpcore.Complete(), 1).mixture().apply_(weights)
 
 
 def is_refused(rank: int) -> None:
@@ -172,7 +173,7 @@ def is_refused(rank: int) -> None:
 
 
 def is_on_another_host(rank: int) -> None:
-    ddpcore.comm.meeting.host_id = lambda: f"host {rank % 2}"
+    ddpcore.comm.shared.coordination.host_id = lambda: f"host {rank % 2}"
     connect()
 
 

@@ -8,16 +8,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import images
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from ranks import join
 
 import ddpcore
 from ddpcore import models
-from ddpcore.engine import Interrupted, TrainConfig, train
-from ddpcore.launch import World
+from ddpcore.runtime.launch import World
+from ddpcore.training import Interrupted, TrainConfig, train
+from helpers import images
+from helpers.ranks import join
 
 RUNS = {
     **images.STRATEGIES,

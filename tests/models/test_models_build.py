@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpcore import models
-from tests.helpers.models import awake, idle, small
+from helpers.models import awake, idle, small
 
 
 @pytest.mark.parametrize("name", models.names())

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore import models
-from ddpcore.stacked import StackedModel
-from tests.helpers.models import small
+from ddpcore.parameters.learner_models import StackedModel
+from helpers.models import small
 
 NUM_LEARNERS = 2
 # (name, vectorize): torch has no batching rule for LSTM layers.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddpcore import models
-from tests.helpers.models import awake, idle
+from helpers.models import awake, idle
 
 # Parameters and fp32 megabytes of 2^20 bytes, as printed in table 1 of "Why Does Decentralized Training Outperform
 # Synchronous Training in the Large Batch Setting?".

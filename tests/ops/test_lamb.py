@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-
-_spec = importlib.util.spec_from_file_location("steps", Path(__file__).parent.parent / "helpers" / "steps.py")
-steps = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(steps)
+from helpers import steps
 
 MODES = ["in_update", "coupled", "decoupled"]
 # Roundings of u: the gradient and its decay (4), m (4) and its bias (2), v (5, halved by the root) and its bias, root,

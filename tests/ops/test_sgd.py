@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpcore import ops
 from ddpcore.ops import reference
-
-_spec = importlib.util.spec_from_file_location("steps", Path(__file__).parent.parent / "helpers" / "steps.py")
-steps = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(steps)
+from helpers import steps
 
 # One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
 SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]

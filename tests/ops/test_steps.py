@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from ddpcore import ops
-
-_spec = importlib.util.spec_from_file_location("steps", Path(__file__).parent.parent / "helpers" / "steps.py")
-steps = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(steps)
+from helpers import steps
 
 OFFSETS = [0, 1, 3]
 every_rule = pytest.mark.parametrize("rule", steps.RULES)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpcore import ops
-
-_spec = importlib.util.spec_from_file_location("steps", Path(__file__).parent.parent / "helpers" / "steps.py")
-steps = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(steps)
+from helpers import steps
 
 every_rule = pytest.mark.parametrize("rule", steps.RULES)
 every_kind = pytest.mark.parametrize("kind", steps.KINDS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +10,7 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-
-_spec = importlib.util.spec_from_file_location("steps", Path(__file__).parent.parent / "helpers" / "steps.py")
-steps = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(steps)
+from helpers import steps
 
 every_rule = pytest.mark.parametrize("rule", steps.RULES)
 PER_GROUP = {"group_sizes", "lr", "weight_decay", "device_lr", "adapt"}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.flat import FlatParameters
 from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD, TrustRatio
+from ddpcore.parameters.flat import FlatParameters
 
 MAKES: dict[str, Any] = {
     "sgd": lambda p, **more: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01, **more),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.optim import FusedLAMB, param_groups
-
-_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parent.parent / "helpers" / "ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
-rules = ranks.load("rules")
+from helpers import rules
 
 SIZES = (0, 1, 15, 16, 17, 4095, 4096, 4097)  # around the vector and the block of the kernels
 STEPS = 20

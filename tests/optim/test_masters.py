@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import ops
-from ddpcore.flat import FlatParameters
 from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.parameters.flat import FlatParameters
 
 MAKES: dict[str, Any] = {
     "sgd": lambda p, **more: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, **more),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore import ops
-from ddpcore.flat import FlatParameters
 from ddpcore.optim import FusedSGD
+from ddpcore.parameters.flat import FlatParameters
 
 RULES: dict[str, dict[str, Any]] = {
     "plain": {"lr": 0.1},
@@ -113,7 +113,7 @@ def test_bound_and_reordered(device):
 @pytest.mark.parametrize("with_gap", [False, True], ids=["all-gradients", "one-missing"])
 @pytest.mark.parametrize("noise", [None, ops.Noise(0.5, seed=1, step=2, first=3)], ids=["silent", "noise"])
 @pytest.mark.parametrize("rule", ["plain", "dampening"])
-def test_mix_on_next_step(rule, noise, with_gap, device):
+def test_an_average_with_the_step(rule, noise, with_gap, device):
     """Noise belongs to the columns of the flat buffer, into however many runs of them the groups cut it."""
     nets, optimizers, flat = bound_pair(device, RULES[rule])
     step_together(optimizers, nets, num_steps=1)
@@ -121,7 +121,7 @@ def test_mix_on_next_step(rule, noise, with_gap, device):
     mixture = ops.Mixture(peers, 0.5, [0.3, 0.2], noise)
     expected = flat.param_LP[0].clone()
     ops.mix_(expected, peers, 0.5, [0.3, 0.2], noise)
-    optimizers[1].mix_on_next_step(mixture)
+    optimizers[1]._weight_step.average(mixture)
     with torch.no_grad():
         for parameter, mixed in zip(flat.parameters, flat.views_of(expected[None]), strict=True):
             index = [id(p) for p in nets[1].parameters()].index(id(parameter))

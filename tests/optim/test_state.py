@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpcore.flat import FlatParameters
 from ddpcore.optim import FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD
+from ddpcore.parameters.flat import FlatParameters
 
 MAKES: dict[str, Any] = {
     "sgd": lambda p, **more: FusedSGD(p, **{"lr": 0.1, "momentum": 0.9, "dampening": 0.3, **more}),

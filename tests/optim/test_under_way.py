@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore.flat import FlatParameters
 from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.parameters.flat import FlatParameters
 
 OPTIMIZERS = [FusedSGD, FusedLARS, FusedLAMB]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ddpcore.report.table import print_report
+from ddpcore.report.strategies import print_strategies
 
 CONFIG = SimpleNamespace(model="mlp", dataset="mnist", batch_size=256, steps=30)
 
@@ -50,7 +50,7 @@ def text_of(*rows: dict[str, Any], **environment: Any) -> str:
         "notes": [],
     }
     file = io.StringIO()
-    print_report({"environment": given | environment, "rows": list(rows)}, CONFIG, Console(file=file, width=40))
+    print_strategies({"environment": given | environment, "rows": list(rows)}, CONFIG, Console(file=file, width=40))
     return file.getvalue()
 
 
@@ -105,7 +105,7 @@ def test_one_line_a_strategy_also_in_a_narrow_pipe() -> None:
     assert "…" not in text
 
 
-@pytest.mark.parametrize("module", ["ddpcore.report.table"])
+@pytest.mark.parametrize("module", ["ddpcore.report.strategies"])
 def test_reports_need_no_torch(module: str) -> None:
     """The module itself imports none; the package's own front page is kept out of it."""
     code = (

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring
-from ddpcore.compression import BFloat16, Int8, TopK
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies import DPSGD, ORDERS
+from ddpcore.strategies.compression import BFloat16, Int8, TopK
 
 ROLLED = FromMatrix(0.7 * np.eye(4) + 0.3 * np.roll(np.eye(4), 1, axis=0))
 N = 4

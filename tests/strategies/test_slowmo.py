@@ -8,8 +8,8 @@ from torch import nn
 
 import ddpcore
 from ddpcore import Ring
-from ddpcore.compression import TopK
 from ddpcore.strategies import DPSGD, SSGD, LocalSGD, SlowMo
+from ddpcore.strategies.compression import TopK
 
 N = 4
 
@@ -61,8 +61,8 @@ def test_without_slow_momentum_it_is_local_sgd() -> None:
 
 
 def test_when_learners_meet() -> None:
-    assert [step for step in range(1, 9) if SlowMo(period=4).meets(step)] == [4, 8]
-    assert all(SlowMo(DPSGD(), period=4).meets(step) for step in range(1, 9))
+    assert [step for step in range(1, 9) if SlowMo(period=4).averages_weights_at(step)] == [4, 8]
+    assert all(SlowMo(DPSGD(), period=4).averages_weights_at(step) for step in range(1, 9))
 
 
 @pytest.mark.parametrize(

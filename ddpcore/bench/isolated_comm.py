@@ -1,0 +1,64 @@
+"""The communication of a contender in isolation: blocking calls, one after the other, without any other work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddpcore.bench.contender import Contender, barrier
+from ddpcore.parameters.buckets import messages
+
+Call = Callable[[], Any]
+_ITEMSIZE = 4  # bytes of a gradient element: every model of the bench is float32
+
+
+def bucket_bytes(one: Contender) -> list[int]:
+    """The sizes of the gradient buckets as they were built; for DDP after it has rebuilt them."""
+    assert one.trainer is not None
+    learner, model = one.trainer.handle.learner, one.trainer.handle.model
+    if learner is not None:
+        return [_ITEMSIZE * (end - begin) for begin, end in learner.flat.buckets]
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    logged = model._get_ddp_logging_data()
+    sizes = str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"])
+    return [int(size) for size in sizes.split(",")]
+
+
+def message_bytes(one: Contender) -> list[int]:
+    """The sizes of the messages that carry these buckets; DDP sends one for each bucket."""
+    assert one.trainer is not None
+    learner = one.trainer.handle.learner
+    if learner is None:
+        return bucket_bytes(one)
+    return [_ITEMSIZE * (end - begin) for begin, end in messages(learner.flat)]
+
+
+def averages(one: Contender) -> list[Call]:
+    """A blocking call for each message, which averages it; for DDP an all-reduce of the same size."""
+    assert one.trainer is not None
+    learner = one.trainer.handle.learner
+    if learner is None:
+        device = one.trainer.dataset.train.labels.device
+        rows = [torch.zeros(size // _ITEMSIZE, device=device) for size in message_bytes(one)]
+        return [lambda row=row: dist.all_reduce(row) for row in rows]  # type: ignore[misc]
+    comm, flat = learner.comm, learner.flat
+    return [lambda b=begin, e=end: comm.average_(flat.grad_LP[:, b:e]).wait() for begin, end in messages(flat)]  # type: ignore[misc]
+
+
+@torch.no_grad()
+def time_calls(calls: list[Call], device: str) -> tuple[list[float], float]:
+    """Seconds of each call on this rank, after a common start, and processor seconds of all of them. Collective."""
+    barrier()
+    cpu, seconds = time.process_time(), []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds, time.process_time() - cpu

@@ -1,0 +1,140 @@
+"""A copy of the model in training with the weights of all learners averaged, to evaluate or to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpcore.comm.base import Communicator
+from ddpcore.parameters.learner_models import StackedModel, copy_of, single_model
+from ddpcore.strategies.learner import Learner
+
+BATCH_NORM = ("average", "local", "recalibrate")
+
+
+def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Module:
+    """The copy. Collective. ``model`` is left as it is; hooks on its forward pass are not copied if they do not copy.
+
+    Args:
+        model: as it trains, a ``StackedModel`` for virtual learners.
+        learner: its flat weights and its connection.
+        batch_norm: ``local`` keeps the floating-point buffers of the learner held here (of virtual ones the first),
+            all else averages them.
+    """
+    flat, comm = learner.flat, learner.comm
+    average_LP = learner.average_of(flat.param_LP)
+    views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
+    if isinstance(model, StackedModel):
+        values = {name: stack[0].clone() for name, stack in views.items()}
+        if batch_norm != "local":
+            values |= {name: _mean_of(stack, learner) for name, stack in model.module.named_buffers()}
+        return single_model(model.module, values)
+    result = copy_of(model)
+    for name, parameter in result.named_parameters():
+        if name in views:
+            parameter.data = views[name].clone()
+    if batch_norm != "local":
+        average_buffers(result, comm)
+    return result
+
+
+def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
+    """Of a buffer of virtual learners, one; counters are the first learner's."""
+    if not stack.is_floating_point():
+        return stack[0].clone()
+    rows = stack.reshape(len(stack), -1).clone()
+    learner.comm.average_(rows).wait()
+    return rows[0].view(stack.shape[1:])
+
+
+def average_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Floating-point buffers become their mean over the ranks. Collective."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            rows = row_of(buffer).repeat(len(comm.learners), 1)  # alike for all learners of a rank
+            comm.average_(rows).wait()
+            buffer.data = rows[0].view(buffer.shape)
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | None = None) -> None:
+    """Running statistics of batch normalisation anew: those of all batches of all ranks as one.
+
+    The statistics of averaged weights are not the average of the statistics (Izmailov et al. 2018, section 3.2). Nor is
+    a variance the mean of the batches' variances: that of the batches' means belongs to it.
+
+    Args:
+        model: changed in place; its training mode is restored, also after an exception.
+        batches: what the model takes, a tensor or a tuple of arguments; at least one.
+        comm: to the other ranks, which must call this too; None takes the batches of this one.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    modes = {module: module.training for module in model.modules()}
+    seen: dict[nn.Module, Tensor] = {}  # moments by layer
+
+    def look(norm: nn.Module, inputs: tuple[Tensor]) -> None:
+        moments = _moments(inputs[0])
+        seen[norm] = _of_union(torch.stack([seen[norm], moments])) if norm in seen else moments
+
+    handles = [norm.register_forward_pre_hook(look) for norm in norms]
+    try:
+        model.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.train()
+        count = 0
+        for count, batch in enumerate(batches, start=1):  # noqa: B007
+            model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        if not count:
+            raise ValueError("recalibrate needs at least one batch: pass batches= of training inputs")
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    for norm in norms:
+        _set_statistics(norm, seen.get(norm), comm)
+
+
+def _moments(inputs: Tensor) -> Tensor:
+    """Of a batch ``[B, C, ...]``, float64 ``[1 + 2C]``: values a channel, their means, their squared deviations."""
+    values = inputs if inputs.dtype == torch.float64 else inputs.float()
+    dims = [dim for dim in range(values.dim()) if dim != 1]
+    variance, mean = torch.var_mean(values, dims, correction=0)
+    num = torch.full((1,), values.numel() / values.shape[1], dtype=torch.float64, device=values.device)
+    return torch.cat([num, mean.double(), num * variance.double()])
+
+
+def _of_union(parts: Tensor) -> Tensor:
+    """The moments of several sets ``[k, 1 + 2C]`` as one ``[1 + 2C]`` (Chan et al. 1979)."""
+    num_channels = parts.shape[1] // 2
+    nums, means, squares = parts.split([1, num_channels, num_channels], dim=1)
+    num = nums.sum(dim=0)
+    mean = (nums * means).sum(dim=0) / num.clamp(min=1)
+    return torch.cat([num, mean, (squares + nums * (means - mean).square()).sum(dim=0)])
+
+
+def _set_statistics(norm: _BatchNorm, moments: Tensor | None, comm: Communicator | None) -> None:
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    if moments is None:  # a layer that no batch of this rank has come to
+        moments = norm.running_mean.new_zeros(1 + 2 * norm.num_features, dtype=torch.float64)
+    if comm is not None:
+        rows = len(comm.learners)  # alike for all learners of a rank
+        moments = _of_union(comm.gather(moments.repeat(rows, 1))[::rows])
+    num, mean, squares = moments.split([1, norm.num_features, norm.num_features])
+    if num > 0:
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(squares / (num - 1).clamp(min=1))
+
+
+def row_of(buffer: Tensor) -> Tensor:
+    """A buffer of any shape and strides as one contiguous row ``[1, n]``; the buffer itself where it is contiguous."""
+    return buffer.contiguous().view(1, -1)

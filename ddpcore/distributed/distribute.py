@@ -1,0 +1,220 @@
+"""``distribute``: one line around a training loop that stays as it is."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ddpcore.comm.agreement import check_agreement, facts_of
+from ddpcore.comm.base import Communicator
+from ddpcore.comm.connect import connect
+from ddpcore.comm.link import Link
+from ddpcore.comm.process import ProcessGroupCommunicator, default_group
+from ddpcore.comm.shared.host import TIMEOUT_SECONDS
+from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.distributed.averaging import row_of
+from ddpcore.distributed.hooks import Distributed, HookedDistributed
+from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
+from ddpcore.parameters.flat import FlatParameters, MiB
+from ddpcore.parameters.learner_models import StackedModel
+from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.local_sgd import LocalSGD
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | Baseline,
+    *,
+    learners: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    transport: str = "auto",
+    timeout: float = TIMEOUT_SECONDS,
+    link: Link | None = None,
+    vectorize: bool | str | None = None,
+    bucket_bytes: int = 25 * MiB,
+    first_bucket_bytes: int = MiB,
+    policies: Policies | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Distributed:
+    """Train ``model`` with ``strategy``. The loop around it stays: ``zero_grad``, forward, ``backward``, ``step``.
+
+    All learners start from learner 0's weights, frozen ones too, and buffers. What is trained moves to one flat buffer.
+
+    Args:
+        model: its parameters that need a gradient must all be in ``optimizer``. It serves one call, compiled before it.
+        optimizer: any ``torch.optim.Optimizer``; FusedSGD averages and steps in one pass.
+        strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
+        learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
+            ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.
+            Each parameter is then the stack of all learners', for clipping and scaling too: see docs/strategies.md.
+        group: the process group; None is the default one for real ranks, and none for virtual learners.
+        transport: what carries bytes between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
+        timeout: seconds that a living rank may let others wait, over ``shm`` and ``ipc``; a process group has its own.
+        link: a network to emulate between real ranks: see docs/transports.md.
+        vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.StackedModel`.
+        bucket_bytes: largest bucket of averaged gradients; those that one parameter completes travel together.
+        first_bucket_bytes: size of the first.
+        policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
+        scaler: of mixed precision, for the policy of that name; where learners differ, fused optimizers alone take one.
+
+    Returns:
+        A handle: ``.model`` to call (``model`` itself but for virtual learners and DDP), ``no_sync()``,
+        ``evaluation_model()``, ``consensus_distance()``, ``state_dict()`` and ``load_state_dict()``.
+
+    Raises:
+        ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
+    """
+    policies = policies or Policies()
+    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
+    if isinstance(strategy, Baseline):
+        return _baseline(model, strategy, group, {**settings, **buckets, "timeout": timeout, "vectorize": vectorize})
+    _check(model, optimizer, strategy, policies, scaler)
+    group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
+    _agree(group, model, optimizer, strategy, {**settings, **buckets})
+    comm = _connect(model, learners, group, transport, timeout, link)
+    strategy.setup(comm.num_learners, _trained(model).dtype)
+    flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
+    strategy.in_use = True
+    _IN_USE.update(dict.fromkeys(flat.parameters, True))
+    learner = Learner(flat, comm, optimizer)
+    model = _start_alike(model, learner, vectorize)
+    return HookedDistributed(model, learner, strategy, StateSync(policies, model, learner, strategy, scaler))
+
+
+def _baseline(
+    model: nn.Module, strategy: Baseline, group: dist.ProcessGroup | None, options: dict[str, Any]
+) -> Distributed:
+    if given := _given({**options, "policies": None if options["policies"] == Policies() else options["policies"]}):
+        raise ValueError(f"{strategy.name} runs without any of that: leave {given} out")
+    _check_model(model)
+    comm = strategy.connect(group)
+    return Distributed(strategy.wrap(model, group), comm)
+
+
+def _given(options: dict[str, Any]) -> str:
+    """Those that are not what :func:`distribute` has by default, as they are written."""
+    parameters = inspect.signature(distribute).parameters
+    return ", ".join(f"{name}=" for name, value in options.items() if value != parameters[name].default)
+
+
+_IN_USE = WeakTensorKeyDictionary()  # parameters that a call has moved, as long as they live
+
+
+def _group_of(
+    learners: int | None, group: dist.ProcessGroup | None, options: dict[str, Any], vectorize: bool | str | None
+) -> dist.ProcessGroup | None:
+    """The process group; None where all learners are virtual ones of this process. ``options`` are for real ranks."""
+    if learners is None:
+        if vectorize is not None:
+            raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
+        return default_group(group)
+    if given := _given(options):
+        raise ValueError(f"virtual learners are no ranks: leave {given} out")
+    StackedModel(nn.Identity(), 1, vectorize)  # refuses what it does not know, before anything moves
+    return group
+
+
+def _agree(
+    group: dist.ProcessGroup | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    settings: dict[str, Any],
+) -> None:
+    """Check that all ranks, if there are any, are about to train the same."""
+    if group is None:
+        return
+    if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # a function, of which only its product tells
+        settings = {**settings, "outer": strategy.outer([torch.zeros(1, requires_grad=True)])}
+    check_agreement(group, facts_of(model, optimizer, strategy, settings), _trained(model).device)
+
+
+def _connect(
+    model: nn.Module,
+    learners: int | None,
+    group: dist.ProcessGroup | None,
+    transport: str,
+    timeout: float,
+    link: Link | None,
+) -> Communicator:
+    if group is None:
+        assert learners is not None
+        return VirtualCommunicator(learners)
+    if learners is not None:
+        return ProcessGroupCommunicator(group, learners)
+    return connect(group, transport, _trained(model).device, timeout, link)
+
+
+def _trained(model: nn.Module) -> Tensor:
+    """A parameter that is trained. FlatParameters refuses a model of two dtypes or devices, or of none."""
+    return next((parameter for parameter in model.parameters() if parameter.requires_grad), torch.zeros(0))
+
+
+@torch.no_grad()
+def _start_alike(model: nn.Module, learner: Learner, vectorize: bool | str | None) -> nn.Module:
+    """The model to call, with learner 0's weights, frozen ones too, and buffers."""
+    flat, comm = learner.flat, learner.comm
+    comm.broadcast_(flat.param_LP)
+    for parameter in model.parameters():
+        if not parameter.requires_grad and comm.num_learners > len(comm.learners):  # virtual learners share the frozen
+            parameter.copy_(_first_of(parameter, comm))
+    for buffer in model.buffers():
+        buffer.data = _first_of(buffer, comm)
+    return model if flat.stack is None else StackedModel(model, flat.stack, vectorize)
+
+
+def _first_of(tensor: Tensor, comm: Communicator) -> Tensor:
+    """Learner 0's values of a tensor that is no part of the flat buffer."""
+    rows = row_of(tensor).repeat(len(comm.learners), 1)  # alike for all learners of a rank
+    comm.broadcast_(rows)
+    return rows[0].view(tensor.shape)
+
+
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    policies: Policies,
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
+    _check_model(model)
+    _check_optimizer(model, optimizer)
+    policies.check(strategy, scaler)
+    if scaler is not None and not strategy.learners_stay_identical and not scales_inside(optimizer):
+        raise ValueError(
+            f"with a scaler, {type(optimizer).__name__} skips a step on one learner and not on another, which would "
+            "wait for it: take a fused optimizer, ddpcore's or torch's fused=True"
+        )
+    if strategy.in_use:
+        raise ValueError("the strategy already serves a distribute() call: make a new one for this")
+
+
+def _check_model(model: nn.Module) -> None:
+    """The hooks of the call before would go on beside those of the next: averaging gradients, moving weights."""
+    if any(parameter in _IN_USE for parameter in model.parameters()):
+        raise ValueError(
+            "the model already serves a distribute() call: make a new one, or go on with a copy of it, that handle's "
+            "evaluation_model()"
+        )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise ValueError(
+                f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)"
+            )
+    known: set[int] = {id(parameter) for parameter in model.parameters()}
+    if not trained <= known:
+        raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")

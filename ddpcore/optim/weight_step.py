@@ -1,0 +1,240 @@
+"""The owner of a step: it averages the weights, steps them, and moves the flat buffer. Nothing else does.
+
+A strategy gives what is averaged as a value, a :class:`ddpcore.ops.WeightAverage`. An optimizer gives its rule as a
+value, a :class:`ColumnRule`. :class:`WeightStep` runs both: in one pass over the weights where a kernel can do that,
+else one after the other. The result has the same bits in both cases.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ddpcore.ops import Mixture, WeightAverage
+from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.optim.batch import Group, State
+from ddpcore.parameters.flat import FlatParameters, Segment
+
+LARGE = 2**16  # elements of a gradient from which a step of its own is cheaper than a copy into grad_LP
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnRule:
+    """How the parameters of a group are stepped as columns of the flat buffer.
+
+    Attributes:
+        states: names of the state buffers, each laid out like the weights.
+        step: the kernel of tensors: ``step(weights, grads, *states, masters, steps, scratch, **scalars)``.
+        mix_step: the kernel that averages one column and steps it in the same pass:
+            ``mix_step(weights, peers, self_weight, peer_weights, grad, *states, step, noise=, out=, **scalars)``.
+        scalars: arguments of both.
+    """
+
+    states: tuple[str, ...]
+    step: Callable[..., Any]
+    mix_step: Callable[..., Any]
+    scalars: dict[str, Any]
+
+
+class Stepped(Protocol):
+    """What :class:`WeightStep` needs of a fused optimizer."""
+
+    param_groups: list[Group]
+    state: defaultdict[Tensor, State]
+
+    def column_rule(self, group: Group) -> ColumnRule | None:
+        """The rule of a group; None where columns cannot be stepped by it."""
+
+    def step_lists(self, groups: Sequence[Group]) -> None:
+        """Step the groups tensor by tensor."""
+
+
+class WeightStep:
+    """Averages and steps the weights of a flat buffer.
+
+    Args:
+        flat: the parameters.
+        optimizer: a fused optimizer, whose ``step()`` calls :meth:`run`; None for others, which step by themselves.
+    """
+
+    def __init__(self, flat: FlatParameters, optimizer: Stepped | None = None) -> None:
+        self.flat = flat
+        self._optimizer = optimizer
+        self._average: WeightAverage | None = None
+        self._members = {id(parameter) for parameter in flat.parameters}
+        self._columns: _Columns | None = None
+
+    def average(self, average: WeightAverage | None) -> None:
+        """Take the average that belongs to the next step. It is applied at once where the optimizer is not fused."""
+        self._average = average
+        if self._optimizer is None:
+            self._apply_average()
+
+    def forget_states(self) -> None:
+        """Other states were loaded: the next step copies them into new buffers."""
+        self._columns = None
+
+    def run(self) -> None:
+        """Average, and step all groups of the fused optimizer."""
+        assert self._optimizer is not None
+        flat, groups = self.flat, self._optimizer.param_groups
+        if self._columns is None or self._columns.layout is not flat.segments:
+            self._columns = _Columns(flat)  # of another layout: the old state buffers are copied into new ones
+        own = flat.own_grads(LARGE)
+        flat.gather_grads(left=own)
+        rules = [self._column_rule(group) for group in groups]
+        num_params = sum(len(group["params"]) for group in groups)
+        is_whole = None not in rules and num_params >= len(flat.parameters)  # no group was removed to freeze it
+        mixture = self._average if is_whole and isinstance(self._average, Mixture) else None
+        if mixture is None:
+            self._apply_average()
+        self._average = None
+        rest = []
+        for group, rule in zip(groups, rules, strict=True):
+            if rule is None:
+                rest.append(group)
+            else:
+                self._step_columns(group, rule, mixture, own)
+        if mixture is not None:
+            flat.move_to(mixture.out)
+        if rest:
+            self._optimizer.step_lists(rest)
+
+    def _apply_average(self) -> None:
+        if self._average is not None:
+            self.flat.average_(self._average)
+            self._average = None
+
+    def _column_rule(self, group: Group) -> ColumnRule | None:
+        """The rule of a group, where it can be stepped as columns: one rule, all gradients there, nothing to scale."""
+        optimizer, params = self._optimizer, group["params"]
+        assert optimizer is not None
+        scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
+        if scaled or group["max_grad_norm"] is not None or not params:
+            return None
+        if isinstance(group["lr"], Tensor) or params[0].dtype not in KERNEL_DTYPES:
+            return None
+        if group["master_weights"] and params[0].dtype != torch.float32:
+            return None
+        if any(p.grad is None or id(p) not in self._members for p in params):
+            return None
+        rule = optimizer.column_rule(group)
+        if rule is None or not rule.states:
+            return rule
+        states = [optimizer.state.get(p, {}) for p in params]
+        points = [(id(state.get("step")), *(state.get(name) is None for name in rule.states)) for state in states]
+        return rule if all(point == points[0] for point in points) else None
+
+    def _step_columns(self, group: Group, rule: ColumnRule, mixture: Mixture | None, own: dict[int, Tensor]) -> None:
+        assert self._optimizer is not None
+        assert self._columns is not None
+        flat, params = self.flat, group["params"]
+        buffers = self._columns.take_states(rule.states, params, self._optimizer.state) if rule.states else []
+        step = self._optimizer.state[params[0]]["step"] if rule.states else None
+        pieces = self._columns.pieces_of(params, own)
+        if mixture is None:
+            weights, *states = (
+                [row for begin, end, _ in pieces for row in tensor_LP[:, begin:end].unbind(0)]
+                for tensor_LP in (flat.param_LP, *buffers)
+            )
+            grads = [row for _, _, grad in pieces for row in grad.unbind(0)]
+            steps, scratch = ([], None) if step is None else ([step], self._columns.scratch)
+            rule.step(weights, grads, *(states or [[]]), [], steps, scratch, **rule.scalars)
+        else:
+            for index, (begin, end, grad) in enumerate(pieces):
+                part = mixture.columns(begin, end)
+                columns: list[Tensor | None] = [buffer[0, begin:end] for buffer in buffers] or [None]
+                count = step if step is None or index == len(pieces) - 1 else step.clone()
+                rule.mix_step(
+                    flat.param_LP[0, begin:end],
+                    part.peers,
+                    part.self_weight,
+                    part.peer_weights,
+                    grad[0],
+                    *columns,
+                    count,  # counted once, with the last piece
+                    noise=part.noise,
+                    out=part.out,
+                    **rule.scalars,
+                )
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(params)
+
+
+class _Columns:
+    """State buffers laid out like the weights, for one layout of the flat buffer."""
+
+    def __init__(self, flat: FlatParameters) -> None:
+        self._flat = flat
+        self.layout: tuple[Segment, ...] = flat.segments
+        self.scratch = torch.zeros(
+            2 + flat.param_LP.shape[0] * len(flat.segments), dtype=torch.float64, device=flat.param_LP.device
+        )
+        self._states: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}  # name -> buffer, and its view of each parameter
+        self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
+
+    def take_states(self, names: tuple[str, ...], params: list[Tensor], state: Mapping[Tensor, State]) -> list[Tensor]:
+        """The buffers ``[L, P]`` of these states. From now on the parameters' states are views of them."""
+        for name in names:
+            if name not in self._states:
+                buffer_LP = torch.zeros_like(self._flat.param_LP)
+                views = zip(self._flat.parameters, self._flat.views_of(buffer_LP), strict=True)
+                self._states[name] = buffer_LP, {id(parameter): view for parameter, view in views}
+        fresh: dict[tuple[torch.device, float], Tensor] = {}
+        for parameter in params:
+            own = state[parameter]
+            views_of_own = {name: self._states[name][1][id(parameter)] for name in names}
+            if all(own.get(name) is view for name, view in views_of_own.items()):
+                continue
+            is_missing = False
+            for name, view in views_of_own.items():
+                if own.get(name) is None:
+                    is_missing = True
+                    view.zero_()
+                elif own[name] is not view:
+                    view.copy_(own[name])  # a state that was loaded, or that is older than this layout
+                own[name] = view
+            if is_missing or "step" not in own:
+                begun = (parameter.device, 0.0 if is_missing else 1.0)  # 1: torch.optim.SGD does not count its steps
+                if begun not in fresh:
+                    fresh[begun] = torch.full((1,), begun[1], device=parameter.device)
+                own["step"] = fresh[begun]
+        return [self._states[name][0] for name in names]
+
+    def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Tensor]]:
+        """(begin, end, gradients ``[L, n]``) of the parameters' columns. Neighbours in ``grad_LP`` are joined.
+
+        Args:
+            params: those of one group.
+            own: gradients outside of ``grad_LP``, by the parameter's index.
+        """
+        members = tuple(id(parameter) for parameter in params)
+        if members not in self._spans:
+            self._spans[members] = self._spans_of(set(members))
+        pieces: list[tuple[int, int, Tensor]] = []
+        is_open = False  # whether the last piece is of grad_LP
+        for index, begin, end, size in self._spans[members]:
+            if index in own:
+                pieces.append((begin, begin + size, own[index]))
+            elif is_open and pieces[-1][1] == begin:
+                first = pieces[-1][0]
+                pieces[-1] = (first, end, self._flat.grad_LP[:, first:end])
+            else:
+                pieces.append((begin, end, self._flat.grad_LP[:, begin:end]))
+            is_open = index not in own
+        return pieces
+
+    def _spans_of(self, members: set[int]) -> list[tuple[int, int, int, int]]:
+        """Of each member its index, its columns with the padding behind them, and its size."""
+        flat = self._flat
+        ends = [segment.offset for segment in flat.segments[1:]] + [flat.numel]
+        return [
+            (index, segment.offset, end, segment.numel)
+            for index, (parameter, segment, end) in enumerate(zip(flat.parameters, flat.segments, ends, strict=True))
+            if id(parameter) in members
+        ]

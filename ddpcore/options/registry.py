@@ -1,0 +1,154 @@
+"""Parts of one kind by name: ddpcore's own, a user's own, and those of installed packages.
+
+A name is one of three: a short one that ddpcore has (``ring``), ``module:attribute`` (``mylab.gossip:Chain``), or a
+short one that an installed package has as an entry point (group ``ddpcore.topologies``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar, get_type_hints
+
+from ddpcore.options.suggest import suggest
+from ddpcore.options.typed import typed
+
+Part = TypeVar("Part")
+Factory = Callable[..., Part]
+
+
+class Registry(Generic[Part]):
+    """The parts of one kind.
+
+    Args:
+        kind: what error lines call one: ``topology``.
+        group: of entry points: ``ddpcore.topologies``.
+        base: what every part is an instance of.
+        own: ddpcore's, name -> class or function that makes the part.
+        reserved: parameters that the caller of :meth:`build` sets, which are no options of a user.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        base: type[Any] | tuple[type[Any], ...],
+        own: Mapping[str, Factory[Part]],
+        *,
+        reserved: Collection[str] = (),
+    ) -> None:
+        self.kind, self.group, self.base, self.reserved = kind, group, base, frozenset(reserved)
+        self._own = dict(own)
+
+    def names(self) -> tuple[str, ...]:
+        """Short names: ddpcore's own first, then those of installed packages."""
+        return (*self._own, *(name for name in sorted(self._installed()) if name not in self._own))
+
+    def find(self, name: str) -> Factory[Part]:
+        """The class or function that makes the part of this name.
+
+        Raises:
+            ValueError: there is none, or its module cannot be imported; one line with the module's own error.
+        """
+        if name in self._own:
+            return self._own[name]
+        if ":" in name:
+            found = self._load(name, EntryPoint(name, name, self.group))
+        elif name in (installed := self._installed()):
+            found = self._load(name, installed[name])
+        else:
+            raise ValueError(
+                f"unknown {self.kind} {name!r}: {suggest(name, self.names())}, or name your own as module:attribute"
+            )
+        if not callable(found) or (inspect.isclass(found) and not issubclass(found, self.base)):
+            raise ValueError(f"{self.kind} {name}: {found!r} makes no {self._base_names()}: name a class or function")
+        return found
+
+    def options(self, name: str) -> dict[str, Any]:
+        """What may be given to the part of this name, with defaults; ``inspect.Parameter.empty`` where there is none.
+
+        Raises:
+            ValueError: as :meth:`find`.
+        """
+        return {
+            parameter.name: parameter.default
+            for parameter in self._parameters(name).values()
+            if parameter.kind in _BY_KEYWORD and parameter.name not in self.reserved
+        }
+
+    def takes(self, name: str, parameter: str) -> bool:
+        """Whether the part of this name has a parameter, an option or a reserved one."""
+        return parameter in self._parameters(name)
+
+    def check_options(self, name: str, options: Mapping[str, Any]) -> None:
+        """Check that the options exist, and the types of those that have a plain type hint.
+
+        Raises:
+            ValueError: one does not exist, and the message has the nearest, or has a value of another type.
+        """
+        known, hints = self.options(name), self._hints(name)
+        for option, value in options.items():
+            if option not in known:
+                raise ValueError(f"{self.kind} {name} has no option {option!r}: {suggest(option, known)}")
+            if hints.get(option) in (int, float, bool, str):
+                typed(f"{self.kind} {name}: {option}", value, hints[option])
+
+    def build(self, name: str, *arguments: Any, **options: Any) -> Part:
+        """The part of this name.
+
+        Args:
+            name: see the module's page.
+            arguments: its first, by position.
+            options: by keyword; reserved parameters that it does not have are left out.
+
+        Raises:
+            ValueError: no such part or option, or the part refuses a value.
+        """
+        make = self.find(name)
+        given = {key: value for key, value in options.items() if key not in self.reserved or self.takes(name, key)}
+        self.check_options(name, {key: value for key, value in given.items() if key not in self.reserved})
+        try:
+            part = make(*arguments, **given)
+        except TypeError as error:
+            raise ValueError(f"{self.kind} {name}: {error}") from error
+        if not isinstance(part, self.base):
+            raise ValueError(f"{self.kind} {name} makes a {type(part).__name__}: it must make a {self._base_names()}")
+        return part
+
+    def _parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.find(name)).parameters
+
+    def _hints(self, name: str) -> dict[str, Any]:
+        make = self.find(name)
+        try:
+            return get_type_hints(make.__init__ if inspect.isclass(make) else make)
+        except (NameError, TypeError, AttributeError):  # hints of a user that say nothing here
+            return {}
+
+    def _installed(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=self.group)}
+
+    def _load(self, name: str, point: EntryPoint) -> Any:
+        module, _, attribute = point.value.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            raise ValueError(
+                f"{self.kind} {name}: cannot import {module} ({type(error).__name__}: {lines[0]})"
+            ) from error
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                public = [other for other in vars(found) if not other.startswith("_")]
+                raise ValueError(f"{self.kind} {name}: {module} has no {attribute!r}: {suggest(part, public)}")
+            found = getattr(found, part)
+        return found
+
+    def _base_names(self) -> str:
+        bases = self.base if isinstance(self.base, tuple) else (self.base,)
+        return " or ".join(base.__name__ for base in bases)
+
+
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -1,0 +1,127 @@
+"""Checks of values that a person wrote: their type, their range, and whether a choice or a key exists."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import numpy as np
+
+from ddpcore.options.suggest import suggest
+
+
+def typed(name: str, value: Any, hint: Any) -> Any:
+    """The value as a field of that hint holds it: an int where a number is wanted is one, a list is a tuple.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    value = value.item() if isinstance(value, np.generic) else value  # of np.logspace, say
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+        return None if value is None else typed(name, value, kinds[0])
+    if hint is float and is_finite(value):
+        return float(value)
+    if get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(typed(name, item, get_args(hint)[0]) for item in value)
+    if get_origin(hint) is Mapping and isinstance(value, Mapping):
+        kind = get_args(hint)[1]
+        if kind is Any:
+            return plain(value)  # a copy, as a file would hold it
+        return {str(key): typed(f"{name}.{key}", item, kind) for key, item in value.items()}
+    if hint is str and isinstance(value, Path):
+        return str(value)
+    if type(value) is hint and hint is not float:
+        return value
+    spoken = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
+    if get_origin(hint) is tuple:
+        items = {str: "text", float: "numbers", int: "numbers"}
+        raise ValueError(f"{name} is {value!r}: it must be a list of {items.get(get_args(hint)[0], 'mappings')}")
+    wanted = spoken.get(hint, "a mapping")
+    raise ValueError(f"{name} is {value!r}: it must be {wanted}")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number, of those that a float can be."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def plain(value: Any) -> Any:
+    """Of dicts, lists, and what else there is in it."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def check_range(
+    name: str,
+    value: float | None,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise ValueError unless the number keeps all bounds that are given. None, for a number left out, keeps all."""
+    bounds = {"at least": least, "at most": most, "above": above, "below": below}
+    if value is None or (
+        (least is None or value >= least)
+        and (most is None or value <= most)
+        and (above is None or value > above)
+        and (below is None or value < below)
+    ):
+        return
+    wanted = " and ".join(f"{word} {_spell(bound)}" for word, bound in bounds.items() if bound is not None)
+    raise ValueError(f"{name} is {value}: it must be {wanted}")
+
+
+def _spell(bound: float) -> str:
+    return f"2^{math.log2(bound):g}" if bound >= 2**53 else f"{bound:g}"
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raise ValueError unless the value is one of those allowed; the message has the nearest one, or all."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}: {suggest(value, allowed)}")
+
+
+def check_keys(what: str, keys: Iterable[Any], allowed: Iterable[str]) -> None:
+    """Raise ValueError unless all keys are among those allowed: ``what has no 'key': did you mean ...?``."""
+    allowed = tuple(allowed)
+    for key in keys:
+        if key not in allowed:
+            raise ValueError(f"{what} has no {key!r}: {suggest(key, allowed)}")
+
+
+def check_table(
+    what: str, values: Any, hints: Mapping[str, Any], required: Iterable[str] = (), *, more_keys: bool = False
+) -> None:
+    """Check a mapping: its keys, and the types of their values.
+
+    Args:
+        what: what the mapping is, for error messages.
+        values: anything.
+        hints: types of the values, by key.
+        required: keys that must be there.
+        more_keys: whether keys without a hint are allowed.
+
+    Raises:
+        ValueError: it is no mapping, a key is unknown or missing, or a value has another type.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{what} is {values!r}: it must be a table")
+    if not more_keys:
+        check_keys(what, values, hints)
+    for key in required:
+        if key not in values:
+            raise ValueError(f"{what} has no {key!r}: it needs one")
+    for key, value in values.items():
+        if key in hints:
+            typed(f"{what}: {key}", value, hints[key])

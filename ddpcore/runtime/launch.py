@@ -1,0 +1,264 @@
+"""Starts ranks on one machine, or joins those that torchrun started. The only reader of the environment.
+
+The parent hosts the rendezvous store, so no port is guessed. A rank that dies takes the others down with it; a parent
+that dies, even by SIGKILL, takes its ranks along.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from subprocess import Popen
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 1.0  # for reports of ranks that fail together, so that the first cause is the one shown
+KILL_SECONDS = 3.0  # between asking a rank to end and ending it
+
+before_exit: list[Callable[[], None]] = []
+"""What a rank calls before it ends, because it ends without the interpreter's clean-up."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a process stands: its rank, how many there are, its rank on this machine, and that machine's rank count."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+class UsageError(ValueError):
+    """The processes cannot be started or joined as they were asked to be; the message is one line."""
+
+
+class RankFailed(Exception):
+    """A rank died. The message is its traceback, or the signal that ended it."""
+
+
+class Stopped(Exception):
+    """A worker raises this where a signal has asked it to stop and it has saved what it did; the message says what."""
+
+
+def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None:
+    """The place that torchrun gave this process; None where it was not started by torchrun."""
+    env = os.environ if environment is None else environment
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    try:
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        return World(rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size)))
+    except ValueError as error:
+        raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers ({error})") from None
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Compute threads of each rank: cores over ranks, at least one."""
+    return max(1, num_cores() // local_world_size)
+
+
+def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, backend: str) -> None:
+    """Run ``worker(world, *args)`` on every rank, in a process group; ``backend`` ``none`` leaves them unconnected.
+
+    SIGINT and SIGTERM are passed on to the ranks, as SIGTERM, and waited for: a worker may save its work. A second one
+    ends them. Under torchrun this process is one of the ranks. Otherwise ``world_size`` processes are started and
+    waited for; ``backend`` ``virtual`` needs one process and runs in this one.
+
+    Raises:
+        RankFailed: the first rank that failed, with its traceback; all ranks have ended.
+        Stopped: the ranks have, as a signal asked.
+        UsageError: torchrun's world is not the one that was asked for.
+    """
+    joined = torchrun_world()
+    if backend == "virtual":
+        if joined is not None and joined.world_size > 1:
+            raise UsageError("virtual learners live in one process: run without torchrun, or use --backend gloo")
+        worker(World(), *args)
+    elif joined is not None:
+        if joined.world_size != world_size:
+            raise UsageError(f"torchrun started {joined.world_size} ranks, not {world_size}: leave --world-size out")
+        _run_rank(worker, args, joined, backend, store=None)
+    else:
+        _start(worker, args, world_size, backend)
+
+
+def _run_rank(
+    worker: Callable[..., None], args: tuple[Any, ...], world: World, backend: str, store: dist.Store | None
+) -> None:
+    torch.set_num_threads(threads_per_rank(world.local_world_size))
+    if backend == "nccl":
+        torch.cuda.set_device(world.local_rank)
+    if backend == "none":
+        worker(world, *args)
+        return
+    if store is None:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size)
+    worker(world, *args)
+    dist.destroy_process_group()  # not after a failure: it would fail the other ranks before this one has said why
+
+
+def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, backend: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ranks: list[BaseProcess] = []
+    reports: list[Connection] = []
+    try:
+        for rank in range(world_size):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_child, args=(worker, args, World(rank, world_size, rank, world_size), backend, store.port, send)
+            )
+            process.start()
+            send.close()
+            ranks.append(process)
+            reports.append(receive)
+        with signals_passed_on(ranks):
+            _wait(ranks, reports)
+    finally:
+        _end(ranks)
+
+
+def _child(
+    worker: Callable[..., None], args: tuple[Any, ...], world: World, backend: str, port: int, report: Connection
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    _die_with_parent()
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not resolve
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        _run_rank(worker, args, world, backend, store)
+        code = 0
+    except BaseException as error:
+        stopped = isinstance(error, Stopped)
+        report.send((time.time(), stopped, str(error) if stopped else traceback.format_exc()))
+        report.close()
+        code = 1
+    # At once, without the interpreter's clean-up: after a failure it would wait for ranks that are about to be ended,
+    # and after a success threads of the process group that outlive it were seen to abort the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for callback in before_exit:
+        callback()
+    os._exit(code)
+
+
+@contextmanager
+def signals_passed_on(ranks: Sequence[BaseProcess | Popen[bytes]]) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM ask the ranks to stop; a second one does what it always did.
+
+    Where the ranks have ended for it without a word, the signal then does here what it always did, too.
+    """
+    heard: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+
+    def restore() -> None:
+        while before:
+            number, handler = before.popitem()
+            signal.signal(number, handler)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        restore()
+        for process in ranks:
+            process.terminate()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, pass_on)
+    try:
+        yield
+    except RankFailed:
+        if not heard:
+            raise
+    finally:
+        restore()
+    if heard:
+        try:
+            signal.raise_signal(heard[0])
+        except BaseException as error:  # whatever the handler raises, how the ranks ended is no part of it
+            raise error from None
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="ddpcore-parent-watch").start()
+
+
+def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
+    """Return when all ranks have ended well. Raise Stopped when all have, RankFailed as soon as one has failed."""
+    running = list(ranks)
+    causes: list[Exception] = []
+    while running:
+        wait([process.sentinel for process in running])
+        for process in [process for process in running if process.exitcode is not None]:
+            running.remove(process)
+            if process.exitcode != 0 and not causes:
+                causes.append(_first_cause(ranks, reports, process))
+        if causes and not isinstance(causes[0], Stopped):  # those that were asked to stop are given the time to save
+            break
+    if causes:
+        raise causes[0]
+
+
+def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Exception:
+    time.sleep(GRACE_SECONDS)
+    failures: list[tuple[float, int, bool, str]] = []
+    for rank, report in enumerate(reports):
+        try:
+            if report.poll():
+                when, stopped, text = report.recv()
+                failures.append((when, rank, stopped, text))
+        except EOFError:  # it ended without a report
+            pass
+    for rank, process in enumerate(ranks):  # a killed rank comes first: the others only lost their connection to it
+        if process.exitcode is not None and process.exitcode < 0:
+            return RankFailed(f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}")
+    if failures:
+        _, first, stopped, text = min(failures)
+        return Stopped(text) if stopped else RankFailed(f"rank {first} failed:\n{text.rstrip()}")
+    return RankFailed(f"rank {ranks.index(died)} ended with exit code {died.exitcode} and left no traceback")
+
+
+def _end(ranks: list[BaseProcess]) -> None:
+    """End what still runs: ask first, then insist."""
+    for process in ranks:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.monotonic() + KILL_SECONDS
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,64 @@
+"""How good a model is on a split. Shapes: C classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddpcore.comm.base import Communicator
+from ddpcore.data import Split
+from ddpcore.training.scores import Scores, confusion_matrix, scores
+
+BATCH_SIZE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What was seen on all samples of a split.
+
+    Attributes:
+        loss: mean cross-entropy, without label smoothing.
+        confusion: counts ``[C, C + 1]``, see :func:`ddpcore.metrics.confusion_matrix`.
+    """
+
+    loss: float
+    confusion: Tensor
+
+    @property
+    def scores(self) -> Scores:
+        """Accuracy, and the macro means of precision, recall, F1 and specificity."""
+        return scores(self.confusion)
+
+    @property
+    def error_pct(self) -> float:
+        """Percentage of samples that the model gets wrong."""
+        total = int(self.confusion.sum())
+        return 100.0 * (total - int(self.confusion.diagonal().sum())) / total
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicator) -> Evaluation:
+    """A model, alike on every rank, on a split; each rank takes a part of the samples. Collective.
+
+    Args:
+        model: in evaluation mode.
+        split: on the device of the model.
+        num_classes: C.
+        comm: who takes part.
+    """
+    device, num_rows = split.labels.device, len(comm.learners)
+    samples = torch.arange(len(split), device=device).tensor_split(comm.num_learners // num_rows)
+    mine = samples[comm.learners[0] // num_rows]
+    loss = torch.zeros(num_rows, dtype=torch.float64, device=device)  # a row a learner, and all of it in the first
+    confusion = torch.zeros(num_rows, num_classes, num_classes + 1, dtype=torch.int64, device=device)
+    for chunk in mine.split(BATCH_SIZE) if len(mine) else ():
+        inputs, labels = split.batch(chunk)
+        logits = model(inputs).float()
+        loss[0] += F.cross_entropy(logits, labels, reduction="sum")
+        confusion[0] += confusion_matrix(logits, labels)
+    return Evaluation(
+        loss=comm.gather(loss).sum().item() / len(split), confusion=comm.gather(confusion).sum(dim=0).cpu()
+    )

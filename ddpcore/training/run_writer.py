@@ -1,0 +1,105 @@
+"""Where a run tells what it does: the record, TensorBoard, a line on the terminal. On rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ddpcore.storage.files import replace_file
+from ddpcore.storage.json_lines import JsonLines, to_json
+from ddpcore.training import record
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:  # the extra `tensorboard`
+    SummaryWriter = None  # type: ignore[assignment,misc]
+
+
+class RunWriter:
+    """Files and terminal of a run; as a context manager they are closed, whatever happens.
+
+    Args:
+        out: the folder.
+        total_steps: for the progress line.
+        header: the first row of a new run.
+        resumed: the row that says that it goes on; None where it begins.
+        step: where the run goes on. What was written of later steps is dropped.
+        tensorboard: write scalars too.
+
+    Raises:
+        ValueError: TensorBoard is wanted and not installed.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        total_steps: int,
+        header: dict[str, Any],
+        resumed: dict[str, Any] | None = None,
+        step: int = 0,
+        tensorboard: bool = False,
+    ) -> None:
+        check_tensorboard(tensorboard)
+        path = out / record.FILE
+        rows = [] if resumed is None else [row for row in record.rows(path) if row.get("step", 0) <= step]
+        if not any(row.get("kind") == "run" for row in rows):
+            rows.insert(0, header)
+        out.mkdir(parents=True, exist_ok=True)
+        rows += [] if resumed is None else [resumed]
+        replace_file(path, b"".join(json.dumps(to_json(row)).encode() + b"\n" for row in rows))
+        self._out = out
+        self._record = JsonLines(path)
+        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1) if tensorboard else None
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID = self._progress.add_task("training", total=total_steps, completed=step)
+
+    def __enter__(self) -> RunWriter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+        self._record.close()
+        if self._board is not None:
+            self._board.close()
+
+    def advance(self, step: int, text: str) -> None:
+        """The line on the terminal, where there is one."""
+        self._progress.update(self._task, completed=step, description=text)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One line of the record; the numbers of an epoch go to TensorBoard too."""
+        self._record.append(row)
+        if self._board is not None and row["kind"] == "epoch":
+            for name, value in to_json(row).items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(name, value, row["step"])
+            self._board.flush()
+
+    def sync(self) -> None:
+        """Return once the record is on the disk: what a checkpoint counts as written must be there."""
+        self._record.sync()
+
+    def write_model(self, content: bytes) -> None:
+        """The averaged model at the end, as safetensors."""
+        replace_file(self._out / "model.safetensors", content)
+
+
+def check_tensorboard(wanted: bool) -> None:
+    """ValueError where TensorBoard is wanted and not installed."""
+    if wanted and SummaryWriter is None:
+        raise ValueError("tensorboard is not installed: pip install 'ddpcore[tensorboard]', or leave it out")

@@ -1,0 +1,373 @@
+"""``benchmarks/run_gpu.sh``: its arguments, and that a failed or late step stops no other. Steps do no work."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "run_gpu.sh"
+
+_spec = importlib.util.spec_from_file_location("summarize", ROOT / "benchmarks" / "summarize.py")
+summarize = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(summarize)
+
+_spec = importlib.util.spec_from_file_location("gpu_needs", ROOT / "benchmarks" / "gpu_needs.py")
+gpu_needs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(gpu_needs)
+
+
+def script(file: Path, *lines: str) -> Path:
+    """An executable that writes its words to a log beside it, and then runs these lines."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(["#!/bin/sh", f'echo "$*" >> {file}.log', *lines]) + "\n")
+    file.chmod(0o755)
+    return file
+
+
+def stand_in(folder: Path, *cases: str, needs: str = "2 - build/temp -") -> Path:
+    """In Python's place: says what ``gpu_needs.py`` would of a machine, does what the cases say, else nothing."""
+    answers = (f'*gpu_needs.py*) echo "{needs}" ;;', *cases)
+    return script(folder / "python", 'case "$*" in', *answers, "esac")
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Path:
+    """In Python's place: fails in bench_mix.py, takes its time in bench_lars.py, else does nothing."""
+    return stand_in(tmp_path, "*bench_mix.py*) exit 3 ;;", "*bench_lars.py*) exec sleep 60 ;;")
+
+
+def run(arguments: list[str], python: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": str(python)} | variables
+    return subprocess.run(["bash", SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=60)
+
+
+def steps_of(out: Path) -> dict[str, tuple[str, str]]:
+    """Status and note of each step."""
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    return {step["step"]: (step["status"], step["note"]) for step in steps}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "usage: run_gpu.sh OUTDIR"),
+        (["out", "--only"], "--only is ''"),
+        (["out", "--only", "lint"], "--only is 'lint': choose from build, tests, sanitizer, bench"),
+        (["out", "--fast"], "unknown flag --fast"),
+        (["out", "more"], "two folders, out and more"),
+        (["/proc/nowhere"], "cannot make the folder /proc/nowhere"),
+    ],
+)
+def test_refused(arguments: list[str], says: str, interpreter: Path, tmp_path: Path) -> None:
+    done = run([str(tmp_path / a) if a == "out" else a for a in arguments], interpreter)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert says.replace("out ", f"{tmp_path / 'out'} ") in done.stderr
+
+
+def test_what_is_no_interpreter_is_refused(tmp_path: Path) -> None:
+    done = run([str(tmp_path / "out")], Path("/bin/false"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "set PYTHON to an interpreter with torch" in done.stderr
+
+
+# --- what the machine has ----------------------------------------------------------------------------------------
+
+
+def test_all_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
+    says = "python lacks torch, nvcc: install"
+    python = script(tmp_path / "python", f"echo {says}", "exit 2")
+    done = run([str(tmp_path / "out")], python)
+    assert (done.returncode, done.stderr) == (2, f"run_gpu.sh: {says}\n")
+    assert len(Path(f"{python}.log").read_text().splitlines()) == 1
+    assert not (tmp_path / "out" / "steps.jsonl").exists()
+
+
+def test_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu_needs, "ALWAYS", ("torch", "no_such_module"))
+    monkeypatch.setattr(gpu_needs, "TO_BUILD", ("nor_this_one",))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert gpu_needs.missing("cuda", builds=False) == ["no_such_module"]
+    all_of_it = gpu_needs.missing("cuda", builds=True)
+    assert [one for one in all_of_it if one != "Python.h"] == [
+        "no_such_module",
+        "nor_this_one",
+        "g++",
+        "nvcc (set CUDA_HOME)",
+    ]
+    monkeypatch.setattr("sys.argv", ["gpu_needs", "--device", "cuda"])
+    assert gpu_needs.main() == 2
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and all(name in said for name in all_of_it)
+
+
+def test_what_the_script_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a dry run: two ranks, no architecture; a program that is no module is looked for on the path."""
+    monkeypatch.setattr(gpu_needs, "TO_TEST", ("pytest", "no_such_module"))
+    monkeypatch.setattr(gpu_needs.shutil, "which", lambda name: "/bin/g++" if name == "g++" else None)
+    monkeypatch.setattr("sys.argv", ["gpu_needs", "--no-build"])
+    assert gpu_needs.main() == 0
+    num_gpus, architecture, objects, nvcc, *absent = capsys.readouterr().out.split()
+    assert (num_gpus, architecture, nvcc, absent) == ("2", "-", "-", ["ninja", "no_such_module"])
+    assert objects.startswith("build/temp.") and objects.endswith(sys.implementation.cache_tag)
+
+
+def test_a_compiler_that_is_not_on_the_path_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    compiler = script(tmp_path / "bin" / "nvcc")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert gpu_needs.nvcc() == str(compiler)
+
+
+def test_what_can_be_done_without(tmp_path: Path) -> None:
+    """Without networkx no file that imports it is collected, nor one whose helper does; without pytest none is."""
+    python = stand_in(tmp_path, needs="1 9.0 build/temp - networkx")
+    assert run([str(tmp_path / "out"), "--only", "tests"], python).returncode == 0
+    (words,) = [line.split() for line in Path(f"{python}.log").read_text().splitlines() if "-m pytest" in line]
+    ignored = {word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")}
+    assert {"tests/strategies/test_invariants.py", "tests/distributed/test_device_ranks.py"} <= ignored
+    assert "tests/distributed/test_device.py" not in ignored
+    status = steps_of(tmp_path / "out")
+    assert status["pytest"] == ("ok", "")
+    assert status["needs"] == ("skipped", "not installed: networkx; what needs it is left out or slower")
+    python = stand_in(tmp_path, needs="1 9.0 build/temp - pytest networkx")
+    assert run([str(tmp_path / "out"), "--only", "tests"], python).returncode == 0
+    assert steps_of(tmp_path / "out")["pytest"] == ("skipped", "pytest is not installed")
+
+
+def test_one_gpu_has_nothing_between_ranks_to_measure(tmp_path: Path) -> None:
+    python = stand_in(tmp_path, needs="1 9.0 build/temp nvcc")
+    assert run([str(tmp_path / "out"), "--only", "bench"], python).returncode == 0
+    status = steps_of(tmp_path / "out")
+    for name in ("buckets", "predict", "comm"):
+        assert status[name][0] == "skipped" and "share a GPU" in status[name][1]
+    assert "--world-size 1" not in Path(f"{python}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "case", "why"),
+    [
+        ([], "*setup.py*) exit 1 ;;", "the build failed: see logs/build.log"),
+        (["--only", "bench"], "*machine.kernels*) exit 1 ;;", "no kernels for cpu can be loaded: see logs/kernels.log"),
+    ],
+)
+def test_nothing_is_measured_without_kernels(arguments: list[str], case: str, why: str, tmp_path: Path) -> None:
+    """Else their pure-torch twins would be."""
+    out = tmp_path / "out"
+    assert run([str(out), "--dry-run", *arguments], stand_in(tmp_path, case)).returncode == 1
+    status = steps_of(out)
+    status.pop("build", None)
+    assert status == dict.fromkeys(arguments[1:] or ["tests", "sanitizer", "bench"], ("skipped", why))
+
+
+def test_the_tests_are_linked_with_the_objects_of_this_interpreter(tmp_path: Path) -> None:
+    """Not with those of CMake, of another Python, or of a source that is no more."""
+    for name in ("benchmarks/run_gpu.sh", "csrc/cpu/sgd.cpp", "csrc/cuda/sgd.cu", "tests/cpp/test_cuda_kernels.cpp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    ours = {"build/temp.this/csrc/cpu/sgd.o", "build/temp.this/csrc/cuda/sgd.o"}
+    others = {"build/cmake/csrc/cpu/sgd.o", "build/temp.other/csrc/cpu/sgd.o", "build/temp.this/csrc/cpu/gone.o"}
+    for name in ours | others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "g++")  # which finds GoogleTest
+    compiler = script(tmp_path / "bin" / "compiler", "cp /bin/true build/cpp-tests")
+    python = stand_in(tmp_path, needs=f"1 9.0 build/temp.this {compiler}")
+    words = ["bash", tmp_path / "benchmarks" / "run_gpu.sh", tmp_path / "out", "--only", "tests"]
+    environment = os.environ | {"PYTHON": str(python), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert steps_of(tmp_path / "out")["cpp-tests"][0] == "ok"
+    compile, link = (line.split() for line in Path(f"{compiler}.log").read_text().splitlines())
+    assert "tests/cpp/test_cuda_kernels.cpp" in compile and "build/cpp-objects/test_cuda_kernels.cpp.o" in compile
+    assert {word for word in link if word.endswith(".o") and "cpp-objects" not in word} == ours
+
+
+# --- the steps ---------------------------------------------------------------------------------------------------
+
+
+def test_failures_and_time_limits_stop_nothing_else(interpreter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run([str(out), "--only", "bench", "--dry-run"], interpreter, RUN_SECONDS="150")
+    assert done.returncode == 1
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    status = {step["step"]: step["status"] for step in steps}
+    benches = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")} - {"bench_learners"}  # of the CPU
+    assert benches < set(status)
+    assert {"optim-float32", "strategies", "stats", "buckets", "predict", "comm"} <= set(status)
+    assert status.pop("bench_lars") == "timeout"
+    assert status.pop("bench_mix") == "failed"
+    assert status.pop("study") == "skipped"
+    assert set(status.values()) == {"ok"}
+    assert (out / "logs" / "bench_lars.log").exists()
+
+
+def test_what_finds_no_time_left_is_cut_and_listed(interpreter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run([str(out), "--only", "bench", "--dry-run"], interpreter, RUN_SECONDS="40").returncode == 1
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [step["status"] for step in steps if step["step"] in ("optim-float32", "bench_sgd")] == ["ok", "cut"]
+
+
+def test_all_limits_together_are_less_than_ten_minutes() -> None:
+    text = SCRIPT.read_text()
+    shares = dict(re.findall(r'^ *(?:\[.*\] \|\| )?(?:step|kernel) "?([\w$-]+)"? (\d+) ', text, re.MULTILINE))
+    assert {"build", "pytest", "cpp-compile", "cpp-link", "cpp-tests", "sanitizer-$tool", "bench_$name", "comm"} <= set(
+        shares
+    )
+    times = {"bench_$name": 6, "$name": 2}  # in loops; the sanitizers' share is that of one, they run side by side
+    total = sum(times.get(name, 1) * int(seconds) for name, seconds in shares.items())
+    stages = dict(re.findall(r"\[(\w+)\]=(\d+)", text))
+    assert {name: int(seconds) for name, seconds in stages.items()} == {
+        "build": int(shares["build"]),
+        "tests": sum(int(shares[name]) for name in ("pytest", "cpp-compile", "cpp-link", "cpp-tests")),
+        "sanitizer": int(shares["sanitizer-$tool"]), "bench": 0,
+    }  # fmt: skip
+    assert 500 < total <= int(re.search(r"RUN_SECONDS:-(\d+)", text)[1]) < 600
+
+
+def test_every_bench_takes_the_words_that_it_is_given(tmp_path: Path) -> None:
+    """Those of a dry run, one after the other: of toy size, on the CPU."""
+    recorder = stand_in(tmp_path)
+    assert run([str(tmp_path / "out"), "--only", "bench", "--dry-run"], recorder).returncode == 0
+    lines = Path(f"{recorder}.log").read_text().splitlines()
+    commands = [line.split() for line in lines if "ddpcore.bench " in line or "/bench_" in line]
+    assert len(commands) == 17
+    for command in commands:
+        done = ranks.python(*command, cwd=ROOT, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    rows = [json.loads(line) for line in (tmp_path / "out" / "training.jsonl").read_text().splitlines()]
+    assert {row["case"].split()[0] for row in rows} >= {"step", "shm", "training"}
+    kinds = [summarize.training_line(row)[0] for row in rows]
+    assert "step of resnet18, ours" in kinds
+    names = {path.name for path in (tmp_path / "out").glob("*.json")}
+    assert names == {f"{name}.json" for name in ("optim-float32", "strategies", "stats", "buckets", "predict", "comm")}
+    assert len(summarize.rows_of(tmp_path / "out")) > len(commands)
+
+
+def test_memory_checkers_run_side_by_side(tmp_path: Path) -> None:
+    """Each is a step of its own, one that finds something fails, and the option has the name that the version knows."""
+    (tmp_path / "bin").mkdir()
+    checker = script(
+        tmp_path / "bin" / "compute-sanitizer",
+        'case "$*" in',
+        "--help) echo --kernel-name; exec seq 100000 ;;",  # more than a pipe holds
+        # each waits for the others to have begun
+        f"*) touch {tmp_path}/$2; while [ $(ls {tmp_path} | grep -c check) -lt 4 ]; do sleep 0.05; done ;;",
+        "esac",
+        '[ "$2" != racecheck ] || exit 86',
+    )
+    python = stand_in(tmp_path, needs="1 9.0 build/temp -")
+    path = f"{checker.parent}:{os.environ['PATH']}"
+    done = run([str(tmp_path / "out"), "--only", "sanitizer"], python, PATH=path)
+    assert done.returncode == 1, done.stdout
+    status = steps_of(tmp_path / "out")
+    assert {name: status[f"sanitizer-{name}"][0] for name in ("memcheck", "racecheck", "synccheck", "initcheck")} == {
+        "memcheck": "ok", "racecheck": "failed", "synccheck": "ok", "initcheck": "ok",
+    }  # fmt: skip
+    words = [line.split() for line in Path(f"{checker}.log").read_text().splitlines() if "--tool" in line]
+    assert {line[1]: "--kernel-name" in line for line in words} == {
+        "memcheck": True, "racecheck": True, "synccheck": True, "initcheck": False,
+    }  # fmt: skip
+
+
+def test_what_is_skipped_leaves_its_time_to_others(tmp_path: Path) -> None:
+    """Without GoogleTest and two GPUs the last steps may take what those would have."""
+    python = stand_in(tmp_path, needs="1 9.0 build/temp -")
+    assert run([str(tmp_path / "out"), "--only", "bench"], python).returncode == 0
+    text = (tmp_path / "out" / "steps.jsonl").read_text()
+    limits = {step["step"]: step["limit"] for step in map(json.loads, text.splitlines())}
+    assert limits["optim-float32"] == 72, "no more than twice its own, though the stages before it were not asked for"
+
+
+@pytest.mark.parametrize(("stage", "status"), [("build", "ok"), ("sanitizer", "skipped")])
+def test_one_stage(stage: str, status: str, interpreter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run([str(out), "--dry-run", "--only", stage], interpreter).returncode == 0
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [(step["step"], step["status"]) for step in steps] == [(stage, status)]
+
+
+# --- the summary -------------------------------------------------------------------------------------------------
+
+
+def lines(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = {"p20": 0.5, "p50": 0.75, "p80": 1.0}
+    lines(
+        tmp_path / "kernels.jsonl",
+        {"case": "sgd_step_", "numel": 1000, "dtype": "float32", "seconds": spread, "gb_per_s": 10.0, "commit": "aa"}
+        | {"fraction_of_copy": 0.9, "ratio": spread, "baseline": "torch"},
+    )
+    side = {
+        "comparison": "A / B",
+        "list": "lenet5",
+        "dtype": "float32",
+        "ms": spread,
+        "ratio": spread,
+        "device": "cuda",
+    }
+    environment = {"device": "A GPU", "commit": None}
+    result = {"environment": environment, "rows": [{**side, "implementation": name} for name in "AB"]}
+    (tmp_path / "optim-float32.json").write_text(json.dumps(result))
+    (tmp_path / "gpu.csv").write_text(
+        "name, driver_version, clocks.current.sm [MHz]\nA GPU, 1.2, 900\nA GPU, 1.2, 1000\nA GPU, 1.2, 1700\n"
+    )
+    lines(
+        tmp_path / "steps.jsonl",
+        {"step": "build", "status": "ok", "seconds": 5, "limit": 9, "note": ""},
+        {"step": "pytest", "status": "timeout", "seconds": 9, "limit": 9, "note": "see"},
+    )
+    monkeypatch.setattr("sys.argv", ["summarize", str(tmp_path), "--commit", "bb"])
+    monkeypatch.setattr(
+        summarize,
+        "machine",
+        lambda device: dict.fromkeys(("device", "torch", "cuda", "python", "commit")) | {"kernels": ["cpu", "cuda"]},
+    )
+    summarize.main()
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["commit"] for row in rows] == ["aa", "bb", "bb"]
+    assert rows[1]["device"] == "cuda" and rows[1]["device_name"] == "A GPU"
+    for row in rows:
+        assert row["gpu"]["driver_version"] == "1.2"
+        assert row["gpu"]["clocks.current.sm [MHz]"] == {"min": 900, "median": 1000, "max": 1700}
+    text = (tmp_path / "summary.md").read_text()
+    assert "Cut short or not begun: pytest." in text
+    assert "| sgd_step_ | 1,000 | float32 | 750.0000 | 10.0 | 90% | 0.75 [0.50-1.00] | torch |" in text
+    assert text.count("| A / B |") == 1
+    assert "commit bb" in text
+    assert "compiled kernels: cpu, cuda" in text
+
+
+def test_rows_that_were_cut_are_left_out(tmp_path: Path) -> None:
+    """A clock cut from 1700 to 17 is no sample, nor is a line of fewer columns; a row behind a cut one is lost too."""
+    clocks = tmp_path / "gpu.csv"
+    clocks.write_text("name, clocks.sm [MHz]\nA GPU, 900\nUnknown Error\nA GPU, 17")
+    assert summarize.clocks(clocks) == {"name": "A GPU", "clocks.sm [MHz]": {"min": 900, "median": 900, "max": 900}}
+    rows = tmp_path / "kernels.jsonl"
+    rows.write_text('{"case": 1}\n{"case": 2, "nu{"case": 3}\n{"case": 4}\n{"case": 5, "numel": 1')
+    assert summarize.json_lines(rows) == [{"case": 1}, {"case": 4}]
+
+
+def test_an_empty_folder_has_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["summarize", str(tmp_path)])
+    summarize.main()
+    assert "nothing" in (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "results.jsonl").read_text() == ""

@@ -1,0 +1,149 @@
+"""The averaged copy: which batch normalisation it has, and that the model in training never notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore import Ring
+from ddpcore.distributed.averaging import recalibrate
+
+N = 3
+
+
+def trained() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=0.3), nn.Dropout(0.5), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(Ring()), learners=N)
+    for seed in range(3):
+        optimizer.zero_grad()
+        handle.model(batches(seed, N)).square().sum().backward()
+        optimizer.step()
+    return model, handle
+
+
+def batches(seed: int, *rows: int) -> Tensor:
+    return torch.randn(*rows, 8, 5, generator=torch.Generator().manual_seed(seed)) + 1
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_recalibrated_statistics_are_those_of_the_averaged_weights() -> None:
+    model, handle = trained()
+    before = snapshot(model)
+    inputs = [batches(seed)[: 8 - number] + number for number, seed in enumerate((10, 11, 12))]
+    evaluation = handle.evaluation_model(batch_norm="recalibrate", batches=inputs)
+    hidden = torch.cat([evaluation[0](batch) for batch in inputs])
+    torch.testing.assert_close(evaluation[1].running_mean, hidden.mean(0))
+    torch.testing.assert_close(evaluation[1].running_var, hidden.var(0))
+    assert evaluation[1].momentum == 0.3
+    assert evaluation.training and evaluation[2].training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_recalibrated_images_and_layers_that_are_used_twice() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3)
+    model = nn.Sequential(norm, nn.Conv2d(3, 3, 3), norm, nn.BatchNorm2d(3, track_running_stats=False))
+    inputs = [torch.randn(num, 3, 6, 5) + num for num in (2, 5)]
+    seen: list[Tensor] = []
+    handle = norm.register_forward_pre_hook(lambda module, given: seen.append(given[0].transpose(0, 1).flatten(1)))
+    recalibrate(model, inputs)
+    handle.remove()
+    values = torch.cat(seen, dim=1)
+    assert len(seen) == 4
+    torch.testing.assert_close(norm.running_mean, values.mean(1))
+    torch.testing.assert_close(norm.running_var, values.var(1))
+    assert not norm._forward_pre_hooks
+
+
+def test_local_and_average() -> None:
+    model, handle = trained()
+    assert torch.equal(handle.evaluation_model(batch_norm="local")[1].running_mean, model[1].running_mean[0])
+    averaged = handle.evaluation_model()[1].running_mean
+    torch.testing.assert_close(averaged, model[1].running_mean.mean(0))
+    for batch_norm in ("local", "average"):
+        handle.evaluation_model(batch_norm=batch_norm)[1].running_mean.fill_(7)
+    assert not (model[1].running_mean == 7).any()
+
+
+def test_an_exception_leaves_the_model_in_training_alone() -> None:
+    model, handle = trained()
+    before = snapshot(model)
+
+    def broken() -> Any:
+        yield batches(1)
+        raise KeyError("the loader died")
+
+    with pytest.raises(KeyError):
+        handle.evaluation_model(batch_norm="recalibrate", batches=broken())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert handle.model.training
+
+
+def test_recalibrate_puts_modes_back_after_an_exception() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model[2].eval()
+    with pytest.raises(RuntimeError):
+        recalibrate(model, [torch.ones(8, 6)])
+    assert [module.training for module in model] == [True, True, False]
+    assert model[1].momentum == 0.1
+    with pytest.raises(ValueError, match="at least one batch"):
+        recalibrate(model, [])
+
+
+class Keeping(nn.Module):
+    """Keeps what it computed, plainly and in containers, as feature extractors and old-style weight_norm do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.weight_norm(nn.Linear(5, 4))
+        self.last = nn.Linear(4, 3)
+        self.kept: dict[str, Any] = {}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.hidden = self.first(inputs)
+        self.kept["pair"] = [self.hidden, (2 * self.hidden,)]
+        return self.last(self.hidden)
+
+
+@pytest.mark.parametrize("vectorize", [None, True, False], ids=["single", "together", "in turn"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_model_that_keeps_activations(vectorize: bool | None) -> None:
+    """The copy computes what the learners do, and what it keeps is its own and needs no gradient."""
+    torch.manual_seed(0)
+    model = Keeping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: Any = {} if vectorize is None else {"learners": N, "vectorize": vectorize}
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD() if options else ddpcore.Single(), **options)
+    inputs = batches(0, N) if options else batches(0)
+    handle.model(inputs).square().sum().backward()
+    optimizer.step()
+    hidden = model.hidden
+    outputs = handle.model(inputs)
+    evaluation = handle.evaluation_model()
+    assert evaluation.hidden is evaluation.kept["pair"][0] is not model.hidden
+    assert not evaluation.hidden.requires_grad
+    assert model.hidden is not hidden and (vectorize or model.hidden.requires_grad)
+    torch.testing.assert_close(evaluation(batches(0, N)[0] if options else inputs), outputs[0] if options else outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_norm": "mean"}, "unknown batch_norm 'mean': choose from average, local, recalibrate"),
+        ({"batch_norm": "recalibrate"}, "pass both or none"),
+        ({"batches": [1]}, "pass both or none"),
+    ],
+)
+def test_bad_requests(options: dict[str, Any], message: str) -> None:
+    _, handle = trained()
+    with pytest.raises(ValueError, match=message):
+        handle.evaluation_model(**options)

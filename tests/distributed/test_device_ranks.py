@@ -1,0 +1,90 @@
+"""Four real ranks on one device, and one alone over NCCL, are the virtual learners of the CPU.
+
+A GPU rounds matrix products otherwise: its weights are held to 1e-4 of the largest one. That is some 800 ULPs after six
+steps, and a strategy that averaged with the wrong learner would be off by far more (``test_strategies_differ``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import device_ranks as helper
+from helpers import ranks
+
+TOLERANCES = {"cpu": 4 * torch.finfo(torch.float32).eps, "cuda": 1e-4}
+RUNS = [
+    pytest.param(
+        device, transport, case, marks=[pytest.mark.cuda] if device == "cuda" else [], id=f"{device}-{transport}-{case}"
+    )
+    for device, transports in helper.TRANSPORTS.items()
+    for transport in transports
+    for case in helper.runs(device, transport)
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As each rank has: more would round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def virtual(case: Any) -> dict[str, Any]:
+    """Virtual learners on the CPU."""
+    return helper.train(case)
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[Any, Any]]:
+    return ranks.run("device_ranks", helper.WORLD_SIZE)
+
+
+def check(seen: dict[str, Any], expected: dict[str, Any], row: int, device: str) -> None:
+    largest = expected["weights"].abs().max()
+    for name in ("weights", "average"):
+        theirs = expected[name][row : row + 1] if name == "weights" else expected[name]
+        assert (seen[name] - theirs).abs().max() <= TOLERANCES[device] * largest, name
+    torch.testing.assert_close(seen["losses"][:, 0], expected["losses"][:, row], rtol=1e-3, atol=1e-5)
+
+
+def skip_without(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
+
+
+@pytest.mark.parametrize(("device", "transport", "case"), RUNS)
+def test_real_ranks_on_one_device(device: str, transport: str, case: Any, request: pytest.FixtureRequest) -> None:
+    skip_without(device)
+    expected = virtual(case)
+    for rank, seen in enumerate(request.getfixturevalue("real")):
+        check(seen[device, transport, tuple(case)], expected, rank, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", helper.ALONE, ids=str)
+def test_one_rank(case: Any, device: str, request: pytest.FixtureRequest) -> None:
+    """On a GPU over NCCL."""
+    skip_without(device)
+    seen = request.getfixturevalue("real")[0][device, "alone", tuple(case)]
+    if isinstance(seen, Exception):
+        raise seen
+    check(seen, virtual(case), 0, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", helper.CASES, ids=str)
+def test_virtual_learners(case: Any, device: str) -> None:
+    skip_without(device)
+    expected, seen = virtual(case), helper.train(case, device=device)
+    for row in range(helper.WORLD_SIZE):
+        one = seen | {"weights": seen["weights"][row : row + 1], "losses": seen["losses"][:, row : row + 1]}
+        check(one, expected, row, device)

@@ -1,0 +1,140 @@
+"""distribute() with virtual learners, against plain torch and the equations."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ddpcore
+from ddpcore.optim import FusedSGD
+from helpers import training
+
+
+@pytest.mark.parametrize("optimizer_name", training.OPTIMIZERS)
+@pytest.mark.parametrize("strategy_name", training.STRATEGIES)
+def test_any_optimizer_follows_the_equation(strategy_name: str, optimizer_name: str) -> None:
+    """Learners written out as L plain models with L plain torch optimizers, moved by the strategy's equation."""
+    model = training.mlp()
+    twins = [copy.deepcopy(model) for _ in range(training.L)]
+    plain = training.OPTIMIZERS["sgd" if optimizer_name == "fused" else optimizer_name]
+    twin_optimizers = [plain(twin.parameters()) for twin in twins]
+    optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
+    handle = ddpcore.distribute(
+        model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, vectorize=False, **training.SMALL
+    )
+    for step in range(5):
+        inputs, labels = training.samples(training.L, 4, seed=step)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        training.loss_of(handle.model(inputs), labels).backward()
+        optimizer.step()
+
+        for twin, x, y in zip(twins, inputs, labels, strict=True):
+            twin.zero_grad()
+            F.cross_entropy(twin(x), y).backward()
+        peers = [[p.detach().clone() for p in twin.parameters()] for twin in twins]
+        for index in range(len(peers[0])):
+            parameters = [list(twin.parameters())[index] for twin in twins]
+            if strategy_name == "ssgd":
+                mean = sum(p.grad for p in parameters) / training.L
+                for p in parameters:
+                    p.grad.copy_(mean)
+            elif strategy_name == "dpsgd":  # a ring of three: everyone with everyone
+                for p in parameters:
+                    p.data.copy_(sum(peer[index] for peer in peers) / training.L)
+        for each in twin_optimizers:
+            each.step()
+        if strategy_name == "local_sgd" and (step + 1) % 2 == 0:
+            mean = sum(training.flat_weights(twin) for twin in twins) / training.L
+            for twin in twins:
+                nn.utils.vector_to_parameters(mean.clone(), twin.parameters())
+    expected = torch.stack([training.flat_weights(twin) for twin in twins])
+    # Adam divides by sqrt(v): near-zero gradients turn a rounding into more than one.
+    training.assert_near(
+        training.stacked_weights(model), expected, ulps=8 if optimizer_name in ("fused", "sgd") else 64
+    )
+
+
+def test_the_gradient_is_that_of_the_unmixed_weights() -> None:
+    """Average-while-computing on 0.5 h_j (w - c_j)^2, not adapt-then-combine and not combine-then-adapt."""
+    h, c = torch.tensor([1.0, 3.0]), torch.tensor([2.0, -1.0])
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete()), learners=2, vectorize=False)
+    model.weight.data.copy_(torch.tensor([1.0, 5.0]).view(2, 1, 1))
+    w = model.weight.detach().flatten().clone()
+    optimizer.zero_grad()
+    outputs = handle.model(torch.ones(2, 1, 1)).flatten()
+    (0.5 * h * (outputs - c) ** 2).sum().backward()
+    optimizer.step()
+    gradient = h * (w - c)
+    awc = w.mean() - 0.25 * gradient
+    atc = (w - 0.25 * gradient).mean().expand(2)
+    cta = w.mean() - 0.25 * h * (w.mean() - c)
+    got = model.weight.detach().flatten()
+    torch.testing.assert_close(got, awc, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(got, atc)
+    assert not torch.allclose(got, cta)
+
+
+def test_one_virtual_learner_is_plain_training() -> None:
+    for strategy in training.STRATEGIES.values():
+        model, plain = training.mlp(), training.mlp()
+        optimizer, twin = (
+            FusedSGD(model.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9),
+        )
+        handle = ddpcore.distribute(model, optimizer, strategy(), learners=1)
+        for step in range(4):
+            inputs, labels = training.samples(1, 4, seed=step)
+            optimizer.zero_grad()
+            training.loss_of(handle.model(inputs), labels).backward()
+            optimizer.step()
+            twin.zero_grad()
+            F.cross_entropy(plain(inputs[0]), labels[0]).backward()
+            twin.step()
+        training.assert_near(training.stacked_weights(model, 1)[0], training.flat_weights(plain))
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_vectorized_learners_are_the_same(vectorize: bool) -> None:
+    ends = []
+    for vmap in (vectorize, False):
+        model = training.mlp()
+        optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(), learners=training.L, vectorize=vmap)
+        for step in range(3):
+            inputs, labels = training.samples(training.L, 4, seed=step)
+            optimizer.zero_grad()
+            training.loss_of(handle.model(inputs), labels).backward()
+            optimizer.step()
+        ends.append(training.stacked_weights(model))
+    training.assert_near(*ends)
+
+
+@pytest.mark.parametrize("strategy_name", training.STRATEGIES)
+def test_param_groups_with_their_own_rules(strategy_name: str) -> None:
+    """Groups in any order, one without momentum: FusedSGD and torch.optim.SGD agree."""
+    ends = []
+    for make in (FusedSGD, torch.optim.SGD):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+        groups = [
+            {"params": [model[2].weight, model[0].bias], "lr": 0.05, "momentum": 0.0},
+            {"params": [model[0].weight, model[4].bias], "weight_decay": 0.1, "nesterov": True},
+            {"params": [model[4].weight, model[2].bias]},
+        ]
+        optimizer = make(groups, lr=0.1, momentum=0.9)
+        handle = ddpcore.distribute(
+            model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, **training.SMALL
+        )
+        for step in range(4):
+            inputs, labels = training.samples(training.L, 4, seed=step)
+            optimizer.zero_grad()
+            training.loss_of(handle.model(inputs), labels).backward()
+            optimizer.step()
+        ends.append(training.stacked_weights(model))
+    training.assert_near(*ends)

@@ -1,0 +1,147 @@
+"""The gradient that a loop sees: accumulated, averaged, and after a pass that failed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore.optim import FusedSGD
+from helpers import training
+
+
+@pytest.mark.parametrize("optimizer_name", ["fused", "sgd"])
+@pytest.mark.parametrize("how", ["no_sync", "backwards"])
+def test_accumulation_is_one_big_batch(how: str, optimizer_name: str) -> None:
+    """ssgd in three micro-batches a step, synchronised once or three times, and one learner on all samples."""
+    model, plain = training.mlp(), training.mlp()
+    optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
+    twin = training.OPTIMIZERS["sgd"](plain.parameters())
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **training.SMALL)
+    for step in range(3):
+        inputs, labels = training.samples(2, 6, seed=step)
+        optimizer.zero_grad(set_to_none=step != 1)
+        for micro in range(3):
+            part = slice(2 * micro, 2 * micro + 2)
+            loss = training.loss_of(handle.model(inputs[:, part]), labels[:, part]) / 3
+            if how == "no_sync" and micro < 2:
+                with handle.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        twin.zero_grad()
+        F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
+        twin.step()
+    for row in training.stacked_weights(model, 2):
+        training.assert_near(row, training.flat_weights(plain))
+
+
+def test_nested_no_sync_stays_paused() -> None:
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    inputs, labels = training.samples(2, 4)
+    with handle.no_sync():
+        with handle.no_sync():
+            pass
+        training.loss_of(handle.model(inputs), labels).backward()
+    grad = next(model.parameters()).grad
+    assert not torch.equal(grad[0], grad[1]), "gradients were averaged inside no_sync()"
+
+
+def test_gradients_are_the_mean_right_after_backward() -> None:
+    model, plain = training.mlp(), training.mlp()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **training.SMALL)
+    inputs, labels = training.samples(2, 4)
+    training.loss_of(handle.model(inputs), labels).backward()
+    F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        for row in ours.grad:
+            training.assert_near(row, theirs.grad)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    before = training.stacked_weights(model, 2).clone()
+    optimizer.step()
+    moved = (training.stacked_weights(model, 2) - before).square().sum().sqrt()
+    assert moved.item() == pytest.approx(0.1 * 0.01, rel=1e-3), "the step must use the clipped gradient"
+
+
+def test_an_error_inside_backward_leaves_the_next_step_sound() -> None:
+    """A backward pass that dies halfway must not stop the averaging of all that follow."""
+
+    def explode(grad: Tensor) -> None:
+        raise ArithmeticError("boom")
+
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, vectorize=False, **training.SMALL)
+    inputs, labels = training.samples(2, 4)
+    hook = model[0].weight.register_hook(explode)
+    with pytest.raises(ArithmeticError, match="boom"):
+        training.loss_of(handle.model(inputs), labels).backward()
+    hook.remove()
+    assert model[2].bias.grad is not None, "the pass must fail after the first gradient, or this test tries nothing"
+    optimizer.zero_grad()
+    training.loss_of(handle.model(inputs), labels).backward()
+    for parameter in model.parameters():
+        assert torch.equal(parameter.grad[0], parameter.grad[1]), "gradients are no longer averaged"
+    optimizer.step()
+    plain = training.mlp()
+    F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for row in training.stacked_weights(model, 2):
+        training.assert_near(row, training.flat_weights(plain))
+
+
+def test_a_branch_used_only_under_no_sync() -> None:
+    """Both branches get a gradient each step, in micro-batches of which only the last is synchronised."""
+    torch.manual_seed(0)
+    model = training.Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    for first, last in (("first", "second"), ("second", "first")):
+        inputs, labels = training.samples(2, 4)
+        optimizer.zero_grad()
+        model.branch = first
+        with handle.no_sync():
+            training.loss_of(handle.model(inputs), labels).backward()
+        model.branch = last
+        training.loss_of(handle.model(inputs), labels).backward()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad[0], parameter.grad[1]), name
+        optimizer.step()
+
+
+def test_momentum_survives_a_first_step_without_synchronisation() -> None:
+    """The parameters are laid out anew after the first synchronised backward: momentum must move along."""
+    ends = []
+    for make in (FusedSGD, torch.optim.SGD):
+        model = training.mlp()
+        # Registered the other way round than used, so that the new order is another one.
+        model = nn.ModuleDict({"last": model[2], "first": model[0]})
+        optimizer = make(model.parameters(), lr=0.1, momentum=0.9)
+
+        class Chain(nn.Module):
+            def __init__(self, parts: nn.ModuleDict) -> None:
+                super().__init__()
+                self.parts = parts
+
+            def forward(self, inputs: Tensor) -> Tensor:
+                return self.parts["last"](self.parts["first"](inputs).tanh())
+
+        chain = Chain(model)
+        handle = ddpcore.distribute(chain, optimizer, ddpcore.SSGD(), learners=2, **training.SMALL)
+        for step in range(4):
+            inputs, labels = training.samples(2, 4, seed=step)
+            optimizer.zero_grad()
+            if step < 2:
+                with handle.no_sync():
+                    training.loss_of(handle.model(inputs), labels).backward()
+            else:
+                training.loss_of(handle.model(inputs), labels).backward()
+            optimizer.step()
+        ends.append(training.stacked_weights(chain, 2))
+    training.assert_near(*ends)

@@ -1,0 +1,235 @@
+"""What becomes of momentum, batch normalisation, scaler and random numbers when learners meet."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore import Policies, Ring
+from ddpcore.distributed.state_sync import scales_inside
+from ddpcore.optim import FusedSGD
+from ddpcore.strategies import DPSGD, SSGD, LocalSGD, PushSum
+
+N = 4
+
+
+def make(strategy: Any, policies: Policies, kind: Any = torch.optim.SGD, **rule: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    rule = rule or {"lr": 0.1, "momentum": 0.9}
+    optimizer = kind(model.parameters(), **rule)
+    return model, optimizer, ddpcore.distribute(model, optimizer, strategy, learners=N, policies=policies)
+
+
+def step(handle: Any, optimizer: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    handle.model(torch.randn(N, 8, 5, generator=generator)).square().sum().backward()
+    optimizer.step()
+
+
+def states(model: Any, optimizer: Any, name: str) -> torch.Tensor:
+    return torch.cat([optimizer.state[p][name].reshape(N, -1) for p in model.parameters()], dim=1).clone()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
+def test_momentum(kind: Any) -> None:
+    """Beside learners that keep theirs: the same momentum, then averaged, mixed with the ring's matrix, or gone."""
+    seen = {}
+    for policy in ("keep", "average", "gossip", "reset"):
+        model, optimizer, handle = make(DPSGD(Ring()), Policies(momentum=policy), kind)
+        step(handle, optimizer, 0)
+        seen[policy] = states(model, optimizer, "momentum_buffer")
+    kept = seen["keep"]
+    assert not torch.allclose(kept[0], kept[1])
+    torch.testing.assert_close(seen["average"], kept.mean(0).expand_as(kept), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        seen["gossip"].double(), torch.from_numpy(Ring().matrix(0, N)) @ kept.double(), rtol=1e-5, atol=1e-7
+    )
+    assert not seen["reset"].any()
+
+
+def test_momentum_of_adam() -> None:
+    """Every buffer of the parameter's shape, not the step count; a reset forgets that too."""
+    seen = {}
+    for policy in ("keep", "average", "reset"):
+        model, optimizer, handle = make(LocalSGD(2), Policies(momentum=policy), torch.optim.Adam, lr=0.01)
+        step(handle, optimizer, 0)
+        step(handle, optimizer, 1)
+        seen[policy] = [states(model, optimizer, name) for name in ("exp_avg", "exp_avg_sq")]
+        counts = {int(state["step"]) for state in optimizer.state.values()}
+        assert counts == ({0} if policy == "reset" else {2})
+    for kept, averaged, forgotten in zip(*seen.values(), strict=True):
+        torch.testing.assert_close(averaged, kept.mean(0).expand_as(kept), rtol=1e-5, atol=1e-9)
+        assert not forgotten.any()
+
+
+def test_policies_act_only_where_learners_meet() -> None:
+    model, optimizer, handle = make(LocalSGD(3), Policies(momentum="average"))
+    for count in range(1, 7):
+        step(handle, optimizer, count)
+        buffers = states(model, optimizer, "momentum_buffer")
+        assert torch.allclose(buffers[0], buffers[1]) == (count % 3 == 0)
+
+
+def test_policies_act_while_post_local_sgd_is_synchronous() -> None:
+    """Gradients are averaged in the first three steps, weights then every second one."""
+    model, optimizer, handle = make(LocalSGD(2, switch_step=3), Policies(momentum="average", batch_norm="average"))
+    for count in range(1, 8):
+        step(handle, optimizer, count)
+        mean = model[1].running_mean
+        assert torch.allclose(mean[0], mean[1]) == (count <= 3 or count in (5, 7)), count
+
+
+@pytest.mark.parametrize("age", ["new", "old"])
+@pytest.mark.parametrize("name", ["momentum", "batch_norm", "rng", "scaler"])
+def test_a_resumed_run_resets_to_the_beginning_of_the_first(name: str, age: str) -> None:
+    """To the bit, although the model and the seed of the second process are others; states of old kind still load."""
+
+    def begin(seed: int) -> tuple[Any, Any, Any, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+        model[1].running_mean.fill_(float(seed))
+        optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
+        handle = ddpcore.distribute(
+            model,
+            optimizer,
+            LocalSGD(2),
+            learners=2,
+            vectorize=False,
+            policies=Policies(**{name: "reset"}),
+            scaler=scaler,
+        )
+        return model, optimizer, handle, scaler
+
+    def train(steps: range) -> None:
+        for seed in steps:
+            optimizer.zero_grad()
+            inputs = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(seed))
+            scaler.scale(handle.model(inputs).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    model, optimizer, handle, scaler = begin(3)
+    train(range(3))
+    saved = copy.deepcopy([one.state_dict() for one in (model, optimizer, handle, scaler)])
+    rng = torch.get_rng_state()
+    train(range(3, 7))
+    ends = [*map(torch.clone, model.state_dict().values()), torch.rand(1), torch.tensor(scaler.get_scale())]
+    model, optimizer, handle, scaler = begin(4)
+    if age == "old":
+        del saved[2]["policies"]
+    for one, state in zip((model, optimizer, handle, scaler), saved, strict=True):
+        one.load_state_dict(state)
+    torch.set_rng_state(rng)
+    train(range(3, 7))
+    found = [*model.state_dict().values(), torch.rand(1), torch.tensor(scaler.get_scale())]
+    if age == "new" or name == "momentum":  # which needs no memory of the beginning
+        assert all(map(torch.equal, found, ends))
+    else:
+        assert handle.learner.step == 7
+
+
+def test_batch_norm() -> None:
+    seen = {}
+    for policy in ("keep", "average", "gossip", "reset"):
+        model, optimizer, handle = make(DPSGD(Ring()), Policies(batch_norm=policy))
+        step(handle, optimizer, 0)
+        seen[policy] = model[1].running_mean.clone()
+        assert model[1].num_batches_tracked.tolist() == [1] * N
+    kept = seen["keep"]
+    torch.testing.assert_close(seen["average"], kept.mean(0).expand_as(kept))
+    mixed = torch.from_numpy(Ring().matrix(0, N)) @ kept.double()
+    torch.testing.assert_close(seen["gossip"].double(), mixed, rtol=1e-5, atol=1e-7)
+    assert not seen["reset"].any()
+
+
+def test_rng() -> None:
+    draws = {}
+    for policy in ("keep", "reset"):
+        _, optimizer, handle = make(SSGD(), Policies(rng=policy))
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            handle.learner.step = 0
+            step(handle, optimizer, 0)
+            draws[policy, seed] = torch.rand(1).item()
+    assert draws["keep", 1] != draws["keep", 2]
+    assert draws["reset", 1] == draws["reset", 2]  # both runs were made with seed 3
+
+
+def test_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    torch.manual_seed(3)
+    model = nn.Linear(5, 3)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(
+        model, optimizer, DPSGD(Ring()), learners=2, policies=Policies(scaler="reset"), scaler=scaler
+    )
+    for _ in range(2):  # the loop of torch's documentation
+        optimizer.zero_grad()
+        scaler.scale(handle.model(torch.ones(2, 4, 5)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 512.0
+        scaler.update(8.0)
+
+
+def test_resetting_nothing_is_no_error() -> None:
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policies = Policies(momentum="reset", batch_norm="reset")
+    handle = ddpcore.distribute(model, optimizer, DPSGD(Ring()), learners=2, policies=policies)
+    handle.model(torch.ones(2, 4, 5)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": "mean"}, r"policy momentum is 'mean': choose from keep, gossip, average, reset"),
+        ({"rng": "average"}, r"policy rng is 'average': choose from keep, reset"),
+        ({"scaler": "gossip"}, r"policy scaler is 'gossip': choose from keep, average, reset"),
+    ],
+)
+def test_policies_that_make_no_sense(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policies(**options)
+
+
+def test_what_a_policy_needs() -> None:
+    with pytest.raises(ValueError, match="local_sgd has none: take average"):
+        make(LocalSGD(2), Policies(momentum="gossip"))
+    for kind in ("momentum", "batch_norm"):
+        with pytest.raises(
+            ValueError, match="policy gossip takes averages and the mixing of push_sum is none: take av"
+        ):
+            make(PushSum(Ring()), Policies(**{kind: "gossip"}))
+    with pytest.raises(ValueError, match=r"pass distribute\(..., scaler=\)"):
+        make(SSGD(), Policies(scaler="average"))
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="single runs without any of that: leave policies= out"):
+        ddpcore.distribute(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            ddpcore.Single(),
+            policies=Policies(momentum="average"),
+        )
+
+
+def test_a_scaler_needs_steps_that_all_learners_take() -> None:
+    """A learner that skips its step would leave its neighbours waiting."""
+    model = nn.Linear(2, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert not scales_inside(plain)
+    assert scales_inside(torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+    assert scales_inside(FusedSGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="SGD skips a step on one learner"):
+        ddpcore.distribute(model, plain, DPSGD(), learners=2, scaler=scaler)
+    ddpcore.distribute(model, plain, SSGD(), learners=2, scaler=scaler)

@@ -1,0 +1,1 @@
+"""What tests share: models, rules, and real ranks."""

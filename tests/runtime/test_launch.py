@@ -1,0 +1,252 @@
+"""Starting ranks, joining torchrun's, and leaving nothing behind when one of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World, torchrun_world
+from helpers import ranks
+
+WORKER = Path(__file__).parents[1] / "helpers" / "launch_worker.py"
+MARK = "DDPCORE_TEST_MARK"
+TIMEOUT = 90
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc to find processes")
+
+
+class Launcher:
+    """Starts the worker script with a mark in its environment, by which it and all its children are found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"{os.getpid()}-{folder.name}-{time.monotonic_ns()}"
+
+    def start(self, trial: str, world_size: int, *launcher: str) -> subprocess.Popen[str]:
+        command = [sys.executable, *launcher, str(WORKER), str(self.folder), trial, str(world_size)]
+        environment = ranks.environment() | {MARK: self.mark}
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def run(self, trial: str, world_size: int, *launcher: str) -> tuple[int, str]:
+        """The exit code and standard error."""
+        process = self.start(trial, world_size, *launcher)
+        try:
+            _, errors = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.clean_up()
+            raise
+        return process.returncode, errors
+
+    def alive(self) -> list[str]:
+        """Command lines of living processes that carry the mark."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if state != "Z":
+                        found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().decode().replace(chr(0), ' ')}")
+            except OSError:  # it has just ended
+                continue
+        return found
+
+    def wait_until_gone(self, seconds: float) -> list[str]:
+        deadline = time.monotonic() + seconds
+        while (left := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def clean_up(self) -> None:
+        for line in self.alive():
+            try:
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def results(self, world_size: int) -> list[Any]:
+        return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    one = Launcher(tmp_path)
+    yield one
+    one.clean_up()
+
+
+# --- where a process stands --------------------------------------------------------------------------------------
+
+
+def test_torchrun_world() -> None:
+    assert torchrun_world({}) is None
+    assert torchrun_world({"RANK": "1"}) is None
+    assert torchrun_world({"WORLD_SIZE": "4"}) is None
+    full = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "1"}
+    assert torchrun_world(full) == World(5, 8, 1, 4)
+    assert torchrun_world({"RANK": "2", "WORLD_SIZE": "3"}) == World(2, 3, 2, 3)
+    with pytest.raises(ValueError, match="one"):
+        torchrun_world({"RANK": "one", "WORLD_SIZE": "3"})
+
+
+def test_torchrun_world_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert torchrun_world() is None
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert torchrun_world() == World(0, 2, 0, 2)
+
+
+@pytest.mark.parametrize(("cores", "ranks_here", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1), (16, 16, 1)])
+def test_threads_per_rank(cores: int, ranks_here: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "num_cores", lambda: cores)
+    assert launch.threads_per_rank(ranks_here) == threads
+
+
+def test_num_cores_follows_the_affinity() -> None:
+    if hasattr(os, "sched_getaffinity"):
+        assert launch.num_cores() == len(os.sched_getaffinity(0))
+    assert launch.num_cores() >= 1
+
+
+def test_virtual_learners_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    seen: list[Any] = []
+    launch.run(lambda *args: seen.append((os.getpid(), *args)), ("a", 2), world_size=7, backend="virtual")
+    assert seen == [(os.getpid(), World(), "a", 2)]
+
+
+def test_a_world_that_torchrun_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="torchrun started 2 ranks, not 3"):
+        launch.run(print, (), world_size=3, backend="gloo")
+    with pytest.raises(ValueError, match="one process"):
+        launch.run(print, (), world_size=2, backend="virtual")
+
+
+# --- both ways of starting ---------------------------------------------------------------------------------------
+
+
+def test_self_started_and_torchrun_are_the_same(tmp_path: Path) -> None:
+    """Bit for bit: the same losses and weights on every rank, and the same place in the world."""
+    seen = []
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for way, start in (("self", ()), ("torchrun", torchrun)):
+        folder = tmp_path / way
+        folder.mkdir()
+        one = Launcher(folder)
+        code, errors = one.run("train", 2, *start)
+        one.clean_up()
+        assert code == 0, errors
+        seen.append(one.results(2))
+    assert seen[0] == seen[1]
+    assert [rank["world"] for rank in seen[0]] == [[0, 2, 0, 2], [1, 2, 1, 2]]
+    assert seen[0][0]["losses"] != seen[0][1]["losses"], "ranks train on different data"
+
+
+def test_each_rank_gets_its_share_of_the_cores(launcher: Launcher) -> None:
+    code, errors = launcher.run("threads", 2)
+    assert code == 0, errors
+    assert launcher.results(2) == [launch.threads_per_rank(2)] * 2
+
+
+def test_processes_that_nothing_connects(launcher: Launcher) -> None:
+    code, errors = launcher.run("unconnected", 3)
+    assert code == 0, errors
+    assert launcher.results(3) == [[rank, 3, launch.threads_per_rank(3), False] for rank in range(3)]
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+@needs_proc
+def test_a_rank_that_raises(launcher: Launcher) -> None:
+    """Its own traceback comes first, and not that of a rank that lost its connection to it."""
+    code, errors = launcher.run("raises", 3)  # in time: rank 0 and 2 would never end by themselves
+    assert code == 1
+    lines = errors.strip().splitlines()
+    assert lines[0] == "rank 1 failed:"
+    assert lines[1].startswith("Traceback")
+    assert lines[-1] == "LookupError: the cause of it all"
+    assert errors.count("Traceback") == 1
+    assert not launcher.alive()
+
+
+@needs_proc
+def test_a_rank_that_leaves_without_a_word(launcher: Launcher) -> None:
+    code, errors = launcher.run("exits", 3)
+    assert code == 1
+    assert re.search(r"rank 1 ended with exit code 7", errors)
+    assert not launcher.alive()
+
+
+@needs_proc
+def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
+    """Although the ranks that lost their connection to it have tracebacks to show."""
+    code, errors = launcher.run("is_killed", 3)
+    assert code == 1
+    assert errors.strip().splitlines()[0] == "rank 2 was ended by SIGKILL"
+    assert not launcher.alive()
+
+
+def test_all_are_waited_for_once_one_has_stopped(launcher: Launcher) -> None:
+    """Each saves what it did, however long it takes."""
+    code, errors = launcher.run("stops", 2)
+    assert (code, errors.strip()) == (3, "rank 0 stopped")
+    assert (launcher.folder / "saved").exists()
+
+
+@needs_proc
+def test_a_rank_that_ignores_sigterm_is_ended_all_the_same(launcher: Launcher) -> None:
+    code, errors = launcher.run("ignores_sigterm", 2)
+    assert code == 1
+    assert errors.startswith("rank 1 failed:")
+    assert not launcher.alive()
+
+
+def started_and_hanging(launcher: Launcher, world_size: int) -> subprocess.Popen[str]:
+    process = launcher.start("hangs", world_size)
+    deadline = time.monotonic() + TIMEOUT
+    while len(list(launcher.folder.glob("*.there"))) < world_size:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "ranks did not come up"
+        time.sleep(0.05)
+    return process
+
+
+@needs_proc
+def test_ranks_die_with_their_parent(launcher: Launcher) -> None:
+    """Also those that hang in a collective, though a killed parent cannot tell them."""
+    process = started_and_hanging(launcher, 2)
+    assert len(launcher.alive()) >= 3
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=TIMEOUT)  # not communicate(): a rank left behind would hold its pipes open
+    assert not launcher.wait_until_gone(5)
+
+
+@needs_proc
+def test_ctrl_c_ends_all(launcher: Launcher) -> None:
+    """It reaches the whole foreground group: the parent decides, and the ranks print nothing of it."""
+    process = started_and_hanging(launcher, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode != 0
+    assert errors.count("Traceback") <= 1, "a rank reported the interrupt as its own failure"
+    assert not launcher.wait_until_gone(5)

@@ -1,0 +1,60 @@
+"""State as JSON and tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpcore.storage.serialization import pack, unpack
+
+
+def there_and_back(state: Any) -> Any:
+    tree, tensors = pack(state)
+    assert all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in tensors.values())
+    return unpack(json.loads(json.dumps(tree)), tensors, "cpu")
+
+
+def test_everything_that_is_no_tensor_comes_back() -> None:
+    state = {
+        "none": None,
+        "numbers": [1, 0.1, 1e-300, math.inf, True, -(2**70)],
+        "tuple": (1, ("a", [])),
+        "by number": {3: "three", 0: {1: "one"}},
+        "empty": {},
+    }
+    assert there_and_back(state) == state
+    assert type(there_and_back({"t": (1,)})["t"]) is tuple
+    assert list(there_and_back({2: "b", 1: "a"})) == [2, 1], "the order too"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_tensors_keep_bits_shape_and_order(dtype: torch.dtype) -> None:
+    images = torch.randn(2, 3, 4, 5).to(dtype)
+    for tensor in (
+        images,
+        images.to(memory_format=torch.channels_last),
+        images.permute(3, 1, 0, 2),
+        images[0, 0, 0, 0],
+    ):
+        back: Tensor = there_and_back({"x": tensor})["x"]
+        assert torch.equal(back, tensor)
+        assert (back.dtype, back.stride()) == (tensor.dtype, tensor.stride())
+
+
+def test_views_are_saved_without_what_surrounds_them() -> None:
+    buffer = torch.arange(40.0).view(4, 10)
+    _, tensors = pack({"a": buffer[:, :3], "b": buffer[:, 3:6], "c": torch.ones(1).expand(5)})
+    assert [len(tensor) for tensor in tensors.values()] == [12, 12, 5]
+    back = there_and_back({"a": buffer[:, :3], "grad": torch.zeros(2, requires_grad=True)})
+    assert torch.equal(back["a"], buffer[:, :3])
+    assert not back["grad"].requires_grad
+
+
+def test_what_json_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"cannot save a\.b\.1, a set"):
+        pack({"a": {"b": [1, {2}]}})

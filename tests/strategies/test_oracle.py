@@ -1,0 +1,148 @@
+"""Real ranks and virtual learners are one algorithm: every strategy, topology and number of learners, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import oracle, ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[Any, Any]]:
+    """What each of six ranks saw of every case in which it took part."""
+    return ranks.run("oracle", oracle.LARGEST, timeout=900.0)  # a minute or two, but where others are at work
+
+
+GOSSIPING = tuple(name for name in oracle.GOSSIP if name != "slowmo")  # and nothing but
+APART = ("local_sgd", "dpsgd", "dpsgd_cta", "dpsgd_stale")  # also after the last step
+
+
+def ulps(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, in units of the last place of the largest weight."""
+    unit = torch.finfo(torch.float32).eps * theirs.abs().max()
+    return ((ours - theirs).abs().max() / unit).item()
+
+
+@pytest.fixture(scope="module")
+def virtual() -> dict[Any, Any]:
+    """The same of virtual learners."""
+    return {case: oracle.train(case) for case in oracle.CASES}
+
+
+def is_bitwise(case: Any, transport: str) -> bool:
+    """Whether a case has the same arithmetic in both worlds.
+
+    A gossip average adds its own weights first and then the neighbours' by ascending rank, in both. So does the mean of
+    gathered rows, and of rows in shared memory, all of them ascending. An all-reduce of gloo adds in an order of its
+    own, which changes rounding from three learners on.
+    """
+    return transport == "shm" or case.topology != "all_reduce" or case.world_size <= 2
+
+
+@pytest.mark.parametrize("transport", ["pg", "shm"])
+@pytest.mark.parametrize("case", oracle.CASES, ids=str)
+def test_weights_and_losses(case: Any, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
+    """Every learner ends with the same weights: bit for bit, or within 4 ULPs of the largest one (see is_bitwise)."""
+    seen = [rank[tuple(case), transport] for rank in real[: case.world_size]]
+    weights = torch.cat([one["weights"] for one in seen])
+    losses = torch.cat([one["losses"] for one in seen], dim=1)
+    assert losses.shape == (oracle.STEPS, case.world_size)
+    assert losses.isfinite().all()
+    if is_bitwise(case, transport):
+        assert torch.equal(weights, virtual[case]["weights"])
+        assert torch.equal(losses, virtual[case]["losses"])
+    else:
+        assert ulps(weights, virtual[case]["weights"]) <= 4
+        torch.testing.assert_close(losses, virtual[case]["losses"], rtol=1e-5, atol=1e-6)
+    if case.strategy in ("ssgd", "noisy_ssgd"):
+        parameters = weights[:, : virtual[case]["num_weights"]]
+        assert torch.equal(parameters, parameters[:1].expand_as(parameters)), "they must hold the same bits"
+
+
+@pytest.mark.parametrize(("case", "num_rows"), oracle.GRIDS, ids=str)
+def test_several_learners_a_rank(case: Any, num_rows: int, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
+    """Two or three virtual learners on each of fewer ranks: as all in one process, bit for bit if gathered."""
+    seen = [rank[("grid", num_rows, *case)] for rank in real[: case.world_size // num_rows]]
+    weights = torch.cat([one["weights"] for one in seen])
+    if is_bitwise(case, "pg"):
+        assert torch.equal(weights, virtual[case]["weights"])
+        assert torch.equal(torch.cat([one["losses"] for one in seen], dim=1), virtual[case]["losses"])
+    else:
+        assert ulps(weights, virtual[case]["weights"]) <= 4
+    for one in seen:
+        assert ulps(one["average"], virtual[case]["average"]) <= 4
+        assert one["consensus"] == pytest.approx(virtual[case]["consensus"], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["pg", "shm"])
+@pytest.mark.parametrize("case", oracle.CASES, ids=str)
+def test_average_distance_and_bytes(
+    case: Any, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]
+) -> None:
+    """The evaluation model is the mean on every rank, weighted in push_sum; distances and bytes are counted alike.
+
+    Within 4 ULPs for three and more learners, as the mean may be an all-reduce of gloo.
+    """
+    expected, weights = virtual[case], virtual[case]["weights"].double()
+    shares = torch.ones(case.world_size).double() if expected["shares"] is None else expected["shares"]
+    if case.topology == oracle.UNBALANCED:
+        assert shares.max() > 1.2, "the graph is not balanced, or this test compares nothing"
+    mean = (shares[:, None] * weights).mean(dim=0)
+    assert ulps(expected["average"], mean) <= 4
+    weights, mean = (rows[..., : expected["num_weights"]] for rows in (weights, mean))
+    distance = (weights - mean).square().sum(dim=1).mean().sqrt().item()
+    # The mean is rounded to fp32, so each weight's distance to it errs by at most 4 ULPs of the largest.
+    error = 4 * torch.finfo(torch.float32).eps * weights.abs().max().item() * weights.shape[1] ** 0.5
+    assert expected["consensus"] == pytest.approx(distance, abs=error)
+    if case.strategy in APART and case.world_size > 1:
+        assert distance > 0.01, "learners on different data must differ, or this test compares nothing"
+    for one in (rank[tuple(case), transport] for rank in real[: case.world_size]):
+        assert ulps(one["average"], expected["average"]) <= (0 if is_bitwise(case, transport) else 4)
+        assert one["consensus"] == pytest.approx(distance, abs=error)
+    if transport == "pg" or case.strategy in GOSSIPING:  # shared memory gathers no small averages
+        assert real[0][tuple(case), transport]["bytes_sent"] == expected["bytes_sent"]
+
+
+COMPARED = [case for case in oracle.CASES if case._replace(optimizer="torch", model="mlp") in oracle.CASES]
+COMPARED = [case for case in COMPARED if case.optimizer == "fused" and case.model == "mlp"]
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=str)
+def test_fused_and_torch_optimizers_agree(case: Any, virtual: dict[Any, Any]) -> None:
+    """FusedSGD (mix and step in one pass on real ranks) and torch.optim.SGD after a mix: a few ULPs over six steps."""
+    other = case._replace(optimizer="torch")
+    assert ulps(virtual[case]["weights"], virtual[other]["weights"]) <= 8
+
+
+def test_strategies_differ(virtual: dict[Any, Any]) -> None:
+    """No strategy stands in for another: on a ring of five all end with different weights.
+
+    But push_sum: where W is doubly stochastic, all push weights are 1 and it is dpsgd_atc.
+    """
+    alike = [case for case in oracle.CASES if case.world_size == 5 and case.topology in ("ring", "all_gather")]
+    alike = [case for case in alike if case.optimizer == "fused" and case.strategy != "push_sum"]
+    ends = [virtual[case]["weights"] for case in alike]
+    assert len(ends) == len(oracle.MAKERS) - 1
+    for i, end in enumerate(ends):
+        assert not any(torch.equal(end, other) for other in ends[:i]), alike[i]
+
+
+def test_topologies_differ(virtual: dict[Any, Any]) -> None:
+    """No topology stands in for another: with five learners all end with different weights."""
+    alike = [case for case in COMPARED if case.world_size == 5 and case.strategy == "dpsgd"]
+    ends = [virtual[case]["weights"] for case in alike]
+    assert len(ends) == sum(oracle.fits(topology, 5) for topology in oracle.TOPOLOGIES)
+    for i, end in enumerate(ends):
+        assert not any(torch.allclose(end, other) for other in ends[:i])

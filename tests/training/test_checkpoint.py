@@ -1,0 +1,109 @@
+"""Checkpoints on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpcore.storage.files import replace_file
+from ddpcore.training.checkpoint import Checkpoints
+
+
+def checkpoints(folder: Path) -> Checkpoints:
+    return Checkpoints(folder=folder, config={"lr": 0.1})
+
+
+def nothing(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_the_last_one_comes_back(tmp_path: Path) -> None:
+    saved = checkpoints(tmp_path / "deep" / "folder")
+    assert saved.load_last("cpu", nothing) is None
+    for step in (5, 12):
+        saved.save(step, {"x": torch.full((2,), float(step)), "step": step}, keep_last=3)
+    step, state = saved.load_last("cpu", nothing)
+    assert (step, state["step"], state["x"].tolist()) == (12, 12, [12.0, 12.0])
+    assert saved.manifest(12)["config"] == {"lr": 0.1}
+    assert sorted(path.name for path in saved.path(12).iterdir()) == [
+        "manifest.json",
+        "rank-0.json",
+        "rank-0.safetensors",
+    ]
+
+
+def test_which_are_kept(tmp_path: Path) -> None:
+    saved = checkpoints(tmp_path)
+    for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3)):
+        saved.save(step, {}, keep_last=2, best=best)
+    assert saved.steps() == [3, 4, 5]
+    saved.save(4, {}, keep_last=2)  # of a run that went back before step 5
+    assert saved.steps() == [3, 4]
+    saved.save(6, {}, keep_last=1)
+    assert saved.steps() == [6]
+
+
+def test_a_crash_while_saving_leaves_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = checkpoints(tmp_path)
+    saved.save(1, {"x": torch.ones(1)}, keep_last=1)
+
+    def full(path: Path, content: bytes) -> None:
+        path.write_bytes(content[:3])
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ddpcore.training.checkpoint.write_file", full)
+        with pytest.raises(OSError, match="full"):
+            saved.save(2, {"x": torch.zeros(1)}, keep_last=1)
+    assert saved.load_last("cpu", nothing)[0] == 1
+    saved.save(2, {"x": torch.zeros(1)}, keep_last=1)  # what was left of the first try is in nobody's way
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_what_is_damaged_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    """Or the next save would leave out a whole one for it. What a killed save has left goes too."""
+    saved = checkpoints(tmp_path)
+    for step in (1, 2, 3):
+        saved.save(step, {}, keep_last=3)
+    for step in (2, 3):
+        (saved.path(step) / "rank-0.json").write_text("{")
+    (tmp_path / "partial-00000003").mkdir()
+    said: list[str] = []
+    assert saved.load_last("cpu", said.append)[0] == 1 and len(said) == 2
+    assert saved.load_last("cpu", nothing)[0] == 1
+    saved.save(4, {}, keep_last=2)
+    assert saved.steps() == [1, 4]
+    names = ["damaged-00000002", "damaged-00000003", "step-00000001", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_changed_manifest_is_damage(tmp_path: Path) -> None:
+    saved = checkpoints(tmp_path)
+    saved.save(1, {}, keep_last=1)
+    text = (saved.path(1) / "manifest.json").read_text()
+    (saved.path(1) / "manifest.json").write_text(text.replace('"num_ranks": 1', '"num_ranks": 2'))
+    said: list[str] = []
+    with pytest.raises(ValueError, match="every checkpoint is damaged"):
+        saved.load_last("cpu", said.append)
+    assert len(said) == 1 and "manifest.json does not match its checksum" in said[0]
+
+
+def test_of_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints(tmp_path).save(1, {}, keep_last=1)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: None)
+    ranks = Checkpoints(folder=tmp_path, config={}, rank=0, num_ranks=2)
+    with pytest.raises(ValueError, match="was written by 1 processes and these are 2: resume with as many"):
+        ranks.load_last("cpu", nothing)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    replace_file(path, b"one")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError("no space")))
+        with pytest.raises(OSError, match="no space"):
+            replace_file(path, b"another")
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]

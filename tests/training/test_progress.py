@@ -1,0 +1,61 @@
+"""How far a run is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ddpcore.comm import VirtualCommunicator
+from ddpcore.training.progress import Progress
+
+
+def progress() -> tuple[Progress, VirtualCommunicator]:
+    return Progress.start(2, torch.device("cpu")), VirtualCommunicator(2)
+
+
+def test_means_over_steps_and_learners() -> None:
+    made, comm = progress()
+    made.add(torch.tensor([1.0, 3.0]))
+    assert made.check(comm, False, None) == (2.0, False)
+    made.add(torch.tensor([4.0, 6.0]))
+    made.add(torch.tensor([6.0, 8.0]))
+    assert made.check(comm, False, None) == (6.0, False), "since the last look"
+    assert made.first_loss == 2.0
+    assert made.end_epoch(comm) == pytest.approx(14 / 3)
+    made.add(torch.tensor([1.0, 1.0]))
+    assert made.end_epoch(comm) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "above", "diverged"),
+    [((5.0, 6.9), 3.0, False), ((5.0, 7.1), 3.0, True), ((500.0, 1.0), None, False), ((1.0, math.nan), None, True)],
+)
+def test_divergence(losses: tuple[float, float], above: float | None, diverged: bool) -> None:
+    made, comm = progress()
+    for step in ((2.0, 2.0), losses):
+        made.add(torch.tensor(step))
+        made.check(comm, False, above)
+    assert made.diverged is diverged
+
+
+def test_stop_reaches_everyone() -> None:
+    made, comm = progress()
+    made.add(torch.ones(2))
+    assert made.check(comm, True, None)[1] is True
+
+
+def test_the_best_is_the_first_of_equals() -> None:
+    made, _ = progress()
+    seen = [made.evaluated(accuracy, 1.0, epoch, 10 * epoch) for epoch, accuracy in enumerate([0.2, 0.5, 0.5, 0.4])]
+    assert seen == [True, True, False, False]
+    assert made.best == {"accuracy": 0.5, "epoch": 1, "step": 10}
+    assert made.accuracy == 0.4
+    assert Progress(**made.state_dict()).best == made.best
+
+
+def test_a_loss_that_is_not_finite_in_an_evaluation_is_a_divergence() -> None:
+    made, _ = progress()
+    assert made.evaluated(0.9, float("nan"), 1, 10) is False
+    assert made.diverged and made.best is None

@@ -1,0 +1,195 @@
+"""A run resumed from a checkpoint in the middle of an epoch ends with the same bits as one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpcore.training import RunRecord, TrainConfig, train
+from helpers import images as helper
+
+ALONE = {
+    "single": {},
+    "torch": {"optimizer": "torch_sgd", "optimizer_options": {"momentum": 0.9, "nesterov": True}, "max_grad_norm": 0.1},
+    "adam": {"optimizer": "adam", "optimizer_options": {}, "lr": 0.01},
+    "lars": {"optimizer": "lars", "param_groups": True, "optimizer_options": {"weight_decay": 1e-4}},
+    "bf16": {"precision": "bf16", "label_smoothing": 0.1},
+    "channels_last": {"channels_last": True},
+    "bf16 learners": {"learners": 2, "strategy": "dpsgd", "precision": "bf16"},
+    "recalibrated": {"evaluation_batch_norm": "recalibrate", "recalibration_batches": 2},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    **{name: {"learners": 3, **fields} for name, fields in helper.STRATEGIES.items()},
+    **ALONE,
+    "policies": {"learners": 3, "strategy": "dpsgd", "policies": {"momentum": "gossip", "batch_norm": "average"}},
+}
+
+
+def back_to(step: int, out: Path) -> None:
+    """The folder as a crash after the checkpoint of this step would have left it."""
+    record = out / "record.jsonl"
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows if row["kind"] != "end"))
+    (out / "model.safetensors").unlink()
+    for later in (out / "checkpoints").iterdir():
+        if int(later.name.removeprefix("step-")) > step:
+            shutil.rmtree(later)
+
+
+def what_matters(record: RunRecord) -> list[dict[str, Any]]:
+    times = ("seconds", "samples_per_s", "evaluation_seconds", "total_seconds")
+    return [{key: value for key, value in row.items() if key not in times} for row in [*record.epochs, record.final]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_bits(name: str, tmp_path: Path) -> None:
+    config = helper.config(**RUNS[name])
+    through = train(config, out=tmp_path / "through", dataset=helper.images())
+    assert through.final["step"] == 6 and not through.final["diverged"]
+    shutil.copytree(tmp_path / "through", tmp_path / "resumed")
+    back_to(3, tmp_path / "resumed")
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    resumed = train(config, out=tmp_path / "resumed", resume=True, dataset=helper.images())
+    for file in ("model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"):
+        assert (tmp_path / "through" / file).read_bytes() == (tmp_path / "resumed" / file).read_bytes(), file
+    assert what_matters(resumed) == what_matters(through)
+    kinds = [json.loads(line)["kind"] for line in resumed.path.read_text().splitlines()]
+    assert kinds == ["run", "resume", "epoch", "epoch", "end"]
+
+
+def test_checkpoints_change_nothing(tmp_path: Path) -> None:
+    """Nor do evaluations."""
+    ends = []
+    for fields in ({}, {"checkpoint_every": 0, "evaluate_every": 0}):
+        config = helper.config(learners=2, strategy="dpsgd", **fields)
+        train(config, out=tmp_path / str(len(ends)), dataset=helper.images())
+        ends.append((tmp_path / str(len(ends)) / "model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
+    assert not (tmp_path / "1" / "checkpoints").exists()
+
+
+def test_a_run_that_is_over_is_not_run_again(tmp_path: Path) -> None:
+    first = train(helper.config(), out=tmp_path, dataset=helper.images())
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = train(helper.config(), out=tmp_path, resume=True, dataset=helper.images())
+    assert again == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == written
+
+
+def test_resume_begins_where_there_is_nothing(tmp_path: Path) -> None:
+    record = train(helper.config(steps=2), out=tmp_path / "new", resume=True, dataset=helper.images())
+    assert record.final["step"] == 2
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    train(helper.config(steps=1), out=tmp_path, dataset=helper.images())
+    with pytest.raises(ValueError, match="holds a run already: take another folder, or resume=True"):
+        train(helper.config(steps=1), out=tmp_path, dataset=helper.images())
+
+
+def test_another_config_is_refused(tmp_path: Path) -> None:
+    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
+    with pytest.raises(ValueError, match=r"holds another run: lr is 0\.1, not 0\.05: take another folder"):
+        train(helper.config(steps=3, lr=0.1), out=tmp_path, resume=True, dataset=helper.images())
+    (tmp_path / "record.jsonl").unlink()  # the checkpoint knows too
+    with pytest.raises(ValueError, match=r"step-00000003 is of another run: lr is 0\.1, not 0\.05$"):
+        train(helper.config(steps=3, lr=0.1), out=tmp_path, resume=True, dataset=helper.images())
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """Of the same config, but of data with other classes."""
+    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
+    back_to(3, tmp_path)
+    dataset = helper.images()
+    other = type(dataset)("five", dataset.train, dataset.test, 5, dataset.input_shape)
+    (tmp_path / "record.jsonl").unlink()  # which knows the data
+    with pytest.raises(
+        ValueError, match=r"of another model: classifier.7.weight is \(4, 84\) there and \(5, 84\) here"
+    ):
+        train(helper.config(steps=3), out=tmp_path, resume=True, dataset=other)
+
+
+def test_other_samples_are_refused(tmp_path: Path) -> None:
+    """Of the same config: files of its folder may change, and so may a data set that is passed."""
+    config = helper.config(steps=3)
+    train(config, out=tmp_path, dataset=helper.images())
+    other = helper.images().with_random_labels(1)
+    with pytest.raises(ValueError, match="holds a run on other samples: take another folder"):
+        train(config, out=tmp_path, resume=True, dataset=other)
+    back_to(3, tmp_path)
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
+    with pytest.raises(ValueError, match="holds a run on other samples: take another folder"):
+        train(config, out=tmp_path, resume=True, dataset=other)
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    record = tmp_path / "record.jsonl"
+    record.write_text(record.read_text().replace("dataset_digest", "older"))
+    assert train(config, out=tmp_path, resume=True, dataset=other).final, "an older record does not know"
+
+
+def test_a_folder_that_holds_the_files_of_other_samples(tmp_path: Path) -> None:
+    """The path is no part of what a run is: what it leads to is."""
+    sizes = {"depth": 1, "width": 4, "bottleneck": 3}
+    config = {"model": "speech_lstm", "model_options": sizes, "dataset": "features", "batch_size": 10, "steps": 3}
+    for name, size in (("first", 20), ("second", 30)):
+        (tmp_path / name / "train").mkdir(parents=True)
+        arrays = {"inputs": np.zeros((size, 2, 3), np.float32), "labels": np.arange(size) % 2}
+        np.savez(tmp_path / name / "train" / "a.npz", **arrays)
+
+    def run(name: str) -> RunRecord:
+        return train(TrainConfig(**config, data_dir=str(tmp_path / name)), out=tmp_path / "out", resume=True)
+
+    run("first")
+    back_to(3, tmp_path / "out")
+    with pytest.raises(ValueError, match="holds a run on other samples"):
+        run("second")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    assert run("moved").final["step"] == 3
+
+
+def test_how_often_things_are_written_may_change(tmp_path: Path) -> None:
+    train(helper.config(), out=tmp_path, dataset=helper.images())
+    back_to(3, tmp_path)
+    changed: TrainConfig = helper.config(checkpoint_every=2, keep_last=1)
+    train(changed, out=tmp_path, resume=True, dataset=helper.images())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = helper.config()
+    train(config, out=tmp_path / "through", dataset=helper.images())
+    shutil.copytree(tmp_path / "through", tmp_path / "resumed")
+    back_to(6, tmp_path / "resumed")
+    last = tmp_path / "resumed" / "checkpoints" / "step-00000006"
+    file = last / ("manifest.json" if damage == "manifest" else "rank-0.safetensors")
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "flipped":
+        content[-100] ^= 1
+        file.write_bytes(content)
+    else:
+        file.write_bytes(content[: len(content) // 2])
+    train(config, out=tmp_path / "resumed", resume=True, dataset=helper.images())
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ddpcore:")]
+    assert len(said) == 1 and f"{last} is damaged" in said[0] and "taking the one before it" in said[0]
+    ends = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("through", "resumed")]
+    assert ends[0] == ends[1]
+
+
+def test_nothing_but_damaged_checkpoints_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
+    back_to(3, tmp_path)
+    (tmp_path / "checkpoints" / "step-00000003" / "rank-0.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"every checkpoint is damaged: remove .* to begin anew"):
+        train(helper.config(steps=3), out=tmp_path, resume=True, dataset=helper.images())
+    assert "there is none before it" in capsys.readouterr().err

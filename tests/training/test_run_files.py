@@ -1,0 +1,123 @@
+"""A run's folder after a crash, a full disk, and where two want it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddpcore.storage.files import locked
+from ddpcore.storage.json_lines import JsonLines
+from ddpcore.training import RunRecord, record, train
+from ddpcore.training import run as run_module
+from ddpcore.training.trainer import _take_first_buffers
+from helpers import images as helper
+
+
+def run(out: Path, resume: bool = False, **fields: Any) -> RunRecord:
+    return train(helper.config(**fields), out=out, resume=resume, dataset=helper.images())
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A run of six steps of which four are saved."""
+    out = tmp_path / "stopped"
+    run(out, checkpoint_every=4)
+    (out / "model.safetensors").unlink()
+    lines = (out / record.FILE).read_text().splitlines(keepends=True)
+    (out / record.FILE).write_text("".join(line for line in lines if json.loads(line)["kind"] != "end"))
+    return out
+
+
+@pytest.mark.parametrize("damage", ["empty", "missing", "half a line"])
+def test_a_record_that_a_crash_has_cut(damage: str, stopped: Path, tmp_path: Path) -> None:
+    """Checkpoints are all that a run needs to go on; it then says what it is anew."""
+    path = stopped / record.FILE
+    text = path.read_text()
+    {
+        "empty": lambda: path.write_text(""),
+        "missing": path.unlink,
+        "half a line": lambda: path.write_text(text + '{"kind": "epoch", "st'),
+    }[damage]()
+    seen = run(stopped, resume=True, checkpoint_every=4)
+    through = run(tmp_path / "through", checkpoint_every=4)
+    assert seen.header["config"] == through.header["config"]
+    assert [row["step"] for row in seen.resumed] == [4] and seen.resumed[0]["device"] == through.header["device"]
+    assert seen.final["accuracy"] == through.final["accuracy"]
+    ends = [(out / "model.safetensors").read_bytes() for out in (stopped, tmp_path / "through")]
+    assert ends[0] == ends[1]
+
+
+def test_checkpoints_without_a_record_are_a_run(stopped: Path) -> None:
+    """Another run would leave out theirs as it keeps its own."""
+    (stopped / record.FILE).unlink()
+    before = sorted(path.name for path in (stopped / "checkpoints").iterdir())
+    with pytest.raises(ValueError, match="holds a run already"):
+        run(stopped, checkpoint_every=4)
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == before
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path / "out"), pytest.raises(ValueError, match="another process is at work"):
+        run(tmp_path / "out")
+    assert run(tmp_path / "out").final["step"] == 6
+
+
+def test_a_run_that_was_made_meanwhile_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first look at the folder and the first step another process can come and go."""
+    build = run_module.build_trainer
+
+    def slowly(*args: Any) -> Any:
+        monkeypatch.setattr(run_module, "build_trainer", build)
+        run(tmp_path, steps=5)
+        return build(*args)
+
+    monkeypatch.setattr(run_module, "build_trainer", slowly)
+    with pytest.raises(ValueError, match="holds a run already"):
+        run(tmp_path, steps=3)
+    seen = RunRecord.read(tmp_path)
+    assert (seen.header["total_steps"], seen.final["step"]) == (5, 5)
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
+    """The limit of a file's size stands for the disk's."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    path = tmp_path / "rows.jsonl"
+    with JsonLines(path) as rows:
+        rows.append({"step": 1})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path) + 5, limits[1]))
+        try:
+            with pytest.raises(OSError, match="is the disk full"):
+                rows.append({"step": 2})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        rows.append({"step": 3})
+    assert [row["step"] for row in record.rows(path)] == [1, 3]
+
+
+def test_weights_that_blow_up_in_the_last_step_are_a_divergence(tmp_path: Path) -> None:
+    seen = run(tmp_path, lr=1e30, steps=1, optimizer="torch_sgd", optimizer_options={})
+    assert seen.final["diverged"]
+    assert seen.final["best_accuracy"] is None
+
+
+def test_local_buffers_are_scored_as_those_of_the_first_learner() -> None:
+    """Ranks score parts of one split: they must agree on the model."""
+
+    class First:
+        learners = (1,)
+
+        def broadcast_(self, rows: Tensor) -> None:
+            rows.fill_(7)
+
+    model = nn.BatchNorm1d(3)
+    _take_first_buffers(model, First())
+    assert torch.equal(model.running_mean, torch.full((3,), 7.0)) and model.num_batches_tracked == 7

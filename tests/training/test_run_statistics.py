@@ -1,0 +1,200 @@
+"""Statistics of a run: training keeps its bits, the record holds them, and a resumed run writes the same ones."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ddpcore.data import Dataset
+from ddpcore.diagnostics import NoiseStatistics, flatness
+from ddpcore.training import RunRecord, TrainConfig, train
+from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer
+from ddpcore.training.checkpoint import Checkpoints
+from helpers import images as helper
+
+WATCHED = {"learners": 3, "statistics_every": 2}
+TIMES = ("seconds", "share")
+
+
+def run(out: Path, dataset: Dataset | None = None, **fields: Any) -> RunRecord:
+    return train(helper.config(**fields), out=out, dataset=dataset or helper.images())
+
+
+def numbers(record: RunRecord) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in record.statistics]
+
+
+@pytest.mark.parametrize("name", sorted(set(helper.STRATEGIES) - {"push_sum"}))
+def test_training_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    """With dropout, batch normalisation, augmentation and momentum."""
+    fields = {"learners": 3, **helper.STRATEGIES[name]}
+    plain = run(tmp_path / "plain", **fields)
+    watched = run(tmp_path / "watched", **fields, statistics_every=2, flatness_samples=20)
+    for file in ("model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"):
+        both = [(tmp_path / out / file) for out in ("plain", "watched")]
+        assert weights_of(both[0]) == weights_of(both[1]), file
+    assert [line["step"] for line in watched.statistics] == [2, 4, 6]
+    assert all(line["valid"] and line["num_learners"] == 3 for line in watched.statistics)
+    assert (plain.statistics, plain.final["flatness"]) == ([], None)
+    assert math.isfinite(watched.final["flatness"]["relative_trace"])
+    losses = [[epoch["train_loss"] for epoch in record.epochs] for record in (plain, watched)]
+    assert losses[0] == losses[1]
+
+
+def weights_of(path: Path) -> dict[str, bytes]:
+    """All tensors of a file but those of the statistics."""
+    tensors = load_file(path)
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items() if not name.startswith(".statistics")}
+
+
+@pytest.mark.parametrize("strategy", ["ssgd", "dpsgd"])
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_resumed_run_writes_the_same(strategy: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From between two records, and from one: with the folder as it was when the checkpoint had been written."""
+    save = Checkpoints.save
+
+    def save_and_crash(self: Checkpoints, step: int, state: Any, **options: Any) -> None:
+        save(self, step, state, **options)
+        if step == at:
+            shutil.copytree(tmp_path / "through", tmp_path / "resumed")
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_crash)
+    fields = {**WATCHED, "strategy": strategy, "checkpoint_every": 1}
+    through = run(tmp_path / "through", **fields)
+    monkeypatch.undo()
+    torch.manual_seed(99)
+    resumed = train(helper.config(**fields), out=tmp_path / "resumed", resume=True, dataset=helper.images())
+    assert [line["step"] for line in resumed.statistics] == [2, 4, 6]
+    assert numbers(resumed) == numbers(through)
+
+
+def test_the_full_gradient_is_that_of_the_training_set(tmp_path: Path) -> None:
+    """Of equal learners: SSGD's, against one pass over all samples without augmentation, dropout or batch norm."""
+    config = TrainConfig(
+        model="mlp", dataset="synthetic", batch_size=40, learners=4, steps=1, lr=0.5, strategy="ssgd",
+        statistics_every=1, device="cpu", label_smoothing=0.1, accumulation=2,
+    )  # fmt: skip
+    record = train(config, out=tmp_path)
+    place = LearnerPlacement.of(config, None)
+    trainer, _ = build_trainer(place, build_dataset(place))
+    inputs, labels = trainer.dataset.train.batch(torch.arange(1000))
+    single = trainer.handle.evaluation_model()
+    loss = torch.nn.functional.cross_entropy(single(inputs), labels, label_smoothing=0.1)
+    loss.backward()
+    square = sum(parameter.grad.double().square().sum().item() for parameter in single.parameters())
+    (line,) = record.statistics
+    assert line["dynamics"]["full_gradient"] == "the training set"
+    assert line["dynamics"]["full_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert line["dynamics"]["grad_squared"] == pytest.approx(square, rel=1e-4)
+    assert line["batch_size"] == 10
+
+
+def test_a_part_of_the_training_set(tmp_path: Path) -> None:
+    """What three learners cannot share is left out; the seed decides which part it is."""
+    records = [
+        run(
+            tmp_path / str(number), helper.images(augment=False), **WATCHED, strategy="ssgd", statistics_samples=samples
+        )
+        for number, samples in enumerate((20, 20, 48))
+    ]
+    first, same, other = (record.statistics[0]["dynamics"] for record in records)
+    assert first == same
+    assert first["full_gradient"] == "a part of the training set, 18 samples"
+    assert first["grad_squared"] != other["grad_squared"]
+    assert first["mean_grad_squared"] == other["mean_grad_squared"], "the step itself is the same"
+
+
+def test_flatness_is_that_of_the_final_model(tmp_path: Path) -> None:
+    dataset = helper.images(augment=False)
+    record = run(tmp_path, dataset, learners=2, strategy="dpsgd", flatness_samples=50)
+    trainer, _ = build_trainer(LearnerPlacement.of(helper.config(learners=2, strategy="dpsgd"), None), dataset)
+    model = trainer.handle.evaluation_model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.eval()
+    inputs, labels = dataset.train.batch(torch.arange(50))
+    expected = flatness(model, lambda: torch.nn.functional.cross_entropy(model(inputs), labels))
+    assert record.final["flatness"]["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert record.final["flatness"]["hessian_eigenvalue"] == pytest.approx(expected.hessian_eigenvalue, rel=1e-2)
+    with pytest.raises(ValueError, match="flatness_samples is 51: take 1 to 50"):
+        run(tmp_path / "refused", dataset, learners=2, strategy="dpsgd", flatness_samples=51)
+    assert not (tmp_path / "refused").exists(), "before anything is trained"
+
+
+def test_flatness_of_attention(tmp_path: Path) -> None:
+    tiny = {"patch_size": 16, "width": 8, "depth": 1, "num_heads": 2, "mlp_width": 8}
+    record = run(tmp_path, model="vit", model_options=tiny, flatness_samples=20)
+    assert math.isfinite(record.final["flatness"]["relative_eigenvalue"])
+    assert record.final["flatness_reason"] is None
+
+
+def test_a_finished_training_outlives_its_flatness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr("ddpcore.training.loop.flatness_of", fails)
+    record = run(tmp_path, flatness_samples=20)
+    assert record.final["flatness"] is None
+    assert record.final["flatness_reason"] == "MemoryError: out of memory"
+    assert record.final["step"] == 6 and record.final["accuracy"] is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"statistics_every": 5}, "statistics_every is 5: it compares two learners at least"),
+        ({"statistics_every": 5, "learners": 2, "strategy": "push_sum"}, "another strategy than ddp and push_sum"),
+        ({"statistics_every": -1}, "statistics_every is -1"),
+        ({"statistics_samples": 0}, "statistics_samples is 0"),
+        ({"flatness_samples": -1}, "flatness_samples is -1"),
+        ({"escape_loss": 0.5}, "set statistics_every"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        helper.config(**fields)
+
+
+def test_too_many_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="statistics_samples is 51: take 3 to 50, the training set"):
+        run(tmp_path, **WATCHED, strategy="ssgd", statistics_samples=51)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_gradient_at_the_mean_is_that_of_the_same_passes(accumulation: int, tmp_path: Path) -> None:
+    """Learners that hardly move: dropout, batch norm of micro-batches and clipping must not look like a landscape."""
+    (*_, last) = run(
+        tmp_path, learners=2, strategy="local_sgd", statistics_every=2, lr=1e-9, accumulation=accumulation,
+        max_grad_norm=0.1, optimizer="torch_sgd",
+    ).statistics  # fmt: skip
+    moves = last["dynamics"]
+    assert last["valid"] and last["at_mean"]
+    assert moves["mean_grad_squared"] < 0.011, "or nothing was clipped"
+    assert moves["landscape_noise"] < 1e-6 * moves["lr"] ** 2 * moves["mean_grad_squared"]
+
+
+def test_the_smaller_batch_at_the_end_of_an_epoch_is_left_out(tmp_path: Path) -> None:
+    """50 images in batches of 24: every third step has a learner take one image."""
+    record = run(tmp_path, learners=2, strategy="ssgd", statistics_every=3, batch_size=24, drop_last=False, steps=6)
+    assert [line["num_skipped"] for line in record.statistics] == [1, 1]
+    assert [line["num_steps"] for line in record.statistics] == [2, 3]
+    assert all(line["valid"] for line in record.statistics)
+
+
+def test_without_replacement_is_accounted_for(tmp_path: Path) -> None:
+    """The set has 50 samples: |G|^2 without it would be less by tr S / 50."""
+    record = run(tmp_path, **WATCHED, strategy="ssgd", steps=4)
+    whole = record.statistics[-1]["whole"]
+    config = helper.config(**{**WATCHED, "statistics_every": 0}, strategy="ssgd", steps=4)
+    trainer, _ = build_trainer(LearnerPlacement.of(config, None), helper.images())
+    statistics = NoiseStatistics(trainer.handle, trainer.optimizer, 2, batch_size=config.batch_size // 3)
+    for _ in range(4):
+        trainer.step()
+    plain = statistics.records[-1].whole
+    assert whole["trace"] == pytest.approx(plain.trace, rel=1e-12)
+    assert whole["grad_squared"] == pytest.approx(plain.grad_squared + plain.trace / 50, rel=1e-9)

@@ -1,0 +1,71 @@
+"""Record, TensorBoard and terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.training import RunRecord, TrainConfig, train
+from ddpcore.training import run_writer as outputs
+from ddpcore.training.run_writer import RunWriter
+
+HEADER = {"kind": "run", "config": {}}
+
+
+def epoch(step: int) -> dict[str, Any]:
+    return {"kind": "epoch", "epoch": step, "step": step, "accuracy": step / 10, "consensus_distance": None}
+
+
+def test_what_comes_after_the_step_is_dropped(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, total_steps=9, header=HEADER) as out:
+        for row in (epoch(1), epoch(2), epoch(3), {"kind": "end", "step": 3}):
+            out.write(row)
+    assert RunRecord.read(tmp_path).final["step"] == 3
+    with RunWriter(tmp_path, total_steps=9, header={}, resumed={"kind": "resume", "step": 2}, step=2) as out:
+        out.write(epoch(3))
+    record = RunRecord.read(tmp_path)
+    assert [row["step"] for row in record.epochs] == [1, 2, 3]
+    assert (record.header, record.final) == (HEADER, {})
+    assert [row["step"] for row in record.resumed] == [2]
+    with RunWriter(tmp_path, total_steps=9, header=HEADER):
+        pass
+    assert RunRecord.read(tmp_path).epochs == []
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start in (0, 2):
+        resumed = {"kind": "resume", "step": start} if start else None
+        with RunWriter(tmp_path, total_steps=9, header=HEADER, resumed=resumed, step=start, tensorboard=True) as out:
+            for step in range(start + 1, start + 4):
+                out.write(epoch(step))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [
+        (step, pytest.approx(step / 10)) for step in range(1, 6)
+    ]
+    assert sorted(events.Tags()["scalars"]) == ["accuracy", "epoch"]
+
+
+def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "SummaryWriter", None)
+    with pytest.raises(ValueError, match=r"not installed: pip install 'ddpcore\[tensorboard\]'"):
+        RunWriter(tmp_path / "new", total_steps=1, header=HEADER, tensorboard=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_record_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no record of a run"):
+        RunRecord.read(tmp_path)
+    (tmp_path / "record.jsonl").write_text(json.dumps(HEADER) + "\n{\n")
+    with pytest.raises(ValueError, match="line 2 is no JSON"):
+        RunRecord.read(tmp_path)
+    (tmp_path / "record.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match="no line is of kind run: the file is damaged"):
+        train(TrainConfig(steps=1), out=tmp_path, resume=True)
+    assert (tmp_path / "record.jsonl").read_text() == '{"a": 1}\n'
