@@ -20,12 +20,7 @@ MAX_LAYERS, MAX_PARTS, MAX_ARROWS = 9, 22, 75
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # "path" or "path:function" -> why it may be longer.
-EXCEPTIONS: dict[str, str] = {
-    "ddpcore/ops/sgd.py:sgd_step_": "one argument a line: its name, what it means, and how it is passed on",
-    "ddpcore/ops/lars.py:lars_step_": "as sgd_step_",
-    "ddpcore/ops/lamb.py:lamb_step_": "as sgd_step_",
-    "ddpcore/ops/mix_sgd.py:mix_sgd_step_": "as sgd_step_",
-}
+EXCEPTIONS: dict[str, str] = {}
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
 SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 BENCHMARKS, FACADE = "benchmarks", "__init__"

@@ -18,7 +18,7 @@ SCHEMA = re.compile(r'define\(\s*((?:f?"[^"]*"\s*)+),\s*reference\.(\w+)')
 
 
 def schemas_of(path: Path) -> dict[str, tuple[list[str], str]]:
-    """The operators that a file defines: the names of their arguments, and the name of their twin.
+    """The operators that a file defines: the names of their arguments, and the name of their reference implementation.
 
     Parts of a schema that several operators share are constants of some file in the same folder.
     """
@@ -26,11 +26,14 @@ def schemas_of(path: Path) -> dict[str, tuple[list[str], str]]:
     for other in sorted(path.parent.glob("*.py")):
         shared |= dict(re.findall(r'^([A-Z_]+_SCHEMA) = "(.*)"$', other.read_text(), re.MULTILINE))
     found = {}
-    for literals, twin in SCHEMA.findall(path.read_text()):
+    for literals, implementation in SCHEMA.findall(path.read_text()):
         schema = "".join(re.findall(r'"([^"]*)"', literals)).format_map(shared)
         name, _, rest = schema.partition("(")
         arguments = rest.rpartition(" -> ")[0].removesuffix(")").split(", ")
-        found[name] = ([argument.split()[-1].partition("=")[0] for argument in arguments if argument != "*"], twin)
+        found[name] = (
+            [argument.split()[-1].partition("=")[0] for argument in arguments if argument != "*"],
+            implementation,
+        )
     return found
 
 
@@ -47,7 +50,7 @@ def bound_arguments(root: Path, name: str) -> list[str] | None:
 
 
 def kernel_complaints(root: Path) -> list[str]:
-    """An operation is spelled alike in schema, binding, CPU file, CUDA file, Python op, twin, test and benchmark."""
+    """An operator has one name in schema, binding, CPU file, CUDA file, Python op, reference, test and benchmark."""
     complaints = []
 
     def demand(where: str, pattern: str, what: str) -> None:
@@ -56,13 +59,13 @@ def kernel_complaints(root: Path) -> list[str]:
             complaints.append(f"{where}:1: {what}")
 
     for path, name in kernels_of(root):
-        arguments, twin = schemas_of(path)[name]
+        arguments, implementation = schemas_of(path)[name]
         definition = re.compile(rf"\b(?:void|cudaError_t) {name}\(const")
         stems = [path.stem for path in sorted((root / "csrc/cpu").glob("*.cpp")) if definition.search(path.read_text())]
         if stems != [path.stem]:
             complaints.append(f"csrc/cpu:1: {name} is defined in {stems or 'no file'}, not in exactly {path.stem}")
-        if twin != name:
-            complaints.append(f"ddpcore/ops/{path.stem}.py:1: the twin of {name} is {twin}")
+        if implementation != name:
+            complaints.append(f"ddpcore/ops/{path.stem}.py:1: the reference of {name} is {implementation}")
         if bound_arguments(root, name) != arguments:
             complaints.append(f"csrc/bindings/operators.h:1: {name} has not the arguments of its schema, in its order")
         demand(f"csrc/cuda/{path.stem}.cu", rf"^cudaError_t {name}\(const", f"does not define {name}")
@@ -71,7 +74,7 @@ def kernel_complaints(root: Path) -> list[str]:
             demand(f"csrc/bindings/{backend.lower()}.cpp", registered, f"does not register {name}")
         demand(f"ddpcore/ops/{path.stem}.py", rf"^def {name}\(", f"has no function {name}")
         demand("ddpcore/ops/__init__.py", rf'__all__ = [^=]*"{name}"', f"does not export {name}")
-        demand("ddpcore/ops/reference.py", rf"^def {name}\(", f"has no twin of {name}")
+        demand("ddpcore/ops/reference.py", rf"^def {name}\(", f"has no reference implementation of {name}")
         demand(f"tests/ops/test_{path.stem}.py", rf"\b{name}\b", f"does not test {name}")
         demand(f"benchmarks/bench_{path.stem}.py", rf"\b{name}\b", f"does not measure {name}")
     return complaints
@@ -156,7 +159,7 @@ def test_a_kernel_in_two_files_is_seen(tmp_path):
         ("ddpcore/ops/shared.py", "Tensor? by, float[] most", "float[] most, Tensor? by", "not the arguments of its"),
         ("ddpcore/ops/shared.py", ", float[] most", "", "not the arguments of its schema"),
         ("csrc/bindings/operators.h", "double>& most", "double>& least", "not the arguments of its schema"),
-        ("ddpcore/ops/scale.py", "reference.scale_", "reference.mix_", "the twin of scale_ is mix_"),
+        ("ddpcore/ops/scale.py", "reference.scale_", "reference.mix_", "the reference of scale_ is mix_"),
         ("csrc/bindings/cpu.cpp", "::Cpu", "::Cuda", "cpu.cpp:1: does not register scale_"),
         ("csrc/bindings/cuda.cpp", "<ddpcore::Cuda>", "", "cuda.cpp:1: does not register scale_"),
     ],

@@ -1,6 +1,6 @@
-"""The kernels as Python functions. The backend is chosen by torch's dispatcher from the device of the tensors.
+"""The kernels as Python functions. torch's dispatcher chooses the backend from the device of the tensors.
 
-``reference`` holds a pure-torch twin of each, the standard against which tests and benchmarks hold them.
+``reference`` holds a pure-torch reference implementation of each kernel. Tests and benchmarks compare kernels with it.
 """
 
 from .lamb import lamb_step_

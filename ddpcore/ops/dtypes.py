@@ -1,18 +1,18 @@
-"""Which dtypes the kernels take, and what stands behind those of 16 bits."""
+"""The dtypes that the kernels support, and the dtype in which values of 16 bits are added."""
 
 from __future__ import annotations
 
 import torch
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of weights and gradients; the kernels' arithmetic is float32 in all of them."""
+"""Dtypes of weights and gradients. The kernels compute in float32 for all of them."""
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether it has 16 bits, of which a sum of many numbers, or a small change, would leave nothing."""
+    """Whether the dtype has 16 bits, too few for long sums and for small changes of a weight."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers of this dtype are added and kept: float32 for 16 bits, else itself."""
+    """The dtype for sums and copies of such values: float32 for dtypes of 16 bits, else the dtype itself."""
     return torch.float32 if is_narrow(dtype) else dtype

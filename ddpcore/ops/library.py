@@ -1,13 +1,14 @@
 """Defines the operators of ``torch.ops.ddpcore`` and loads their compiled kernels.
 
-Every operator has a pure-torch twin (``reference.py``), which runs where no kernel does: on devices without one, and
-everywhere when the compiled library cannot be loaded.
+Every operator has a pure-torch reference implementation (``reference.py``). It runs on devices without a compiled
+kernel, and on all devices if the compiled library cannot be loaded.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,31 @@ import torch
 _LIBRARY = torch.library.Library("ddpcore", "DEF")
 
 
-def define(schema: str, twin: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define an operator and return it.
 
     Args:
-        schema: as torch writes it, without the namespace. The argument order is that of csrc/bindings/operators.h.
-        twin: what runs where no compiled kernel does.
-        fake: the shapes of its results, for ``torch.compile``.
+        schema: torch's notation, without the namespace. The argument order is that of csrc/bindings/operators.h.
+        reference: runs where there is no compiled kernel.
+        fake: returns empty tensors with the shapes of the results, for ``torch.compile``.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, torch.no_grad()(twin), "CompositeExplicitAutograd")  # kernels record no gradient either
+    operator = getattr(torch.ops.ddpcore, name).default
+    # torch leaves out arguments that equal their default, so the reference implementation gets the same defaults.
+    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
+    # The kernels record no gradient, and neither may this.
+    _LIBRARY.impl(name, torch.no_grad()(partial(reference, **defaults)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"ddpcore::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.ddpcore, name).default
+    return operator
+
+
+def no_result(*args: Any, **kwargs: Any) -> None:
+    """The ``fake`` of an operator that returns nothing."""
 
 
 def load() -> str | None:
-    """Register the compiled kernels from the library beside this package. Returns why not, where it cannot."""
+    """Register the compiled kernels of this package. Returns the reason if that fails, else None."""
     package = Path(__file__).resolve().parent.parent
     found = [path for suffix in EXTENSION_SUFFIXES if (path := package / f"_ops{suffix}").exists()]
     if not found:
@@ -46,7 +55,7 @@ def load() -> str | None:
 
 
 WHY_NOT_COMPILED = load()
-"""None, or one line that says why the compiled kernels are not there."""
+"""None if the compiled kernels are loaded, else one line with the reason."""
 if WHY_NOT_COMPILED is not None:
     warnings.warn(
         f"{WHY_NOT_COMPILED}. Until then operators and optimizers run on plain torch operations, several times slower",

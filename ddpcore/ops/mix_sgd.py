@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ddpcore.ops import reference
 from ddpcore.ops.library import define
-from ddpcore.ops.mix import NOISE_SCHEMA, OUT_SCHEMA, Noise, noise_arguments
-
-
-def _fake(weights: Tensor, peers: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    return weights.new_empty((len(peers),), dtype=torch.float64)
-
+from ddpcore.ops.mix import NOISE_SCHEMA, OUT_SCHEMA, Noise, empty_distances, noise_arguments
+from ddpcore.ops.options import MomentumOptions
 
 _mix_sgd_step = define(
     "mix_sgd_step_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, Tensor grad, "
-    "Tensor(b!)? momentum_buffer, Tensor(c!)? step, *, float lr, float momentum, float dampening, "
-    f"float weight_decay, bool nesterov, bool decoupled, bool maximize, {NOISE_SCHEMA}, {OUT_SCHEMA}) -> Tensor",
+    "Tensor(b!)? momentum_buffer, Tensor(c!)? step, *, float lr, float momentum=0.0, float dampening=0.0, "
+    "float weight_decay=0.0, bool nesterov=False, bool decoupled=False, bool maximize=False, "
+    f"{NOISE_SCHEMA}, {OUT_SCHEMA}) -> Tensor",
     reference.mix_sgd_step_,
-    _fake,
+    empty_distances,
 )
 
 
@@ -36,59 +32,32 @@ def mix_sgd_step_(
     step: Tensor | None = None,
     *,
     lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
     weight_decay: float = 0.0,
-    nesterov: bool = False,
-    decoupled: bool = False,
-    maximize: bool = False,
     noise: Noise | None = None,
     out: Tensor | None = None,
+    **options: Unpack[MomentumOptions],
 ) -> Tensor:
-    """``mix_`` and then ``sgd_step_``, bit for bit, with ``weights`` read and written once.
+    """``mix_`` and then ``sgd_step_``, bit for bit, with one read and one write of ``weights``.
 
-    The gradient is the one at the unmixed weights: average-while-computing, Lian et al. 2017, algorithm 1. Weight decay
-    acts on the mixed weights, as it does when any optimizer steps after the mix.
+    The gradient is taken at the weights before mixing: average-while-computing, Lian et al. 2017, algorithm 1. Weight
+    decay uses the mixed weights, as with any optimizer that steps after mixing.
 
     Args:
         weights: contiguous; float32, bfloat16 or float16 (arithmetic is fp32).
-        peers: tensors like ``weights``.
-        self_weight: the learner's weight for itself.
-        peer_weights: one a peer.
-        grad: like ``weights``. Not changed.
-        momentum_buffer: like ``weights``, changed in place; None where ``momentum`` is 0.
-        step: None, or one float32: steps taken so far, raised by one. At 0 the buffer holds nothing yet.
-        lr: and all to ``maximize``: as in :func:`ddpcore.ops.sgd_step_`.
-        momentum: see there.
-        dampening: see there.
-        weight_decay: see there.
-        nesterov: see there.
-        decoupled: see there.
-        maximize: see there.
-        noise: of the mix: see :func:`ddpcore.ops.mix_`.
-        out: takes the new weights instead of ``weights``: see there.
+        peers, self_weight, peer_weights, noise, out: see :func:`ddpcore.ops.mix_`. ``out`` receives the new weights.
+        grad: with the shape and dtype of ``weights``. Not changed.
+        momentum_buffer: with the shape and dtype of ``weights``, changed in place; None if ``momentum`` is 0.
+        step: None, or one float32: the number of steps taken so far, increased by one. At 0 the buffer is not read.
+        lr: learning rate.
+        weight_decay: coupled (L2) decay.
+        **options: see :class:`ddpcore.ops.options.MomentumOptions`; ``momentum`` defaults to 0.
 
     Returns:
         float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
 
     Raises:
-        RuntimeError: lengths, shapes, dtypes or devices do not fit.
+        RuntimeError: lengths, shapes, dtypes or devices do not match.
     """
-    return _mix_sgd_step(
-        weights,
-        peers,
-        self_weight,
-        peer_weights,
-        grad,
-        momentum_buffer,
-        step,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        decoupled=decoupled,
-        maximize=maximize,
-        **noise_arguments(noise),
-        out=out,
-    )
+    scalars = {"lr": lr, "weight_decay": weight_decay, **noise_arguments(noise)}
+    tensors = weights, peers, self_weight, peer_weights, grad, momentum_buffer, step
+    return _mix_sgd_step(*tensors, out=out, **scalars, **options)

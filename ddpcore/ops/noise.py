@@ -1,4 +1,4 @@
-"""``noise_sums``: all inner products of a few long rows, which noise statistics are made of."""
+"""``noise_sums``: inner products of a few long rows, the input of noise statistics."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ _noise_sums = define(
 
 
 def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | None = None) -> Tensor:
-    """The inner products ``(x_i - o) . (x_j - o)`` of all rows, segment by segment, in one pass.
+    """The inner products ``(x_i - o) . (x_j - o)`` of all pairs of rows, for each segment, in one pass.
 
-    Differences are rounded to fp32; products are exact, and summed in float64 in one fixed order, so the bits are the
-    same for any number of threads. With one of the rows as the origin, distances that are tiny beside the rows keep
-    their digits.
+    Differences are rounded to fp32. Products are exact and are added in float64 in one fixed order, so the bits do not
+    depend on the number of threads. If one of the rows is the origin, small distances between large rows stay precise.
 
     Args:
         rows: at least one, contiguous ``[P]``; float32, bfloat16 or float16 of one dtype and device.
-        bounds: ascending from 0 to P: segment s is the columns from ``bounds[s]`` to ``bounds[s + 1]``.
-        origin: o, like a row; None is zero.
+        bounds: ascending from 0 to P: segment s has the columns from ``bounds[s]`` to ``bounds[s + 1]``.
+        origin: o, with the shape and dtype of a row; None is zero.
 
     Returns:
-        float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros where a segment is empty.
+        float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros for an empty segment.
 
     Raises:
-        RuntimeError: rows or bounds do not fit. On CUDA a call takes up to 256 rows.
+        RuntimeError: rows or bounds are invalid. On CUDA a call takes up to 256 rows.
     """
     return _noise_sums(rows, bounds, origin)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.ops import reference
-from ddpcore.ops.library import define
-from ddpcore.ops.sgd import no_result
+from ddpcore.ops.library import define, no_result
 
 
 def _fake_segment_norms(tensors: list[Tensor]) -> Tensor:
@@ -23,17 +22,17 @@ _total_norm = define("total_norm_(Tensor[] tensors, Tensor(a!) out) -> ()", refe
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The squared 2-norm of every tensor, summed in float64 in one fixed order.
 
-    The order is relative to the start of each tensor: a list and the views of a flat buffer give the same bits, with
-    any number of threads.
+    The order is relative to the start of each tensor. So a list of tensors and the views of a flat buffer give the same
+    bits, for any number of threads.
 
     Args:
         tensors: at least one; float32, bfloat16 or float16 of one dtype and device, dense.
 
     Returns:
-        float64 ``[len(tensors)]``: sums of squares; take the root for norms.
+        float64 ``[len(tensors)]``: sums of squares. The norms are their square roots.
 
     Raises:
-        RuntimeError: no tensors, or tensors that do not fit.
+        RuntimeError: there are no tensors, or one is not valid.
     """
     return _segment_norms(tensors)
 
@@ -43,9 +42,9 @@ def total_norm_(tensors: Sequence[Tensor], out: Tensor) -> None:
 
     Args:
         tensors: as in :func:`segment_norms`.
-        out: float64 on their device, at least ``1 + num_blocks(tensors)`` elements; ``out[0]`` is the result.
+        out: float64 on their device, at least ``1 + num_blocks(tensors)`` elements; ``out[0]`` receives the result.
 
     Raises:
-        RuntimeError: no tensors, or tensors that do not fit.
+        RuntimeError: there are no tensors, or one is not valid.
     """
     _total_norm(tensors, out)

@@ -1,6 +1,6 @@
-"""A pure-torch twin of ``csrc/random.h``: standard normals from a counter, with the bits of the kernels.
+"""The reference implementation of ``csrc/random.h``: standard normal numbers from a counter, bitwise as in the kernels.
 
-Philox4x32-10 (Salmon et al. 2011), its 32-bit words held in int64, and Box and Muller's rule in fp32.
+Philox4x32-10 (Salmon et al. 2011) on 32-bit words stored as int64, and the Box-Muller transform in fp32.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _WORD = 0xFFFFFFFF
 
 
 def _product(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of ``words * factor``; by halves of the factor, because 64 bits would be signed."""
+    """The high and the low word of ``words * factor``. The factor is split because the product may overflow int64."""
     low = words * (factor & 0xFFFF)
     upper = words * (factor >> 16) + (low >> 16)
     return upper >> 16, ((upper & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10: four words a counter, all int64 from 0 to 2**32 - 1. ``key`` is its two words, low one first."""
+    """Philox4x32-10: four random words per counter, int64 below 2**32. ``key`` is two such words, low word first."""
     c0, c1, c2, c3 = counter
     for turn in range(10):
         k0, k1 = (key + turn * 0x9E3779B9) & _WORD, ((key >> 32) + turn * 0xBB67AE85) & _WORD
@@ -37,7 +37,7 @@ def _radius(words: Tensor) -> Tensor:
     square = ratio * ratio
     series = square * (0.33333388 + square * (0.19988766 + square * 0.14935999))
     radius_squared = exponent.float() * -1.38629436 - 4 * (ratio + ratio * series)
-    return radius_squared.double().sqrt().float()  # torch's fp32 root may be one unit off, this one is rounded right
+    return radius_squared.double().sqrt().float()  # torch's fp32 root is not always rounded correctly
 
 
 def _pair(radius_words: Tensor, angle_words: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +56,10 @@ def _pair(radius_words: Tensor, angle_words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normals(numel: int, seed: int, step: int, first: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """Standard normals number ``first`` to ``first + numel - 1`` of a seed and a step, float32 ``[numel]``.
+    """The numbers ``first`` to ``first + numel - 1`` of a seed's and a step's sequence, float32 ``[numel]``.
 
-    A number depends on (seed, step, index) alone. None is beyond 6.66; that has a probability of 3e-11.
+    A number depends only on seed, step and index. Its absolute value is at most 6.66, which a true normal number
+    exceeds with a probability of 3e-11.
     """
     fours = torch.arange(first // 4, (first + numel + 3) // 4, device=device)
     steps = torch.full_like(fours, step & _WORD), torch.full_like(fours, step >> 32)
@@ -70,7 +71,7 @@ def normals(numel: int, seed: int, step: int, first: int = 0, device: torch.devi
 def add_noise(
     mixed: Tensor, noise_std: float = 0.0, noise_seed: int = 0, noise_step: int = 0, noise_first: int = 0
 ) -> Tensor:
-    """``mixed + std * normals``, in the dtype of ``mixed``; ``mixed`` itself where ``noise_std`` is 0 in fp32."""
+    """``mixed + std * normals``, in the dtype of ``mixed``. Returns ``mixed`` itself if ``noise_std`` is 0 in fp32."""
     std = float(torch.tensor(noise_std, dtype=torch.float32))
     if std == 0:
         return mixed

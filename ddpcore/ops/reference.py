@@ -1,21 +1,20 @@
-"""A pure-torch twin of each operator, with the arguments of the operator and one line a term of its equation.
+"""A pure-torch reference implementation of each operator, with the operator's arguments and one line per term.
 
-They compute in fp32 for the storage types of the kernels and in float64 for float64, so that the same functions serve
-as the exact oracle and as what runs where no kernel does. Factors that the kernels hold in fp32 are rounded alike.
+They compute in fp32 for the dtypes of the kernels and in float64 for float64. So the same functions are the exact
+reference of the tests and the fallback where there is no kernel. Factors that the kernels keep in fp32 are rounded too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddpcore.ops.groups import Groups
 from ddpcore.ops.random import add_noise
 
 
@@ -26,12 +25,67 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _rounded(value: float, like: Tensor) -> float:
-    """A factor as the arithmetic on ``like`` holds it."""
+    """The factor in the precision of arithmetic on ``like``."""
     return value if like.dtype == torch.float64 else float(np.float32(value))
 
 
+class _TensorStep(NamedTuple):
+    """The step of one tensor: its position, its weight (the master's if there is one), and its group's options."""
+
+    position: int
+    weight: Tensor
+    lr: float
+    weight_decay: float
+    adapt: bool
+    taken: int | None  # steps before this one; None if they are not counted
+    factor: float  # of the gradient
+
+
+def _tensor_steps(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    others: Sequence[Sequence[Tensor]],
+    masters: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    group_sizes: Sequence[int],
+    lr: Sequence[float],
+    weight_decay: Sequence[float],
+    device_lr: Sequence[Tensor] = (),
+    adapt: Sequence[int] = (),
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    norm_squared: Tensor | None = None,
+    max_norm: float = 0.0,
+) -> Iterator[_TensorStep]:
+    """Check the lists, yield the step of each tensor, then count the step. Yields nothing if ``found_inf`` is set."""
+    _check(params, grads, group_sizes, *others, masters)
+    if found_inf is not None and bool(found_inf):
+        return
+    factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+    if norm_squared is not None and max_norm != 0:
+        clip = float(np.float32(max_norm)) / (math.sqrt(float(norm_squared)) * factor + 1e-6)
+        if not clip >= 1:
+            factor *= clip
+    rates = [float(tensor) for tensor in device_lr] or lr
+    groups = [group for group, size in enumerate(group_sizes) for _ in range(size)]
+    for index, group in enumerate(groups):
+        weight = _weight(params[index], masters[index] if masters else None)
+        yield _TensorStep(
+            position=index,
+            weight=weight,
+            lr=_rounded(rates[group], weight),
+            weight_decay=_rounded(weight_decay[group], weight),
+            adapt=bool(adapt and adapt[group]),
+            taken=int(steps[group].item()) if steps else None,
+            factor=-factor if maximize else factor,
+        )
+    for step in steps:
+        step.add_(1)
+
+
 def _check(params: Sequence[Tensor], grads: Sequence[Tensor], sizes: Sequence[int], *others: Sequence[Tensor]) -> None:
-    """Before anything is written: one gradient, and one or no other tensor, a param; groups that hold them all."""
     if not params or sum(sizes) != len(params):
         raise RuntimeError("ddpcore: a step needs at least one param, and group_sizes must add up to their number")
     for tensors in (grads, *others):
@@ -42,60 +96,44 @@ def _check(params: Sequence[Tensor], grads: Sequence[Tensor], sizes: Sequence[in
                 raise RuntimeError("ddpcore: tensors must be dense, not sparse, and have the shape of their param")
 
 
-def _grad_factor(maximize: bool, grad_scale: Tensor | None, norm_squared: Tensor | None, max_norm: float) -> float:
-    factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-    if norm_squared is not None and max_norm != 0:
-        clip = float(np.float32(max_norm)) / (math.sqrt(float(norm_squared)) * factor + 1e-6)
-        if not clip >= 1:
-            factor *= clip
-    return -factor if maximize else factor
-
-
 def _weight(param: Tensor, master: Tensor | None) -> Tensor:
-    """The weight behind a param: its master, unless somebody else has written the param."""
+    """The weight of a parameter: the master's elements where they round to the parameter's, else the parameter's."""
     if master is None:
         return _wide(param)
     same = master.to(param.dtype).view(torch.int16) == param.contiguous().view(torch.int16).view_as(param)
     return torch.where(same, master, param.float())
 
 
-def _store(param: Tensor, master: Tensor | None, weight: Tensor) -> None:
-    param.copy_(weight)
-    if master is not None:
-        master.copy_(weight)
+def _store(index: int, weight: Tensor, params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    params[index].copy_(weight)
+    if masters:
+        masters[index].copy_(weight)
 
 
-def _momentum_step(
-    param: Tensor,
+def _sgd_weight(
+    step: _TensorStep,
     grad: Tensor,
     buffer: Tensor | None,
-    master: Tensor | None,
     *,
-    factor: float,
     inner: float,
     outer: float,
-    decay: float,
-    keep: float,
     momentum: float,
     dampening: float,
     nesterov: bool,
-    first_step: bool,
-) -> None:
-    """``d = inner*(g + decay*w); m = momentum*m + (1-dampening)*d; w = keep*w - outer*(d + momentum*m or m)``."""
-    weight = _weight(param, master)
-    direction = _rounded(factor, weight) * _wide(grad)
-    if decay != 0:
-        direction = direction + _rounded(decay, weight) * weight
+    decoupled: bool,
+) -> Tensor:
+    """``d = inner*(g + decay*w); m = momentum*m + (1-dampening)*d``; returns ``w - outer*(d + momentum*m or m)``."""
+    weight = step.weight
+    direction = _rounded(step.factor, weight) * _wide(grad)
+    if step.weight_decay != 0 and not decoupled:
+        direction = direction + step.weight_decay * weight
     direction = _rounded(inner, weight) * direction
     if buffer is not None:
-        new = direction if first_step else momentum * _wide(buffer) + (1 - dampening) * direction
+        new = direction if step.taken == 0 else momentum * _wide(buffer) + (1 - dampening) * direction
         buffer.copy_(new)
         direction = direction + momentum * new if nesterov else new
-    _store(param, master, _rounded(keep, weight) * weight - _rounded(outer, weight) * direction)
-
-
-def _nth(tensors: Sequence[Tensor], index: int) -> Tensor | None:
-    return tensors[index] if tensors else None
+    keep = 1.0 - step.lr * step.weight_decay if decoupled else 1.0
+    return _rounded(keep, weight) * weight - _rounded(outer, weight) * direction
 
 
 def sgd_step_(
@@ -105,49 +143,19 @@ def sgd_step_(
     masters: Sequence[Tensor],
     steps: Sequence[Tensor],
     scratch: Tensor | None,
-    group_sizes: Sequence[int],
-    lr: Sequence[float],
-    weight_decay: Sequence[float],
-    device_lr: Sequence[Tensor],
+    *,
     momentum: float,
     dampening: float,
     nesterov: bool,
     decoupled: bool,
-    maximize: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    norm_squared: Tensor | None,
-    max_norm: float,
+    **shared: Any,
 ) -> None:
-    """Twin of :func:`ddpcore.ops.sgd_step_`."""
-    _check(params, grads, group_sizes, momentum_buffers, masters)
-    if found_inf is not None and bool(found_inf):
-        return
-    groups = Groups(group_sizes, lr, weight_decay, device_lr, steps)
-    factor = _grad_factor(maximize, grad_scale, norm_squared, max_norm)
-    for index, group in enumerate(groups.of_each()):
-        rate, decay = _rounded(groups.lr[group], params[index]), _rounded(weight_decay[group], params[index])
-        _momentum_step(
-            params[index],
-            grads[index],
-            _nth(momentum_buffers, index) if momentum != 0 else None,
-            _nth(masters, index),
-            factor=factor,
-            inner=1.0,
-            outer=rate,
-            decay=0.0 if decoupled else decay,
-            keep=1.0 - rate * decay if decoupled else 1.0,
-            momentum=momentum,
-            dampening=dampening,
-            nesterov=nesterov,
-            first_step=groups.taken(group) == 0,
-        )
-    groups.count()
-
-
-def _lars_places(variant: str, lr: float, ratio: float) -> tuple[float, float]:
-    """What multiplies what enters the momentum, and what leaves it."""
-    return {"you2017": (lr * ratio, 1.0), "scaled_grad": (ratio, lr), "scaled_lr": (1.0, lr * ratio)}[variant]
+    """Reference implementation of :func:`ddpcore.ops.sgd_step_`."""
+    rule: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "decoupled": decoupled}
+    for step in _tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
+        buffer = momentum_buffers[step.position] if momentum != 0 and momentum_buffers else None
+        weight = _sgd_weight(step, grads[step.position], buffer, inner=1.0, outer=step.lr, **rule)
+        _store(step.position, weight, params, masters)
 
 
 def lars_step_(
@@ -158,11 +166,7 @@ def lars_step_(
     steps: Sequence[Tensor],
     scratch: Tensor,
     trust: Tensor,
-    group_sizes: Sequence[int],
-    lr: Sequence[float],
-    weight_decay: Sequence[float],
-    device_lr: Sequence[Tensor],
-    adapt: Sequence[int],
+    *,
     variant: str,
     trust_coefficient: float,
     eps: float,
@@ -170,46 +174,28 @@ def lars_step_(
     dampening: float,
     nesterov: bool,
     decoupled: bool,
-    maximize: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    norm_squared: Tensor | None,
-    max_norm: float,
+    **shared: Any,
 ) -> None:
-    """Twin of :func:`ddpcore.ops.lars_step_`."""
-    _check(params, grads, group_sizes, momentum_buffers, masters)
-    if found_inf is not None and bool(found_inf):
-        return
-    groups = Groups(group_sizes, lr, weight_decay, device_lr, steps, adapt)
-    factor = _grad_factor(maximize, grad_scale, norm_squared, max_norm)
-    for index, group in enumerate(groups.of_each()):
-        param, master = params[index], _nth(masters, index)
-        rate, decay = _rounded(groups.lr[group], param), _rounded(weight_decay[group], param)
-        weight_norm = math.sqrt(_weight(param, master).double().square().sum())
-        grad_norm = math.sqrt(grads[index].double().square().sum()) * abs(_rounded(factor, param))
-        joined = 0.0 if decoupled else decay
+    """Reference implementation of :func:`ddpcore.ops.lars_step_`."""
+    rule: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "decoupled": decoupled}
+    for step in _tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
+        weight, grad = step.weight, grads[step.position]
+        weight_norm = math.sqrt(weight.double().square().sum())
+        grad_norm = math.sqrt(grad.double().square().sum()) * abs(_rounded(step.factor, weight))
         ratio = 1.0
-        if adapt[group] and weight_norm != 0 and grad_norm != 0:
-            numerator = _rounded(trust_coefficient, param) * weight_norm
-            ratio = numerator / (grad_norm + joined * weight_norm + _rounded(eps, param))
-        trust[index] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64)
-        inner, outer = _lars_places(variant, rate, ratio)
-        _momentum_step(
-            param,
-            grads[index],
-            _nth(momentum_buffers, index) if momentum != 0 else None,
-            master,
-            factor=factor,
-            inner=inner,
-            outer=outer,
-            decay=joined,
-            keep=1.0 - rate * decay if decoupled else 1.0,
-            momentum=momentum,
-            dampening=dampening,
-            nesterov=nesterov,
-            first_step=groups.taken(group) == 0,
-        )
-    groups.count()
+        if step.adapt and weight_norm != 0 and grad_norm != 0:
+            coupled = 0.0 if decoupled else step.weight_decay
+            numerator = _rounded(trust_coefficient, weight) * weight_norm
+            ratio = numerator / (grad_norm + coupled * weight_norm + _rounded(eps, weight))
+        trust[step.position] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64)
+        buffer = momentum_buffers[step.position] if momentum != 0 and momentum_buffers else None
+        inner, outer = {
+            "you2017": (step.lr * ratio, 1.0),
+            "scaled_grad": (ratio, step.lr),
+            "scaled_lr": (1.0, step.lr * ratio),
+        }[variant]
+        weight = _sgd_weight(step, grad, buffer, inner=inner, outer=outer, **rule)
+        _store(step.position, weight, params, masters)
 
 
 def lamb_step_(
@@ -221,11 +207,7 @@ def lamb_step_(
     steps: Sequence[Tensor],
     scratch: Tensor,
     trust: Tensor,
-    group_sizes: Sequence[int],
-    lr: Sequence[float],
-    weight_decay: Sequence[float],
-    device_lr: Sequence[Tensor],
-    adapt: Sequence[int],
+    *,
     beta1: float,
     beta2: float,
     eps: float,
@@ -235,26 +217,17 @@ def lamb_step_(
     max_ratio: float,
     min_weight_norm: float,
     max_weight_norm: float,
-    maximize: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    norm_squared: Tensor | None,
-    max_norm: float,
+    **shared: Any,
 ) -> None:
-    """Twin of :func:`ddpcore.ops.lamb_step_`."""
-    _check(params, grads, group_sizes, exp_avgs, exp_avg_sqs, masters)
-    if found_inf is not None and bool(found_inf):
-        return
-    groups = Groups(group_sizes, lr, weight_decay, device_lr, steps, adapt)
-    factor = _grad_factor(maximize, grad_scale, norm_squared, max_norm)
-    for index, group in enumerate(groups.of_each()):
-        param, master, exp_avg, exp_avg_sq = params[index], _nth(masters, index), exp_avgs[index], exp_avg_sqs[index]
-        rate, decay = _rounded(groups.lr[group], param), _rounded(weight_decay[group], param)
-        step = int(steps[group].item()) + 1
-        weight = _weight(param, master)
-        debias1 = _rounded(1.0 / (1.0 - _power(beta1, step)), weight) if debias else 1.0
-        debias2 = _rounded(1.0 / (1.0 - _power(beta2, step)), weight) if debias else 1.0
-        direction = _rounded(factor, weight) * _wide(grads[index])
+    """Reference implementation of :func:`ddpcore.ops.lamb_step_`."""
+    if not steps:
+        raise RuntimeError("ddpcore: steps must have the length of group_sizes")
+    for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
+        weight, exp_avg, exp_avg_sq = step.weight, exp_avgs[step.position], exp_avg_sqs[step.position]
+        decay, count = step.weight_decay, 1 + (step.taken or 0)
+        debias1 = _rounded(1.0 / (1.0 - _power(beta1, count)), weight) if debias else 1.0
+        debias2 = _rounded(1.0 / (1.0 - _power(beta2, count)), weight) if debias else 1.0
+        direction = _rounded(step.factor, weight) * _wide(grads[step.position])
         direction = direction + (decay if decay_mode == "coupled" else 0.0) * weight
         exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
         exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
@@ -265,17 +238,16 @@ def lamb_step_(
         weight_norm = math.sqrt(weight.double().square().sum())
         update_norm = math.sqrt(update.double().square().sum())
         ratio = 1.0
-        if adapt[group] and weight_norm != 0 and update_norm != 0:
-            phi = _bounded(weight_norm, _rounded(min_weight_norm, weight), _rounded(max_weight_norm, weight))
-            ratio = _bounded(phi / update_norm, _rounded(min_ratio, weight), _rounded(max_ratio, weight))
-        trust[index] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64)
-        keep = _rounded(1.0 - rate * decay, weight) if decay_mode == "decoupled" else 1.0
-        _store(param, master, keep * weight - _rounded(rate * ratio, weight) * update)
-    groups.count()
+        if step.adapt and weight_norm != 0 and update_norm != 0:
+            phi = _clamped(weight_norm, _rounded(min_weight_norm, weight), _rounded(max_weight_norm, weight))
+            ratio = _clamped(phi / update_norm, _rounded(min_ratio, weight), _rounded(max_ratio, weight))
+        trust[step.position] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64)
+        keep = _rounded(1.0 - step.lr * decay, weight) if decay_mode == "decoupled" else 1.0
+        _store(step.position, keep * weight - _rounded(step.lr * ratio, weight) * update, params, masters)
 
 
 def _power(base: float, exponent: int) -> float:
-    """By squaring, as the kernels do: the same bits everywhere."""
+    """By repeated squaring, as in the kernels, for the same bits."""
     result = 1.0
     while exponent > 0:
         if exponent % 2:
@@ -284,8 +256,8 @@ def _power(base: float, exponent: int) -> float:
     return result
 
 
-def _bounded(value: float, low: float, high: float) -> float:
-    """NaN stays NaN."""
+def _clamped(value: float, low: float, high: float) -> float:
+    """NaN stays NaN, unlike with ``min`` and ``max``."""
     if value < low:
         value = low
     return high if value > high else value
@@ -300,7 +272,7 @@ def mix_(
     out: Tensor | None = None,
     **noise: Any,
 ) -> Tensor:
-    """Twin of :func:`ddpcore.ops.mix_`."""
+    """Reference implementation of :func:`ddpcore.ops.mix_`."""
     distances = [(_wide(weights) - _wide(peer)).double().square().sum() for peer in peers]
     mixed = self_weight * _wide(weights)
     for peer_weight, peer in zip(peer_weights, peers, strict=True):
@@ -310,7 +282,7 @@ def mix_(
 
 
 def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Twin of :func:`ddpcore.ops.mix_stacked_`."""
+    """Reference implementation of :func:`ddpcore.ops.mix_stacked_`."""
     old = [_wide(row).clone() for row in weights]
     if not old:
         return weights.new_empty((0,), dtype=torch.float64)
@@ -345,7 +317,7 @@ def mix_sgd_step_(
     out: Tensor | None = None,
     **noise: Any,
 ) -> Tensor:
-    """Twin of :func:`ddpcore.ops.mix_sgd_step_`: one after the other."""
+    """Reference implementation of :func:`ddpcore.ops.mix_sgd_step_`: first ``mix_``, then ``sgd_step_``."""
     distances = mix_(weights, peers, self_weight, peer_weights, out=out, **noise)
     sgd_step_(
         [weights if out is None else out],
@@ -357,32 +329,27 @@ def mix_sgd_step_(
         group_sizes=[1],
         lr=[lr],
         weight_decay=[weight_decay],
-        device_lr=[],
         momentum=momentum,
         dampening=dampening,
         nesterov=nesterov,
         decoupled=decoupled,
         maximize=maximize,
-        grad_scale=None,
-        found_inf=None,
-        norm_squared=None,
-        max_norm=0.0,
     )
     return distances
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Twin of :func:`ddpcore.ops.segment_norms`."""
+    """Reference implementation of :func:`ddpcore.ops.segment_norms`."""
     return torch.stack([tensor.double().square().sum() for tensor in tensors])
 
 
 def total_norm_(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Twin of :func:`ddpcore.ops.total_norm_`."""
+    """Reference implementation of :func:`ddpcore.ops.total_norm_`."""
     out[0] = sum(tensor.double().square().sum() for tensor in tensors)
 
 
 def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | None) -> Tensor:
-    """Twin of :func:`ddpcore.ops.noise_sums`."""
+    """Reference implementation of :func:`ddpcore.ops.noise_sums`."""
     sizes = [end - begin for begin, end in pairwise(bounds)]
     if not rows or not bounds or bounds[0] != 0 or bounds[-1] != rows[0].numel() or min(sizes, default=0) < 0:
         raise RuntimeError("ddpcore: bounds must ascend from 0 to the number of elements of at least one row")

@@ -1,4 +1,4 @@
-"""The buffers that a step needs beside its tensors, made once and kept by whoever steps."""
+"""Buffers that a step needs besides its tensors. The caller creates them once and keeps them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ BLOCK = 4096  # kBlock of csrc/args.h
 
 
 def num_blocks(tensors: Sequence[Tensor]) -> int:
-    """Blocks in which the kernels walk the tensors; sums are formed block by block."""
+    """The number of blocks into which the kernels cut the tensors. Sums are computed block by block."""
     return sum(-(-tensor.numel() // BLOCK) for tensor in tensors)
 
 
 def new_scratch(params: Sequence[Tensor]) -> Tensor:
-    """Scratch for a step on these params: two partial sums a block, and counters that are zero between steps."""
+    """Scratch for a step on these parameters: two partial sums per block, and counters that are zero between steps."""
     size = 2 * num_blocks(params) + len(params) + 2
     return torch.zeros(size, dtype=torch.float64, device=params[0].device)
 
 
 def new_trust(params: Sequence[Tensor]) -> Tensor:
-    """``[len(params), 3]``, NaN: where LARS and LAMB write ratio, weight norm and gradient or update norm."""
+    """``[len(params), 3]`` of NaN. LARS and LAMB write ratio, weight norm and gradient or update norm into it."""
     return torch.full((len(params), 3), math.nan, dtype=torch.float64, device=params[0].device)

@@ -1,16 +1,16 @@
-"""How much memory the kernels move: what a measured bandwidth is a share of."""
+"""The memory traffic of the kernels, to compare a measured bandwidth with the hardware's."""
 
 from __future__ import annotations
 
 
 def bytes_per_param(optimizer: str, itemsize: int) -> tuple[int, int]:
-    """(least, most) bytes that our kernel of an optimizer moves for each element.
+    """The smallest and the largest number of bytes that our kernel of an optimizer moves per element.
 
-    SGD reads weight, gradient and momentum and writes weight and momentum: five elements, and no step with momentum
-    moves less. LARS needs two norms before its first store, and LAMB one, so they walk a tensor twice. The least holds
-    where the second walk finds the tensor in cache: LARS is then SGD, and LAMB reads weight, gradient and two fp32
-    moments and writes moments and weight. The most holds where it finds nothing: LARS reads weight and gradient once
-    more, LAMB weight and moments.
+    SGD reads weight, gradient and momentum and writes weight and momentum: five elements, the least that a step with
+    momentum can move. LARS needs two norms before its first store, and LAMB one, so they read a tensor twice. The
+    smallest number assumes that the second pass finds the tensor in cache: LARS then moves as much as SGD, and LAMB
+    reads weight, gradient and two fp32 moments and writes moments and weight. The largest number assumes no cache hit:
+    LARS reads weight and gradient again, and LAMB weight and moments.
     """
     if optimizer == "lamb":
         return 3 * itemsize + 16, 4 * itemsize + 24

@@ -1,4 +1,4 @@
-"""One step of an optimizer as a value: its tensors and options, to be run by the kernels, the twin or in float64."""
+"""One step of an optimizer as a value: tensors and options, for the kernels, the reference and float64."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Step:
         new.scratch, new.trust = tensor_to(self.scratch), tensor_to(self.trust)
         return new
 
-    def twin(self) -> Step:
+    def on_cpu(self) -> Step:
         """A copy on the CPU, of the same strides."""
         return self.change(lambda tensor: tensor.cpu().clone())
 
@@ -178,5 +178,5 @@ def assert_unchanged(step: Step, before: Step, assert_same_bits: Callable[..., N
     assert_same_bits(step.trust, before.trust, "trust")
 
 
-def run_twin(step: Step) -> Step:
-    return step.twin().run(reference)
+def run_reference(step: Step) -> Step:
+    return step.on_cpu().run(reference)

@@ -1,4 +1,4 @@
-"""``lamb_step_`` against its twin (bitwise) and against the rule of the paper in float64 (within rounding)."""
+"""``lamb_step_`` against its reference (bitwise) and against the rule of the paper in float64 (within rounding)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_rule(decay_mode, kind, device, assert_same_bits, assert_near):
 )
 def test_every_bound(bounds, device, assert_same_bits, assert_near):
     step = steps.new_step("lamb", [torch.randn(300).to(device), torch.randn(2, 9).to(device)], weight_decay=[0.02])
-    free = step.twin().run()
+    free = step.on_cpu().run()
     step.options.update(bounds)
     check_rule(step, assert_same_bits, assert_near)
     assert (step.trust[:, 0].cpu() != free.trust[:, 0]).all()
@@ -93,9 +93,9 @@ def test_every_bound(bounds, device, assert_same_bits, assert_near):
 
 
 def check_rule(step: steps.Step, assert_same_bits: Any, assert_near: Any) -> None:
-    twin, exact = steps.run_twin(step), step.exact()
+    expected, exact = steps.run_reference(step), step.exact()
     step.run()
-    steps.assert_same_step(step, twin, assert_same_bits)
+    steps.assert_same_step(step, expected, assert_same_bits)
     for index in range(len(step.params)):
         want = lamb(exact, index)
         got = step.masters[index] if step.masters else step.params[index]
@@ -133,8 +133,8 @@ def test_a_norm_of_zero_makes_the_ratio_one(device, assert_same_bits):
     step.grads[1].zero_()
     step.buffers[0][1].zero_()
     before = step.params[1].clone()
-    twin = steps.run_twin(step)
-    steps.assert_same_step(step.run(), twin, assert_same_bits)
+    expected = steps.run_reference(step)
+    steps.assert_same_step(step.run(), expected, assert_same_bits)
     assert step.trust[:, 0].tolist() == [1.0] * 3
     assert (step.params[0] != 0).all()
     assert_same_bits(step.params[1], before)
@@ -146,8 +146,8 @@ def test_many_steps_keep_the_correction_of_the_bias_exact(device, assert_same_bi
         step = steps.new_step("lamb", [torch.randn(50).to(device)])
         step.options["beta2"] = 0.9999
         step.steps[0].fill_(taken)
-        exact, twin = step.exact(), steps.run_twin(step)
-        steps.assert_same_step(step.run(), twin, assert_same_bits)
+        exact, expected = step.exact(), steps.run_reference(step)
+        steps.assert_same_step(step.run(), expected, assert_same_bits)
         want = lamb(exact, 0)["trust"][2]
         assert math.isclose(float(step.trust[0, 2]), want, rel_tol=2 * TERMS * steps.EPS)
         assert step.steps[0] == taken + 1

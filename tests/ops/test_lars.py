@@ -1,4 +1,4 @@
-"""``lars_step_`` against its twin (bitwise) and against the rule of the paper in float64 (within rounding)."""
+"""``lars_step_`` against its reference (bitwise) and against the rule of the paper in float64 (within rounding)."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_every_rule(variant, kind, device, assert_same_bits, assert_near):
         options: dict[str, Any] = {**rule, "adapt": [int(rule["adapt"])], "weight_decay": [decay], "variant": variant}
         step = steps.new_step("lars", weights, masters=masters, **options)
         step.steps[0].fill_(begun)
-        twin, exact = steps.run_twin(step), step.exact()
+        expected, exact = steps.run_reference(step), step.exact()
         step.run()
-        steps.assert_same_step(step, twin, assert_same_bits)
+        steps.assert_same_step(step, expected, assert_same_bits)
         for index in range(2):
             weight, momentum, trust = lars(exact, index)
             weight_terms, momentum_terms, _ = lars(exact, index, absolute=True)
@@ -104,8 +104,8 @@ def test_a_norm_of_zero_makes_the_ratio_one(variant, decoupled, device, assert_s
     step.grads[2].zero_()
     plain = step.change(lambda tensor: tensor.clone())
     plain.options["adapt"] = [0]
-    twin = steps.run_twin(step)
-    steps.assert_same_step(step.run(), twin, assert_same_bits)
+    expected = steps.run_reference(step)
+    steps.assert_same_step(step.run(), expected, assert_same_bits)
     plain.run()
     assert step.trust[:, 0].tolist() == [1.0] * 4
     for got, want in zip(step.params, plain.params, strict=True):

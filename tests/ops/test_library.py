@@ -1,4 +1,4 @@
-"""Without the compiled library: one warning that says what to do, and everything runs on the twins."""
+"""Without the compiled library: one warning that says what to do, and all operators run on their references."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_operator_has_the_same_results(alone, compiled, assert_same_bits):
 
 
 def test_every_record_says_whose_kernels_are_compiled(alone):
-    """Else the twins would be measured under the names of the kernels."""
+    """Otherwise benchmarks would report reference implementations as kernels."""
     assert alone["kernels"] == []
     assert "cpu" in machine("cpu")["kernels"]
 

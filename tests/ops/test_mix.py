@@ -1,4 +1,4 @@
-"""``mix_`` and ``mix_stacked_`` against their twins (bitwise) and the twins in float64 (within rounding)."""
+"""``mix_`` and ``mix_stacked_`` against their references in fp32 (bitwise) and in float64 (within rounding)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_result_may_go_elsewhere(dtype, num_peers, noise, randn, assert_same_bits):
     weights, peers = randn(5001, dtype), [randn(5001, dtype, 1) for _ in range(num_peers)]
-    in_place, twin, before = weights.clone(), torch.zeros(5001, dtype=dtype), weights.clone()
+    in_place, expected, before = weights.clone(), torch.zeros(5001, dtype=dtype), weights.clone()
     own, others = shares(num_peers)
     out = randn(5001, dtype, 3)
     distances = ops.mix_(weights, peers, own, others, noise, out=out)
@@ -101,8 +101,8 @@ def test_the_result_may_go_elsewhere(dtype, num_peers, noise, randn, assert_same
     assert_same_bits(out, in_place)
     assert_same_bits(weights, before, "weights that gave their place away")
     on_cpu = [peer.cpu() for peer in peers]
-    reference.mix_(before.cpu(), on_cpu, own, others, out=twin, **noise_arguments(noise))
-    assert_same_bits(out.cpu(), twin)
+    reference.mix_(before.cpu(), on_cpu, own, others, out=expected, **noise_arguments(noise))
+    assert_same_bits(out.cpu(), expected)
     ops.mix_(weights, peers, own, others, noise, out=weights)
     assert_same_bits(weights, in_place, "out may be the weights")
 

@@ -1,4 +1,4 @@
-"""Noise of ``mix_`` and ``mix_sgd_step_``: against the twin, and the same however a buffer is cut."""
+"""Noise of ``mix_`` and ``mix_sgd_step_``: against the reference, and the same for any part of a buffer."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_no_deviation_is_no_noise(dtype, num_peers, std, randn, assert_same_bits
     weights[:100] = -0.0
     for peer in peers:
         peer[:100] = -0.0
-    silent, twin = weights.clone(), weights.cpu().clone()
+    silent, expected = weights.clone(), weights.cpu().clone()
     noise = Noise(std, seed=1, step=2, first=3)
     ops.mix_(weights, peers, 0.5, [0.25] * num_peers, noise)
     ops.mix_(silent, peers, 0.5, [0.25] * num_peers)
-    reference.mix_(twin, [peer.cpu() for peer in peers], 0.5, [0.25] * num_peers, **noise_arguments(noise))
+    reference.mix_(expected, [peer.cpu() for peer in peers], 0.5, [0.25] * num_peers, **noise_arguments(noise))
     assert_same_bits(weights, silent)
-    assert_same_bits(twin, silent)
+    assert_same_bits(expected, silent)
 
 
 @pytest.mark.parametrize("num_peers", [0, 1, 2, 9])
@@ -95,7 +95,7 @@ def test_no_deviation_is_no_noise(dtype, num_peers, std, randn, assert_same_bits
 def test_step_is_mix_with_noise_and_then_sgd(rule, dtype, num_peers, randn, assert_same_bits):
     weights, grad, buffer = (randn(9001, dtype) for _ in range(3))
     momentum, peers = buffer if rule else None, [randn(9001, dtype) for _ in range(num_peers)]
-    apart, twin = [weights.clone(), buffer.clone()], [weights.cpu().clone(), buffer.cpu().clone()]
+    apart, expected = [weights.clone(), buffer.clone()], [weights.cpu().clone(), buffer.cpu().clone()]
     share = [0.5 / max(num_peers, 1)] * num_peers
     ops.mix_sgd_step_(weights, peers, 0.5, share, grad, momentum, lr=0.1, noise=NOISE, **rule)
     ops.mix_(apart[0], peers, 0.5, share, NOISE)
@@ -106,8 +106,8 @@ def test_step_is_mix_with_noise_and_then_sgd(rule, dtype, num_peers, randn, asse
     full = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False} | rule
     full |= {"lr": 0.1, "decoupled": False, "maximize": False} | noise_arguments(NOISE)
     on_cpu = [peer.cpu() for peer in peers]
-    reference.mix_sgd_step_(twin[0], on_cpu, 0.5, share, grad.cpu(), twin[1] if rule else None, None, **full)
-    assert_same_bits(weights, twin[0], "weights against the twin")
+    reference.mix_sgd_step_(expected[0], on_cpu, 0.5, share, grad.cpu(), expected[1] if rule else None, None, **full)
+    assert_same_bits(weights, expected[0], "weights against the reference")
 
 
 def test_seed_step_and_index_all_count(device):

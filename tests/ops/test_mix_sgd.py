@@ -31,7 +31,7 @@ TERMS = 11  # operations and rounded constants of the longest rule
 SUM = {"rtol": 1e-12, "atol": 1e-300}  # float64 sums of the same fp32 differences in another order
 
 
-def twin_of(buffer: Tensor, rule: dict[str, Any]) -> Tensor | None:
+def if_momentum(buffer: Tensor, rule: dict[str, Any]) -> Tensor | None:
     return buffer if rule["momentum"] else None
 
 
@@ -64,17 +64,17 @@ def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
 
     on_cpu = [peer.cpu() for peer in peers]
     expected = reference.mix_sgd_step_(
-        same[0], on_cpu, own, others, same[1], twin_of(same[2], rule), count.clone(), **rule
+        same[0], on_cpu, own, others, same[1], if_momentum(same[2], rule), count.clone(), **rule
     )
     torch.testing.assert_close(distances.cpu(), expected, **SUM)
-    assert_same_bits(weights, same[0], "weights against the twin")
-    assert_same_bits(buffer, same[2], "momentum against the twin")
+    assert_same_bits(weights, same[0], "weights against the reference")
+    assert_same_bits(buffer, same[2], "momentum against the reference")
 
     wide = [peer.double() for peer in on_cpu]
-    reference.mix_sgd_step_(exact[0], wide, own, others, exact[1], twin_of(exact[2], rule), count.clone(), **rule)
+    reference.mix_sgd_step_(exact[0], wide, own, others, exact[1], if_momentum(exact[2], rule), count.clone(), **rule)
     adding = {**rule, "lr": -rule["lr"], "maximize": False}  # every term adds
     absolute = [peer.abs() for peer in wide]
-    buffer_terms = twin_of(magnitude[2], rule)
+    buffer_terms = if_momentum(magnitude[2], rule)
     reference.mix_sgd_step_(magnitude[0], absolute, own, others, magnitude[1], buffer_terms, count.clone(), **adding)
     assert_near(weights, exact[0], magnitude[0], TERMS + 6, num_stores=2)  # the mix is rounded, then the step
     assert_near(buffer, exact[2], magnitude[2], TERMS + 6, num_stores=2)
@@ -118,8 +118,8 @@ def test_the_result_may_go_elsewhere(rule, dtype, num_peers, randn, assert_same_
     in_place, before, same_buffer, out = weights.clone(), weights.clone(), buffer.clone(), randn(5001, dtype, 3)
     rule = {name: value for name, value in rule.items() if name != "first_step"}
     arguments = (peers, share, [share] * num_peers, grad)
-    distances = ops.mix_sgd_step_(weights, *arguments, twin_of(buffer, rule), lr=0.1, out=out, **rule)
-    assert_same_bits(distances, ops.mix_sgd_step_(in_place, *arguments, twin_of(same_buffer, rule), lr=0.1, **rule))
+    distances = ops.mix_sgd_step_(weights, *arguments, if_momentum(buffer, rule), lr=0.1, out=out, **rule)
+    assert_same_bits(distances, ops.mix_sgd_step_(in_place, *arguments, if_momentum(same_buffer, rule), lr=0.1, **rule))
     assert_same_bits(out, in_place)
     assert_same_bits(buffer, same_buffer)
     assert_same_bits(weights, before, "weights that gave their place away")

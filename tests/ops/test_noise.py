@@ -1,4 +1,4 @@
-"""``noise_sums`` against its twin and exact sums; the same bits however the work is cut."""
+"""``noise_sums`` against its reference implementation and exact sums; the same bits for every division of the work."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_every_size(numel, dtype, num_rows, randn, assert_same_bits):
         sums = ops.noise_sums(rows, bounds_of(numel), o)
         assert sums.dtype == torch.float64 and sums.device == rows[0].device
         assert_sums(sums, rows, bounds_of(numel), o)
-        twin = reference.noise_sums([row.cpu() for row in rows], bounds_of(numel), None if o is None else o.cpu())
-        assert_sums(twin, rows, bounds_of(numel), o)
+        expected = reference.noise_sums([row.cpu() for row in rows], bounds_of(numel), None if o is None else o.cpu())
+        assert_sums(expected, rows, bounds_of(numel), o)
     for row, old in zip(rows, before, strict=True):
         assert_same_bits(row, old, "a row, which is not to change")
 
@@ -123,7 +123,7 @@ def test_fake_and_compiled(device, assert_same_bits):
     assert_same_bits(torch.compile(sums_of, fullgraph=True, backend="aot_eager")(*rows), sums_of(*rows))
 
 
-@pytest.mark.parametrize("sums_of", [ops.noise_sums, reference.noise_sums], ids=["kernel", "twin"])
+@pytest.mark.parametrize("sums_of", [ops.noise_sums, reference.noise_sums], ids=["kernel", "reference"])
 @pytest.mark.parametrize(
     ("rows", "bounds"),
     [

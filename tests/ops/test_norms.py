@@ -1,4 +1,4 @@
-"""``segment_norms`` and ``total_norm_`` against their twins and exact sums; the same bits in whatever layout."""
+"""``segment_norms`` and ``total_norm_`` against their references and exact sums; the same bits in every layout."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_total_of_every_size(dtype, randn, device, assert_same_bits):
     tensors = [randn(size, dtype, offset) for size in SIZES for offset in (0, 1, 3)]
     before = [tensor.clone() for tensor in tensors]
     total = total_of(tensors, spare=3)
-    twin = torch.full((1,), math.nan, dtype=torch.float64)
-    reference.total_norm_([tensor.cpu() for tensor in tensors], twin)
-    torch.testing.assert_close(total.cpu(), twin, **SUM)
+    expected = torch.full((1,), math.nan, dtype=torch.float64)
+    reference.total_norm_([tensor.cpu() for tensor in tensors], expected)
+    torch.testing.assert_close(total.cpu(), expected, **SUM)
     exact = math.fsum(value * value for tensor in tensors for value in tensor.tolist())
     assert math.isclose(total.item(), exact, rel_tol=1e-12)
     for tensor, old in zip(tensors, before, strict=True):
@@ -202,7 +202,7 @@ def test_bad_scratch_of_a_total(out):
 
 
 def test_an_empty_list_is_an_error():
-    with pytest.raises(RuntimeError):  # of the twin: a list without tensors names no device
+    with pytest.raises(RuntimeError):  # from the reference implementation, because an empty list has no device
         ops.segment_norms([])
     with pytest.raises(RuntimeError, match="a norm needs at least one tensor"):
         ops.total_norm_([], torch.zeros(9, dtype=torch.float64))

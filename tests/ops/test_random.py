@@ -1,6 +1,6 @@
-"""The generator of csrc/random.h and its twin: published vectors, and whether its numbers are independent normals.
+"""The generator of csrc/random.h and its reference: published vectors, and whether the numbers are independent and normal.
 
-That the twin has the bits of the kernels is shown in ``test_noise.py``; large samples are drawn by the kernels.
+``test_mix_noise.py`` shows that the reference has the bits of the kernels; large samples are drawn by the kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``sgd_step_`` against its twin (bitwise), the twin in float64 (within rounding) and ``torch.optim.SGD``."""
+"""``sgd_step_`` against its reference in fp32 (bitwise) and float64 (within rounding), and ``torch.optim.SGD``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(where: Any, tensors: list[list[Tensor]], *, first_step: bool | None = No
     return counts[0] if counts else None
 
 
-def twin(tensors: list[list[Tensor]], dtype: torch.dtype | None = None) -> list[list[Tensor]]:
+def on_cpu(tensors: list[list[Tensor]], dtype: torch.dtype | None = None) -> list[list[Tensor]]:
     """Copies on the CPU, of the same strides."""
     return [[tensor.cpu().clone().to(dtype or tensor.dtype) for tensor in group] for group in tensors]
 
@@ -62,7 +62,7 @@ def twin(tensors: list[list[Tensor]], dtype: torch.dtype | None = None) -> list[
 def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
     rule = {"lr": 0.05, **rule}
     tensors = [[randn(5000, dtype)] for _ in range(3)]
-    expected, exact, magnitude = twin(tensors), twin(tensors, torch.float64), twin(tensors, torch.float64)
+    expected, exact, magnitude = on_cpu(tensors), on_cpu(tensors, torch.float64), on_cpu(tensors, torch.float64)
     count = run(ops, tensors, **rule)
     run(reference, expected, **rule)
     assert count == (1.0 if rule["first_step"] else 6.0)
@@ -82,7 +82,7 @@ def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
 def test_every_size(numel, dtype, offset, randn, assert_same_bits):
     tensors = [[randn(numel, dtype, offset)] for _ in range(3)]
     bases = [group[0]._base.clone() for group in tensors]
-    expected = twin(tensors)
+    expected = on_cpu(tensors)
     run(ops, tensors, **RULE)
     run(reference, expected, **RULE)
     for base, got, want in zip(bases, tensors, expected, strict=True):
@@ -92,7 +92,7 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
 
 def test_large(randn, assert_same_bits):
     tensors = [[randn(3_000_001)] for _ in range(3)]
-    expected = twin(tensors)
+    expected = on_cpu(tensors)
     run(ops, tensors, **RULE, nesterov=True)
     run(reference, expected, **RULE, nesterov=True)
     assert_same_bits(tensors[0][0], expected[0][0])
@@ -117,7 +117,7 @@ def memory_of(tensors: list[Tensor]) -> Tensor:
 def test_list_is_flat(dtype, device, assert_same_bits):
     lists = [mixed_shapes(device, dtype) for _ in range(3)]
     flats = [[memory_of(tensors)] for tensors in lists]
-    expected = twin(lists)
+    expected = on_cpu(lists)
     run(ops, lists, **RULE)
     run(ops, flats, **RULE)
     run(reference, expected, **RULE)
@@ -132,7 +132,7 @@ def test_any_number_of_threads(set_threads, assert_same_bits):
     results = []
     for num_threads in (1, 2):
         set_threads(num_threads)
-        tensors = twin(start)
+        tensors = on_cpu(start)
         run(ops, tensors, **RULE)
         results.append([memory_of(group) for group in tensors])
     for one, two in zip(*results, strict=True):
@@ -165,7 +165,7 @@ def test_nan_and_infinity_stay_where_they_are(dtype, device, assert_same_bits):
     grad[3], grad[17], param[20], buffer[39] = math.nan, math.inf, -math.inf, math.nan
     grad[5] = torch.finfo(dtype).max
     tensors = [[param], [grad], [buffer]]
-    expected = twin(tensors)
+    expected = on_cpu(tensors)
     run(ops, tensors, lr=4.0, momentum=0.9)
     run(reference, expected, lr=4.0, momentum=0.9)
     assert_same_bits(param, expected[0][0])

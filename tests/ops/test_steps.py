@@ -1,4 +1,4 @@
-"""What ``sgd_step_``, ``lars_step_`` and ``lamb_step_`` share, against their twins and each against itself."""
+"""What ``sgd_step_``, ``lars_step_`` and ``lamb_step_`` share: each against its reference and against itself."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_size(rule, kind, device, assert_same_bits):
     step.grads = [inside(tensor, OFFSETS[i // len(steps.SIZES)]) for i, tensor in enumerate(step.grads)]
     around = {name: [t._base.clone() for t in tensors] for name, tensors in step.written().items() if name != "step"}
     grads = [tensor._base.clone() for tensor in step.grads]
-    expected = steps.run_twin(step)
+    expected = steps.run_reference(step)
     step.run()
     steps.assert_same_step(step, expected, assert_same_bits)
     for name, bases in around.items():
@@ -60,7 +60,7 @@ def test_every_size(rule, kind, device, assert_same_bits):
 @every_rule
 def test_ten_million_elements(rule, device, assert_same_bits):
     step = new_step(rule, device, [10_000_001], "fp32")
-    expected = steps.run_twin(step)
+    expected = steps.run_reference(step)
     steps.assert_same_step(step.run(), expected, assert_same_bits)
 
 
@@ -80,8 +80,8 @@ def test_groups(rule, kind, device, assert_same_bits):
         step.steps[group].fill_(count)
     if rule == "sgd":
         step.options["dampening"] = 0.5
-    alone = [step.twin().only(indices) for indices in ([0, 1], [2], [3, 4, 5])]
-    expected = steps.run_twin(step)
+    alone = [step.on_cpu().only(indices) for indices in ([0, 1], [2], [3, 4, 5])]
+    expected = steps.run_reference(step)
     step.run()
     steps.assert_same_step(step, expected, assert_same_bits)
     assert [count.item() for count in step.steps] == [2.0, 1.0, 3.0, 4.0, 8.0, 2.0, 5.0]
@@ -102,12 +102,12 @@ def test_lr_from_the_device(rule, device, assert_same_bits):
     if rule == "lamb":
         step.options.pop("decoupled")
         step.options["decay_mode"] = "decoupled"
-    expected, twin = step.twin().run(), step.twin()
-    for this in (step, twin):
+    expected, other = step.on_cpu().run(), step.on_cpu()
+    for this in (step, other):
         this.options["device_lr"] = [torch.tensor(lr, device=this.params[0].device) for lr in (0.05, 0.7)]
         this.options["lr"] = [math.nan, math.nan]  # not read
     steps.assert_same_step(step.run(), expected, assert_same_bits)
-    steps.assert_same_step(step, twin.run(steps.reference), assert_same_bits)
+    steps.assert_same_step(step, other.run(steps.reference), assert_same_bits)
 
 
 @every_kind
@@ -115,16 +115,16 @@ def test_lr_from_the_device(rule, device, assert_same_bits):
 def test_scaled_gradients_count_as_what_they_were(rule, kind, device, assert_same_bits):
     """A scale that is a power of two costs no digit, so the step has the same bits as without it."""
     step = new_step(rule, device, [5000, 0, 17], kind)
-    scaled = step.twin().change(lambda tensor: tensor.to(device))
+    scaled = step.on_cpu().change(lambda tensor: tensor.to(device))
     for grad in step.grads + scaled.grads:  # no subnormal number, which would lose digits
         grad.copy_(torch.where(grad.abs() < 0.01, 0.01, grad))
     for grad in scaled.grads:
         grad.mul_(1024.0)
     scaled.options["grad_scale"] = torch.tensor([1024.0], device=device)
-    expected = step.twin().run()
+    expected = step.on_cpu().run()
     steps.assert_same_step(scaled.run(), expected, assert_same_bits)
     step.options["grad_scale"] = torch.tensor(3.0, device=device)
-    expected = steps.run_twin(step)
+    expected = steps.run_reference(step)
     steps.assert_same_step(step.run(), expected, assert_same_bits)
 
 
@@ -135,12 +135,12 @@ def test_found_inf_changes_and_counts_nothing(rule, kind, device, assert_same_bi
     step.steps[0].fill_(0.0)
     step.grads[0][3] = math.inf
     step.trust.fill_(7.0)
-    before = step.twin()
+    before = step.on_cpu()
     steps.assert_unchanged(step.run(), before, assert_same_bits)
-    steps.assert_unchanged(before.twin().run(steps.reference), before, assert_same_bits)
+    steps.assert_unchanged(before.on_cpu().run(steps.reference), before, assert_same_bits)
     step.grads[0][3] = 1.0
     step.options["found_inf"] = torch.zeros(1, device=device)
-    expected = step.twin()
+    expected = step.on_cpu()
     expected.options["found_inf"] = None
     steps.assert_same_step(step.run(), expected.run(), assert_same_bits)
     assert step.steps[0] == 1.0
@@ -157,8 +157,8 @@ def test_the_first_step_begins_the_buffers(rule, device, assert_same_bits):
     else:
         step.options["dampening"] = 0.75
         step.buffers[0][0].fill_(math.nan)
-    expected = steps.run_twin(step)
-    plain = step.twin()
+    expected = steps.run_reference(step)
+    plain = step.on_cpu()
     steps.assert_same_step(step.run(), expected, assert_same_bits)
     assert [count.item() for count in step.steps] == [1.0, 4.0]
     if rule != "lamb":
@@ -166,16 +166,16 @@ def test_the_first_step_begins_the_buffers(rule, device, assert_same_bits):
         plain.run()
         assert_same_bits(step.params[0], plain.params[0], "momentum at the first step is the direction")
         assert step.buffers[0][0].isfinite().all()
-    expected = steps.run_twin(step)
+    expected = steps.run_reference(step)
     steps.assert_same_step(step.run(), expected, assert_same_bits)
 
 
 @pytest.mark.parametrize("rule", ["sgd", "lars"])
 def test_what_is_not_counted_is_no_first_step(rule, device, assert_same_bits):
     step = new_step(rule, device, [5000], counted=False, dampening=0.5)
-    counted = step.twin()
+    counted = step.on_cpu()
     counted.steps = [torch.ones(1)]
-    expected = steps.run_twin(step)
+    expected = steps.run_reference(step)
     steps.assert_same_step(step.run(), expected, assert_same_bits)
     for got, want in zip(step.params + step.buffers[0], counted.run().params + counted.buffers[0], strict=True):
         assert_same_bits(got, want)
@@ -200,14 +200,14 @@ def test_long_gradients_are_shortened(rule, scaled, device, assert_same_bits):
     exact.grads = [parameter.grad for parameter in parameters]
     exact.options.update(norm_squared=None, grad_scale=None)
 
-    plain, twin = step.twin(), steps.run_twin(step)
-    steps.assert_same_step(step.run(), twin, assert_same_bits)
+    plain, expected = step.on_cpu(), steps.run_reference(step)
+    steps.assert_same_step(step.run(), expected, assert_same_bits)
     exact.run(steps.reference)
     for got, want in zip(step.params, exact.params, strict=True):  # weights, gradients and steps are all below 8
         assert ((got.cpu().double() - want).abs() <= 20 * steps.EPS * 8).all()
 
     plain.options["max_norm"] = 1e6  # longer than they are
-    expected = plain.twin()
+    expected = plain.on_cpu()
     expected.options["norm_squared"] = None
     steps.assert_same_step(plain.run(), expected.run(), assert_same_bits)
 
@@ -216,7 +216,7 @@ def test_long_gradients_are_shortened(rule, scaled, device, assert_same_bits):
 def test_a_norm_that_is_no_number_leaves_no_weight_a_number(rule, device, assert_same_bits):
     step = new_step(rule, device, [50, 17], max_norm=1.0)
     step.options["norm_squared"] = torch.tensor([math.nan], dtype=torch.float64, device=device)
-    expected = steps.run_twin(step)
+    expected = steps.run_reference(step)
     steps.assert_same_step(step.run(), expected, assert_same_bits)
     assert all(param.isnan().all() for param in step.params)
 
@@ -225,7 +225,7 @@ def test_a_norm_that_is_no_number_leaves_no_weight_a_number(rule, device, assert
 @every_rule
 def test_masters_are_stepped_as_fp32_weights_are(rule, kind, device, assert_same_bits):
     step = new_step(rule, device, steps.SIZES[:-1], kind)
-    expected = step.twin()
+    expected = step.on_cpu()
     expected.params, expected.masters = expected.masters, []
     expected.grads = [grad.float() for grad in expected.grads]
     step.run()
@@ -245,9 +245,9 @@ def test_a_param_that_was_written_overrules_its_master(rule, kind, device, asser
     written[[0, 17, 4095, 4096, 4999]] = True
     step.params[0][written] = 2.0
     step.params[0][1], step.masters[0][1] = 0.0, -0.0  # another zero is another number
-    truth = step.twin()
+    truth = step.on_cpu()
     truth.masters[0] = torch.where(written, 2.0, truth.masters[0])
     truth.masters[0][1] = 0.0
-    expected = steps.run_twin(step)
+    expected = steps.run_reference(step)
     steps.assert_same_step(step.run(), expected, assert_same_bits)
     steps.assert_same_step(step, truth.run(), assert_same_bits)

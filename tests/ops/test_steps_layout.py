@@ -49,7 +49,7 @@ def test_a_list_is_views_of_a_flat_buffer(rule, kind, device, assert_same_bits):
     step = new_step(rule, kind, dense_weights(device))
     views = step.change(lambda tensor: flat(tensor).clone())
     views.trust = step.trust.clone()
-    expected = steps.run_twin(step)
+    expected = steps.run_reference(step)
     step.run()
     views.run()
     steps.assert_same_step(step, expected, assert_same_bits)
@@ -82,7 +82,7 @@ def test_any_number_of_threads(rule, kind, set_threads, assert_same_bits):
     results = []
     for num_threads in (1, 2):
         set_threads(num_threads)
-        results.append(start.twin().run())
+        results.append(start.on_cpu().run())
     one, two = results
     assert_same_bits(two.trust, one.trust)
     for name, tensors in one.written().items():
@@ -108,7 +108,7 @@ def test_any_strides(rule, layout, change, device, assert_same_bits):
     """Tensors that are not dense, or not in the order of their param, are written back; their gaps stay."""
     kind = "bf16-masters" if change in ("masters", "everything") else "fp32"
     step = new_step(rule, kind, [torch.randn(3, 5, 4).to(device), torch.randn(7, 9).to(device)])
-    expected = step.twin().run()
+    expected = step.on_cpu().run()
     for name in ("params", "grads", "masters") if change == "everything" else (change,):
         if name != "buffers":
             setattr(step, name, [others(tensor)[layout] for tensor in getattr(step, name)])
@@ -135,7 +135,7 @@ def test_gradients_that_share_their_memory(rule, device, assert_same_bits):
     """What ``sum().backward()`` leaves behind."""
     step = new_step(rule, "fp32", [torch.randn(4, 6).to(device), torch.randn(6, 4).to(device).t()])
     step.grads = [torch.full((1, 1), 0.5, device=device).expand(4, 6), torch.ones(6, device=device).expand(4, 6)]
-    expected = step.twin()
+    expected = step.on_cpu()
     expected.grads = [torch.full((4, 6), 0.5), torch.ones(4, 6)]
     expected.run(steps.reference)
     steps.assert_same_step(step.run(), expected, assert_same_bits)
@@ -149,12 +149,12 @@ def test_nan_and_infinity_stay_in_their_tensor(rule, place, value, kind, device,
     """Planted first, in the middle and last; the neighbours of that tensor have the bits that they have without it."""
     for index in (0, 4096, 8191):
         step = new_step(rule, kind, [torch.randn(size).to(device) for size in (17, 8192, 33)])
-        clean = step.twin().run()
+        clean = step.on_cpu().run()
         if place == "grad":
             step.grads[1][index] = value
         else:
             step.params[1][index] = value  # its master no longer rounds to it
-        expected = steps.run_twin(step)
+        expected = steps.run_reference(step)
         steps.assert_same_step(step.run(), expected, assert_same_bits)
         for other in (0, 2):
             assert_same_bits(step.params[other], clean.params[other], f"the neighbour at {other}")

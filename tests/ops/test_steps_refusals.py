@@ -115,7 +115,7 @@ MASTERS: dict[str, tuple[Callable[[steps.Step], None], str]] = {
 
 
 def assert_refused(step: steps.Step, message: str, assert_same_bits: Any) -> None:
-    before = step.twin()
+    before = step.on_cpu()
     with pytest.raises(RuntimeError, match=message):
         step.run()
     steps.assert_unchanged(step, before, assert_same_bits)
