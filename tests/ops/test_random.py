@@ -1,4 +1,4 @@
-"""The generator of csrc/random.h and its reference: published vectors, and whether the numbers are independent and normal.
+"""The generator of csrc/random.h and its reference: published vectors, and whether its numbers are independent normals.
 
 ``test_mix_noise.py`` shows that the reference has the bits of the kernels; large samples are drawn by the kernels.
 """
