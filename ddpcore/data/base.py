@@ -1,4 +1,4 @@
-"""Samples that live whole in one place, and the batches made of them there."""
+"""Data sets in the memory of one device, and their batches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from ddpcore.data.transforms import Augmentation, Normalization
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Inputs uint8 images [N, C, H, W] or floating samples [N, ...], with labels int64 [N], on one device.
+    """Samples and their labels on one device.
 
-    Images stay uint8; normalization and augmentation, where there are any, happen to each batch.
+    Attributes:
+        inputs: images uint8 ``[N, C, H, W]`` or floating samples ``[N, ...]``.
+        labels: int64 ``[N]``.
+        normalization: applied to each batch of images; None: pixels are scaled to 0..1.
+        augmentation: applied to each batch of images before the normalization.
+
+    ValueError for other dtypes or shapes, or if samples that are no images are normalized or augmented.
     """
 
     inputs: Tensor
@@ -28,7 +34,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.inputs.dtype != torch.uint8 and not self.inputs.is_floating_point():
-            raise ValueError(f"Split: inputs are {self.inputs.dtype}, they must be uint8 images or floating features")
+            raise ValueError(f"Split: inputs are {self.inputs.dtype}, they must be uint8 images or floating samples")
         if self.labels.dtype != torch.int64:
             raise ValueError(f"Split: labels are {self.labels.dtype}, they must be int64 class numbers")
         if self.inputs.ndim < 2 or self.labels.shape != self.inputs.shape[:1] or len(self.labels) == 0:
@@ -36,7 +42,7 @@ class Split:
             raise ValueError(f"Split: {shapes} must be [N, ...] and [N], N at least 1")
         images = self.inputs.dtype == torch.uint8 and self.inputs.ndim == 4
         if not images and (self.normalization is not None or self.augmentation is not None):
-            raise ValueError("Split: only uint8 images [N, C, H, W] are normalized and augmented, leave both out")
+            raise ValueError("Split: only uint8 images [N, C, H, W] can be normalized or augmented, leave both out")
         if self.normalization is not None and len(self.normalization.mean) != self.inputs.shape[1]:
             channels = f"{len(self.normalization.mean)} channels for images of {self.inputs.shape[1]}"
             raise ValueError(f"Split: the normalization has {channels}, give one mean and std a channel")
@@ -45,12 +51,12 @@ class Split:
         return len(self.labels)
 
     def batch(self, indices: Tensor, epoch: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs float32 [*I, ...] and labels int64 [*I] for int64 indices of shape I.
+        """Inputs float32 ``[*I, ...]`` and labels int64 ``[*I]`` of the samples with these numbers, int64 of shape I.
 
-        uint8 is scaled to 0..1 or normalized; the epoch (from 0) matters to augmentation alone.
+        Only the augmentation depends on the epoch, which is counted from 0.
         """
         where = indices.to(self.inputs.device)
-        inputs = self.inputs.index_select(0, where.flatten())  # whole samples: faster than indexing
+        inputs = self.inputs.index_select(0, where.flatten())  # faster than indexing
         if self.augmentation is not None:
             inputs = self.augmentation(inputs, where.flatten(), epoch)
         if self.normalization is not None:
@@ -60,20 +66,28 @@ class Split:
         return inputs.float().unflatten(0, where.shape), self.labels[where]
 
     def take(self, indices: Tensor) -> Split:
-        """A copy of some samples, int64 [M] >= 1, in that order."""
+        """A copy of the samples of these numbers, int64 ``[M]`` with M >= 1, in that order."""
         where = indices.to(self.inputs.device)
         return replace(self, inputs=self.inputs[where], labels=self.labels[where])
 
     def to(self, device: torch.device | str) -> Split:
-        """The same split on a device, so that batches are made there."""
+        """The same split on another device; its batches are made there."""
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A named training split, a test split if there is one, the number of classes and the shape of one sample.
+    """Training, test and validation split of one task.
 
-    The validation split, for choices made during or after training, is there once `hold_out` made it.
+    Attributes:
+        name: of the data set.
+        train: the training split.
+        test: the test split, if the data set has one.
+        num_classes: labels are from 0 to ``num_classes - 1``.
+        input_shape: of one sample.
+        validation: what :meth:`hold_out` took from the training split, for choices between models.
+
+    ValueError if a split has samples of another shape or a label outside the classes.
     """
 
     name: str
@@ -88,20 +102,20 @@ class Dataset:
             shape = tuple(split.inputs.shape[1:])
             if shape != self.input_shape:
                 raise ValueError(
-                    f"{self.name}: samples are {list(shape)}, input_shape must say so, not {self.input_shape}"
+                    f"{self.name}: samples are {list(shape)}, input_shape must be the same, not {self.input_shape}"
                 )
             if int(split.labels.min()) < 0 or int(split.labels.max()) >= self.num_classes:
                 raise ValueError(f"{self.name}: a label is outside 0..{self.num_classes - 1}, raise num_classes")
 
     def splits(self) -> dict[str, Split]:
-        """Those that there are, of train, validation and test."""
+        """The splits that exist, by name: train, validation, test."""
         every = {"train": self.train, "validation": self.validation, "test": self.test}
         return {name: split for name, split in every.items() if split is not None}
 
     def digest(self) -> str:
-        """Hexadecimal, of the splits' shapes, labels and images: other samples have another one.
+        """Hexadecimal hash of the splits' shapes, labels and images.
 
-        Of floating samples only shapes and labels count: where they are computed, machines may round otherwise.
+        Floating samples count by shape and labels only: synthetic ones may be rounded differently on other machines.
         """
         digest = hashlib.blake2b(f"{self.num_classes} classes".encode(), digest_size=16)
         for name, split in self.splits().items():
@@ -112,12 +126,12 @@ class Dataset:
         return digest.hexdigest()
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data set on a device."""
+        """The same data set on another device."""
         moved: dict[str, Any] = {name: split.to(device) for name, split in self.splits().items()}
         return replace(self, **moved)
 
     def transformed(self, normalization: Normalization | None, augmentation: Augmentation | None) -> Dataset:
-        """The same samples, every split normalized and the training split alone augmented; None leaves it out."""
+        """The same samples; the normalization (or none) is for every split, the augmentation only for training."""
         changed: dict[str, Any] = {
             name: replace(split, normalization=normalization) for name, split in self.splits().items()
         }
@@ -125,9 +139,9 @@ class Dataset:
         return replace(self, **changed)
 
     def hold_out(self, num_samples: int, seed: int = 0) -> Dataset:
-        """The last num_samples of a random order of the training set become the validation split, never augmented.
+        """Move the last samples of a random order of the training split into a validation split without augmentation.
 
-        The test split is left alone. The order follows from the seed; ValueError unless samples are left to train on.
+        The seed decides the order. ValueError if no sample would be moved, or none would be left for training.
         """
         total = len(self.train)
         if not 1 <= num_samples < total:
@@ -139,10 +153,10 @@ class Dataset:
         return replace(self, train=self.train.take(order[:-num_samples]), validation=validation)
 
     def limit(self, num_train: int | None = None, num_test: int | None = None, seed: int = 0) -> Dataset:
-        """A random part of the training and of the test split; None leaves one whole.
+        """Keep so many random samples of the training and of the test split; None keeps all.
 
-        The training part follows from the seed; the test part is the same for every seed, so that runs are comparable.
-        ValueError for more samples than there are, and for a test split that is not there.
+        The seed decides the training samples. The test samples are the same for every seed, so that runs are comparable.
+        ValueError if a split does not have so many samples, or there is no test split.
         """
         splits = self.splits()
         changed: dict[str, Split] = {}
@@ -157,15 +171,16 @@ class Dataset:
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def with_random_labels(self, seed: int = 0) -> Dataset:
-        """Training labels drawn uniformly, so that only the samples can be learned (Zhang et al. 2017, section 2)."""
+        """Replace the training labels by uniformly random ones: a model can only memorize (Zhang et al. 2017)."""
         labels = torch.randint(self.num_classes, (len(self.train),), generator=generator(seed, 1))
         return replace(self, train=replace(self.train, labels=labels.to(self.train.labels.device)))
 
 
 def generator(seed: int, *key: int) -> torch.Generator:
-    """Random numbers of (seed, key) that are not those of ``torch.manual_seed(seed)``, of which weights are made.
+    """A CPU generator whose stream depends on (seed, key).
 
-    torch's generator on the CPU takes 32 bits of a seed: these are of a hash of all.
+    Its numbers differ from those of ``torch.manual_seed(seed)``, which initialize the weights. torch's CPU generator
+    uses only 32 bits of a seed, so this seeds it with a hash of all bits.
     """
     state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) >> 1)

@@ -19,13 +19,13 @@ IMAGE_BYTES = 3072  # three planes, red, green and blue, row by row
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One of the two sets, as its files lie in a folder that torchvision or the archive made.
+    """The files of CIFAR-10 or CIFAR-100, named as in the archives and by torchvision.
 
     Attributes:
-        train: names of the training files; the binary ones end with .bin too.
-        label_bytes: before each image of a binary file; the last of them is the label.
-        label_key: of the labels in a pickle.
-        md5: of the pickles, as torchvision publishes them.
+        train: names of the training files; binary files end with ``.bin`` too.
+        label_bytes: number of bytes before each image of a binary file; the last one is the label.
+        label_key: key of the labels in a pickle.
+        md5: checksums of the pickles, as torchvision publishes them.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def layouts(self) -> tuple[tuple[str, ...], ...]:
-        """The files of each layout, relative to data_dir: any of the two will do."""
+        """The files of the Python and of the binary layout, relative to data_dir; one layout suffices."""
         names = (*self.train, self.test)
         return (
             tuple(f"{self.python_folder}/{name}" for name in names),
@@ -75,7 +75,7 @@ CIFAR100 = Variant(
     binary_folder="cifar-100-binary",
     train=("train",),
     test="test",
-    label_bytes=2,  # the coarse one of 20, then the fine one of 100
+    label_bytes=2,  # the coarse label (of 20 classes), then the fine one (of 100)
     label_key="fine_labels",
     md5={"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
     normalization=Normalization((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -83,11 +83,10 @@ CIFAR100 = Variant(
 
 
 def load(variant: Variant, data_dir: str | Path, verify: bool = True) -> Dataset:
-    """Training and test split, images uint8 [N, 3, 32, 32], labels the fine ones.
+    """Read the training and the test split: images uint8 ``[N, 3, 32, 32]`` and the fine labels.
 
-    Pickles win over binary files, unless a file of theirs is missing and none of the others. A pickle that is not the
-    canonical one is a warning, unless verify is False. A file that is missing, damaged or the wrong one is a ValueError
-    that names it and says what is wrong.
+    Pickles are read unless one is missing and the binary files are complete. With ``verify`` a pickle whose MD5 is not
+    the canonical one causes a warning. ValueError, with its path, if a file is missing, damaged or of something else.
     """
     folder = _folder(variant, Path(data_dir))
     train, test = (_split(variant, folder, names, verify) for names in (variant.train, (variant.test,)))
@@ -95,15 +94,15 @@ def load(variant: Variant, data_dir: str | Path, verify: bool = True) -> Dataset
 
 
 def _folder(variant: Variant, root: Path) -> Path:
-    """That of the first layout that is whole; where none is, the first that is there, whose files are then missed."""
-    whole = [names for names in variant.layouts if all(files.find(root / name) for name in names)]
-    there = [names for names in variant.layouts if (root / names[0]).parent.exists()]
-    if not there:
+    """The folder of the first complete layout; if none is complete, the first that exists."""
+    complete = [names for names in variant.layouts if all(files.find(root / name) for name in names)]
+    existing = [names for names in variant.layouts if (root / names[0]).parent.exists()]
+    if not existing:
         raise ValueError(
             f"{root}: holds neither {variant.python_folder} nor {variant.binary_folder}, set data_dir (--data-dir) to "
             "the folder that holds one of them"
         )
-    return (root / (whole or there)[0][0]).parent
+    return (root / (complete or existing)[0][0]).parent
 
 
 def _split(variant: Variant, folder: Path, names: tuple[str, ...], verify: bool) -> Split:
@@ -150,4 +149,4 @@ def _parse_pickle(variant: Variant, path: Path, content: bytes) -> tuple[np.ndar
         raise ValueError(f"{path}: it has no list of numbers '{variant.label_key}', fetch it again")
     if len(labels) != len(images):
         raise ValueError(f"{path}: {len(images)} images and {len(labels)} labels, fetch it again")
-    return images, np.array(labels, dtype=object)  # numbers of any size, until they are known to be classes
+    return images, np.array(labels, dtype=object)  # of any size: the caller checks that they are classes

@@ -1,4 +1,4 @@
-"""Fetching the canonical files from where their makers or torchvision keep them; never without being asked to."""
+"""Downloads of the canonical files, from their authors or torchvision's mirror."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from ddpcore.data import cifar, mnist
 
 try:
     import pooch
-except ImportError:  # the extra `data`: nothing but a download needs it
+except ImportError:  # the extra `data`: only downloads need it
     pooch = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One thing to fetch.
+    """A file to download.
 
     Attributes:
-        folder: where it goes, relative to data_dir; an archive is unpacked there too.
-        layouts: lists of files relative to data_dir; where all of one list are there, there is nothing to fetch.
+        folder: where it is stored, relative to data_dir; an archive is also unpacked there.
+        layouts: lists of files relative to data_dir; if all files of one list exist, nothing is downloaded.
     """
 
     url: str
     md5: str
     folder: str
     layouts: tuple[tuple[str, ...], ...]
+
+
+def _cifar(variant: cifar.Variant, archive: str, md5: str) -> tuple[Source, ...]:
+    url = f"https://www.cs.toronto.edu/~kriz/{archive}.tar.gz"
+    return (Source(url=url, md5=md5, folder="", layouts=variant.layouts),)
 
 
 SOURCES = {
@@ -38,29 +43,16 @@ SOURCES = {
         )
         for name in mnist.FILES
     ),
-    "cifar10": (
-        Source(
-            url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-            md5="c58f30108f718f92721af3b95e74349a",
-            folder="",
-            layouts=cifar.CIFAR10.layouts,
-        ),
-    ),
-    "cifar100": (
-        Source(
-            url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-            md5="eb9058c3a382ffc7106e4002c42a8d85",
-            folder="",
-            layouts=cifar.CIFAR100.layouts,
-        ),
-    ),
+    "cifar10": _cifar(cifar.CIFAR10, "cifar-10-python", "c58f30108f718f92721af3b95e74349a"),
+    "cifar100": _cifar(cifar.CIFAR100, "cifar-100-python", "eb9058c3a382ffc7106e4002c42a8d85"),
 }
 
 
 def download(name: str, data_dir: str | Path) -> None:
-    """Fetch what of a data set is not in data_dir yet, check its MD5 and unpack it, laid out as `build` reads it.
+    """Download the files of a data set that data_dir does not hold yet, check their MD5 and unpack them.
 
-    ValueError if pooch is not installed, or a file cannot be fetched or is not the canonical one.
+    Raises:
+        ValueError: pooch is not installed, or a file cannot be downloaded or has another MD5.
     """
     root = Path(data_dir)
     for source in SOURCES[name]:

@@ -1,4 +1,4 @@
-"""Feature frames of your own: a folder of NumPy or HDF5 files."""
+"""A user's own frames of features, from a folder of NumPy or HDF5 files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ ARRAYS = ("inputs", "labels")
 
 
 def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
-    """data_dir/train and, if it is there, data_dir/test: the files of each, by name in order, one after the other.
+    """Read ``data_dir/train`` and, if it exists, ``data_dir/test`` into memory.
 
-    A file is an .npz or, with h5py, an .h5 or .hdf5, and holds `inputs` float32 [N, frames, features] and `labels`
-    int64 [N]. All of it is read into memory. Without num_classes the classes are counted: the largest label and one.
+    The files of a folder are joined in the order of their names. A file is ``.npz`` or, with h5py, ``.h5`` or
+    ``.hdf5``. It holds ``inputs`` float32 ``[N, frames, features]`` and ``labels`` int64 ``[N]``.
+    By default ``num_classes`` is one more than the largest label, and at least 2.
 
-    ValueError, one line that names the file or folder, if there is none, one cannot be read, an array is missing, is of
-    another type or shape, holds a number that is not finite or a negative label, or labels do not fit num_classes, or
-    the number of samples.
+    Raises:
+        ValueError: a file is missing or damaged; an array is missing or has another dtype or shape; an input is not
+            finite; a label is negative or too large. One line that names the file or the folder.
     """
     root = Path(data_dir)
     train = _split(root / "train")
@@ -66,7 +67,7 @@ def _split(folder: Path) -> Split:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    """Those of ARRAYS that a file holds."""
+    """The arrays of ARRAYS that a file holds."""
     if path.suffix in HDF5 and h5py is None:
         raise ValueError(f"{path}: HDF5 needs h5py: pip install 'ddpcore[hdf5]', or write .npz files")
     try:
@@ -83,11 +84,11 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def _checked(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels of a file, once they are what they must be."""
+    """Inputs and labels of a file, after a check of their dtypes, shapes and values."""
     for name, dtype, axes in (("inputs", np.float32, "[N, frames, features]"), ("labels", np.int64, "[N]")):
         if name not in arrays:
             raise ValueError(f"{path}: holds no array '{name}', save inputs and labels")
-        array = np.asarray(arrays[name])  # an empty data set of HDF5 is none
+        array = np.asarray(arrays[name])  # an empty data set of HDF5 is not an array
         if array.dtype != dtype or array.ndim != axes.count(",") + 1:
             raise ValueError(
                 f"{path}: {name} are {array.dtype} {list(array.shape)}, they must be {np.dtype(dtype)} {axes}"

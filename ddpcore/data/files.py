@@ -1,4 +1,4 @@
-"""Reading the files of a data set: plain or gzipped, known or not, and one line where that fails."""
+"""Files of a data set: plain or gzipped, with one-line errors and a check of their MD5."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class File(NamedTuple):
-    """What was read: where from, the content, and the bytes as they lie there, packed or not."""
+    """A file that was read: its path, its unpacked content, and its bytes as stored (perhaps gzipped)."""
 
     path: Path
     content: bytes
@@ -20,14 +20,14 @@ class File(NamedTuple):
 
 
 def find(path: Path) -> Path | None:
-    """The file, or its .gz where there is no other; None where there is neither."""
+    """The file, else its ``.gz``, else None."""
     return next((found for found in (path, path.with_name(path.name + ".gz")) if found.exists()), None)
 
 
 def read(path: Path, advice: str) -> File:
-    """A file, or its .gz unpacked; the plain file wins.
+    """Read a file or, if there is none, unpack its ``.gz``.
 
-    ValueError, ending with the advice where there is no file, if it is missing, unreadable or a corrupt gzip.
+    ValueError if both are missing (the message ends with the advice), or the file is unreadable or a corrupt gzip.
     """
     found = find(path)
     if found is None:
@@ -42,11 +42,11 @@ def read(path: Path, advice: str) -> File:
 
 
 def compare(file: File, md5: Mapping[str, str]) -> None:
-    """Warn, with both sums, if a file, once it made sense, is not the canonical one of its name."""
+    """Warn if the MD5 of a file is not the canonical one of its name."""
     expected = md5.get(file.path.name)
     if expected is None:
         return
     actual = hashlib.md5(file.stored, usedforsecurity=False).hexdigest()
     if actual != expected:
-        text = f"{file.path}: MD5 {actual} is not {expected}, the canonical file's: using it all the same"
+        text = f"{file.path}: MD5 {actual} is not {expected}, the MD5 of the canonical file: it is used nevertheless"
         warnings.warn(text, stacklevel=2)

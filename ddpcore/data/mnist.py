@@ -36,10 +36,10 @@ _LABELS_MAGIC = 0x0801  # unsigned bytes, one dimension
 
 
 def load(data_dir: str | Path, verify: bool = True) -> Dataset:
-    """Training and test split, images uint8 [N, 1, 28, 28], from data_dir/MNIST/raw/*-ubyte or *-ubyte.gz.
+    """Read images uint8 ``[N, 1, 28, 28]`` and labels of both splits from ``data_dir/MNIST/raw/*-ubyte`` (or ``.gz``).
 
-    A file that is not the canonical one is a warning, unless verify is False. A file that is missing, damaged or the
-    wrong one is a ValueError that names it and says what is wrong.
+    With ``verify`` a file whose MD5 is not the canonical one causes a warning. ValueError, with its path, if a file is
+    missing, damaged or of something else.
     """
     folder, md5 = Path(data_dir) / "MNIST" / "raw", MD5 if verify else {}
     train, test = (_split(folder, names, md5) for names in (FILES[:2], FILES[2:]))
@@ -64,16 +64,19 @@ def _split(folder: Path, names: Sequence[str], md5: Mapping[str, str]) -> Split:
 
 
 def _parse(path: Path, content: bytes, magic: int, sample_shape: tuple[int, ...]) -> Tensor:
-    """An IDX file as uint8 [N, *sample_shape]: a magic and the dimensions, 4 bytes big-endian each, then samples."""
+    """The samples of an IDX file, uint8 ``[N, *sample_shape]``.
+
+    The file holds a magic number and the dimensions, 4 bytes big-endian each, and then the samples.
+    """
     header_size = 4 * (2 + len(sample_shape))
     found = int.from_bytes(content[:4], "big")
     if len(content) >= 4 and found != magic:
-        raise ValueError(f"{path}: mislabelled, it begins with {found} where this file has {magic}, fetch it again")
+        raise ValueError(f"{path}: mislabelled, it begins with {found} instead of {magic}, fetch it again")
     if len(content) < header_size:
         raise ValueError(f"{path}: truncated, {len(content)} bytes of a header of {header_size}, fetch it again")
     count, *shape = struct.unpack_from(f">{1 + len(sample_shape)}I", content, 4)
     if tuple(shape) != sample_shape:
-        raise ValueError(f"{path}: images of {'x'.join(map(str, shape))} pixels where MNIST has 28x28, fetch it again")
+        raise ValueError(f"{path}: images of {'x'.join(map(str, shape))} pixels instead of 28x28, fetch it again")
     if count == 0:
         raise ValueError(f"{path}: it holds no samples, fetch it again")
     expected = header_size + count * int(np.prod(sample_shape, dtype=np.int64))

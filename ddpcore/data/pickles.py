@@ -1,9 +1,9 @@
-"""Reading pickles of byte arrays without unpickling them.
+"""A reader of CIFAR's pickles that never runs anything that a file names.
 
-`pickle.loads` calls any function that a file names, sets attributes of what it finds, and hashes whatever a file nests.
-Here a small machine goes through the instructions of the file. It knows those that whole numbers, text, lists,
-dictionaries and arrays of bytes are written with, and the four names that an array needs, whose work it does itself:
-nothing that a file names is ever called, and anything else is an error.
+A restricted ``pickle.Unpickler``, whose ``find_class`` refuses all other names, stops hostile calls. But small files can
+still crash it: a dictionary key of a million nested tuples overflows the C stack when it is hashed (a segmentation
+fault), and one ``LONG_BINPUT`` of 5 bytes allocates up to 64 GiB for its index. So this reader itself executes the few
+instructions that such files need, on Python lists and on dictionaries with text keys.
 """
 
 from __future__ import annotations
@@ -16,92 +16,68 @@ import numpy as np
 
 
 class _Name(Enum):
-    """What a file may name."""
+    """A name that a file may use."""
 
     ARRAY = "numpy.ndarray"
     DTYPE = "numpy.dtype"
-    RECONSTRUCT = "_reconstruct"  # of numpy: an array that is filled later
-    ENCODE = "_codecs.encode"  # by which Python 3 writes bytes into old pickles
+    RECONSTRUCT = "numpy.core.multiarray._reconstruct"  # makes an empty array, which BUILD fills
+    RECONSTRUCT_2 = "numpy._core.multiarray._reconstruct"  # the same of NumPy 2
+    ENCODE = "_codecs.encode"  # how Python 3 writes bytes with protocols 0 to 2
 
 
-_NAMES = {
-    ("numpy", "ndarray"): _Name.ARRAY,
-    ("numpy", "dtype"): _Name.DTYPE,
-    ("numpy.core.multiarray", "_reconstruct"): _Name.RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _Name.RECONSTRUCT,  # NumPy 2
-    ("_codecs", "encode"): _Name.ENCODE,
-}
-_BYTES = ("u1", "|u1", "uint8")  # names of the only dtype
-_MOVES = frozenset({"PROTO", "FRAME", "STOP"})  # which change nothing
+_NAMES = {name.value: name for name in _Name}
+_UINT8 = np.dtype(np.uint8)
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(
     {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE"}
     | {"BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"}
 )
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
-_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
-
-
-class _Dtype:
-    """An array's, of unsigned bytes: there is no other."""
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None}  # items; None: to the mark
 
 
 class _Array:
-    """An array whose shape and bytes come after it."""
+    """A uint8 array: one instruction makes it, a later one fills it."""
 
-    shape: tuple[int, ...] = ()
-    is_fortran = False
-    content = b""
+    value: np.ndarray | None = None
 
     def fill(self, state: Any) -> None:
-        """Version, shape, dtype, whether in Fortran's order, bytes (as text where Python 2 wrote them)."""
+        """Fill it from (version, shape, dtype, whether in Fortran order, content); Python 2 wrote content as text."""
         _, shape, dtype, is_fortran, content = state
-        if not isinstance(dtype, _Dtype):
+        if dtype is not _UINT8:
             raise ValueError("an array without a dtype")
         if not isinstance(content, bytes | str):
             raise ValueError("an array whose content is no bytes")
-        self.shape, self.is_fortran = tuple(shape), bool(is_fortran)
-        self.content = content.encode("latin1") if isinstance(content, str) else content
-
-    def array(self) -> np.ndarray:
-        """The array itself. ValueError if the bytes do not fill the shape."""
-        return np.frombuffer(self.content, np.uint8).reshape(self.shape, order="F" if self.is_fortran else "C")
+        pixels = np.frombuffer(content.encode("latin1") if isinstance(content, str) else content, np.uint8)
+        self.value = pixels.reshape(tuple(shape), order="F" if is_fortran else "C")
 
 
 class _Machine:
-    """What the instructions of a pickle work on: a stack, marks in it, and what is to be used again."""
+    """What the instructions of a pickle work on: a stack, marks in it, and values by number for later use."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
-    def do(self, code: str, arg: Any) -> None:
-        """One instruction."""
+    def execute(self, code: str, arg: Any) -> None:
+        """Execute one instruction: its name and its argument as :mod:`pickletools` gives them."""
+        push = self.stack.append
         if code in _VALUES:
-            self.stack.append(arg)
+            push(arg)
         elif code in _CONSTANTS:
-            self.stack.append(_CONSTANTS[code])
-        elif code in _PUTS or code == "MEMOIZE":
-            self.memo[len(self.memo) if code == "MEMOIZE" else arg] = self.stack[-1]
-        elif code in _GETS:
-            self.stack.append(self.memo[arg])
+            push(_CONSTANTS[code])
         elif code in _TUPLES:
-            self.stack.append(tuple(self.take(_TUPLES[code])))
+            push(tuple(self.take(_TUPLES[code])))
         elif code == "MARK":
             self.marks.append(len(self.stack))
-        elif code not in _MOVES:
-            self.build(code, arg)
-
-    def build(self, code: str, arg: Any) -> None:
-        """An instruction that makes or fills something."""
-        if code == "TUPLE":
-            self.stack.append(tuple(self.take()))
+        elif code in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self.memo[len(self.memo) if code == "MEMOIZE" else arg] = self.stack[-1]
+        elif code in ("GET", "BINGET", "LONG_BINGET"):
+            push(self.memo[arg])
         elif code in ("EMPTY_LIST", "LIST"):
-            self.stack.append(self.take() if code == "LIST" else [])
+            push(self.take() if code == "LIST" else [])
         elif code in ("EMPTY_DICT", "DICT"):
-            self.stack.append(_dictionary(self.take() if code == "DICT" else []))
+            push(_dictionary(self.take() if code == "DICT" else []))
         elif code in ("APPEND", "APPENDS"):
             items = self.take(1 if code == "APPEND" else None)
             self.top(list).extend(items)
@@ -109,36 +85,35 @@ class _Machine:
             items = self.take(2 if code == "SETITEM" else None)
             self.top(dict).update(_dictionary(items))
         elif code in ("GLOBAL", "STACK_GLOBAL"):
-            self.stack.append(_named(*(arg.split(" ", 1) if code == "GLOBAL" else self.take(2))))
+            push(_named(*(arg.split(" ", 1) if code == "GLOBAL" else self.take(2))))
         elif code == "REDUCE":
-            called, args = self.take(2)
-            self.stack.append(_result(called, args))
+            push(_result(*self.take(2)))
         elif code == "BUILD":
             (state,) = self.take(1)
-            filled = self.top(_Array, _Dtype)
-            if isinstance(filled, _Array):  # a dtype's byte order and the like say nothing of bytes
+            filled = self.top(_Array, np.dtype)
+            if isinstance(filled, _Array):  # the state of a dtype, its byte order, does not matter to bytes
                 filled.fill(state)
-        else:
+        elif code not in ("PROTO", "FRAME", "STOP"):  # these change nothing
             raise ValueError(f"its instruction {code} is one that no array needs")
 
     def take(self, count: int | None = None) -> list[Any]:
-        """The last so many of the stack, all since the last mark where it is None."""
+        """Remove and return the last values of the stack: ``count``, or all since the last mark if it is None."""
         begin = self.marks.pop() if count is None else len(self.stack) - count
         if not 0 <= begin <= len(self.stack):
-            raise ValueError("it takes what it has not made")
+            raise ValueError("it takes more values than there are")
         items = self.stack[begin:]
         del self.stack[begin:]
         return items
 
     def top(self, *kinds: type) -> Any:
-        """The last of the stack, of one of these kinds."""
+        """The last value of the stack, which must be of one of these types."""
         if not isinstance(self.stack[-1], kinds):
             raise ValueError("it fills what cannot be filled")
         return self.stack[-1]
 
 
 def _dictionary(items: list[Any]) -> dict[str, Any]:
-    """Of keys and values in turn. Keys are text alone: to hash what a file nests may take forever, or all the stack."""
+    """The dictionary of alternating keys and values. Keys are text only: nothing nested is hashed."""
     keys, values = items[::2], items[1::2]
     if not all(isinstance(key, str) for key in keys):
         raise ValueError("a key of a dictionary is no text")
@@ -147,42 +122,44 @@ def _dictionary(items: list[Any]) -> dict[str, Any]:
 
 def _named(module: Any, name: Any) -> _Name:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise ValueError("it names something by what is no text")
-    if (module, name) not in _NAMES:
+        raise ValueError("it uses a name that is no text")
+    if f"{module}.{name}" not in _NAMES:
         raise ValueError(f"it calls {module}.{name}, which no array needs")
-    return _NAMES[module, name]
+    return _NAMES[f"{module}.{name}"]
 
 
 def _result(called: Any, args: Any) -> Any:
-    """What a function of the file gives."""
+    """What an allowed function returns; its work is done here, and the function itself is never called."""
     if not isinstance(args, tuple):
-        raise ValueError("it calls with what are no arguments")
-    if called is _Name.RECONSTRUCT and args[:1] == (_Name.ARRAY,):
+        raise ValueError("it calls without a tuple of arguments")
+    if called in (_Name.RECONSTRUCT, _Name.RECONSTRUCT_2) and args[:1] == (_Name.ARRAY,):
         return _Array()
     if called is _Name.DTYPE and args and isinstance(args[0], str):
-        if args[0] not in _BYTES:
-            raise ValueError(f"an array of {args[0][:20]}, where bytes belong")
-        return _Dtype()
+        if args[0] not in ("u1", "|u1", "uint8"):
+            raise ValueError(f"an array of {args[0][:20]}: only unsigned bytes are read")
+        return _UINT8
     if called is _Name.ENCODE and len(args) == 2 and all(isinstance(arg, str) for arg in args):
         if args[1] != "latin1":
-            raise ValueError(f"text in {args[1][:20]}, where latin1 belongs")
+            raise ValueError(f"bytes as text in {args[1][:20]}: only latin1 is read")
         return args[0].encode("latin1")
     raise ValueError("it calls something in a way that no array needs")
 
 
 def load(content: bytes) -> dict[str, Any]:
-    """The dictionary that a pickle of Python 2 or 3 holds, its arrays uint8; nothing in it is run. Protocols 0 to 4.
+    """Read the dictionary in a pickle that Python 2 or 3 wrote with protocol 0 to 4; its arrays are uint8.
 
-    ValueError if it is damaged, no dictionary, or holds anything but whole numbers, text, lists, dicts and byte arrays.
+    Raises:
+        ValueError: it is damaged, no dictionary, or holds anything but whole numbers, text, bytes, lists, tuples,
+            dictionaries and uint8 arrays; one line.
     """
     machine = _Machine()
     try:
         for instruction, arg, _ in pickletools.genops(content):
-            machine.do(instruction.name, arg)
+            machine.execute(instruction.name, arg)
         (loaded,) = machine.take(1)
         if not isinstance(loaded, dict):
-            raise ValueError(f"it holds a {type(loaded).__name__}, where a dictionary belongs")
-        return {key: value.array() if isinstance(value, _Array) else value for key, value in loaded.items()}
-    except Exception as error:  # damaged bytes are instructions too: they may fail in any way
+            raise ValueError(f"it holds a {type(loaded).__name__} instead of a dictionary")
+        return {key: item.value if isinstance(item, _Array) else item for key, item in loaded.items()}
+    except Exception as error:  # damaged bytes are instructions too: any error can occur
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         raise ValueError(reason) from error

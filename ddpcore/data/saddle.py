@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ddpcore.data.base import Dataset, Split, generator
+from ddpcore.options.typed import check_range
 
 NUM_CLASSES = 2
 
@@ -12,20 +13,17 @@ NUM_CLASSES = 2
 def load(
     seed: int = 0, *, dimension: int = 10, num_samples: int = 1024, slope: float = 0.3, coupling: float = 0.1
 ) -> Dataset:
-    """Samples float32 [2 (dimension - 1)], all of label 1: p and then q, normal with std slope and coupling.
+    """Samples float32 ``[2 (dimension - 1)]`` of a random order, all with label 1, and no test split.
 
-    Each sample has its negative among them, so that p and q have mean zero; the order is random. No test split.
-    The seed decides them and the global generator is left alone. ValueError for a dimension below 2, an odd number of
-    samples or one below 2, and a std below 0.
+    A sample holds p and then q, normal with standard deviations ``slope`` and ``coupling``. The negative of each sample
+    is also a sample, so p and q have mean zero. They depend on the seed only, not on torch's global generator.
+    ValueError if the dimension is below 2, the number of samples odd or below 2, or another argument negative.
     """
-    if dimension < 2:
-        raise ValueError(f"saddle: dimension is {dimension}, it must be at least 2")
+    check_range("saddle: dimension", dimension, least=2)
     if num_samples < 2 or num_samples % 2:
-        raise ValueError(f"saddle: num_samples is {num_samples}, it must be even and at least 2")
-    if min(slope, coupling) < 0:
-        raise ValueError(f"saddle: slope is {slope} and coupling is {coupling}, they must be at least 0")
-    if seed < 0:
-        raise ValueError(f"saddle: seed is {seed}, it must be at least 0")
+        raise ValueError(f"saddle: num_samples is {num_samples}: it must be even and at least 2")
+    for name, value in (("slope", slope), ("coupling", coupling), ("seed", seed)):
+        check_range(f"saddle: {name}", value, least=0)
     random = generator(seed)
     half = torch.randn(num_samples // 2, 2, dimension - 1, generator=random)
     half *= torch.tensor([[slope], [coupling]])

@@ -1,4 +1,4 @@
-"""Which samples each learner takes at a step: pure functions of the step."""
+"""The samples that each learner takes at a step, as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddpcore.options.typed import check_range
+
 SAMPLERS = ("global", "distributed", "fixed")
 """Values of ``ShardedBatches(sampler=)``, explained there."""
 
 
 @dataclass(frozen=True)
 class ShardedBatches:
-    """Which samples each learner takes at a step; batch_size is global, over all learners, each takes an equal share.
+    """Splits the samples of each step between L learners.
 
-    sampler:
-        "global": each epoch walks one permutation, drawn from (seed, epoch) alone, in global batches, and each of them
-        is cut into shards in order: the same samples for any number of learners.
-        "distributed": what `torch.utils.data.DistributedSampler(shuffle=True)` gives rank j, with `set_epoch` called
-        each epoch: learner j takes entries j, j + L, j + 2 L ... of the permutation, which begins anew where L does not
-        divide it (or, with drop_last, is cut there).
-        "fixed": each learner owns one part of the data for the whole run, walks it in an order of its own each epoch
-        and never sees the rest; the parts are random, equal and disjoint.
-    drop_last: leave the incomplete batch at the end of an epoch out; otherwise the epoch ends with a smaller one.
+    Args:
+        num_samples: of the training split.
+        batch_size: samples of all learners at a step; each learner takes an equal share.
+        num_learners: L.
+        seed: of the random orders.
+        sampler: ``global``: all learners follow one permutation an epoch, a function of (seed, epoch), and each global
+            batch is split in order. So a batch has the same samples for any number of learners.
+            ``distributed``: as ``torch.utils.data.DistributedSampler(shuffle=True)`` with ``set_epoch`` each epoch.
+            Learner j takes entries j, j + L, j + 2 L, ... of a permutation. If L does not divide its length, it is
+            extended by its first entries or, with drop_last, cut.
+            ``fixed``: each learner has one part of the data for the whole run, in a new order each epoch. The parts are
+            random, equal and disjoint.
+        drop_last: omit the incomplete batch at the end of an epoch; otherwise the last batch is smaller.
 
-    ValueError if the batch cannot be cut equally or is larger than the data set.
+    Raises:
+        ValueError: the batch cannot be split equally, or is larger than the data set.
     """
 
     num_samples: int
@@ -41,12 +48,9 @@ class ShardedBatches:
         samples, batch, learners = self.num_samples, self.batch_size, self.num_learners
         if self.sampler not in SAMPLERS:
             raise ValueError(f"unknown sampler '{self.sampler}': choose one of {', '.join(SAMPLERS)}")
-        if learners < 1:
-            raise ValueError(f"num_learners is {learners}, it must be at least 1")
-        if self.seed < 0:
-            raise ValueError(f"the data seed is {self.seed}, it must be at least 0")
-        if batch < 1:
-            raise ValueError(f"the batch size is {batch}, it must be at least 1")
+        check_range("num_learners", learners, least=1)
+        check_range("the data seed", self.seed, least=0)
+        check_range("the batch size", batch, least=1)
         if batch > samples:
             raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {samples}")
         if batch < learners:
@@ -65,7 +69,7 @@ class ShardedBatches:
 
     @property
     def samples_per_learner(self) -> int:
-        """Samples that a learner takes in an epoch, if none is dropped with an incomplete batch."""
+        """Samples that a learner takes in an epoch, counting those of an incomplete batch."""
         padded = self.sampler == "distributed" and not self.drop_last
         return -(-self.num_samples // self.num_learners) if padded else self.num_samples // self.num_learners
 
@@ -76,31 +80,30 @@ class ShardedBatches:
         return self.samples_per_learner // share if self.drop_last else -(-self.samples_per_learner // share)
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 0, in which a step lies. ValueError for a step below 0."""
-        if step < 0:
-            raise ValueError(f"step is {step}, it must be at least 0")
+        """The epoch of a step, both counted from 0."""
+        check_range("step", step, least=0)
         return step // self.steps_per_epoch
 
     def indices(self, step: int) -> Tensor:
-        """Sample numbers of a step (from 0), int64 [num_learners, batch_size // num_learners] on the CPU.
+        """Sample numbers of a step (counted from 0), int64 ``[L, batch_size / L]`` on the CPU.
 
-        The last step of an epoch may have fewer columns without drop_last. A function of the step alone: any order of
-        calls, on any rank, gives the same. ValueError for a step below 0.
+        Without drop_last the last step of an epoch may have fewer columns. The result depends on the step only, so any
+        rank can call it in any order.
         """
         epoch, share = self.epoch(step), self.batch_size // self.num_learners
         start = step % self.steps_per_epoch * share
-        return torch.from_numpy(_order(self, epoch)[:, start : start + share].copy())  # a copy: the order is shared
+        return torch.from_numpy(_order(self, epoch)[:, start : start + share].copy())  # the cache keeps the original
 
 
 @lru_cache(maxsize=4)
 def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
-    """The sample numbers of an epoch, int64 [L, samples of a learner], in the order of steps."""
+    """The sample numbers of an epoch, int64 ``[L, samples of a learner]``, in the order of steps."""
     samples, learners, seed = batches.num_samples, batches.num_learners, batches.seed
     each = batches.samples_per_learner
     if batches.sampler == "distributed":
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(samples, generator=generator).numpy()
-        return np.resize(order, each * learners).reshape(each, learners).T  # resize begins anew at the end, or cuts
+        return np.resize(order, each * learners).reshape(each, learners).T  # resize repeats from the beginning, or cuts
     if batches.sampler == "fixed":
         parts = permutation(samples, seed)[: each * learners].reshape(learners, each)
         return np.stack([part[permutation(each, seed, epoch, j)] for j, part in enumerate(parts)])
@@ -112,9 +115,9 @@ def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
 
 
 def permutation(num_samples: int, seed: int, *key: int) -> np.ndarray:
-    """A random order, int64 [num_samples], of (seed, key) alone: another key, of any length, is another stream.
+    """A random order, int64 ``[num_samples]``, that depends on (seed, key) only; keys may have any length.
 
-    From raw Philox bits, the one stream NumPy keeps alike across versions.
+    It sorts raw Philox bits: the only random stream that NumPy keeps the same across versions.
     """
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(num_samples)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)

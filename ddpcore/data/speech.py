@@ -1,7 +1,7 @@
-"""Synthetic speech: hidden Markov states that emit correlated feature frames. Nothing in it was ever spoken.
+"""Synthetic speech: the states of a hidden Markov model, which emit correlated frames of features.
 
-It has what makes acoustic modelling hard for large batches, uneven classes and frames that only make sense together.
-As its source is known, so is the smallest error that any classifier can reach: `Source.log_posterior`.
+Like acoustic modelling, it is hard for large batches: classes are uneven, and the label depends on several frames. Its
+source is known, and so the smallest error that any classifier can reach: :meth:`Source.log_posterior`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 from ddpcore.data.base import Dataset, Split, generator
+from ddpcore.options.typed import check_range
 
 NUM_CLASSES = 32
 TEST_SHARE = 0.2  # of the samples, the last ones
-STAY = 0.75  # probability that a state lasts another frame: some four frames in all
-LATENT = 8  # dimensions in which states differ, at most
-SPREAD = 0.75  # standard deviation of the states' means in each of them; that of the noise is 1
-CORRELATION = 0.5  # of the noise of a frame with that of the frame before
+STAY = 0.75  # probability that a state lasts another frame: it lasts about four frames
+LATENT = 8  # most dimensions of the latent space
+SPREAD = 0.75  # standard deviation of the states' means in each dimension; that of the noise is 1
+CORRELATION = 0.5  # of the noise of a frame with that of the previous frame
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A generator of sequences of frames.
+    """A hidden Markov model with C states and frames of F features.
 
-    States s_t are a Markov chain that stays with probability STAY and else draws a state anew, k with a probability
-    proportional to 1 / (k + 1) (Zipf's law), which is therefore the frequency of k at each frame. In a latent space a
-    frame is m[s_t] + e_t with noise e_t = r e_{t-1} + sqrt(1 - r^2) n_t, r = CORRELATION, and n_t standard normal; what
-    is seen is that times a random matrix, features of mean 0 and variance about 1.
+    The state s_t stays the same with probability STAY; otherwise a new state k is drawn with probability proportional
+    to 1 / (k + 1) (Zipf's law). So this is the frequency of k at every frame. In a latent space of D dimensions a frame
+    is m[s_t] + e_t, with noise e_t = r e_{t-1} + sqrt(1 - r^2) n_t, r = CORRELATION and n_t standard normal. A random
+    matrix maps it to features of mean 0 and variance about 1.
 
     Attributes:
         prior_C: probabilities of the states.
@@ -43,7 +44,7 @@ class Source:
 
     @staticmethod
     def draw(num_classes: int, num_features: int, generator: torch.Generator) -> Source:
-        """Means and mixing matrix at random."""
+        """Draw the means and the mixing matrix."""
         latent = min(LATENT, num_features)
         weights = 1 / torch.arange(1, num_classes + 1, dtype=torch.float64)
         prior = weights / weights.sum()
@@ -53,7 +54,7 @@ class Source:
         return Source(prior, means, mixing / math.sqrt(latent * (1 + SPREAD**2)))
 
     def sample(self, num_samples: int, num_frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Frames float64 [N, frames, F] and states int64 [N, frames], each sample a sequence of its own."""
+        """Draw N independent sequences: frames float64 ``[N, frames, F]`` and states int64 ``[N, frames]``."""
         size = (num_samples, num_frames)
         fresh = torch.multinomial(self.prior_C, num_samples * num_frames, replacement=True, generator=generator)
         states = fresh.view(size)
@@ -65,10 +66,10 @@ class Source:
         return (self.means_CD[states] + noise) @ self.mixing_DF, states
 
     def log_posterior(self, inputs: Tensor) -> Tensor:
-        """Log probabilities float64 [N, C] of the middle frame's state, given all frames [N, frames, F].
+        """Log probabilities float64 ``[N, C]`` of the middle frame's state, given all frames ``[N, frames, F]``.
 
-        Exact, by the forward-backward recursion; its maximum is the classifier that no other beats. Takes N C^2 numbers
-        of memory.
+        Exact, by the forward-backward recursion: the largest one is the Bayes classifier. Takes memory for N C^2
+        numbers.
         """
         latent = inputs.double() @ torch.linalg.pinv(self.mixing_DF)
         middle = latent.shape[1] // 2
@@ -81,7 +82,7 @@ class Source:
         return torch.log_softmax(forward + backward, dim=1)
 
     def _log_step(self, latent: Tensor, t: int) -> Tensor:
-        """Of state j at t and frame t, given state i and frame t - 1: [N, C, C], but for a constant."""
+        """Log density of state j and frame t, given state i and frame t - 1: ``[N, C, C]``, up to a constant."""
         move = (1 - STAY) * self.prior_C.expand(len(self.prior_C), -1) + STAY * torch.eye(len(self.prior_C))
         before = CORRELATION * (latent[:, t - 1, None] - self.means_CD)
         now = latent[:, t, None] - self.means_CD
@@ -96,11 +97,11 @@ def load(
     num_features: int = 40,
     num_samples: int = 10_000,
 ) -> Dataset:
-    """Samples float32 [frames, features], each with the state of frame frames // 2; the last fifth is the test split.
+    """Samples float32 ``[frames, features]`` with the state of frame ``frames // 2``; the last fifth is the test split.
 
-    The seed decides states, frames and what they are made of; the global generator is left alone. The source of them is
-    `Source.draw(num_classes, num_features, ddpcore.data.base.generator(seed))`.
-    ValueError for fewer than 2 classes, 1 frame, 1 feature or 5 samples, or a negative seed.
+    The source is ``Source.draw(num_classes, num_features, ddpcore.data.base.generator(seed))``, and the same generator
+    draws the samples; torch's global generator is not used. ValueError if there are fewer than 2 classes, 1 frame,
+    1 feature or 5 samples, or the seed is negative.
     """
     for name, value, least in (
         ("num_classes", num_classes, 2),
@@ -109,8 +110,7 @@ def load(
         ("num_samples", num_samples, 5),
         ("seed", seed, 0),
     ):
-        if value < least:
-            raise ValueError(f"synthetic_speech: {name} is {value}, it must be at least {least}")
+        check_range(f"synthetic_speech: {name}", value, least=least)
     random = generator(seed)
     inputs, states = Source.draw(num_classes, num_features, random).sample(num_samples, num_frames, random)
     samples, labels = inputs.float(), states[:, num_frames // 2].contiguous()

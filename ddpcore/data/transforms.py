@@ -1,4 +1,4 @@
-"""What happens to a batch of images, on their device and at once: random crops and flips, then normalization."""
+"""Random crops, flips and normalization of whole batches of images, on their device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddpcore.options.typed import check_range
+
 _BITS_63 = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """Pixels 0..1 of a channel become (pixel - mean) / std; one mean and one std a channel.
+    """Maps a pixel in 0..1 to (pixel - mean) / std, with one mean and one standard deviation a channel.
 
-    ValueError if there are not as many of the one as of the other, or a std is not above zero.
+    ValueError if the numbers of means and of standard deviations differ, or a standard deviation is not above zero.
     """
 
     mean: tuple[float, ...]
@@ -27,12 +29,11 @@ class Normalization:
             raise ValueError(
                 f"Normalization: {len(self.mean)} means and {len(self.std)} stds, give one of each a channel"
             )
-        if min(self.std) <= 0:
-            raise ValueError(f"Normalization: a std is {min(self.std)}, it must be above 0")
+        check_range("Normalization: a std", min(self.std), above=0)
 
     @classmethod
     def of(cls, images: Tensor) -> Normalization:
-        """Mean and population std of every channel over all pixels 0..1 of uint8 images [N, C, H, W], to 4 digits."""
+        """From the mean and population std of each channel of uint8 images ``[N, C, H, W]``, rounded to 4 digits."""
         counts_CV = torch.stack([channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]).double()
         values_V = torch.arange(256, dtype=torch.float64, device=images.device) / 255
         share_CV = counts_CV / counts_CV.sum(1, keepdim=True)
@@ -41,15 +42,15 @@ class Normalization:
         return cls(tuple(round(m, 4) for m in mean_C.tolist()), tuple(round(s, 4) for s in std_C.tolist()))
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Float32 [N, C, H, W] from uint8."""
+        """Normalize images: uint8 ``[N, C, H, W]`` to float32."""
         scale, shift = _scale_and_shift(self, images.device)
-        pixels = images.to(torch.float32, copy=True)  # one buffer: a product of mixed dtypes would take two
+        pixels = images.to(torch.float32, copy=True)  # one buffer: a product of mixed dtypes takes two
         return pixels.mul_(scale).add_(shift)  # never fused: the same bits for every batch size
 
 
 @lru_cache(maxsize=16)
 def _scale_and_shift(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
-    """pixel * scale + shift, for pixels 0..255: float32 [C, 1, 1] each, kept so that no step copies to the device."""
+    """Scale and shift float32 ``[C, 1, 1]`` for pixels 0..255; cached, so that no step copies them to the device."""
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in (normalization.mean, normalization.std))
     scale, shift = (value.float()[:, None, None].to(device) for value in (1 / (255 * std), -mean / std))
     return scale, shift
@@ -57,11 +58,13 @@ def _scale_and_shift(normalization: Normalization, device: torch.device) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """A random crop of the image padded with zeros on all sides and, with flip, a mirror image half of the time.
+    """Random crops of zero-padded images and random horizontal flips.
 
-    What becomes of a sample follows from (seed, epoch, sample number) alone, by a counter-based generator: any number
-    of learners, any place in the batch and any restart give it the same crop and flip.
-    ValueError for a padding or a seed below zero.
+    The crop and the flip of a sample depend only on (seed, epoch, sample number), by a counter-based generator. So they
+    are the same for any number of learners, any position in the batch, and after a restart.
+
+    ``padding`` is the number of zeros on each side; with ``flip`` half of the images are mirrored. ValueError if the
+    padding or the seed is negative.
     """
 
     padding: int = 4
@@ -70,11 +73,10 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         for name in ("padding", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Augmentation: {name} is {getattr(self, name)}, it must be at least 0")
+            check_range(f"Augmentation: {name}", getattr(self, name), least=0)
 
     def __call__(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor:
-        """Uint8 [B, C, H, W] from the same; samples int64 [B] are the images' numbers in the data set."""
+        """Augment images uint8 ``[B, C, H, W]``; ``samples`` int64 ``[B]`` are their numbers in the data set."""
         bits_B = random_bits(self.seed, epoch, samples)
         num_places = 2 * self.padding + 1
         top_B, left_B = ((bits_B >> place & 0xFFFFF) * num_places >> 20 for place in (0, 20))
@@ -86,25 +88,25 @@ class Augmentation:
 
 
 def _crop(images: Tensor, padding: int, top_B: Tensor, left_B: Tensor) -> Tensor:
-    """Image i of [B, C, H, W], padded with zeros, from (top_B[i], left_B[i]) on.
+    """Crop image i of ``[B, C, H, W]``, padded with zeros, at row ``top_B[i]`` and column ``left_B[i]``.
 
-    A row of a crop is a run of W neighbours in memory, so one index_select copies all rows: much faster on a
-    CPU than indexing crops or pixels.
+    A row of a crop is W adjacent elements in memory, so one index_select copies all rows. On a CPU this is much faster
+    than indexing crops or pixels.
     """
     num_images, channels, height, width = images.shape
     padded = torch.nn.functional.pad(images, (padding,) * 4)
-    every_run = padded.flatten().unfold(0, width, 1)  # a view: run i begins at element i
+    row_starts = padded.flatten().unfold(0, width, 1)  # a view: row i begins at element i
     planes_BC = torch.arange(num_images * channels, device=images.device).view(num_images, channels)
     rows_BCH = (planes_BC * padded.shape[2] + top_B[:, None])[:, :, None] + torch.arange(height, device=images.device)
     starts_BCH = rows_BCH * padded.shape[3] + left_B[:, None, None]
-    return every_run.index_select(0, starts_BCH.flatten()).view(images.shape)
+    return row_starts.index_select(0, starts_BCH.flatten()).view(images.shape)
 
 
 def random_bits(seed: int, epoch: int, samples: Tensor) -> Tensor:
-    """63 random bits for each sample number, int64 of the shape of `samples`, on its device.
+    """63 random bits for each sample number, int64 of the shape and on the device of ``samples``.
 
-    SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators"): sample i gets output i
-    of the stream that begins at a hash of (seed, epoch). int64 products wrap around as unsigned ones do.
+    SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators"): sample i has output i of
+    the stream whose initial state is a hash of (seed, epoch). int64 products wrap around like unsigned ones.
     """
     bits = samples * _signed(0x9E3779B97F4A7C15) + _stream(seed, epoch)
     bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -118,10 +120,10 @@ def _stream(seed: int, epoch: int) -> int:
 
 
 def _signed(number: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """The int64 that has the bits of a uint64."""
     return number - (1 << 64) if number >> 63 else number
 
 
 def _shifted(bits: Tensor, places: int) -> Tensor:
-    """The shift to the right of an unsigned number: int64's own would repeat the sign."""
+    """The logical shift to the right; int64's own shift repeats the sign."""
     return bits >> places & (1 << 64 - places) - 1

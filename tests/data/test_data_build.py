@@ -43,7 +43,7 @@ def test_refusals() -> None:
 
 
 def test_an_option_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="data set 'synthetic': '<' not supported between"):
+    with pytest.raises(ValueError, match="data set 'synthetic': '>=' not supported between"):
         data.build("synthetic", num_classes="ten")
     with pytest.raises(ValueError, match="data set 'saddle': "):
         data.build("saddle", dimension="ten")
