@@ -155,8 +155,8 @@ class Dataset:
     def limit(self, num_train: int | None = None, num_test: int | None = None, seed: int = 0) -> Dataset:
         """Keep so many random samples of the training and of the test split; None keeps all.
 
-        The seed decides the training samples. The test samples are the same for every seed, so that runs are comparable.
-        ValueError if a split does not have so many samples, or there is no test split.
+        The seed decides the training samples; the test samples are the same for every seed, so that runs are
+        comparable. ValueError if a split does not have so many samples, or there is no test split.
         """
         splits = self.splits()
         changed: dict[str, Split] = {}

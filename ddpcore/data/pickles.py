@@ -1,7 +1,7 @@
 """A reader of CIFAR's pickles that never runs anything that a file names.
 
-A restricted ``pickle.Unpickler``, whose ``find_class`` refuses all other names, stops hostile calls. But small files can
-still crash it: a dictionary key of a million nested tuples overflows the C stack when it is hashed (a segmentation
+A restricted ``pickle.Unpickler``, whose ``find_class`` refuses all other names, stops hostile calls. But small files
+can still crash it: a dictionary key of a million nested tuples overflows the C stack when it is hashed (a segmentation
 fault), and one ``LONG_BINPUT`` of 5 bytes allocates up to 64 GiB for its index. So this reader itself executes the few
 instructions that such files need, on Python lists and on dictionaries with text keys.
 """

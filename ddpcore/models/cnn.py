@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
+
+from ddpcore.models.blocks import Chain
 
 MNIST_SHAPES: tuple[tuple[int, ...], ...] = ((1, 28, 28),)
 SIMPLE_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32), (1, 28, 28))
 NUM_CLASSES = 10
 
 
-class MnistCNN(nn.Module):
-    """16 filters of 3 x 3, padded, ReLU and one linear layer; inputs [B, 1, 28, 28] to logits [B, C].
+class MnistCNN(Chain):
+    """A padded 3 x 3 convolution with 16 filters, ReLU and a linear layer; inputs [B, 1, 28, 28] to logits [B, C].
 
     125610 parameters for 10 classes, nearly all in the linear layer.
     """
@@ -25,18 +27,12 @@ class MnistCNN(nn.Module):
             nn.Linear(16 * height * width, num_classes),
         )
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.layers(inputs)
-        return logits
 
-
-class SimpleCNN(nn.Module):
-    """4, then 8 filters of 3 x 3, each with ReLU and 2 x 2 max pooling, then 32 units and the logits.
+class SimpleCNN(Chain):
+    """3 x 3 convolutions with 4 and 8 filters, each with ReLU and 2 x 2 max pooling, 32 units and the logits.
 
     Inputs [B, 3, 32, 32] or [B, 1, 28, 28] to logits [B, C]. 17154 parameters for 3 x 32 x 32 and 10 classes; 9986 with
-    padding=0, where each convolution takes a border of one pixel away.
-    ValueError unless padding is 0 or 1.
+    padding=0, where each convolution removes a border of one pixel. ValueError unless padding is 0 or 1.
     """
 
     def __init__(
@@ -59,8 +55,3 @@ class SimpleCNN(nn.Module):
             *(nn.Linear(8 * height * width, 32), nn.ReLU()),
             nn.Linear(32, num_classes),
         )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.layers(inputs)
-        return logits

@@ -7,25 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import PooledHead
+from ddpcore.models.blocks import Chain, PooledHead
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
 NUM_CLASSES = 10
 BOTTLENECK = 4  # channels between a layer's two convolutions, in growth rates
-COMPRESSION = 0.5  # share of the channels that a transition leaves
+COMPRESSION = 0.5  # share of the channels that a transition keeps
 
 
-class DenseNet121(nn.Module):
-    """Four dense blocks, whose layers see all layers before them, with halving transitions in between (DenseNet-BC).
+class DenseNet121(Chain):
+    """DenseNet-BC: four dense blocks, with transitions between them that halve channels, height and width.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]; the stem is a 3 x 3 convolution that neither strides nor pools. 6956298
+    Inputs [B, 3, 32, 32] to logits [B, C]; the stem is a 3 x 3 convolution without stride and pooling. 6956298
     parameters for 10 classes.
 
     Args:
-        blocks: layers of each dense block.
-        growth_rate: channels that a layer adds.
-
-    ValueError unless there is a block and every number is at least 1.
+        blocks: number of layers of each dense block; there must be one, and each number must be at least 1.
+        growth_rate: channels that a layer adds, at least 1.
     """
 
     def __init__(
@@ -52,14 +50,9 @@ class DenseNet121(nn.Module):
         self.features = nn.Sequential(*layers, nn.BatchNorm2d(channels), nn.ReLU())
         self.head = PooledHead(channels, num_classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits
-
 
 class DenseLayer(nn.Module):
-    """A 1 x 1 and a 3 x 3 convolution, each after norm and ReLU; their output joins the input's channels."""
+    """Norm, ReLU and convolution, 1 x 1 and then 3 x 3; the output is concatenated to the input's channels."""
 
     def __init__(self, channels: int, growth_rate: int) -> None:
         super().__init__()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import nn
 
-from ddpcore.models.blocks import PooledHead, SqueezeExcitation, conv_norm_relu, scaled
+from ddpcore.models.blocks import Chain, PooledHead, SqueezeExcitation, conv_norm_relu, scaled
 from ddpcore.models.mobilenet import InvertedResidual
+from ddpcore.options.typed import check_range
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
 NUM_CLASSES = 10
@@ -16,20 +17,17 @@ STEM_CHANNELS = 32
 STAGES = ((1, 16, 1, 2), (6, 24, 2, 1), (6, 40, 2, 2), (6, 80, 3, 2), (6, 112, 3, 1), (6, 192, 4, 2), (6, 320, 1, 2))
 
 
-class EfficientNetB0(nn.Module):
-    """A 3 x 3 convolution and sixteen inverted residuals, each with a gate on its output, pooled to a linear layer.
+class EfficientNetB0(Chain):
+    """A 3 x 3 convolution, sixteen inverted residuals with a gate on their output, mean pooling and a linear layer.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]. It is the lighter variant that results on CIFAR-10 are known for: depthwise
-    convolutions are 3 x 3 throughout, gates act on a block's output with a reduction of 16, activations are ReLU, and
-    the last 1 x 1 convolution of the paper's B0 is left out. Unlike kuangliu's pytorch-cifar, which adds the output
-    without the gate to it, a block of stride 2 has the gated output alone, as in the paper. 2912089 parameters for 10
-    classes.
+    Inputs [B, 3, 32, 32] to logits [B, C]. This is the lighter variant that is common for CIFAR-10: all depthwise
+    convolutions are 3 x 3, gates act on a block's output with a reduction of 16, activations are ReLU, and there is no
+    last 1 x 1 convolution. A block of stride 2 returns the gated output only, as in the paper; kuangliu's pytorch-cifar
+    adds the ungated output. 2912089 parameters for 10 classes.
 
     Args:
-        width: multiplies the channels.
-        depth: multiplies the blocks of each stage, rounded up.
-
-    ValueError unless both are above 0.
+        width: multiplies the channels, above 0.
+        depth: multiplies the blocks of each stage (rounded up), above 0.
     """
 
     def __init__(
@@ -41,8 +39,7 @@ class EfficientNetB0(nn.Module):
         depth: float = 1.0,
     ) -> None:
         super().__init__()
-        if not depth > 0:
-            raise ValueError(f"depth is {depth}, it must be above 0")
+        check_range("depth", depth, above=0)
         channels = scaled(STEM_CHANNELS, width)
         layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3)]
         for expansion, base, count, stride in STAGES:
@@ -53,8 +50,3 @@ class EfficientNetB0(nn.Module):
                 channels = wider
         self.features = nn.Sequential(*layers)
         self.head = PooledHead(channels, num_classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import PooledHead, conv_norm_relu, scaled
+from ddpcore.models.blocks import Chain, PooledHead, conv_norm_relu, scaled
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
 NUM_CLASSES = 10
 STEM_CHANNELS = 192
-# Rows of table 1: channels of the 1 x 1 way, before and of the 3 x 3 way, before and of the 5 x 5 way, after pooling.
+# Rows of table 1: channels of the 1 x 1 branch, before and of the 3 x 3, before and of the 5 x 5, and after pooling.
 STAGES = (
     ((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)),
     (
@@ -24,16 +24,12 @@ STAGES = (
 )
 
 
-class GoogLeNet(nn.Module):
+class GoogLeNet(Chain):
     """A 3 x 3 convolution, nine inception modules in three stages, mean pooling and a linear layer.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]. The stem neither strides nor pools, there are no auxiliary classifiers, and
-    two 3 x 3 convolutions stand for one of 5 x 5. 6166250 parameters for 10 classes.
-
-    Args:
-        width: multiplies the channels.
-
-    ValueError unless width is above 0.
+    Inputs [B, 3, 32, 32] to logits [B, C]. The stem has no stride and no pooling, there are no auxiliary classifiers,
+    and two 3 x 3 convolutions replace one of 5 x 5. 6166250 parameters for 10 classes. ``width`` (above 0) multiplies
+    the channels.
     """
 
     def __init__(
@@ -52,20 +48,11 @@ class GoogLeNet(nn.Module):
         self.features = nn.Sequential(*layers)
         self.head = PooledHead(channels, num_classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits
-
 
 class Inception(nn.Module):
-    """Four ways side by side, whose channels are joined.
+    """Four parallel branches, whose channels are concatenated.
 
-    Args:
-        row: six numbers of channels, in the order of STAGES.
-
-    Attributes:
-        channels: of the output.
+    ``row`` holds six numbers of channels, in the order of STAGES; the attribute ``channels`` is that of the output.
     """
 
     def __init__(self, channels_in: int, row: tuple[int, ...]) -> None:

@@ -1,22 +1,26 @@
-"""LeNet-5 (LeCun et al. 1998) in today's dress: ReLU, max pooling, batch normalization and dropout."""
+"""LeNet-5 (LeCun et al. 1998) with ReLU, max pooling, batch normalization and dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
+
+from ddpcore.models.blocks import Chain
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((1, 28, 28), (3, 32, 32))
 NUM_CLASSES = 10
 
 
-class LeNet5(nn.Module):
+class LeNet5(Chain):
     """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C].
 
-    Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling; dropout follows the first
-    and the second fully connected layer. `widths` are those of the two convolutions and of these two layers; LeCun's
-    make 61750 parameters for 1 x 28 x 28 and 10 classes. ValueError unless there are four widths of at least 1 and
-    dropout, the share of activations that it zeroes, is in 0..1.
+    Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling. Dropout follows the first
+    and the second fully connected layer. The defaults have 61750 parameters for 1 x 28 x 28 and 10 classes.
+
+    Args:
+        widths: of the two convolutions and of the first two fully connected layers; four numbers of at least 1.
+        dropout: share of activations that are set to zero in training, in 0..1.
     """
 
     def __init__(
@@ -32,7 +36,7 @@ class LeNet5(nn.Module):
             raise ValueError(f"widths is {widths}: give four of at least 1, such as (6, 16, 120, 84)")
         filters, more_filters, wide, narrow = widths
         channels, height, _ = input_shape
-        padding = (32 - height) // 2  # LeCun's input is 32 x 32: smaller images are padded to it
+        padding = (32 - height) // 2  # LeCun's input is 32 x 32: smaller images are padded
         self.features = nn.Sequential(*_block(channels, filters, padding), *_block(filters, more_filters, 0))
         self.classifier = nn.Sequential(
             nn.Flatten(),
@@ -40,11 +44,6 @@ class LeNet5(nn.Module):
             *(nn.Linear(wide, narrow), nn.ReLU(), nn.Dropout(dropout)),
             nn.Linear(narrow, num_classes),
         )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.classifier(self.features(inputs))
-        return logits
 
 
 def _block(channels_in: int, channels_out: int, padding: int) -> tuple[nn.Module, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import PooledHead, conv_norm, conv_norm_relu, scaled, shortcut
+from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu, scaled, shortcut
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
 NUM_CLASSES = 10
@@ -19,15 +19,11 @@ INVERTED = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 
 HEAD_CHANNELS = 1280
 
 
-class MobileNet(nn.Module):
+class MobileNet(Chain):
     """A 3 x 3 convolution, thirteen depthwise separable ones, mean pooling and a linear layer.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]; the stem does not stride. 3217226 parameters for 10 classes.
-
-    Args:
-        width: multiplies the channels, as in the paper.
-
-    ValueError unless width is above 0.
+    Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride. 3217226 parameters for 10 classes. ``width`` (above
+    0) multiplies the channels, as in the paper.
     """
 
     def __init__(
@@ -43,22 +39,13 @@ class MobileNet(nn.Module):
         self.features = nn.Sequential(*layers)
         self.head = PooledHead(channels, num_classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits
 
-
-class MobileNetV2(nn.Module):
+class MobileNetV2(Chain):
     """A 3 x 3 convolution, seventeen inverted residuals, a 1 x 1 convolution, mean pooling and a linear layer.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]. Only three strides are left of the paper's five, and ReLU stands for ReLU6.
-    2296922 parameters for 10 classes.
-
-    Args:
-        width: multiplies the channels, but for those of the last convolution where it is below 1, as in the paper.
-
-    ValueError unless width is above 0.
+    Inputs [B, 3, 32, 32] to logits [B, C]. Three layers have a stride, instead of the paper's five, and ReLU replaces
+    ReLU6. 2296922 parameters for 10 classes. ``width`` (above 0) multiplies the channels; as in the paper, it does not
+    reduce those of the last convolution.
     """
 
     def __init__(
@@ -75,21 +62,15 @@ class MobileNetV2(nn.Module):
         self.features = nn.Sequential(*layers, *conv_norm_relu(channels, head_channels))
         self.head = PooledHead(head_channels, num_classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits
-
 
 class InvertedResidual(nn.Module):
-    """1 x 1 convolution to more channels, 3 x 3 depthwise, and 1 x 1 to few again, without a last ReLU.
+    """A 1 x 1 convolution that expands the channels, a 3 x 3 depthwise one, and a 1 x 1 one without a ReLU.
 
-    With stride 1 the input is added, through a 1 x 1 convolution where the channels differ, a case in which the paper
-    adds nothing.
+    With stride 1 the input is added, through a 1 x 1 convolution if the channels differ (the paper adds nothing then).
 
     Args:
-        expansion: channels in between, over those of the input.
-        gate: applied to the outcome before the input is added.
+        expansion: hidden channels, divided by those of the input.
+        gate: applied to the output before the input is added.
     """
 
     def __init__(

@@ -15,14 +15,12 @@ NUM_CLASSES = 10
 class ResNet(nn.Module):
     """A 3 x 3 convolution, stages of basic blocks, global average pooling and a linear layer.
 
-    Images are small, so the stem neither strides nor pools; every stage but the first halves height and width.
+    Images are small, so the stem has no stride and no pooling. Each stage after the first halves height and width.
     Inputs [B, channels, H, W] to logits [B, C]. The defaults have 308826 parameters for 3 x 32 x 32 and 10 classes.
 
     Args:
-        blocks: of each stage.
-        widths: channels of each stage; as many as blocks.
-
-    ValueError unless both have the same length, at least 1, and whole numbers of at least 1.
+        blocks: number of blocks of each stage, at least 1.
+        widths: channels of each stage, at least 1; as many numbers as blocks.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class ResNet18(ResNet):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions around which the input is carried; a 1 x 1 convolution carries it where shapes differ."""
+    """Two 3 x 3 convolutions and a shortcut: the identity, or a 1 x 1 convolution if shapes differ."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()

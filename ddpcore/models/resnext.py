@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import PooledHead, conv_norm, conv_norm_relu, shortcut
+from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu, shortcut
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
 NUM_CLASSES = 10
@@ -14,18 +14,16 @@ STEM_CHANNELS = 64
 EXPANSION = 4  # channels of a block's output over those of one group
 
 
-class ResNeXt29(nn.Module):
+class ResNeXt29(Chain):
     """Three stages of three bottleneck blocks with grouped 3 x 3 convolutions, 29 layers deep: 2 x 64d.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]. The stem is a 1 x 1 convolution, where the paper's is 3 x 3. 9128778
-    parameters for 10 classes; the paper's 8 x 64d is cardinality=8.
+    Inputs [B, 3, 32, 32] to logits [B, C]. The stem is a 1 x 1 convolution; the paper's is 3 x 3. 9128778 parameters
+    for 10 classes; the paper's 8 x 64d is cardinality=8. All numbers must be at least 1.
 
     Args:
-        blocks: of each stage; each stage but the first halves height and width and doubles the channels.
-        cardinality: groups of a grouped convolution.
+        blocks: number of blocks of each stage; each stage after the first halves height and width and doubles channels.
+        cardinality: number of groups of a grouped convolution.
         base_width: channels of a group in the first stage.
-
-    ValueError unless there is a stage and every number is at least 1.
     """
 
     def __init__(
@@ -53,14 +51,9 @@ class ResNeXt29(nn.Module):
         self.features = nn.Sequential(*layers)
         self.head = PooledHead(channels, num_classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits
-
 
 class GroupedBottleneck(nn.Module):
-    """1 x 1, grouped 3 x 3 and 1 x 1 convolutions around which the input is carried."""
+    """1 x 1, grouped 3 x 3 and 1 x 1 convolutions with a shortcut."""
 
     def __init__(self, channels_in: int, group_width: int, groups: int, stride: int) -> None:
         super().__init__()

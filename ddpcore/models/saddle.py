@@ -1,10 +1,12 @@
-"""A strict saddle that learners begin at: how long do they stay?"""
+"""A model that starts near a strict saddle of its loss, to measure how fast learners escape."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ddpcore.options.typed import check_range
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((2,),)
 NUM_CLASSES = 2
@@ -13,12 +15,12 @@ NUM_CLASSES = 2
 class Saddle(nn.Module):
     """Logits z of class 1 and 0 of all others, ``z = 1/2 escape e^2 + (p + e q).s``; inputs [B, 2 S] hold p and q.
 
-    Has 1 + S parameters, e and s, normal with standard deviation `radius` at first. Of two classes and with label 1 a
-    sample's loss is ``log(1 + exp(-z))``, ln 2 at zero weights. Where p and q have mean zero over the samples, as in
-    the data set `saddle`, zero is a strict saddle of the mean loss: its Hessian is ``-escape / 2`` along e and
-    ``mean(p p^T) / 4`` along s, with nothing between the two, though each sample's own has ``-q / 2`` there.
+    The 1 + S parameters, e and s, are initialized as normal with standard deviation `radius`. With two classes and
+    label 1 the loss of a sample is ``log(1 + exp(-z))``, which is ln 2 at zero weights. If p and q have mean zero over
+    the samples, as in the data set `saddle`, zero is a strict saddle of the mean loss: its Hessian is ``-escape / 2``
+    along e and ``mean(p p^T) / 4`` along s, and zero between them. Each sample's own Hessian has ``-q / 2`` there.
 
-    ValueError for an odd number of inputs, escape not above 0, or radius below 0.
+    ValueError if the number of inputs is odd, escape is not above 0, or radius is below 0.
     """
 
     def __init__(
@@ -32,8 +34,8 @@ class Saddle(nn.Module):
         super().__init__()
         if input_shape[0] % 2:
             raise ValueError(f"samples of {input_shape[0]} numbers are no p and q of one length: take an even number")
-        if escape <= 0 or radius < 0:
-            raise ValueError(f"escape is {escape} and radius is {radius}: take one above 0, and one of at least 0")
+        check_range("escape", escape, above=0)
+        check_range("radius", radius, least=0)
         self.escape, self.num_classes = escape, num_classes
         self.e = nn.Parameter(radius * torch.randn(1))
         self.s = nn.Parameter(radius * torch.randn(input_shape[0] // 2))

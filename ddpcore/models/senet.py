@@ -6,23 +6,21 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import PooledHead, SqueezeExcitation, conv_norm_relu
+from ddpcore.models.blocks import Chain, PooledHead, SqueezeExcitation, conv_norm_relu
 from ddpcore.models.resnet import check_stages
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
 NUM_CLASSES = 10
 
 
-class SENet18(nn.Module):
-    """ResNet-18 of pre-activation blocks, each with a squeeze-and-excitation gate on what it adds.
+class SENet18(Chain):
+    """ResNet-18 with pre-activation blocks, each with a squeeze-and-excitation gate on its residual branch.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. 11260354 parameters for 10 classes.
 
     Args:
-        blocks: of each stage.
-        widths: channels of each stage; as many as blocks.
-
-    ValueError unless both have the same length, at least 1, and whole numbers of at least 1.
+        blocks: number of blocks of each stage, at least 1.
+        widths: channels of each stage, at least 1; as many numbers as blocks.
     """
 
     def __init__(
@@ -44,16 +42,11 @@ class SENet18(nn.Module):
         self.features = nn.Sequential(*layers)
         self.head = PooledHead(channels, num_classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits
-
 
 class PreActivationBlock(nn.Module):
-    """Norm, ReLU and 3 x 3 convolution, twice, gated and added to the input (He et al. 2016, "Identity Mappings").
+    """Twice norm, ReLU and 3 x 3 convolution, gated and added to the input (He et al. 2016, "Identity Mappings").
 
-    Where shapes differ a 1 x 1 convolution of the activated input is added in the input's place.
+    If shapes differ, a 1 x 1 convolution of the activated input is added instead of the input.
     """
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:

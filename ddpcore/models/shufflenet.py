@@ -7,25 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import PooledHead, conv_norm, conv_norm_relu
+from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu
 from ddpcore.models.resnet import check_stages
+from ddpcore.options.typed import check_range
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
 NUM_CLASSES = 10
 STEM_CHANNELS = 24
 
 
-class ShuffleNet(nn.Module):
-    """ShuffleNet V2 1x: three stages of units that work on half of the channels and shuffle them.
+class ShuffleNet(Chain):
+    """ShuffleNet V2 1x: three stages of units that transform half of the channels and shuffle all of them.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]; the stem neither strides nor pools. 1263854 parameters for 10 classes.
+    Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride and no pooling. 1263854 parameters for 10 classes.
 
     Args:
-        blocks: units of each stage; the first of each halves height and width.
-        widths: channels of each stage, even; as many as blocks. The paper's 0.5x is (48, 96, 192).
-        head_width: channels of the last convolution.
-
-    ValueError unless blocks and widths are as many and every number is at least 1, widths even.
+        blocks: number of units of each stage, at least 1; the first unit halves height and width.
+        widths: channels of each stage, even; as many numbers as blocks. The paper's 0.5x is (48, 96, 192).
+        head_width: channels of the last convolution, at least 1.
     """
 
     def __init__(
@@ -40,9 +39,8 @@ class ShuffleNet(nn.Module):
         super().__init__()
         check_stages(blocks, widths)
         if any(width % 2 for width in widths):
-            raise ValueError(f"widths is {list(widths)}, each must be even: units split the channels in halves")
-        if head_width < 1:
-            raise ValueError(f"head_width is {head_width}, it must be at least 1")
+            raise ValueError(f"widths is {list(widths)}, each must be even: units split the channels into halves")
+        check_range("head_width", head_width, least=1)
         layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], STEM_CHANNELS, 3)]
         channels = STEM_CHANNELS
         for count, width in zip(blocks, widths, strict=True):
@@ -52,27 +50,22 @@ class ShuffleNet(nn.Module):
         self.features = nn.Sequential(*layers, *conv_norm_relu(channels, head_width))
         self.head = PooledHead(head_width, num_classes)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits
-
 
 class Unit(nn.Module):
-    """One half of the channels passes, the other goes through three convolutions; then they are shuffled."""
+    """Three convolutions transform half of the channels; then both halves are shuffled."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.branch = _separable(channels // 2, channels // 2, stride=1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[B, channels, H, W] to the same."""
+        """[B, channels, H, W] to the same shape."""
         kept, changed = inputs.chunk(2, dim=1)
         return shuffle(kept, self.branch(changed))
 
 
 class DownUnit(nn.Module):
-    """All channels go both ways, each with stride 2, and the ways' halves of the output are shuffled."""
+    """Two branches of stride 2 read all channels; each gives half of the output's channels, which are shuffled."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -96,5 +89,5 @@ def _separable(channels_in: int, channels_out: int, stride: int) -> nn.Sequentia
 
 
 def shuffle(one: Tensor, other: Tensor) -> Tensor:
-    """Two halves [B, channels, H, W] to [B, 2 channels, H, W], their channels in turn: one, other, one, other ..."""
+    """Two tensors [B, channels, H, W] to [B, 2 channels, H, W] with alternating channels: one, other, one, other ..."""
     return torch.stack([one, other], dim=2).flatten(1, 2)

@@ -1,21 +1,18 @@
-"""SimpleNet: one hidden layer, for ten synthetic features."""
+"""A network with one hidden layer, for the ten features of the synthetic data set."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
+
+from ddpcore.models.blocks import Chain
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((10,),)
 NUM_CLASSES = 2
 
 
-class SimpleNet(nn.Module):
+class SimpleNet(Chain):
     """10-50-C with ReLU; inputs [B, 10] to logits [B, C]. 652 parameters for 2 classes."""
 
     def __init__(self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, num_classes))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.layers(inputs)
-        return logits

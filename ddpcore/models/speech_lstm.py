@@ -9,22 +9,20 @@ NUM_CLASSES = 32000
 
 
 class SpeechLSTM(nn.Module):
-    """Stacked bidirectional LSTM layers, a linear bottleneck, and the classes of the frame in the middle.
+    """Stacked bidirectional LSTM layers, a linear bottleneck, and the classes of the middle frame.
 
     Inputs [B, frames, features] of any size to logits [B, C]. The defaults are the published acoustic model: 21 frames
-    of 260 features, 6 layers of 1024 cells, 512 each way, a bottleneck of 256 and 32000 states of hidden Markov models.
-    43154944 parameters, which are the 164.62 MB of the large-batch study:
+    of 260 features, 6 layers of 512 cells in each direction, a bottleneck of 256 and 32000 states of hidden Markov
+    models. It has 43154944 parameters, which are the 164.62 MB of the large-batch study:
 
         4 x 512 x (260 + 512 + 2) x 2 + 5 x 4 x 512 x (1024 + 512 + 2) x 2 + 1024 x 256 + 256 + 256 x 32000 + 32000.
 
     The acoustic model classifies all frames of a sequence; here a sample has one label, that of frame frames // 2.
 
     Args:
-        depth: number of layers.
-        width: cells of each direction.
-        bottleneck: units of the linear layer before the last.
-
-    ValueError unless each is at least 1.
+        depth: number of layers, at least 1.
+        width: cells of each direction, at least 1.
+        bottleneck: units of the linear layer before the last, at least 1.
     """
 
     def __init__(

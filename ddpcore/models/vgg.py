@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from ddpcore.models.blocks import PooledHead, conv_norm_relu, scaled
+from ddpcore.models.blocks import Chain, PooledHead, conv_norm_relu, scaled
 
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
 NUM_CLASSES = 10
 STAGES = ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))  # convolutions and channels: configuration E of table 1
 
 
-class VGG19(nn.Module):
+class VGG19(Chain):
     """Sixteen 3 x 3 convolutions in five stages, each ending with 2 x 2 max pooling, and one linear layer.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]. The three linear layers of the paper are one here, as an image of 32 x 32
-    is one pixel after five poolings. 20040522 parameters for 10 classes.
-
-    Args:
-        width: multiplies the channels.
-
-    ValueError unless width is above 0.
+    Inputs [B, 3, 32, 32] to logits [B, C]. One linear layer replaces the paper's three: an image of 32 x 32 is one
+    pixel after five poolings. 20040522 parameters for 10 classes. ``width`` (above 0) multiplies the channels.
     """
 
     def __init__(
@@ -36,8 +31,3 @@ class VGG19(nn.Module):
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.head = PooledHead(channels, num_classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        logits: Tensor = self.head(self.features(inputs))
-        return logits

@@ -6,12 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddpcore.options.typed import check_range
+
 INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32), (1, 28, 28))
 NUM_CLASSES = 10
 
 
 class ViT(nn.Module):
-    """Patches, a class token, learned positions, pre-norm transformer blocks; the class token gives the logits.
+    """Patches, a class token, learned positions and pre-norm transformer blocks; the class token gives the logits.
 
     Inputs [B, channels, H, W] to logits [B, C]. The defaults have 811146 parameters for 3 x 32 x 32 and 10 classes.
 
@@ -20,11 +22,11 @@ class ViT(nn.Module):
         width: of a token; a multiple of num_heads.
         depth: number of blocks.
         num_heads: of attention.
-        mlp_width: hidden units after attention.
-        dropout: share of what embedding, attention and hidden layers put out that is zeroed in training.
-        stochastic_depth: share of samples that pass the last block's branches by, growing from 0 at the first.
+        mlp_width: hidden units of a block's two linear layers.
+        dropout: share of the outputs of embedding, attention and hidden layers that are set to zero in training.
+        stochastic_depth: share of samples that skip the branches of the last block; 0 in the first, linear in between.
 
-    ValueError if the sizes do not divide, a size is below 1 or a share is outside 0..1 (1 itself excluded).
+    ValueError if a size is below 1, does not divide as above, or a share is not in [0, 1).
     """
 
     def __init__(
@@ -49,8 +51,7 @@ class ViT(nn.Module):
         if width % num_heads:
             raise ValueError(f"width is {width}, it must be a multiple of num_heads, {num_heads}")
         for name, share in (("dropout", dropout), ("stochastic_depth", stochastic_depth)):
-            if not 0 <= share < 1:
-                raise ValueError(f"{name} is {share}, it must be at least 0 and below 1")
+            check_range(name, share, least=0, below=1)
         num_patches = (height // patch_size) * (image_width // patch_size)
         self.embed = PatchEmbedding(channels, patch_size, num_patches, width, dropout)
         self.blocks = nn.Sequential(
@@ -70,7 +71,7 @@ class ViT(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Each patch through one linear layer, the class token before them, plus a learned position for each token."""
+    """A linear layer of each patch, the class token before them, and a learned position added to each token."""
 
     def __init__(self, channels: int, patch_size: int, num_patches: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers around a GELU, each after a norm and added to what came in."""
+    """Attention, then two linear layers with a GELU between them; each has a norm before it and a residual sum."""
 
     def __init__(self, width: int, num_heads: int, mlp_width: int, dropout: float, drop_path: float) -> None:
         super().__init__()
@@ -105,14 +106,14 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, tokens, width] to the same."""
+        """[B, tokens, width] to the same shape."""
         tokens = tokens + self.drop_path(self.attention(tokens))
         outputs: Tensor = tokens + self.drop_path(self.mlp(tokens))
         return outputs
 
 
 class SelfAttention(nn.Module):
-    """Every token looks at every token, with several heads (Vaswani et al. 2017)."""
+    """Multi-head self-attention (Vaswani et al. 2017)."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class SelfAttention(nn.Module):
         self.project = nn.Linear(width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, tokens, width] to the same."""
+        """[B, tokens, width] to the same shape."""
         heads = self.query_key_value(tokens).unflatten(-1, (3, self.num_heads, -1))  # [B, tokens, 3, heads, head width]
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value)
@@ -130,14 +131,14 @@ class SelfAttention(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training some samples get zeros, the others more in return."""
+    """Stochastic depth (Huang et al. 2016): in training some samples become zeros, the others are scaled up."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
 
     def forward(self, branch: Tensor) -> Tensor:
-        """[B, ...] to the same; the expectation stays."""
+        """[B, ...] to the same shape, with the same expectation."""
         if self.share == 0 or not self.training:
             return branch
         kept = F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.share)

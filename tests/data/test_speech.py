@@ -143,5 +143,5 @@ def test_the_seed_decides_and_the_global_generator_rests() -> None:
     [("num_classes", 2), ("num_frames", 1), ("num_features", 1), ("num_samples", 5), ("seed", 0)],
 )
 def test_impossible_arguments(option: str, least: int) -> None:
-    with pytest.raises(ValueError, match=f"synthetic_speech: {option} is {least - 1}, it must be at least {least}"):
+    with pytest.raises(ValueError, match=f"synthetic_speech: {option} is {least - 1}: it must be at least {least}"):
         data.build("synthetic_speech", **{option: least - 1})

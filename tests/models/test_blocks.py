@@ -49,5 +49,5 @@ def test_the_head_sees_the_mean_alone() -> None:
 def test_widths() -> None:
     assert [scaled(64, width) for width in (1, 0.5, 0.25, 0.001, 1.1)] == [64, 32, 16, 1, 70]
     for width in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"width is .*, it must be above 0"):
+        with pytest.raises(ValueError, match=r"width is .*: it must be above 0"):
             scaled(64, width)
