@@ -1,10 +1,11 @@
-"""What a topology costs and how fast it averages, in numbers."""
+"""Measurements of a topology: its cost, and how fast it averages."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from ddpcore.options.typed import check_range
 from ddpcore.topology import spectrum
 from ddpcore.topology.base import RANDOM_STEPS, Topology, check
 from ddpcore.topology.rounds import TOLERANCE, first_row, mixing_matrix
@@ -12,23 +13,23 @@ from ddpcore.topology.rounds import TOLERANCE, first_row, mixing_matrix
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A topology over n learners. Of a random one, edges, degrees and messages are those of its first 32 steps.
+    """Numbers of a topology with n learners; edges, degrees and messages of a random one are of its first 32 steps.
 
     Attributes:
         num_learners: n.
         period: steps after which the rounds repeat; None: random.
         num_edges: directed edges (k, j), k sends to j, of all steps together.
-        degree_min, degree_mean, degree_max: learners that one sends to at a step.
-        messages_per_step: of all learners together, each of the size of the model: n * degree_mean.
-        models_sent_per_step: bytes that a learner sends at a step, on average, over the bytes of the model. A
+        degree_min, degree_mean, degree_max: number of learners that a learner sends to at a step.
+        messages_per_step: messages of all learners, each of the size of the model: n * degree_mean.
+        models_sent_per_step: bytes that a learner sends at a step, on average, divided by the bytes of the model. A
             bandwidth-optimal all-reduce sends 2 (n - 1) / n.
-        doubly_stochastic: rows and columns of W sum to one; else columns alone do, and only push-sum averages.
+        doubly_stochastic: rows and columns of W sum to one; otherwise only columns do, and only push-sum averages.
         spectral_gap: see `Topology.spectral_gap`.
-        epsilon: what `mixing_time` shrinks the distance to.
-        mixing_time: whole periods, in steps, until the distance of any start from its mean is at most epsilon of what
-            it was; random: until that holds of the root of the expected square; only columns sum to one: in the long
-            run, at the rate of the second eigenvalue. Infinite where the gap is zero.
-        smallest_eigenvalue: of W where it is symmetric and the same at every step, else None. On a loss of curvature h,
+        epsilon: the factor of `mixing_time`.
+        mixing_time: steps, in whole periods, until the distance from the mean is at most epsilon times the initial one,
+            for any start. Random: the root of the expected squared distance. Only columns sum to one: asymptotically,
+            at the rate of the second eigenvalue. Infinite if the gap is zero.
+        smallest_eigenvalue: of W if it is symmetric and the same at every step, else None. On a loss of curvature h,
             average-while-computing at a learning rate lr stays bounded only while lr * h < 1 + smallest_eigenvalue.
     """
 
@@ -48,20 +49,14 @@ class Description:
 
 
 def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math.e) -> Description:
-    """Measure a topology; linear in its edges, or in those of learner 0 where all learners are alike.
-
-    Args:
-        topology: any.
-        num_learners: n.
-        epsilon: between 0 and 1.
+    """Measure a topology with n learners; the cost is linear in its edges, or in those of learner 0 on a grid.
 
     Raises:
-        ValueError: epsilon is not, or the topology does not fit so many learners.
+        ValueError: epsilon is not between 0 and 1, or the topology does not support so many learners.
         RuntimeError: see `Topology.spectral_gap`.
     """
     check(0, 0, num_learners)
-    if not 0 < epsilon < 1:
-        raise ValueError(f"epsilon is {epsilon}, it must be between 0 and 1")
+    check_range("epsilon", epsilon, above=0, below=1)
     period = topology.period(num_learners)
     shape = topology.translations(num_learners)
     edges: set[tuple[int, int]] = set()
@@ -71,7 +66,7 @@ def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math
         rounds = topology.rounds(step, num_learners) if shape is None else [topology.round(step, 0, num_learners)]
         edges.update((rank, reader) for rank, turn in enumerate(rounds) for reader in turn.destinations)
         degrees += [len(turn.destinations) for turn in rounds]
-        # Where all learners are alike, a column has the entries of a row.
+        # On a grid a column of W has the same entries as a row.
         doubly_stochastic &= shape is not None or spectrum.is_doubly_stochastic(mixing_matrix(rounds))
     mean = math.fsum(degrees) / len(degrees)
     gap = topology.spectral_gap(num_learners)
@@ -101,11 +96,11 @@ def _mixing_time(gap: float, period: int | None, epsilon: float) -> float:
         return steps
     target = math.log(epsilon) * (2 if period is None else 1)
     whole = target / (steps * math.log1p(-gap))
-    return steps * math.ceil(whole * (1 - 1e-12))  # that rounding adds no period where a whole number is met
+    return steps * math.ceil(whole * (1 - 1e-12))  # so that rounding does not add a period to a whole number
 
 
 def _smallest_eigenvalue(topology: Topology, num_learners: int) -> float | None:
-    """Of the one matrix of a static topology; None where it is not symmetric."""
+    """The smallest eigenvalue of the matrix of a static topology; None if it is not symmetric."""
     shape = topology.translations(num_learners)
     if shape is not None:
         eigenvalues = spectrum.grid_eigenvalues(first_row(topology.round(0, 0, num_learners), shape))

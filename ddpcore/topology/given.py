@@ -1,4 +1,4 @@
-"""Topologies that the user gives: a matrix, or a graph."""
+"""Topologies from a user's matrix or graph."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from ddpcore.topology.rounds import Round
 
 @dataclass(frozen=True)
 class Given(Static):
-    """The same rounds at every step, for as many learners as there are rounds."""
+    """The same rounds at every step, for one number of learners: that of the rounds."""
 
     _rounds: tuple[Round, ...] = field(repr=False)
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """What was given for `rank`."""
+        """The given round of `rank`. ValueError for another number of learners."""
         check(step, rank, num_learners)
         if num_learners != len(self._rounds):
-            raise ValueError(
-                f"{type(self).__name__}: a matrix for {len(self._rounds)} learners cannot serve {num_learners}: give "
-                "one of that size"
-            )
+            text = f"{type(self).__name__}: a matrix for {len(self._rounds)} learners cannot serve {num_learners}"
+            raise ValueError(f"{text}: give one of that size")
         return self._rounds[rank]
 
 
 @dataclass(frozen=True, init=False)
 class FromMatrix(Given):
-    """The same mixing matrix at every step: scipy's, sparse, or anything numpy reads as [n, n].
+    """The same mixing matrix at every step: a sparse one of scipy, or anything that numpy converts to [n, n].
 
-    ValueError unless it is square, finite, non-negative, doubly stochastic (within 1e-6) and connected, or when used
-    with another number of learners than n. Connected is not yet averaging (a plain swap never is): see `spectral_gap`.
+    ValueError unless it is square, finite, non-negative, doubly stochastic (within 1e-6) and connected. A connected
+    matrix need not average: two learners may only swap their weights; see `spectral_gap`.
     """
 
     def __init__(self, matrix: Any) -> None:
@@ -65,17 +63,17 @@ class FromMatrix(Given):
 class FromGraph(Given):
     """The edges of a networkx graph (or of anything with its `nodes`, `edges` and `is_directed`), its nodes 0 to n - 1.
 
-    Undirected: Metropolis-Hastings weights, W[j, k] = 1 / (1 + max(degree of j, degree of k)) on an edge and what is
-    left for j itself (Xiao, Boyd and Kim 2007, "Distributed average consensus with least-mean-square deviation"), so
-    that W is symmetric and doubly stochastic whatever the degrees.
+    Undirected: Metropolis-Hastings weights, W[j, k] = 1 / (1 + max(degree of j, degree of k)) on an edge, and the rest
+    for j itself (Xiao, Boyd and Kim 2007, "Distributed average consensus with least-mean-square deviation"). So W is
+    symmetric and doubly stochastic for any degrees.
 
-    Directed: an edge (k, j) means that k sends to j. Everyone splits what it has evenly between itself and those that
-    it sends to, W[j, k] = 1 / (1 + out-degree of k): columns sum to one, rows only by chance, as where all degrees are
-    alike. This is for push-sum (Kempe, Dobra and Gehrke 2003, "Gossip-based computation of aggregate information";
-    Assran et al. 2019, "Stochastic Gradient Push"); ordinary gossip refuses it.
+    Directed: an edge (k, j) means that k sends to j. A learner divides its weight equally between itself and its
+    destinations, W[j, k] = 1 / (1 + out-degree of k). So columns sum to one, but rows only in special cases such as
+    equal degrees. This is for push-sum (Kempe, Dobra and Gehrke 2003, "Gossip-based computation of aggregate
+    information"; Assran et al. 2019, "Stochastic Gradient Push"); DPSGD refuses it.
 
-    Loops, parallel edges and edge attributes count for nothing. ValueError unless the graph is connected, a directed
-    one strongly, or when used with another number of learners than n.
+    Loops, parallel edges and edge attributes are ignored. ValueError unless the graph is connected (a directed one
+    strongly).
     """
 
     def __init__(self, graph: Any) -> None:
@@ -103,7 +101,7 @@ class FromGraph(Given):
 
 
 def _entries(lines: Any, line: int) -> dict[int, float]:
-    """Index and value of what stands in a row of a CSR or a column of a CSC matrix."""
+    """Index to value of the entries in a row of a CSR matrix or a column of a CSC matrix."""
     part = slice(lines.indptr[line], lines.indptr[line + 1])
     return dict(zip(lines.indices[part].tolist(), lines.data[part].tolist(), strict=True))
 

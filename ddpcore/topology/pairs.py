@@ -1,4 +1,4 @@
-"""Rounds of pairs: each learner has one partner a step, or none; partners average half and half."""
+"""Topologies of pairs: each learner has at most one partner at a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import chain
 
 import numpy as np
 
+from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Matrix, Topology, check
 from ddpcore.topology.rounds import Round, uniform
 
@@ -18,30 +19,29 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class RandomPair(Topology):
-    """A new random perfect matching each step; partners average half and half, one learner idles when n is odd.
+    """A new random matching at each step; partners take the mean of their weights. If n is odd, one learner is idle.
 
-    The matching is a function of (seed, step, n) alone, so every rank computes the same one without a word exchanged.
-    Partners drawn by each learner alone would not be a matching: columns of W off one, and the mean drifts.
+    The matching is a function of (seed, step, n), so all ranks compute the same one without communication. If each
+    learner drew its own partner, columns of W would not sum to one, and the mean over learners would change.
     """
 
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"RandomPair: seed is {self.seed}, it must be at least 0")
+        check_range("RandomPair: seed", self.seed, least=0)
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The partner, weights 1/2; the idle one keeps its own."""
+        """The partner, with weights 1/2; an idle learner keeps its weights."""
         check(step, rank, num_learners)
         return _with_partner(rank, random_matching(self.seed, step, num_learners)[rank])
 
     def period(self, num_learners: int) -> None:
-        """None: no step repeats."""
+        """None: the rounds do not repeat."""
 
     def expected_square(self, num_learners: int) -> Matrix:
-        """(I + E[M]) / 2 with M the matching's permutation matrix: W = (I + M) / 2 is a projection, so W^T W = W.
+        """(I + E[M]) / 2, with M the permutation matrix of the matching: W = (I + M) / 2 is a projection, so W^T W = W.
 
-        Even n: E[M] = (J - I) / (n - 1). Odd n: also idle with probability 1 / n, so J / n.
+        Even n: E[M] = (J - I) / (n - 1). Odd n: a learner is idle with probability 1 / n, so E[M] = J / n.
         """
         check(0, 0, num_learners)
         identity, ones = np.eye(num_learners), np.ones((num_learners, num_learners))
@@ -49,7 +49,7 @@ class RandomPair(Topology):
         return (identity + expected) / 2
 
     def spectral_gap(self, num_learners: int) -> float:
-        """That of `expected_square`: n / (2n - 2) for even n, 1/2 for odd n; 1.0 for one learner."""
+        """In closed form from `expected_square`: n / (2n - 2) for even n, 1/2 for odd n; 1.0 for one learner."""
         check(0, 0, num_learners)
         if num_learners == 1:
             return 1.0
@@ -58,18 +58,16 @@ class RandomPair(Topology):
 
 @dataclass(frozen=True, init=False)
 class Matching(Topology):
-    """A given list of rounds of pairs, one a step, from the first again after the last; partners average half and half.
+    """A given list of rounds of pairs, used cyclically; partners take the mean of their weights.
 
-    As in MATCHA (Wang et al. 2019), whose rounds are the matchings into which a graph falls apart; here each has its
-    turn. Whoever is in no pair of a round idles in it.
-
-    ValueError if there are no rounds, a learner is twice in a round, its own partner or negative; when used, if a pair
-    names a learner that is not there, or if the rounds together do not connect all.
+    As in MATCHA (Wang et al. 2019), which decomposes a graph into matchings; here they follow each other in order. A
+    learner that is in no pair of a round is idle. ValueError if there are no rounds, or a learner is twice in a round,
+    its own partner, negative, or too large for the number of learners.
     """
 
     rounds_of_pairs: tuple[Pairs, ...]
     _partners: tuple[dict[int, int], ...] = field(repr=False, compare=False)
-    _last: int = field(repr=False, compare=False)  # learner that is named
+    _last: int = field(repr=False, compare=False)  # the largest learner in a pair
 
     def __init__(self, rounds_of_pairs: Iterable[Iterable[tuple[int, int]]]) -> None:
         given = tuple(tuple((int(left), int(right)) for left, right in pairs) for pairs in rounds_of_pairs)
@@ -80,10 +78,8 @@ class Matching(Topology):
                 if rank < 0:
                     raise ValueError(f"Matching: round {step} names learner {rank}: count them from 0")
                 if times > 1:
-                    raise ValueError(
-                        f"Matching: learner {rank} is twice in round {step}, it can have one partner: move a pair "
-                        "to another round"
-                    )
+                    text = f"Matching: learner {rank} is twice in round {step}, it can have one partner"
+                    raise ValueError(f"{text}: move a pair to another round")
         object.__setattr__(self, "rounds_of_pairs", given)
         both_ways = (chain(pairs, ((right, left) for left, right in pairs)) for pairs in given)
         partners = tuple(map(dict, both_ways))
@@ -91,13 +87,11 @@ class Matching(Topology):
         object.__setattr__(self, "_last", max(chain.from_iterable(partners), default=0))
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The partner of this round, weights 1/2, or nobody."""
+        """The partner in this round, with weights 1/2, or none."""
         check(step, rank, num_learners)
         if self._last >= num_learners:
-            raise ValueError(
-                f"Matching: a round names learner {self._last} and there are {num_learners}: leave the pair out, or "
-                "take more learners"
-            )
+            text = f"Matching: a round names learner {self._last} and there are {num_learners}"
+            raise ValueError(f"{text}: leave the pair out, or take more learners")
         return _with_partner(rank, self._partners[step % len(self._partners)].get(rank, rank))
 
     def period(self, num_learners: int) -> int:
@@ -110,12 +104,12 @@ def _with_partner(rank: int, partner: int) -> Round:
     return uniform(partners, partners)
 
 
-@lru_cache(maxsize=16)  # every rank of a virtual world, and the matrix, ask for the same few steps
+@lru_cache(maxsize=16)  # all virtual learners and the matrix use the same few steps
 def random_matching(seed: int, step: int, num_learners: int) -> tuple[int, ...]:
-    """Partner of each learner, itself if idle: neighbours in a random order pair up.
+    """The partner of each learner, itself if idle: adjacent learners of a random order are pairs.
 
-    The order comes from sorting raw Philox bits, which NumPy promises to keep across versions and machines; the
-    streams of its higher samplers (permutation, shuffle) may change, and ranks that disagree would average wrongly.
+    The order sorts raw Philox bits, which NumPy keeps the same across versions and machines. The streams of its
+    higher-level samplers (permutation, shuffle) may change, and ranks with different matchings would average wrongly.
     """
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(step,))).random_raw(num_learners)
     order = np.argsort(bits, kind="stable")

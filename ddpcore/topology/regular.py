@@ -1,4 +1,4 @@
-"""Topologies of one formula for many numbers of learners: complete, ring, star, torus, hypercube, exponential."""
+"""Topologies with a formula for n learners: complete, ring, star, torus, hypercube, exponential."""
 
 from __future__ import annotations
 
@@ -6,78 +6,76 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Topology, check
 from ddpcore.topology.rounds import Round, uniform
 
 
 class Static(Topology):
-    """Every step is alike."""
+    """A topology with the same rounds at every step."""
 
     def period(self, num_learners: int) -> int:
-        """1: every step is alike."""
+        """1: all steps have the same rounds."""
         return 1
 
 
 @dataclass(frozen=True)
 class Complete(Static):
-    """Everyone averages with everyone: W = J / n, the mean in one step at the cost of n - 1 messages."""
+    """All learners average with all: W = J / n. One step gives the mean, at the cost of n - 1 messages a learner."""
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """All other learners, weights 1 / n."""
+        """All other learners, with weights 1 / n."""
         check(step, rank, num_learners)
         others = (*range(rank), *range(rank + 1, num_learners))
         weight = 1 / num_learners
         return Round(weight, others, (weight,) * len(others), others)
 
     def translations(self, num_learners: int) -> tuple[int, ...]:
-        """A cycle, as good as any order."""
+        """A cycle: any order has this symmetry."""
         return (num_learners,)
 
     def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
-        """Nothing to look for in n^2 edges that are all alike."""
+        """Correct by construction: it would cost n^2 to check."""
         check(0, 0, num_learners)
 
 
 @dataclass(frozen=True)
 class Ring(Static):
-    """Each learner averages with its neighbours on a ring, uniformly (Lian et al. 2017).
+    """Each learner takes the mean with its neighbours on a ring (Lian et al. 2017).
 
-    One neighbour each side works for any number of learners; k > 1 needs at least 2k + 1, else ValueError.
+    k > 1 neighbours on each side need at least 2k + 1 learners, else ValueError; one neighbour fits any number.
     """
 
     neighbors_each_side: int = 1
 
     def __post_init__(self) -> None:
-        if self.neighbors_each_side < 1:
-            raise ValueError(f"Ring: neighbors_each_side is {self.neighbors_each_side}, it must be at least 1")
+        check_range("Ring: neighbors_each_side", self.neighbors_each_side, least=1)
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The neighbours, weights 1 / (number of neighbours + 1)."""
+        """The neighbours, with weights 1 / (number of neighbours + 1)."""
         check(step, rank, num_learners)
         side = self.neighbors_each_side
         smallest = 2 * side + 1
         if side > 1 and num_learners < smallest:
-            raise ValueError(
-                f"Ring: {side} neighbours each side need at least {smallest} learners, there are {num_learners}: "
-                "take more learners or fewer neighbours"
-            )
+            text = f"Ring: {side} neighbours each side need at least {smallest} learners, there are {num_learners}"
+            raise ValueError(f"{text}: take more learners or fewer neighbours")
         return _both_ways(_around(rank, hop, num_learners) for hop in range(-side, side + 1) if hop % num_learners)
 
     def translations(self, num_learners: int) -> tuple[int, ...]:
-        """The ring itself."""
+        """The ring."""
         return (num_learners,)
 
 
 @dataclass(frozen=True)
 class Star(Static):
-    """Learner 0 is everyone's neighbour and the others' only one; Metropolis-Hastings weights, all of them 1 / n.
+    """Learner 0 is the only neighbour of all others; Metropolis-Hastings weights, which are 1 / n on every edge.
 
-    Xiao, Boyd and Kim 2007, "Distributed average consensus with least-mean-square deviation". Uniform weights would not
-    do: the centre would give 1 / n and get 1 / 2 from each, so that columns are off one and the mean drifts.
+    Xiao, Boyd and Kim 2007, "Distributed average consensus with least-mean-square deviation". Uniform weights would
+    change the mean over learners: the centre would give 1 / n and receive 1 / 2, so columns would not sum to one.
     """
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The centre reads everyone, everyone reads the centre."""
+        """The centre reads from all others, and they read from the centre."""
         check(step, rank, num_learners)
         neighbors = (0,) if rank else tuple(range(1, num_learners))
         weight = 1 / num_learners
@@ -87,20 +85,19 @@ class Star(Static):
 
 @dataclass(frozen=True)
 class Torus2D(Static):
-    """A grid that is wrapped around both ways: four neighbours, fewer where a side has length 2, averaged uniformly.
+    """A periodic grid; each learner takes the mean with its four neighbours (fewer if a side has length 2).
 
-    `num_rows` times the number of columns is the number of learners, both at least 2 (or 1 for one learner), else
-    ValueError. 0 rows: as nearly square as the number allows, with no more rows than columns.
+    The number of learners must be `num_rows` times a number of columns, both at least 2 (1 for one learner), else
+    ValueError. 0 rows: as nearly square as possible, with no more rows than columns.
     """
 
     num_rows: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_rows < 0:
-            raise ValueError(f"Torus2D: num_rows is {self.num_rows}, it must be at least 0")
+        check_range("Torus2D: num_rows", self.num_rows, least=0)
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The neighbours above, below, left and right, weights 1 / (number of neighbours + 1)."""
+        """The neighbours above, below, left and right, with weights 1 / (number of neighbours + 1)."""
         check(step, rank, num_learners)
         num_rows, num_columns = self.translations(num_learners)
         row, column = divmod(rank, num_columns)
@@ -109,7 +106,7 @@ class Torus2D(Static):
         return _both_ways((vertical | horizontal) - {rank})
 
     def translations(self, num_learners: int) -> tuple[int, int]:
-        """The grid, rows and columns."""
+        """(Rows, columns)."""
         num_rows = self.num_rows or next(
             divisor for divisor in range(math.isqrt(num_learners), 0, -1) if num_learners % divisor == 0
         )
@@ -125,20 +122,19 @@ class Torus2D(Static):
 
 @dataclass(frozen=True)
 class Hypercube(Static):
-    """Neighbours differ in one bit of their number; log2 n of them, averaged uniformly.
+    """Each learner takes the mean with the log2 n learners whose rank differs in one bit.
 
-    ValueError unless the number of learners is a power of two. A neighbour a step, in turn, is `OnePeerExponential`'s
-    way of having one message a step.
+    ValueError unless the number of learners is a power of two. `OnePeerExponential` has one message at a step instead.
     """
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The learners one bit away, weights 1 / (log2 n + 1)."""
+        """The learners whose rank differs in one bit, with weights 1 / (log2 n + 1)."""
         check(step, rank, num_learners)
         num_bits = sum(length > 1 for length in self.translations(num_learners))
         return _both_ways(rank ^ (1 << bit) for bit in range(num_bits))
 
     def translations(self, num_learners: int) -> tuple[int, ...]:
-        """The cube, two a side."""
+        """log2 n dimensions of length 2."""
         num_bits = (num_learners - 1).bit_length()
         if num_learners != 1 << num_bits:
             raise ValueError(
@@ -149,14 +145,14 @@ class Hypercube(Static):
 
 @dataclass(frozen=True)
 class StaticExponential(Static):
-    """Everyone reads from the learners 1, 2, 4, ... below n behind it: T = ceil(log2 n) of them, weights 1 / (T + 1).
+    """Learner j reads from j - 1, j - 2, j - 4, ... (mod n): T = ceil(log2 n) learners, with weights 1 / (T + 1).
 
-    Ying et al. 2021, "Exponential Graph is Provably Efficient", equation 5: the gap is 2 / (T + 1) for even n, at least
-    that for odd n. Directed, and doubly stochastic all the same.
+    Ying et al. 2021, "Exponential Graph is Provably Efficient", equation 5: the gap is 2 / (T + 1) for even n, and at
+    least that for odd n. The graph is directed, and W is doubly stochastic.
     """
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """T sources behind and T destinations ahead."""
+        """T sources with lower ranks and T destinations with higher ranks (mod n)."""
         check(step, rank, num_learners)
         hops = [1 << power for power in range(_num_powers(num_learners))]
         return uniform(
@@ -170,14 +166,15 @@ class StaticExponential(Static):
 
 @dataclass(frozen=True)
 class OnePeerExponential(Topology):
-    """At step t everyone reads from the learner 2^(t mod T) behind it, T = ceil(log2 n); weights 1/2.
+    """At step t learner j reads from j - 2^(t mod T) (mod n), T = ceil(log2 n), with weights 1/2.
 
-    One message each way a step. For n a power of two, T steps give the exact mean; other n get close to it.
-    Assran et al. 2019, "Stochastic Gradient Push"; Ying et al. 2021, "Exponential Graph is Provably Efficient".
+    Each learner sends and receives one message at a step. If n is a power of two, T steps give the exact mean; for
+    other n they come close to it. Assran et al. 2019, "Stochastic Gradient Push"; Ying et al. 2021, "Exponential Graph
+    is Provably Efficient".
     """
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """One source and one destination, the hop of the step away."""
+        """One source and one destination, at the distance of this step."""
         check(step, rank, num_learners)
         if num_learners == 1:
             return uniform((), ())
@@ -198,11 +195,11 @@ def _around(place: int, hop: int, length: int) -> int:
 
 
 def _num_powers(num_learners: int) -> int:
-    """ceil(log2 n), the powers of two below n; in integers, since a float logarithm is wrong near powers."""
+    """ceil(log2 n), the number of powers of two below n; a float logarithm is wrong near powers of two."""
     return (num_learners - 1).bit_length()
 
 
 def _both_ways(neighbors: Iterable[int]) -> Round:
-    """The uniform round with neighbours that read back; a set, since both ways round may lead to the same one."""
+    """The uniform round in which sources are also destinations; a neighbour that occurs twice counts once."""
     each = set(neighbors)
     return uniform(each, each)

@@ -1,4 +1,4 @@
-"""The rounds of one step: as a matrix in compressed rows, and what must hold of them. Linear in the edges."""
+"""The rounds of one step: their mixing matrix, and checks of both. All costs are linear in the edges."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-TOLERANCE = 1e-6  # of row and column sums: matrices written by hand or kept in float32 pass, wrong ones do not
+TOLERANCE = 1e-6  # of row and column sums: accepts matrices that were rounded to float32
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one learner does at one step: w <- self_weight * w + sum of weights[i] * (w of sources[i])."""
+    """The exchange of one learner at one step: w <- self_weight * w + sum of weights[i] * (w of sources[i])."""
 
     self_weight: float
     sources: tuple[int, ...]  # learners it reads from, ascending, never itself
@@ -25,14 +25,14 @@ class Round:
 
 
 def uniform(sources: Iterable[int], destinations: Iterable[int]) -> Round:
-    """The round in which all sources and the learner itself count alike."""
+    """The round in which all sources and the learner itself have the same weight."""
     ordered = tuple(sorted(sources))
     weight = 1 / (len(ordered) + 1)
     return Round(weight, ordered, (weight,) * len(ordered), tuple(sorted(destinations)))
 
 
 def mixing_matrix(rounds: Sequence[Round]) -> csr_array:
-    """W, float64, compressed rows; each begins with the learner's own weight, be it zero, and ascends from there."""
+    """W, float64, compressed rows; each row has the learner's own weight (even if zero), then its sources in order."""
     offsets = np.cumsum([0, *(1 + len(turn.sources) for turn in rounds)])
     columns = np.fromiter(chain.from_iterable((rank, *turn.sources) for rank, turn in enumerate(rounds)), np.int64)
     values = np.fromiter(chain.from_iterable((turn.self_weight, *turn.weights) for turn in rounds), np.float64)
@@ -40,7 +40,7 @@ def mixing_matrix(rounds: Sequence[Round]) -> csr_array:
 
 
 def first_row(turn: Round, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """Row 0 of W as a grid of that shape, from the round of learner 0."""
+    """Row 0 of W, reshaped to a grid, from the round of learner 0."""
     row = np.zeros(shape)
     row.flat[[0, *turn.sources]] = [turn.self_weight, *turn.weights]
     return row
@@ -53,7 +53,7 @@ def sums(mixing: csr_array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.flo
 
 
 def check_exchange(name: str, step: int, rounds: Sequence[Round]) -> None:
-    """ValueError unless sources are learners in order, a weight each, and j reads from i exactly if i sends to j."""
+    """ValueError unless sources are ascending ranks with a weight each, and j reads from i exactly if i sends to j."""
     readers: list[list[int]] = [[] for _ in rounds]
     for rank, turn in enumerate(rounds):
         if len(turn.sources) != len(turn.weights) or list(turn.sources) != sorted(set(turn.sources) - {rank}):
@@ -64,12 +64,12 @@ def check_exchange(name: str, step: int, rounds: Sequence[Round]) -> None:
             readers[source].append(rank)
     for rank, turn in enumerate(rounds):
         if turn.destinations != tuple(readers[rank]):
-            told = f"learner {rank} sends to {turn.destinations} but {tuple(readers[rank])} read from it"
-            raise ValueError(f"{name}: {told} at step {step}, make them agree")
+            text = f"learner {rank} sends to {turn.destinations} but {tuple(readers[rank])} read from it"
+            raise ValueError(f"{name}: {text} at step {step}, make them agree")
 
 
 def check_weights(name: str, mixing: csr_array, *, push_sum: bool) -> None:
-    """ValueError unless weights are at least 0, columns sum to one and, without push-sum, rows too."""
+    """ValueError unless weights are at least 0, columns sum to one and, without push-sum, rows sum to one."""
     if not (mixing.data >= 0).all():  # NaN fails too
         raise ValueError(f"{name} has a negative or NaN weight: each weight must be at least 0")
     of_rows, of_columns = sums(mixing)
@@ -78,11 +78,11 @@ def check_weights(name: str, mixing: csr_array, *, push_sum: bool) -> None:
     for line, found in lines:
         worst = int(abs(found - 1).argmax())
         if abs(found[worst] - 1) > TOLERANCE:
-            told = f"{name}: {line} {worst} sums to {found[worst]:.6g}, make it sum to 1"
-            raise ValueError(told + (", or use push-sum: the columns do" if line == "row" and columns_hold else ""))
+            text = f"{name}: {line} {worst} sums to {found[worst]:.6g}, make it sum to 1"
+            raise ValueError(text + (", or use push-sum: the columns do" if line == "row" and columns_hold else ""))
 
 
 def check_connected(name: str, union: csr_array) -> None:
-    """ValueError unless the edges lead from every learner to every other, in their direction."""
+    """ValueError unless the directed edges lead from every learner to every other."""
     if connected_components(union > 0, directed=True, connection="strong", return_labels=False) > 1:
         raise ValueError(f"{name} of {union.shape[0]} learners is not connected: join its parts")

@@ -1,8 +1,8 @@
-"""How much a product of mixing matrices shrinks what differs from the mean.
+"""How much a product of mixing matrices reduces the distance from the mean.
 
-D = W - J / n, J all ones, is what W does to differences: the mean is taken out. Its norm is the second singular value
-of a doubly stochastic W. Where only columns sum to one, its spectral radius is the modulus of W's second eigenvalue:
-the vectors of all eigenvalues but 1 sum to zero, since (1, ..., 1) W = (1, ..., 1).
+D = W - J / n, with J all ones, is the effect of W on deviations from the mean. If W is doubly stochastic, the norm of D
+is the second singular value of W. If only columns sum to one, the spectral radius of D is the modulus of W's second
+eigenvalue: the eigenvectors of all eigenvalues but 1 sum to zero, because (1, ..., 1) W = (1, ..., 1).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ddpcore.topology.rounds import TOLERANCE, sums
 
 Vector = npt.NDArray[np.float64]
 
-MAX_DENSE = 512  # learners up to which a dense matrix is the simplest and quickest
-_OUTSIDE = 1e-6  # how far above 1 a shift lies: it is no eigenvalue, and so W less the shift can be inverted
-_ROUGH = 1e-4  # tolerance of a first guess
+MAX_DENSE = 512  # most learners for which dense matrices are used: they are the fastest there
+_OUTSIDE = 1e-6  # how far a shift is above 1: it is no eigenvalue, so W minus the shift can be inverted
+_ROUGH = 1e-4  # tolerance of a first estimate
 
 
 def is_doubly_stochastic(mixing: csr_array) -> bool:
@@ -29,17 +29,17 @@ def is_doubly_stochastic(mixing: csr_array) -> bool:
 
 
 def is_symmetric(mixing: csr_array) -> bool:
-    """Whether j gives to k what k gives to j."""
+    """Whether W is symmetric."""
     return bool(abs(mixing - mixing.T).max() <= TOLERANCE)
 
 
 def grid_eigenvalues(row: Vector) -> npt.NDArray[np.complex128]:
-    """All eigenvalues of the convolution whose row 0, as a grid, is given."""
+    """All eigenvalues of the convolution whose row 0 is this grid."""
     return np.fft.fftn(row).ravel()
 
 
 def contraction_on_grid(rows: Sequence[Vector]) -> float:
-    """The norm of D for a product of convolutions, which commute and are normal."""
+    """The norm of D for a product of convolutions; they commute and are normal matrices."""
     product = np.ones(rows[0].size, dtype=np.complex128)
     for row in rows:
         product *= grid_eigenvalues(row)
@@ -47,9 +47,9 @@ def contraction_on_grid(rows: Sequence[Vector]) -> float:
 
 
 def contraction(matrices: Sequence[csr_array]) -> float:
-    """The norm of D of the product W_{T-1} ... W_0, or its spectral radius where only columns sum to one.
+    """The norm of D of the product W_{T-1} ... W_0, or its spectral radius if only columns sum to one.
 
-    RuntimeError where Lanczos iteration does not converge.
+    RuntimeError if the Lanczos iteration does not converge.
     """
     num_learners = matrices[0].shape[0]
     balanced = all(map(is_doubly_stochastic, matrices))
@@ -61,7 +61,7 @@ def contraction(matrices: Sequence[csr_array]) -> float:
         return float(np.linalg.norm(deviation, 2) if balanced else abs(np.linalg.eigvals(deviation)).max())
     operator, start = _deviation(matrices), _start(num_learners)
     if np.linalg.norm(operator @ start) <= num_learners * np.finfo(np.float64).eps * np.linalg.norm(start):
-        return 0.0  # the exact mean, which leaves no direction to iterate in
+        return 0.0  # the product is the exact mean: the iteration has no start vector
     if len(matrices) == 1 and balanced and is_symmetric(matrices[0]):
         return max(extreme_eigenvalue(matrices[0], "LA"), -extreme_eigenvalue(matrices[0], "SA"))
     if balanced:
@@ -70,10 +70,11 @@ def contraction(matrices: Sequence[csr_array]) -> float:
 
 
 def extreme_eigenvalue(mixing: csr_array, which: str) -> float:
-    """The smallest eigenvalue (SA) of a symmetric W, or the largest (LA) beside that of the mean.
+    """The smallest eigenvalue (SA) of a symmetric W, or the largest (LA) except that of the mean.
 
-    Lanczos iteration is slow where eigenvalues crowd at the end, as those of long paths do. Such graphs fall apart at
-    few edges, so that W less a shift is cheap to invert, and in the inverse the crowd near the shift is far apart.
+    The Lanczos iteration is slow if eigenvalues are dense at the end of the spectrum, as for long paths. Such graphs
+    have small separators, so W minus a shift is cheap to factorize, and its inverse separates the eigenvalues near the
+    shift.
     """
     num_learners = mixing.shape[0]
     if num_learners <= MAX_DENSE:
@@ -86,21 +87,21 @@ def extreme_eigenvalue(mixing: csr_array, which: str) -> float:
         return float(eigsh(operator, k=1, which=which, v0=start, maxiter=100, return_eigenvectors=False)[0])
     except ArpackNoConvergence:
         shift = 1 + _OUTSIDE
-        if which == "SA":  # what iteration finds lies inside the spectrum, by the tolerance at most
+        if which == "SA":  # the estimate lies inside the spectrum, at a distance of at most the tolerance
             shift = _converged(lambda: eigsh(mixing, k=1, which="SA", v0=start, tol=_ROUGH, return_eigenvectors=False))
             shift -= 2 * _ROUGH
-        # Of the two nearest the lesser one: the other is 1, or the last but one. The error is 1e-8 of their distance.
+        # The smaller of the two nearest: the other is 1, or the last but one. The error is 1e-8 of their distance.
         nearest = eigsh(csc_array(mixing), k=2, sigma=shift, v0=start, tol=1e-8, return_eigenvectors=False)
         return float(nearest.min())
 
 
 def _start(num_learners: int) -> Vector:
-    """The same numbers at every call, with a share in every direction."""
+    """A fixed random start vector, which has a component in every direction."""
     return np.random.default_rng(0).standard_normal(num_learners)
 
 
 def _deviation(matrices: Sequence[csr_array]) -> LinearOperator:
-    """D of the product, as a function."""
+    """D of the product, as a linear operator."""
     num_learners = matrices[0].shape[0]
 
     def forward(vector: Vector) -> Vector:

@@ -1,4 +1,4 @@
-"""Whether averages that arrive a step late still bring learners together."""
+"""A check that averages which arrive one step late still converge."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numpy as np
 from ddpcore.topology.base import Topology
 from ddpcore.topology.spectrum import is_symmetric
 
-MOST_CHECKED = 256  # learners: the eigenvalues of a dense matrix of twice as many rows
+MOST_CHECKED = 256  # learners: the check computes eigenvalues of a dense matrix with twice as many rows
 
 
 def check_stale(topology: Topology, num_learners: int) -> None:
-    """ValueError where ``w(t+1) = w(t) + 1/2 (W(t-1) - I) w(t-1)`` does not shrink what differs from the mean.
+    """ValueError if ``w(t+1) = w(t) + 1/2 (W(t-1) - I) w(t-1)`` does not reduce deviations from the mean.
 
-    A symmetric W always does: of an eigenvalue l, differences go as the roots of ``z^2 - z + (1-l)/2``, which lie
-    inside the unit circle for l in (-1, 1). Another W is checked over its period, up to 256 learners.
+    A symmetric W always does: for an eigenvalue l, deviations follow the roots of ``z^2 - z + (1-l)/2``, which are
+    inside the unit circle for l in (-1, 1). Another W is checked over its period, for up to 256 learners.
     """
     period = topology.period(num_learners)
     if period is None or num_learners > MOST_CHECKED:
