@@ -6,28 +6,21 @@ from typing import Any
 
 from rich.console import Console
 
-from ddpcore.report.table import output, print_environment, print_lines, size_name, spread, table_of
+from ddpcore.report.table import environment_lines, number, print_parts, size_name, spread, table_of
 
 
 def print_buckets(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment, a line for each strategy and size, and last a line that starts with ``recommended``.
-
-    Args:
-        result: as in the JSON file.
-        console: standard output by default.
-    """
-    out = output(console)
-    print_environment(result["environment"], out)
+    """Print a result (as in the JSON file): the environment, a line for each strategy and size, the recommendation."""
     title = (
         f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}, "
-        f"{result['rounds']} rounds in turn"
+        f"{result['rounds']} interleaved rounds"
     )
-    out.print(table_of(_COLUMNS, result["rows"], title=title, left=("strategy",)))
-    print_lines(out, recommendation(result["recommended"]))
+    table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",))
+    print_parts(console, *environment_lines(result["environment"]), table, recommendation(result["recommended"]))
 
 
 def recommendation(recommended: list[dict[str, Any]]) -> str:
-    """One line for all strategies."""
+    """One line with the size for each strategy, and how it compares with the default."""
     return "recommended: " + "; ".join(_advice(one) for one in recommended)
 
 
@@ -52,8 +45,8 @@ _COLUMNS = {
     "built, MiB": lambda row: _sizes(row["bucket_bytes"]),
     "sent, MiB": lambda row: _sizes(row["sent_bytes"]),
     "step ms p20/p50/p80": lambda row: spread(row["step_ms"]),
-    "comm alone ms": lambda row: f"{row['comm_ms']:.2f}",
-    "exposed ms": lambda row: f"{row['exposed_comm_ms']:.2f}",
-    "hidden": lambda row: f"{row['overlap_pct']:.0f} %",
-    "peak MB": lambda row: "-" if row["peak_memory_mb"] is None else f"{row['peak_memory_mb']:.0f}",
+    "comm alone ms": number("comm_ms"),
+    "exposed ms": number("exposed_comm_ms"),
+    "hidden": number("overlap_pct", "{:.0f} %"),
+    "peak MB": number("peak_memory_mb", "{:.0f}"),
 }

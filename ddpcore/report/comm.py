@@ -6,22 +6,16 @@ from typing import Any
 
 from rich.console import Console
 
-from ddpcore.report.table import output, print_environment, table_of
+from ddpcore.report.table import environment_lines, number, print_parts, table_of
 
 
 def print_comm(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment and a line for each operation, size and transport.
-
-    Args:
-        result: as in the JSON file.
-        console: standard output by default.
-    """
-    out = output(console)
-    print_environment(result["environment"], out)
+    """Print the environment and a line for each operation, size and transport in a result (as in the JSON file)."""
     operations = list(dict.fromkeys(row["op"] for row in result["rows"]))
     rows = sorted(result["rows"], key=lambda row: (operations.index(row["op"]), row["size_bytes"]))
     title = f"{result['world_size']} ranks, slowest rank's time"
-    out.print(table_of(_COLUMNS, rows, title=title, left=("op", "transport"), group="op"))
+    table = table_of(_COLUMNS, rows, title=title, left=("op", "transport"), group="op")
+    print_parts(console, *environment_lines(result["environment"]), table)
 
 
 def _bytes(size: int) -> str:
@@ -32,11 +26,11 @@ _COLUMNS = {
     "op": lambda row: row["op"],
     "transport": lambda row: row["transport"],
     "size": lambda row: _bytes(row["size_bytes"]),
-    "count": lambda row: f"{row['count']:,}",
+    "count": number("count", "{:,}"),
     "type": lambda row: row["type"],
     "time us p50": lambda row: f"{row['time_us']['p50']:,.1f}",
     "p99": lambda row: f"{row['time_us']['p99']:,.1f}",
-    "algbw GB/s": lambda row: f"{row['algbw_gb_per_s']:.2f}",
-    "busbw GB/s": lambda row: f"{row['busbw_gb_per_s']:.2f}",
-    "#wrong": lambda row: str(row["num_wrong"]),
+    "algbw GB/s": number("algbw_gb_per_s"),
+    "busbw GB/s": number("busbw_gb_per_s"),
+    "#wrong": number("num_wrong", "{}"),
 }

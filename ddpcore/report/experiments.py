@@ -1,4 +1,4 @@
-"""Published beside measured as text: a table for the terminal, the same in Markdown."""
+"""Published and measured numbers side by side, as tables for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-WIDTH = 160
+from ddpcore.report.table import print_parts
+
 _WARNINGS = {
-    "smoke": "says that the rows run; its numbers say nothing of the study",
+    "smoke": "only shows that the rows run; its numbers say nothing of the study",
     "cpu": "is shorter where the notes say so",
 }
 
@@ -20,21 +21,18 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
 
     Args:
         comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
-        console: where to; standard output by default. Sources and predicates of claims are in :func:`markdown` alone.
+        console: standard output by default. Only :func:`markdown` shows sources and predicates of claims.
     """
-    out = console or Console()
-    if not out.is_terminal:  # a pipe or a file has no width to fit
-        out = Console(file=out.file, width=WIDTH)
-    for line in (comparison["title"], f"published: {comparison['source']}", *_about_runs(comparison)):
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
-    out.print(_table(*_rows(comparison), num_left=2))
+    parts = [comparison["title"], f"published: {comparison['source']}", *_about_runs(comparison)]
+    parts.append(_table(*_rows(comparison), num_left=2))
     if comparison["claims"]:
         heading, rows = _claims(comparison)
-        out.print(_table([heading[0], *heading[3:]], [[row[0], *row[3:]] for row in rows], num_left=len(heading)))
+        parts.append(_table([heading[0], *heading[3:]], [[row[0], *row[3:]] for row in rows], num_left=len(heading)))
+    print_parts(console, *parts)
 
 
 def markdown(comparisons: list[dict[str, Any]], plots: list[str] | None = None) -> str:
-    """The same as a Markdown page, with the files of plots, one a study, where there are any."""
+    """Comparisons as a Markdown page, with links to their plots (one path for each) if there are any."""
     parts: list[str] = []
     for number, comparison in enumerate(comparisons):
         parts += [f"# {comparison['title']}", comparison["question"], f"Published: {comparison['source']}."]
@@ -50,7 +48,7 @@ def markdown(comparisons: list[dict[str, Any]], plots: list[str] | None = None) 
 
 
 def run_label(run: dict[str, Any]) -> str:
-    """How a run is headed, in tables and plots."""
+    """The name of a run in tables and plots."""
     return f"measured: {run['name']} ({run['scale']})"
 
 
@@ -81,7 +79,7 @@ def _rows(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _measured(cell: dict[str, Any] | None) -> str:
-    """``mean ± std [min, max] n=3``, and what became of the seeds that have no number."""
+    """``mean ± std [min, max] n=3``, and how many seeds diverged or failed."""
     if cell is None:
         return "not run"
     parts = []

@@ -7,27 +7,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ddpcore.report.table import interval, output, print_lines, spread, table_of
+from ddpcore.report.table import interval, number, print_parts, spread, table_of
 
 
 def print_optimizers(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment, a table of ratios, and a table of times and bandwidths of ddpcore's own steps.
-
-    Args:
-        result: as in the JSON file.
-        console: standard output by default.
-    """
-    out = output(console)
+    """Print a result (as in the JSON file): the environment, ratios, and times and bandwidths of ddpcore's steps."""
     environment = result["environment"]
-    print_lines(
-        out,
+    machine = (
         f"{environment['device']}, {environment['threads']} of {environment['cores']} cores; torch "
         f"{environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'}); "
-        f"{environment['dtype']}",
-        *environment["notes"],
+        f"{environment['dtype']}"
     )
-    out.print(_ratios(result))
-    out.print(_bandwidths(result))
+    print_parts(console, machine, *environment["notes"], _ratios(result), _bandwidths(result))
 
 
 def _ratios(result: dict[str, Any]) -> Table:
@@ -57,26 +48,24 @@ def _cell(left: dict[str, Any], right: dict[str, Any]) -> str:
 
 
 def _bandwidths(result: dict[str, Any]) -> Table:
-    """A line for each step and list of ddpcore's own, with the times of its first comparison."""
+    """A line for each of ddpcore's steps and each parameter list, with the times of its first comparison."""
     titles = {about["list"]: about["title"] for about in result["lists"]}
     own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
     first = {(row["implementation"], row["list"]): row for row in reversed(own)}
     rows = [row for row in own if first[row["implementation"], row["list"]] is row]
-    title = "our own steps, as in their first comparison: bandwidth if traffic is the least, beside a copy"
-    return table_of({**_COLUMNS, "list": lambda row: titles[row["list"]]}, rows, title=title, left=("step", "list"))
+    title = "ddpcore's steps, in their first comparison: bandwidth for the least possible traffic, and that of a copy"
+    columns = {
+        "step": lambda row: row["implementation"],
+        "list": lambda row: titles[row["list"]],
+        "ms p20/p50/p80": lambda row: spread(row["ms"], ".4g"),
+        "B/param": _traffic,
+        "GB/s": number("gb_per_s", "{:.1f}"),
+        "copy GB/s": number("copy_gb_per_s", "{:.1f}"),
+        "of copy": lambda row: f"{row['gb_per_s'] / row['copy_gb_per_s']:.0%}",
+    }
+    return table_of(columns, rows, title=title, left=("step", "list"))
 
 
 def _traffic(row: dict[str, Any]) -> str:
     least, most = row["bytes_per_param"], row["bytes_per_param_uncached"]
     return f"{least}" if least == most else f"{least} to {most}"
-
-
-_COLUMNS = {
-    "step": lambda row: row["implementation"],
-    "list": lambda row: row["list"],
-    "ms p20/p50/p80": lambda row: spread(row["ms"], ".4g"),
-    "B/param": _traffic,
-    "GB/s": lambda row: f"{row['gb_per_s']:.1f}",
-    "copy GB/s": lambda row: f"{row['copy_gb_per_s']:.1f}",
-    "of copy": lambda row: f"{row['gb_per_s'] / row['copy_gb_per_s']:.0%}",
-}

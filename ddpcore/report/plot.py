@@ -1,4 +1,4 @@
-"""Plots into files, by matplotlib where it is installed (extra ``plot``)."""
+"""Plots as PNG or SVG files; they need matplotlib (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpcore.report.table import size_name
 try:
     import matplotlib
     from matplotlib.figure import Figure
-except ImportError:  # the extra `plot`: nothing but --plot needs it
+except ImportError:  # the extra `plot`: only --plot needs it
     Figure = None  # type: ignore[assignment,misc]
 
 SUFFIXES = (".png", ".svg")
@@ -22,7 +22,7 @@ CURVES = {"effective_lr": "effective / learning rate", "loss": "training loss of
 
 
 def check_plot(path: Path) -> None:
-    """Raise ValueError, before anything runs, where a plot could not be drawn into this file."""
+    """Raise ValueError if the file is neither PNG nor SVG, or matplotlib is not installed."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--plot: {path} ends in neither {' nor '.join(SUFFIXES)}: name such a file")
     if Figure is None:
@@ -30,18 +30,15 @@ def check_plot(path: Path) -> None:
 
 
 def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:
-    """The study's first metric, row by row: published as diamonds, the mean of each run with a bar from min to max.
+    """Plot the study's first metric row by row: published values, and the mean of each run with a bar from min to max.
 
-    Where runs have curves they stand below, ROWS_A_LINE rows in each line of panels: the median over seeds, shaded from
-    the 20th to the 80th percentile. The same comparison gives the same file.
+    The curves of runs, if there are any, follow below with ROWS_A_LINE rows in each line of panels: the median over
+    seeds, shaded from the 20th to the 80th percentile. The same comparison gives the same file.
 
     Args:
         comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
-        path: ``.png`` or ``.svg``.
+        path: passes :func:`check_plot`.
         run_labels: for the legend.
-
-    Raises:
-        ValueError: matplotlib is not installed, or the file is of another kind.
     """
     check_plot(path)
     metric = comparison["metrics"][0]
@@ -55,25 +52,15 @@ def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str
     figure = Figure(figsize=(12 if panels else 8, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), len(CURVES), height_ratios=heights)
     axes = figure.add_subplot(grid[0, :])
-    places = range(len(lines))
-    known = [
-        (place, line["published"]) for place, line in zip(places, lines, strict=True) if line["published"] is not None
-    ]
-    axes.scatter(
-        [value for _, value in known], [place for place, _ in known], marker="D", color="black", label="published"
-    )
+    known = {place: line["published"] for place, line in enumerate(lines) if line["published"] is not None}
+    axes.scatter(list(known.values()), list(known), marker="D", color="black", label="published")
     for number, label in enumerate(run_labels):
-        cells = [(place, line["measured"][number]) for place, line in zip(places, lines, strict=True)]
-        found = [(place, cell) for place, cell in cells if cell is not None and cell["num_seeds"]]
-        axes.errorbar(
-            [cell["mean"] for _, cell in found],
-            [place for place, _ in found],
-            xerr=[[cell["mean"] - cell["min"] for _, cell in found], [cell["max"] - cell["mean"] for _, cell in found]],
-            fmt="o",
-            capsize=3,
-            label=label,
-        )
-    axes.set_yticks(list(places), [line["row"] for line in lines])
+        cells = {place: line["measured"][number] for place, line in enumerate(lines)}
+        found = {place: cell for place, cell in cells.items() if cell is not None and cell["num_seeds"]}
+        means = [cell["mean"] for cell in found.values()]
+        bars = [[abs(cell["mean"] - cell[end]) for cell in found.values()] for end in ("min", "max")]
+        axes.errorbar(means, list(found), xerr=bars, fmt="o", capsize=3, label=label)
+    axes.set_yticks(range(len(lines)), [line["row"] for line in lines])
     axes.invert_yaxis()
     axes.set_xlabel(metric)
     axes.set_title(comparison["title"], fontsize="medium")
@@ -92,7 +79,7 @@ def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str
 
 
 def _draw_curves(axes: Any, seeds: list[dict[str, list[float]]], name: str, row: str) -> None:
-    """Steps that some seeds have alone, because others diverged, are drawn of those."""
+    """Draw the median over the seeds that reached a step, and the range from the 20th to the 80th percentile."""
     points: dict[float, list[float]] = {}
     for curve in seeds:
         for step, value in zip(curve["step"], curve[name], strict=True):
@@ -104,18 +91,13 @@ def _draw_curves(axes: Any, seeds: list[dict[str, list[float]]], name: str, row:
 
 
 def _middle(values: list[float]) -> tuple[float, float]:
-    """20th and 80th percentile."""
+    """The 20th and 80th percentile."""
     cuts = statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values
     return cuts[0], cuts[-1]
 
 
 def plot_buckets(result: dict[str, Any], path: Path) -> None:
-    """The step time of each bucket size, and the communication alone and exposed, by strategy.
-
-    Args:
-        result: as in the JSON file.
-        path: a PNG or SVG file; all of it is written, or nothing.
-    """
+    """Plot a result (as in the JSON file): step times and communication, alone and exposed, by bucket size."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     steps, comm = figure.subplots(1, 2)
     sizes = sorted({_size(row) for row in result["rows"]})
@@ -141,7 +123,7 @@ def _size(row: dict[str, Any]) -> float:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """All of it, or nothing."""
+    """Write the whole file, or nothing."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         with matplotlib.rc_context({"svg.hashsalt": "ddpcore"}):

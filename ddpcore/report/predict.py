@@ -1,4 +1,4 @@
-"""Predicted and measured step times as a table, and whether gossip pays."""
+"""Predicted and measured step times as a table, and whether averaging weights is faster than gradients."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ from typing import Any
 
 from rich.console import Console
 
-from ddpcore.report.table import output, print_environment, print_lines, size_name, spread, table_of
+from ddpcore.report.table import environment_lines, number, print_parts, size_name, spread, table_of
 
 
 def print_predictions(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print the environment, a line for each case, the errors of the predictions, and whether gossip pays.
-
-    Args:
-        result: as in the JSON file.
-        console: standard output by default.
-    """
-    out = output(console)
-    print_environment(result["environment"], out)
+    """Print a result (as in the JSON file): the environment, a line for each case, the errors, and the verdict."""
     parts = result["compute_ms"]
     title = (
         f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}: without "
         f"communication forward {parts['forward']:.2f} + backward {parts['backward']:.2f} + update "
         f"{parts['update']:.2f} ms"
     )
-    out.print(table_of(_COLUMNS, result["rows"], title=title, left=("strategy", "transport")))
-    print_lines(out, accuracy(result["rows"]), verdict(result["rows"]))
+    rows = result["rows"]
+    table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"))
+    print_parts(console, *environment_lines(result["environment"]), table, accuracy(rows), verdict(rows))
 
 
 def accuracy(rows: list[dict[str, Any]]) -> str:
@@ -64,8 +58,8 @@ _COLUMNS = {
     "buckets": lambda row: (
         "-" if row["num_buckets"] is None else f"{row['num_buckets']} ({size_name(row['bucket_mb'])})"
     ),
-    "comm alone ms": lambda row: f"{row['comm_ms']:.2f}",
-    "predicted ms": lambda row: f"{row['predicted_ms']:.2f}",
+    "comm alone ms": number("comm_ms"),
+    "predicted ms": number("predicted_ms"),
     "measured ms p20/p50/p80": lambda row: spread(row["measured_ms"]),
-    "error": lambda row: f"{row['error_pct']:+.1f} %",
+    "error": number("error_pct", "{:+.1f} %"),
 }

@@ -6,21 +6,19 @@ from typing import Any
 
 from rich.console import Console
 
-from ddpcore.report.table import interval, output, table_of
+from ddpcore.report.table import interval, print_parts, table_of
 
 
 def print_stats(result: dict[str, Any], console: Console | None = None) -> None:
-    """Print a line for each contender of the statistics bench.
-
-    Args:
-        result: as in the JSON file.
-        console: standard output by default.
-    """
+    """Print a line for each contender of the statistics bench; the result is as in the JSON file."""
     config = result["config"]
     what = f"{config['model']}, {config['strategy']}, {config['world_size']} learners ({config['backend']})"
     title = f"{what}, batch {config['batch_size']} each, a record every {config['every']} steps"
-    caption = "medians of blocks run in turn, p20 to p80 in brackets; overhead: against the block of 'off' beside it"
-    output(console).print(table_of(_COLUMNS, result["rows"], title=title, left=("statistics",), caption=caption))
+    caption = (
+        "medians over interleaved blocks, p20 to p80 in brackets; overhead: relative to the block of 'off' in the same "
+        "round"
+    )
+    print_parts(console, table_of(_COLUMNS, result["rows"], title=title, left=("statistics",), caption=caption))
 
 
 def _percent(quantiles: dict[str, float]) -> str:

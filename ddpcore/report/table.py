@@ -1,4 +1,4 @@
-"""What all tables share: the console, columns as functions of a row, and the lines about the environment."""
+"""What all reports share: printing, tables from plain records, and numbers as text."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ from rich.table import Table
 WIDTH = 160  # of pipes and files, which have no width of their own
 
 Row = Mapping[str, Any]
-Columns = Mapping[str, Callable[[Row], str]]
+Cell = Callable[[Row], str]
 
 
-def output(console: Console | None) -> Console:
-    """The console to print to: standard output by default. In pipes and files it is WIDTH wide."""
+def print_parts(console: Console | None, *parts: Table | str) -> None:
+    """Print tables, and lines of text without markup and wrapping.
+
+    Args:
+        console: standard output by default; a pipe or a file is WIDTH wide.
+        parts: printed in this order.
+    """
     out = console or Console()
-    return out if out.is_terminal else Console(file=out.file, width=WIDTH)
-
-
-def print_lines(out: Console, *lines: str) -> None:
-    """Print lines as they are, without wrapping."""
-    for line in lines:
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    if not out.is_terminal:
+        out = Console(file=out.file, width=WIDTH)
+    for part in parts:
+        if isinstance(part, str):
+            out.print(part, highlight=False, markup=False, soft_wrap=True)
+        else:
+            out.print(part)
 
 
 def table_of(
-    columns: Columns, rows: Iterable[Row], *, title: str, left: Sequence[str], group: str | None = None, **more: Any
+    columns: Mapping[str, Cell], rows: Iterable[Row], *, left: Sequence[str], group: str | None = None, **more: Any
 ) -> Table:
     """A table with a line for each row.
 
     Args:
         columns: heading -> function that returns the text of a row's cell.
         rows: as in the JSON file.
-        title: line above the table.
         left: headings of columns that are aligned left, and whose text is never wrapped.
         group: a key of rows; a rule separates rows with different values.
         more: arguments of ``rich.table.Table``.
     """
-    table = Table(title=title, title_justify="left", **more)
+    table = Table(title_justify="left", **more)
     for heading in columns:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
     before = None
@@ -49,6 +53,11 @@ def table_of(
         table.add_row(*(cell(row) for cell in columns.values()))
         before = row
     return table
+
+
+def number(key: str, pattern: str = "{:.2f}", missing: str = "-") -> Cell:
+    """The cell that shows a row's number by this pattern, or ``missing`` for None."""
+    return lambda row: missing if row[key] is None else pattern.format(row[key])
 
 
 def spread(quantiles: Mapping[str, float], pattern: str = ".2f") -> str:
@@ -67,19 +76,15 @@ def size_name(mb: float | None) -> str:
     return "one bucket" if mb in (None, float("inf")) else f"{mb:g} MiB"
 
 
-def print_environment(environment: Row, out: Console) -> None:
-    """Print the machine, the connection between the learners, and notes."""
-    print_lines(
-        out,
+def environment_lines(environment: Row) -> list[str]:
+    """The machine, the connection between the learners, and notes."""
+    lines = [
         f"{environment['device']}, {environment['cores']} cores, {environment['threads_per_rank']} threads a rank; "
         f"torch {environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'})",
         f"backend {environment['backend']}: {environment['backend_reason']}",
-    )
+    ]
     if environment["transport"] is not None:
-        print_lines(out, f"transport {environment['transport']}: {environment['transport_reason']}")
+        lines.append(f"transport {environment['transport']}: {environment['transport_reason']}")
     if environment["oversubscribed"]:
-        print_lines(
-            out,
-            "oversubscribed: more ranks than cores. Compare strategies within this table; it says nothing of scaling.",
-        )
-    print_lines(out, *environment["notes"])
+        lines.append("oversubscribed: more ranks than cores. Compare strategies in this table, not their scaling.")
+    return [*lines, *environment["notes"]]
