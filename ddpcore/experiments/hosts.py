@@ -1,128 +1,84 @@
-"""Two hosts on one machine: a network namespace each, with a cable (veth) between them. Needs Linux and root.
+"""Two emulated hosts on one machine: a network namespace each, connected by a virtual Ethernet cable (veth).
 
-Ranks of one host reach those of the other through the cable alone. The namespaces have no names: they are gone when
-their processes are, however those end. ``python -m ddpcore.experiments.hosts`` is one rank, started here and only here.
+Ranks of one host reach those of the other only through the cable. This needs Linux, root, and the tools ``ip``,
+``unshare`` and ``nsenter``. The namespaces have no names, so the kernel removes them when their last process ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import pickle
-import signal
 import subprocess
-import sys
-import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World
 
 NUM_HOSTS = 2
-PORT = 29500  # in a namespace of its own, where no one else can have it
+PORT = 29500  # inside a namespace that no other program uses
 _CABLE = ("ddpcore0", "ddpcore1")
 _ADDRESS = "10.213.0.{}"
-_SECONDS = 10.0  # for a namespace to be made, and for ranks to end
-_POLL_SECONDS = 0.05
-_STOPPED = 75  # exit code of a rank that a signal has asked to stop
+_SECONDS = 10.0  # until a namespace must exist
+_CLONE_NEWNET = 0x40000000  # of <sched.h>
 
 
 class NotPermitted(Exception):
-    """Namespaces cannot be made here; the message says why in one line."""
+    """This process cannot create network namespaces; the message is the reason, in one line."""
 
 
 def check() -> None:
-    """Make two hosts and let them go; NotPermitted where that cannot be done."""
+    """Create two hosts and remove them.
+
+    Raises:
+        NotPermitted: they cannot be created.
+    """
     with _hosts():
         pass
 
 
 def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int) -> None:
-    """As :func:`ddpcore.runtime.launch.run` over gloo, with the ranks on two hosts, half on each.
+    """Run ``worker(world, *args)`` on every rank over gloo, with half of the ranks on each host.
 
     Raises:
-        RankFailed: a rank did; all have ended.
-        Stopped: the ranks have, as a signal asked.
+        RankFailed: see :func:`ddpcore.runtime.launch.run`.
+        Stopped: see there.
         NotPermitted: see :func:`check`.
     """
+    with _hosts() as keepers:
+        launch.run(_join_host, (keepers, worker, args), world_size=world_size, backend="none")
+
+
+def _join_host(world: World, keepers: Sequence[int], worker: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Enter the namespace of this rank's host, connect to the other ranks, and run the worker."""
+    per_host = world.world_size // NUM_HOSTS
+    host, local_rank = divmod(world.rank, per_host)
+    with Path(f"/proc/{keepers[host]}/ns/net").open() as namespace:
+        # Moves this thread and all that it starts later; os.setns exists only since Python 3.12.
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns failed")
     cores = sorted(os.sched_getaffinity(0))
-    each = world_size // NUM_HOSTS
-    with _hosts() as namespaces, ExitStack() as stack:
-        ranks: list[subprocess.Popen[bytes]] = []
-        errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(world_size)]
-        stack.callback(lambda: _end(ranks))
-        for rank in range(world_size):
-            host, local = divmod(rank, each)
-            place: dict[str, object] = {
-                "RANK": rank,
-                "WORLD_SIZE": world_size,
-                "LOCAL_RANK": local,
-                "LOCAL_WORLD_SIZE": each,
-            }
-            place |= {"MASTER_ADDR": _ADDRESS.format(1), "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": _CABLE[host]}
-            variables = [f"{name}={value}" for name, value in place.items()]
-            command = ["env", *variables, sys.executable, "-m", "ddpcore.experiments.hosts"]
-            started = subprocess.Popen(
-                [*_inside(namespaces[host]), *command],
-                stdin=subprocess.PIPE,
-                stderr=errors[rank],
-                start_new_session=True,  # Ctrl-C is for the parent, which decides
-            )
-            ranks.append(started)
-            mine = cores[host::NUM_HOSTS] or cores  # hosts share no core where there are enough
-            assert started.stdin is not None
-            pickle.dump((mine, worker, args, world_size), started.stdin)
-            started.stdin.flush()
-        with launch.signals_passed_on(ranks):
-            _wait(ranks, errors)
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -> None:
-    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-        time.sleep(_POLL_SECONDS)
-    if not any(rank.poll() for rank in ranks):
-        return
-    time.sleep(launch.GRACE_SECONDS)  # for ranks that fail together
-    codes = [rank.poll() for rank in ranks]
-    killed = [(number, code) for number, code in enumerate(codes) if code is not None and code < 0]
-    number, code = killed[0] if killed else next((n, c) for n, c in enumerate(codes) if c)
-    if code == _STOPPED:
-        raise launch.Stopped(_text(errors[number]).splitlines()[-1])
-    raise launch.RankFailed(_cause(number, code, _text(errors[number])))
-
-
-def _cause(rank: int, code: int, said: str) -> str:
-    """In the words of :mod:`ddpcore.runtime.launch`."""
-    return f"rank {rank} was ended by {signal.Signals(-code).name}" if code < 0 else f"rank {rank} failed:\n{said}"
-
-
-def _text(file: Any) -> str:
-    file.seek(0)
-    return str(file.read().decode(errors="replace")).strip()
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    for rank in ranks:
-        if rank.stdin is not None:
-            rank.stdin.close()  # for which a rank ends itself
-    deadline = time.monotonic() + launch.KILL_SECONDS
-    for rank in ranks:
-        try:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
+    os.sched_setaffinity(0, cores[host::NUM_HOSTS] or cores)  # with two cores or more, hosts share none
+    torch.set_num_threads(launch.threads_per_rank(per_host))
+    os.putenv("GLOO_SOCKET_IFNAME", _CABLE[host])
+    store = dist.TCPStore(_ADDRESS.format(1), PORT, world.world_size, is_master=world.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
+    worker(World(world.rank, world.world_size, local_rank, per_host), *args)
+    dist.destroy_process_group()
 
 
 @contextmanager
 def _hosts() -> Iterator[list[int]]:
-    """Two namespaces with a cable, as the processes that keep them."""
+    """Create two connected namespaces; yield for each the id of the process that keeps it alive."""
     keepers: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(NUM_HOSTS):  # cat ends when this process does
+        for _ in range(NUM_HOSTS):  # cat ends when this process ends
             keepers.append(subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stderr=subprocess.PIPE))
         for keeper in keepers:
             _await_namespace(keeper)
@@ -147,8 +103,8 @@ def _await_namespace(keeper: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + _SECONDS
     while os.readlink(f"/proc/{keeper.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         if keeper.poll() is not None or time.monotonic() > deadline:
-            said = keeper.communicate()[1].decode().strip() if keeper.poll() is not None else "it takes too long"
-            raise NotPermitted(said.splitlines()[-1] if said else "unshare failed")
+            errors = keeper.communicate()[1].decode().strip() if keeper.poll() is not None else "it takes too long"
+            raise NotPermitted(errors.splitlines()[-1] if errors else "unshare failed")
         time.sleep(0.001)
 
 
@@ -160,31 +116,3 @@ def _call(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise NotPermitted((done.stderr.strip() or f"{words[0]} failed").splitlines()[-1])
-
-
-def _rank() -> None:
-    """This process is one rank: what it is to do comes through standard input, whose end is that of the parent."""
-    cores, worker, args, world_size = pickle.load(sys.stdin.buffer)
-
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    os.sched_setaffinity(0, cores)
-    code = 0
-    try:
-        launch.run(worker, args, world_size=world_size, backend="gloo")
-    except launch.Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        code = _STOPPED
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # at once, as a rank of launch: threads outlive the process group, and wait for others
-
-
-if __name__ == "__main__":
-    _rank()
