@@ -25,37 +25,33 @@ from ddpcore.storage.files import locked, replace_file
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, or 1 if a run failed, 2 if the command is wrong, 130 if a signal stopped it."""
+    commands: dict[type, Callable[[Any], int]] = {ListOptions: _list, RunOptions: _run, CompareOptions: _compare}
     try:
         options = parse(argv)
-        commands: dict[type, Callable[[Any], int]] = {ListOptions: _list, RunOptions: _run, CompareOptions: _compare}
         return commands[type(options)](options)
     except (ValueError, OSError) as error:
-        print(f"ddpcore.experiments: {error}", file=sys.stderr)
-        return 2
+        code, message = 2, str(error)
     except launch.RankFailed as error:
-        print(f"ddpcore.experiments: {str(error).splitlines()[-1]}: go on with --resume", file=sys.stderr)
-        return 1
+        code, message = 1, f"{str(error).splitlines()[-1]}: go on with --resume"
     except launch.Stopped as error:
-        print(f"ddpcore.experiments: {str(error).replace('resume=True', '--resume')}", file=sys.stderr)
-        return 130
+        code, message = 130, str(error).replace("resume=True", "--resume")
     except KeyboardInterrupt:
         return 130
+    print(f"ddpcore.experiments: {message}", file=sys.stderr)
+    return code
 
 
 def _list(options: ListOptions) -> int:
     if options.study is None:
-        loaded = [study.load(name) for name in study.names()]
-        headings = ("study", "rows", "question", "published in")
-        cells = [(one.name, str(len(one.rows)), one.question, one.source) for one in loaded]
+        table = Table("study", "rows", "question", "published in", show_lines=True)
+        for one in map(study.load, study.names()):
+            table.add_row(one.name, str(len(one.rows)), one.question, one.source)
     else:
-        headings, cells = ("row", "learners", "about", "published"), []
+        table = Table("row", "learners", "about", "published", show_lines=True)
         for row in study.load(options.study).rows.values():
             learners = str(row.config("full").learners) + (" ranks" if row.ranks else "")
             published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
-            cells.append((row.name, learners, row.about, published or "-"))
-    table = Table(*headings, show_lines=True)
-    for line in cells:
-        table.add_row(*line)
+            table.add_row(row.name, learners, row.about, published or "-")
     Console().print(table)
     return 0
 
@@ -76,7 +72,7 @@ def _run(options: RunOptions) -> int:
         world_size=options.world_size,
     )
     folder.check(plan.manifest, options.resume)
-    finished = folder.finished() if folder.path.exists() else set()
+    finished = folder.finished()
     folder.check_runs((job.row, job.seed, job.config) for job in plan.jobs if (job.row, job.seed) not in finished)
     datasets = Datasets()
     check_data(plan, datasets)
@@ -84,14 +80,13 @@ def _run(options: RunOptions) -> int:
         folder.check(plan.manifest, options.resume)  # again: another process may have written into it meanwhile
         folder.begin(plan.manifest)
         if finished:
-            print(f"{len(finished)} runs of {folder.path} are finished and are left as they are", flush=True)
+            print(f"{len(finished)} runs of {folder.path} are finished and are not repeated", flush=True)
         run(plan, folder, datasets, options.jobs)
-    mine = {(job.row, job.seed) for job in plan.jobs}
-    failed = [result for key, result in folder.results().items() if key in mine and result["status"] == FAILED]
-    print(
-        f"{len(mine) - len(failed)} of {len(mine)} runs finished: python -m ddpcore.experiments compare {folder.path}"
-    )
-    return 1 if failed else 0
+    results = folder.results()
+    num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
+    finished_now = f"{len(plan.jobs) - num_failed} of {len(plan.jobs)} runs finished"
+    print(f"{finished_now}: python -m ddpcore.experiments compare {folder.path}")
+    return 1 if num_failed else 0
 
 
 def _compare(options: CompareOptions) -> int:

@@ -1,4 +1,4 @@
-"""The commands ``list``, ``run`` and ``compare`` as frozen values, read from the command line."""
+"""The commands ``list``, ``run`` and ``compare`` as frozen dataclasses, parsed from the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import SEED_RANGE, Parser, add_options, check, option
-from ddpcore.options.suggest import suggest
+from ddpcore.options.typed import check_keys
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import OPTIONS
 
@@ -22,7 +22,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """List the studies, or the rows of one."""
+    """List the studies, or the rows of one study."""
 
     study: str | None = option(None, "a study", positional=True)
 
@@ -56,7 +56,7 @@ class RunOptions:
         check(self)
 
     def overrides(self) -> dict[str, Any]:
-        """Fields of every row; see :func:`overrides` for errors."""
+        """The fields of TrainConfig that the command line sets for every row; see :func:`overrides` for errors."""
         given: dict[str, Any] = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
         return {**overrides(self.set or ()), **given, **({"download": True} if self.download else {})}
 
@@ -94,32 +94,32 @@ def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptio
 
 
 def overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Fields of TrainConfig from ``key=value``; ``optimizer_options.momentum=0.5`` reaches into a mapping.
+    """Fields of TrainConfig from ``key=value``; ``optimizer_options.momentum=0.5`` sets one key of a mapping.
 
-    A value is TOML, or else text. The last value of a field counts; mappings are merged key by key.
+    A value is parsed as TOML; if that fails it is text. A later text replaces the value of an earlier one, or the keys
+    of its mapping.
 
     Raises:
-        ValueError: there is no such field, and the message suggests the nearest one; or options were given to a field
-            that is no mapping, or another value to a field that is one.
+        ValueError: there is no such field, a field without options is given a mapping, or a field of options is given
+            another value.
     """
-    known = tuple(item.name for item in fields(TrainConfig))
+    known = [item.name for item in fields(TrainConfig)]
     result: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         name, *inner = key.strip().split(".")
         if not equals or len(inner) > 1:
             raise ValueError(f"--set {text}: write KEY=VALUE, or KEY.OPTION=VALUE")
-        if name not in known:
-            raise ValueError(f"--set {text}: a training run has no field {name!r}: {suggest(name, known)}")
+        check_keys(f"--set {text}: a training run", [name], known)
         if name == "seed":
-            raise ValueError(f"--set {text}: seeds are those of --seed and --seeds")
+            raise ValueError(f"--set {text}: use --seed and --seeds")
         try:
             parsed = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             parsed = value
         given = {inner[0]: parsed} if inner else parsed
         if isinstance(given, Mapping) != (name in OPTIONS):
-            written = f"{name}.OPTION=VALUE" if name in OPTIONS else f"{name}=VALUE, it has no options"
-            raise ValueError(f"--set {text}: write {written}")
-        result[name] = {**result.get(name, {}), **given} if inner or name in OPTIONS else given
+            form = f"{name}.OPTION=VALUE" if name in OPTIONS else f"{name}=VALUE, it has no options"
+            raise ValueError(f"--set {text}: write {form}")
+        result[name] = {**result.get(name, {}), **given} if name in OPTIONS else given
     return result

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ddpcore.experiments.claims import Outcome, judge
-from ddpcore.experiments.folder import FAILED, FINISHED, Folder
+from ddpcore.experiments.folder import FAILED, FINISHED, Folder, Results
 from ddpcore.experiments.results import counts_diverged, outcome_of
-
-Results = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""The last line of each run, by row and seed."""
 
 
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -42,7 +39,7 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     first, manifest = entries[0]
     rows: dict[str, Any] = {}
-    published: dict[str, Any] = {}  # also of rows that were not run
+    published: dict[str, Any] = {}  # includes rows that were not run
     for path, other in entries:
         for key in ("title", "question", "source", "metrics"):
             if other[key] != manifest[key]:
@@ -53,7 +50,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
         for name, values in numbers.items():
             if published.setdefault(name, values) != values:
                 raise ValueError(f"{path}: row {name} has other published numbers than in {first}: compare it alone")
-    results = [_by_row(Folder(path)) for path, _ in entries]
+    results = [Folder(path).results() for path, _ in entries]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
         "notes": _each_once(other["notes"] for _, other in entries),
@@ -62,13 +59,6 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
         "lines": list(_lines(rows, manifest["metrics"], results)),
         "claims": list(_claims(_each_once(other["claims"] for _, other in entries), manifest, published, results)),
     }
-
-
-def _by_row(folder: Folder) -> Results:
-    results: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for (row, seed), result in folder.results().items():
-        results.setdefault(row, {})[seed] = result
-    return results
 
 
 def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
@@ -85,13 +75,11 @@ def _claims(
 ) -> Iterator[dict[str, Any]]:
     metric = manifest["metrics"][0]
     printed = {row: {0: Outcome(metrics=numbers)} for row, numbers in published.items() if numbers}
-    measured = [
-        {
-            row: {seed: outcome_of(line) for seed, line in lines.items() if line["status"] == FINISHED}
-            for row, lines in found.items()
-        }
-        for found in results
-    ]
+    measured: list[dict[str, dict[int, Outcome]]] = [{} for _ in results]
+    for outcomes, found in zip(measured, results, strict=True):
+        for (row, seed), line in found.items():
+            if line["status"] == FINISHED:
+                outcomes.setdefault(row, {})[seed] = outcome_of(line)
     for claim in claims:
         yield {
             **claim,
@@ -101,9 +89,8 @@ def _claims(
 
 
 def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    lines = [line for of_row in results.values() for line in of_row.values()]
-    finished = [line for line in lines if line["status"] == FINISHED]
-    failed = [line for line in lines if line["status"] == FAILED]
+    finished = [line for line in results.values() if line["status"] == FINISHED]
+    failed = [line for line in results.values() if line["status"] == FAILED]
     return {
         "name": str(path),
         **{key: manifest[key] for key in ("scale", "seeds", "set")},
@@ -114,15 +101,19 @@ def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str,
     }
 
 
+def _of_row(results: Results, row: str) -> list[dict[str, Any]]:
+    return [line for (name, _), line in results.items() if name == row]
+
+
 def _curves(rows: Iterable[str], results: Results) -> dict[str, list[dict[str, list[float]]]]:
-    found = {row: [line["curves"] for line in results.get(row, {}).values() if line.get("curves")] for row in rows}
+    found = {row: [line["curves"] for line in _of_row(results, row) if line.get("curves")] for row in rows}
     return {row: curves for row, curves in found.items() if curves}
 
 
 def _lines(rows: Mapping[str, Any], metrics: Sequence[str], results: Sequence[Results]) -> Iterator[dict[str, Any]]:
     """A line for the first metric, and for each other metric that was published or measured."""
     for name, row in rows.items():
-        lines = [found.get(name, {}).values() for found in results]
+        lines = [_of_row(found, name) for found in results]
         for metric in metrics:
             known = any(line["metrics"].get(metric) is not None for line in chain(*lines))
             if known or metric in row["published"] or metric == metrics[0]:
@@ -135,7 +126,7 @@ def _lines(rows: Mapping[str, Any], metrics: Sequence[str], results: Sequence[Re
                 }
 
 
-def _spread(lines: Collection[Mapping[str, Any]], metric: str) -> dict[str, Any] | None:
+def _spread(lines: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any] | None:
     """num_seeds with a number, their mean, std (None of one seed), min and max; num_diverged and num_failed.
 
     Runs that diverged are excluded, except for metrics that define a value for them.

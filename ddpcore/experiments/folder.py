@@ -19,7 +19,8 @@ from ddpcore.training.checkpoint import Checkpoints
 
 FORMAT = 1
 FINISHED, FAILED = "finished", "failed"
-
+Results = Mapping[tuple[str, int], dict[str, Any]]
+"""The last line of each run, by (row, seed)."""
 
 _TEXTS = tuple[str, ...]
 _TABLE = Mapping[str, Any]
@@ -31,12 +32,8 @@ _MANIFEST = {
 }  # fmt: skip
 _ROW = {"config": _TABLE, "published": _NUMBERS, "about": str, "ranks": int, "hosts": int, "kill_rank": int | None}
 _ENDED = {"row": str, "seed": int, "status": str, "metrics": _NUMBERS, "diverged": bool}
-_RESULTS: dict[str, dict[str, Any]] = {
-    FINISHED: _ENDED | {
-        "place": str, "device": str, "cores": int, "torch": str, "ddpcore": str, "commit": str | None,
-    },
-    FAILED: _ENDED | {"error": str},
-}  # fmt: skip
+_HERE = {"place": str, "device": str, "cores": int, "torch": str, "ddpcore": str, "commit": str | None}
+_RESULTS: dict[str, dict[str, Any]] = {FINISHED: _ENDED | _HERE, FAILED: _ENDED | {"error": str}}
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,12 @@ class Folder:
     path: Path
 
     @property
-    def manifest_path(self) -> Path:
-        """The path of ``manifest.json``."""
+    def _manifest(self) -> Path:
         return self.path / "manifest.json"
+
+    @property
+    def _results(self) -> Path:
+        return self.path / "results.jsonl"
 
     def run_path(self, row: str, seed: int) -> Path:
         """The folder of one run."""
@@ -67,7 +67,7 @@ class Folder:
             ValueError: there is no manifest, or it is damaged.
         """
         try:
-            values: dict[str, Any] = json.loads(self.manifest_path.read_text())
+            values: dict[str, Any] = json.loads(self._manifest.read_text())
             if isinstance(values, dict):
                 values.setdefault("published", {})  # older manifests have none
             check_table("it", values, _MANIFEST, _MANIFEST, more_keys=True)
@@ -83,23 +83,22 @@ class Folder:
         except OSError:
             raise ValueError(f"{self.path}: there is no study in this folder: run one into it first") from None
         except ValueError as error:
-            raise ValueError(f"{self.manifest_path} is damaged ({error}): take another folder") from None
+            raise ValueError(f"{self._manifest} is damaged ({error}): take another folder") from None
         return values
 
-    def results(self) -> dict[tuple[str, int], dict[str, Any]]:
+    def results(self) -> Results:
         """The last line of each (row, seed); a failed run does not replace a finished one.
 
         Raises:
             ValueError: the file is damaged.
         """
-        path = self.path / "results.jsonl"
         found: dict[tuple[str, int], dict[str, Any]] = {}
-        for line in record.rows(path):
+        for line in record.rows(self._results):
             try:
                 hints = _RESULTS.get(str(line.get("status")), _ENDED)
                 check_table("a line", line, hints, hints, more_keys=True)
             except ValueError as error:
-                raise ValueError(f"{path} is damaged ({error}): take another folder") from None
+                raise ValueError(f"{self._results} is damaged ({error}): take another folder") from None
             key = line["row"], line["seed"]
             if line["status"] == FINISHED or found.get(key, {}).get("status") != FINISHED:
                 found[key] = line
@@ -110,8 +109,8 @@ class Folder:
         return {key for key, line in self.results().items() if line["status"] == FINISHED}
 
     def append(self, result: Mapping[str, Any]) -> None:
-        """Add a line to the results, whole or not at all."""
-        with JsonLines(self.path / "results.jsonl") as file:
+        """Append a line to the results, whole or not at all."""
+        with JsonLines(self._results) as file:
             file.append(result)
 
     def check(self, manifest: Mapping[str, Any], resume: bool) -> None:
@@ -120,8 +119,8 @@ class Folder:
             return
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: name a folder")
-        if not self.manifest_path.exists():
-            raise ValueError(f"{self.path} holds other files: take another folder with --out")
+        if not self._manifest.exists():
+            raise ValueError(f"{self.path} contains other files: take another folder with --out")
         known = self.manifest()
         for key in ("study", "title", "source", "scale", "set"):
             if known[key] != to_json(manifest[key]):
@@ -129,25 +128,23 @@ class Folder:
                 raise ValueError(f"{was}: take another folder with --out")
         for name, row in manifest["rows"].items():
             if differences := _differences(row, known["rows"].get(name, row)):
-                raise ValueError(f"{self.path} holds another row {name}: {'; '.join(differences)}: take another folder")
+                raise ValueError(
+                    f"{self.path} contains another row {name}: {'; '.join(differences)}: take another folder"
+                )
         if not resume:
-            raise ValueError(f"{self.path} holds this study already: go on with --resume, or take another folder")
+            raise ValueError(f"{self.path} contains this study already: continue with --resume, or take another folder")
         self.results()
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest. Rows and seeds of an earlier manifest stay in it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        record.mend(self.path / "results.jsonl")
-        known = self.manifest() if self.manifest_path.exists() else {"rows": {}, "seeds": []}
+        record.mend(self._results)
+        known = self.manifest() if self._manifest.exists() else {"rows": {}, "seeds": []}
         for name, row in known["rows"].items():
             row["published"] = manifest["published"].get(name, row["published"])
-        whole = {
-            **manifest,
-            "format": FORMAT,
-            "rows": {**known["rows"], **manifest["rows"]},
-            "seeds": sorted({*known["seeds"], *manifest["seeds"]}),
-        }
-        write_json(self.manifest_path, whole)
+        rows = {**known["rows"], **manifest["rows"]}
+        seeds = sorted({*known["seeds"], *manifest["seeds"]})
+        write_json(self._manifest, {**manifest, "format": FORMAT, "rows": rows, "seeds": seeds})
 
     def check_runs(self, runs: Iterable[tuple[str, int, TrainConfig]]) -> None:
         """Raise ValueError if an unfinished run in this folder, or a checkpoint of it, has another config."""
@@ -167,7 +164,7 @@ class Folder:
 
 
 def _differences(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """What would give other results, of two rows of manifests."""
+    """The differences between two rows of manifests that change results."""
     unlike = [key for key in ("ranks", "hosts", "kill_rank") if row[key] != known[key]]
     differences = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in unlike]
     return differences + TrainConfig.from_dict(row["config"]).difference(known["config"])

@@ -62,7 +62,7 @@ def counts_diverged(metric: str) -> bool:
 
 
 def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None]:
-    """Every metric of a finished run; None if the run does not have it."""
+    """Every metric of a finished run; None if the run does not have it. ``recoveries`` is the metric of that name."""
     last: dict[str, Any] = record.epochs[-1] if record.epochs else {}
     on_test = last if last.get("split") == "test" else record.final.get("test") or {}
     on_validation = last.get("accuracy") if last.get("split") == "validation" else None
@@ -120,26 +120,17 @@ def curves_of(record: RunRecord) -> dict[str, list[float]]:
 
 def _measured(record: RunRecord) -> list[dict[str, float]]:
     """Statistics with finite numbers; effective_lr is in units of the learning rate."""
-    found = []
-    for line in record.statistics:
-        dynamics = line["dynamics"]
-        if (
-            not line["valid"]
-            or dynamics is None
-            or not dynamics["lr"]
-            or None in (dynamics["effective_lr"], dynamics["full_loss"])
-        ):
-            continue
-        found.append(
-            {
-                "step": line["step"],
-                "effective_lr": dynamics["effective_lr"] / dynamics["lr"],
-                "loss": dynamics["full_loss"],
-                "grad_squared": dynamics["grad_squared"],
-                **{name: dynamics[name] for name in NOISES},
-            }
-        )
-    return found
+    valid = [(line["step"], line["dynamics"]) for line in record.statistics if line["valid"] and line["dynamics"]]
+    return [
+        {
+            "step": step,
+            "effective_lr": dynamics["effective_lr"] / dynamics["lr"],
+            "loss": dynamics["full_loss"],
+            **{name: dynamics[name] for name in ("grad_squared", *NOISES)},
+        }
+        for step, dynamics in valid
+        if dynamics["lr"] and None not in (dynamics["effective_lr"], dynamics["full_loss"])
+    ]
 
 
 def _mean(lines: Sequence[dict[str, float]], name: str) -> float | None:

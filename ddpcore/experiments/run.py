@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.sharedctypes import Synchronized
@@ -24,7 +24,7 @@ from ddpcore.runtime import launch
 from ddpcore.runtime.allocator import keep_freed_memory
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.signals import StopSignal
-from ddpcore.training import Interrupted, RunRecord, train
+from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement
 from ddpcore.training.checkpoint import Checkpoints
 
@@ -41,8 +41,8 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
         processes: number of processes that share the jobs without ranks, and the cores.
 
     Raises:
-        launch.Stopped: a signal asked to stop. The current runs are saved and can be resumed.
-        launch.RankFailed: one of several processes was killed; the others were ended.
+        launch.Stopped: a signal requested it; the current runs are saved and can be resumed.
+        launch.RankFailed: one of several processes was killed; the others have ended.
     """
     finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
@@ -57,7 +57,7 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
     for job in pending:
         if job.ranks:
             backend = backend_of(job)
-            in_namespaces = job.hosts == hosts.NUM_HOSTS and backend == "gloo" and not _why_no_namespaces()
+            in_namespaces = job.hosts == hosts.NUM_HOSTS and backend == "gloo" and _has_namespaces()
             key = job.ranks, in_namespaces, backend
             worlds.setdefault(key, []).append(replace(job, in_namespaces=in_namespaces))
     for (ranks, in_namespaces, backend), jobs in worlds.items():
@@ -66,20 +66,26 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
 
 
 @cache
-def _why_no_namespaces() -> str:
+def _has_namespaces() -> bool:
     try:
         hosts.check()
     except hosts.NotPermitted as error:
         print(f"hosts are processes of this machine, not network namespaces: {error}", file=sys.stderr, flush=True)
-        return str(error)
-    return ""
+        return False
+    return True
 
 
 def _run_in_process(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> None:
     with StopSignal() as stop:  # for a signal that comes after the last step of a run, which does not check again
         for job in jobs:
             _raise_if_asked(stop, f"before {job.row}")
-            _finish(folder, _run_one(job, datasets))
+            try:
+                result = _train(job, None, datasets)
+            except Interrupted:
+                raise
+            except Exception as error:  # the other jobs run in any case
+                result = _failure(job, f"{type(error).__name__}: {error}")
+            _finish(folder, result)
         _raise_if_asked(stop, "after the last run of this process")
 
 
@@ -91,25 +97,12 @@ def _raise_if_asked(stop: StopSignal, where: str) -> None:
 def _run_share(world: World, jobs: Sequence[Job], next_index: Synchronized[int], folder: Folder) -> None:
     """Run in each of several processes: always the next job that no other process has taken."""
 
-    def taken() -> Iterator[Job]:
-        while True:
-            with next_index.get_lock():
-                index = next_index.value
-                next_index.value += 1
-            if index >= len(jobs):
-                return
-            yield jobs[index]
+    def next_job() -> Job | None:
+        with next_index.get_lock():
+            next_index.value += 1
+            return jobs[next_index.value - 1] if next_index.value <= len(jobs) else None
 
-    _run_in_process(taken(), folder, Datasets())
-
-
-def _run_one(job: Job, datasets: Datasets) -> dict[str, Any]:
-    try:
-        return _train(job, None, datasets)
-    except Interrupted:
-        raise
-    except Exception as error:  # the other jobs run in any case
-        return _failure(job, f"{type(error).__name__}: {error}")
+    _run_in_process(iter(next_job, None), folder, Datasets())
 
 
 def _run_ranks(jobs: Sequence[Job], ranks: int, start: Callable[..., None], folder: Folder) -> None:
@@ -156,6 +149,7 @@ def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
     keep_freed_memory()
     dataset = datasets.of(LearnerPlacement.of(job.config, world))
     record = train(job.config, out=job.path, world=world, resume=True, dataset=dataset)
+    parts = (record.header, *record.resumed)  # a resumed run may continue on another machine or commit
     return {
         **_heading(job),
         "status": FINISHED,
@@ -164,25 +158,17 @@ def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
         "curves": curves_of(record),
         "total_seconds": record.final["total_seconds"],
         **{key: record.header[key] for key in ("cores", "ddpcore", "communication")},
-        **{key: _all_of(record, key) for key in ("device", "torch", "commit")},
+        **{
+            key: ", ".join(dict.fromkeys(part[key] for part in parts if part.get(key))) or None
+            for key in ("device", "torch", "commit")
+        },
     }
-
-
-def _all_of(record: RunRecord, key: str) -> str | None:
-    """The values of a key at the start of the run and each time that it was resumed, without repetitions."""
-    return ", ".join(dict.fromkeys(row[key] for row in (record.header, *record.resumed) if row.get(key))) or None
 
 
 def _failure(job: Job, error: str) -> dict[str, Any]:
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return {
-        **_heading(job),
-        "status": FAILED,
-        "diverged": False,
-        "metrics": {},
-        "curves": {},
-        "error": lines[-1] if lines else "unknown",
-    }
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["unknown"]
+    result = {"status": FAILED, "diverged": False, "metrics": {}, "curves": {}, "error": lines[-1]}
+    return {**_heading(job), **result}
 
 
 def _heading(job: Job) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any, get_type_hints
 
 from ddpcore.experiments import claims
 from ddpcore.experiments.results import METRICS
-from ddpcore.options.suggest import suggest
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import merged
@@ -75,7 +74,7 @@ class Row:
             config = TrainConfig.from_dict(values)
             if self.kill_rank is not None and not (self.ranks and self.kill_rank < config.learners):
                 raise ValueError(
-                    f"kill_rank is {self.kill_rank}: its {config.learners} learners must be ranks above it"
+                    f"kill_rank is {self.kill_rank}: set ranks = true and take a rank below {config.learners}"
                 )
             if config.learners % self.hosts:
                 raise ValueError(f"learners is {config.learners}: it must be a multiple of hosts, {self.hosts}")
@@ -122,7 +121,7 @@ class Study:
     notes: tuple[str, ...]
     metrics: tuple[str, ...]
     seeds: Mapping[str, int]
-    selections: Mapping[str, tuple[str, ...] | None]
+    selections: Mapping[str, Sequence[str] | None]
     rows: Mapping[str, Row]
     claims: tuple[Claim, ...]
 
@@ -132,9 +131,7 @@ class Study:
         Raises:
             ValueError: there is no such row; the message suggests the nearest name.
         """
-        for name in names or ():
-            if name not in self.rows:
-                raise ValueError(f"{self.name} has no row {name!r}: {suggest(name, tuple(self.rows))}")
+        check_keys(f"{self.name}: rows", names or (), self.rows)
         return [row for row in self.rows.values() if names is None or row.name in names]
 
 
@@ -149,54 +146,50 @@ def load(name: str) -> Study:
     Raises:
         ValueError: there is none, or its file is damaged; the message names the file, and the line of a TOML error.
     """
-    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    if not name.endswith(".toml") and name not in names():
-        raise ValueError(f"unknown study {name!r}: {suggest(name, names())}")
+    path = Path(name)
+    if path.suffix != ".toml":
+        check_choice("study", name, names())
+        path = FOLDER / f"{name}.toml"
     try:
         return _study(path.stem, name, tomllib.loads(path.read_bytes().decode()))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}): name a study, or its file") from None
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}: line {line} is no UTF-8 text: mend the file") from None
+        raise ValueError(f"{path}: line {line} is no UTF-8 text: repair the file") from None
     except RecursionError:
-        raise ValueError(f"{path}: it is nested too deeply to be read: mend the file") from None
+        raise ValueError(f"{path}: it is nested too deeply to be read: repair the file") from None
     except ValueError as error:  # TOMLDecodeError, with line and column, among them
         raise ValueError(f"{path}: {error}") from None
 
 
 def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
-    _check("the study", values, _STUDY, _REQUIRED)
+    _check("the study", values, _STUDY, _RUN | _SCALE, required=_REQUIRED)
     for key in ("metrics", "rows"):
         if not values[key]:
-            raise ValueError(f"{key} is empty: name one at least")
+            raise ValueError(f"{key} is empty: name at least one")
     for metric in values["metrics"]:
         check_choice("a metric", metric, METRICS)
     if len(set(values["metrics"])) < len(values["metrics"]):
         raise ValueError(f"metrics is {values['metrics']}: name each once")
-    _check("shared", values["shared"], _RUN)
+    check_table("shared", values["shared"], _RUN)
     scales, groups = values.get("scales", {}), values.get("groups", {})
-    _check_scales("the study", values, _RUN | _SCALE)
     for scale, layer in scales.items():
         if layer.get("rows") == []:
-            raise ValueError(f"scale {scale}: rows is empty: name one at least, or leave it out for all")
+            raise ValueError(f"scale {scale}: rows is empty: name at least one, or leave it out for all")
     for group, entries in groups.items():
-        _check(f"group {group}", entries, _RUN | _GROUP)
-        _check_scales(f"group {group}", entries, _RUN)
+        _check(f"group {group}", entries, _RUN | _GROUP, _RUN)
     rows = {key: _row(key, path, entries, values["shared"], groups, scales) for key, entries in values["rows"].items()}
     for entries in values.get("claims", ()):
-        _check("a claim", entries, CLAIM, CLAIM)
+        check_table("a claim", entries, CLAIM, required=CLAIM)
         claims.check(entries["predicate"], tuple(rows), tuple(METRICS))
-    selections = {scale: scales.get(scale, {}).get("rows") for scale in SCALES}
     study = Study(
         name=name,
-        title=values["title"],
-        question=values["question"],
-        source=values["source"],
+        **{key: values[key] for key in ("title", "question", "source")},
         notes=tuple(values.get("notes", ())),
         metrics=tuple(values["metrics"]),
         seeds={scale: scales.get(scale, {}).get("seeds", values.get("seeds", 1)) for scale in SCALES},
-        selections={scale: None if names is None else tuple(names) for scale, names in selections.items()},
+        selections={scale: scales.get(scale, {}).get("rows") for scale in SCALES},
         rows=rows,
         claims=tuple(Claim(**entries) for entries in values.get("claims", ())),
     )
@@ -209,8 +202,7 @@ def _row(
     name: str, study: str, entries: Any, shared: Mapping[str, Any], groups: Mapping[str, Any], scales: Mapping[str, Any]
 ) -> Row:
     where = f"row {name}"
-    _check(where, entries, _RUN | _ROW)
-    _check_scales(where, entries, _RUN)
+    _check(where, entries, _RUN | _ROW, _RUN)
     if not name or name.startswith(".") or set(name) & set('/\\,"'):
         raise ValueError(f"{where}: its name becomes a folder: leave / \\ , and quotes out")
     for group in entries.get("groups", ()):
@@ -236,15 +228,14 @@ def _run_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entries.items() if key in _RUN}
 
 
-def _check_scales(where: str, entries: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    layers = entries.get("scales", {})
-    check_keys(f"{where}, scales", layers, SCALES)
-    for scale, layer in layers.items():
-        _check(f"{where}, scale {scale}", layer, hints)
-
-
-def _check(where: str, entries: Any, hints: Mapping[str, Any], required: Iterable[str] = ()) -> None:
-    """Raise ValueError unless it is a table of these keys, with values of these types and in their ranges."""
+def _check(
+    where: str, entries: Any, hints: Mapping[str, Any], scale_hints: Mapping[str, Any], required: Iterable[str] = ()
+) -> None:
+    """Check a table and its layers for each scale: their keys, and types and ranges of the values."""
     check_table(where, entries, hints, required)
     for key, least in _LEAST.items():
         check_range(f"{where}: {key}", entries.get(key), least=least)
+    layers = entries.get("scales", {})
+    check_keys(f"{where}, scales", layers, SCALES)
+    for scale, layer in layers.items():
+        _check(f"{where}, scale {scale}", layer, scale_hints, {})

@@ -140,7 +140,7 @@ def test_a_study_that_was_run_meanwhile_is_left_as_it_is(
         check(plan, datasets)
 
     monkeypatch.setattr(command, "check_data", slowly)
-    refused(main("run", tiny, "--out", out, "--rows", "b", "--seeds", 1), "holds this study already")
+    refused(main("run", tiny, "--out", out, "--rows", "b", "--seeds", 1), "contains this study already")
     assert list(Folder(out).manifest()["rows"]) == ["a"]
 
 

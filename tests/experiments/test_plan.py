@@ -102,7 +102,7 @@ def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
     manifest = make_plan(loaded, folder, scale="smoke").manifest
     assert manifest["published"] == {"a": {"train_loss": 0.7}, "b": {"train_loss": 0.6}}
     tiny.write_text(tiny.read_text().replace('["ssgd", "b"]', '["ssgd", "c"]'))
-    with pytest.raises(ValueError, match="has no row 'c'"):
+    with pytest.raises(ValueError, match="rows has no 'c'"):
         study.load(str(tiny))
 
 

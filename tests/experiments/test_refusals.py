@@ -19,9 +19,9 @@ REFUSED = {
     "walk": "walk",
     "run": "study",
     "run lr-sweep-syntetic": "did you mean 'lr-sweep-synthetic'?",
-    "list lr-sweep": "unknown study 'lr-sweep'",
+    "list lr-sweep": "study is 'lr-sweep': did you mean",
     "run no/such.toml": "no/such.toml: cannot be read",
-    "run TINY --rows a,sgd": "no row 'sgd': did you mean 'ssgd'?",
+    "run TINY --rows a,sgd": "tiny: rows has no 'sgd': did you mean 'ssgd'?",
     "run TINY --rows ,": "--rows is empty",
     "run TINY --scale smok": "did you mean 'smoke'?",
     "run TINY --seeds 0": "--seeds is 0",
@@ -116,7 +116,7 @@ def test_folders_in_use(main: Main, tiny: Path, done: Path) -> None:
     stranger = done.parent / "stranger"
     stranger.mkdir()
     (stranger / "thesis.tex").write_text("mine")
-    check(main("run", tiny, "--out", stranger, "--resume"), "holds other files: take another folder")
+    check(main("run", tiny, "--out", stranger, "--resume"), "contains other files: take another folder")
     assert files(stranger) == {str(stranger / "thesis.tex"): b"mine"}
 
 
