@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from ddpcore import DPSGD, distribute, models
+from ddpcore import DPSGD, distribute
+from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.timing import interleaved
@@ -20,10 +21,10 @@ from ddpcore.training.trainer import learner_losses
 
 def training_step(model_name: str, num_learners: int, batch_size: int) -> Callable[[], None]:
     """A function that trains for one step on ``batch_size`` samples in all."""
-    spec = models.spec(model_name)
+    spec = MODELS.spec(model_name)
     shape, num_classes = spec.input_shapes[0], spec.num_classes or 10
     torch.manual_seed(0)
-    model = models.build(model_name, input_shape=shape, num_classes=num_classes)
+    model = MODELS.build(model_name, input_shape=shape, num_classes=num_classes)
     optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
     handle = distribute(model, optimizer, DPSGD(), learners=num_learners, vectorize="measure")
     inputs = torch.randn(num_learners, batch_size // num_learners, *shape)
@@ -40,7 +41,7 @@ def training_step(model_name: str, num_learners: int, batch_size: int) -> Callab
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--learners", type=int, default=16)
-    parser.add_argument("--model", default="mlp", choices=models.names())
+    parser.add_argument("--model", default="mlp", choices=MODELS.names())
     parser.add_argument("--batch-size", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=20.0)
     arguments = parser.parse_args()

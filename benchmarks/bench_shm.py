@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from ddpcore import Round, Topology
 from ddpcore.comm import Communicator, CudaIpcCommunicator, ProcessGroupCommunicator, SharedMemoryCommunicator
 from ddpcore.runtime import launch
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.timing import quantiles
-from ddpcore.topology import Round, Topology
 
 WARM_UP = 3
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from common import add_options, append, parse
 
-from ddpcore import models
+from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.timing import interleaved, quantiles
@@ -36,7 +36,7 @@ def training_step(name: str, batch_size: int, device: str, optimizer: Callable[.
     """A function that trains a new model for one step with a new optimizer."""
     dtype, layout = LAYOUTS[name]
     torch.manual_seed(0)
-    model = models.build(name, input_shape=SHAPE, num_classes=NUM_CLASSES).to(device, dtype, memory_format=layout)
+    model = MODELS.build(name, input_shape=SHAPE, num_classes=NUM_CLASSES).to(device, dtype, memory_format=layout)
     inputs = torch.randn(batch_size, *SHAPE).to(device, dtype, memory_format=layout)
     labels = torch.randint(NUM_CLASSES, (batch_size,)).to(device)
     moved = optimizer(model.parameters(), **RULE)

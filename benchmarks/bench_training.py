@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from common import add_options, append, parse
 
-from ddpcore import models
 from ddpcore.data import Augmentation, Dataset, Normalization, Split
+from ddpcore.models import MODELS
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.timing import interleaved, quantiles
 from ddpcore.training import TrainConfig
@@ -54,7 +54,7 @@ def run_of(batch_size: int, dataset: Dataset, device: str) -> Callable[[], None]
 def bare_loop(batch_size: int, dataset: Dataset, device: str, *, train: bool) -> Callable[[], None]:
     """A function that does twenty steps without ddpcore's loop; without ``train`` it only makes their batches."""
     torch.manual_seed(0)
-    model = models.build("lenet5", input_shape=SHAPE, num_classes=NUM_CLASSES).to(device)
+    model = MODELS.build("lenet5", input_shape=SHAPE, num_classes=NUM_CLASSES).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     step, order = 0, torch.randperm(NUM_SAMPLES)
     total = torch.zeros((), device=device)

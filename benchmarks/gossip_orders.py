@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore.strategies import DPSGD, ORDERS
+from ddpcore import DPSGD
+from ddpcore.strategies.dpsgd import ORDERS
 
 HEADINGS = ("order", "mean error", "consensus distance", "after half the steps")
 

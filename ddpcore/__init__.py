@@ -4,22 +4,22 @@ from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.hooks import Distributed
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
-from ddpcore.strategies import DDP, DPSGD, SSGD, LocalSGD, NoisySSGD, PushSum, Single, SlowMo
-from ddpcore.topology import (
-    Complete,
-    FromGraph,
-    FromMatrix,
-    Hierarchical,
-    Hypercube,
-    Matching,
-    OnePeerExponential,
-    RandomPair,
-    Ring,
-    Star,
-    StaticExponential,
-    Topology,
-    Torus2D,
-)
+from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.dpsgd import DPSGD
+from ddpcore.strategies.local_sgd import LocalSGD
+from ddpcore.strategies.noisy_ssgd import NoisySSGD
+from ddpcore.strategies.push_sum import PushSum
+from ddpcore.strategies.registry import STRATEGIES
+from ddpcore.strategies.slowmo import SlowMo
+from ddpcore.strategies.ssgd import SSGD
+from ddpcore.topology.base import Topology
+from ddpcore.topology.given import FromGraph, FromMatrix
+from ddpcore.topology.hierarchical import Hierarchical
+from ddpcore.topology.pairs import Matching, RandomPair
+from ddpcore.topology.registry import TOPOLOGIES
+from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
+from ddpcore.topology.rounds import Round
 
 __version__ = VERSION
 
@@ -41,10 +41,14 @@ __all__ = [
     "PushSum",
     "RandomPair",
     "Ring",
+    "Round",
+    "STRATEGIES",
     "Single",
     "SlowMo",
     "Star",
     "StaticExponential",
+    "Strategy",
+    "TOPOLOGIES",
     "Topology",
     "Torus2D",
     "distribute",

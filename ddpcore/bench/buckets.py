@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpcore import models
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
@@ -27,6 +26,7 @@ from ddpcore.bench.isolated_comm import averages, bucket_bytes, message_bytes, t
 from ddpcore.bench.memory import PeakMemory
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import Dataset
+from ddpcore.models import MODELS
 from ddpcore.options.command_line import option
 from ddpcore.parameters.flat import MiB
 from ddpcore.report.buckets import print_buckets
@@ -42,7 +42,7 @@ class BucketsConfig(Options):
     """Train a model with buckets of several sizes in turn, and name the fastest."""
 
     world_size: int | None = option(None, "number of ranks (4, or torchrun's)")
-    model: str = option("resnet18", choices=models.names())
+    model: str = option("resnet18", parts=MODELS)
     model_options: dict[str, Any] | None = option(None, "options of the model, such as hidden=2048x2048 of mlp")
     strategies: tuple[str, ...] = option(("ddp", "ssgd"), "comma-separated", choices=("ddp", "ssgd", "noisy_ssgd"))
     bucket_mb: tuple[str, ...] = option(

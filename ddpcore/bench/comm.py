@@ -24,7 +24,9 @@ from ddpcore.options.command_line import option
 from ddpcore.parameters.flat import MiB
 from ddpcore.report.comm import print_comm
 from ddpcore.runtime.launch import World
-from ddpcore.topology import RandomPair, Ring, Topology
+from ddpcore.topology.base import Topology
+from ddpcore.topology.pairs import RandomPair
+from ddpcore.topology.regular import Ring
 from ddpcore.training.config import DEVICES
 
 ALL = tuple(name for name in TRANSPORTS if name != "auto")

@@ -9,18 +9,22 @@ from typing import Any, get_origin
 
 import torch
 
-from ddpcore import data, models, strategies, topology
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS, TRANSPORTS
-from ddpcore.data import ShardedBatches
+from ddpcore.data import DATASETS, ShardedBatches
+from ddpcore.models import MODELS
 from ddpcore.options.command_line import SEED_RANGE, check, flag, option
 from ddpcore.options.typed import typed
-from ddpcore.strategies import DDP, DPSGD, ORDERS, Single, Strategy
+from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.compression import CODECS
+from ddpcore.strategies.dpsgd import DPSGD, ORDERS
+from ddpcore.strategies.registry import STRATEGIES
+from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import DEVICES
 
-STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")  # the default
+DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
 BASELINES = (Single.name, DDP.name)
 SHARED = (  # fields that a TrainConfig has, too
     "model", "dataset", "data_dir", "download", "normalize", "augment", "batch_size", "steps", "lr", "topology", "seed",
@@ -49,17 +53,17 @@ class BenchConfig(Options):
 
     world_size: int | None = option(None, "number of learners (4, or torchrun's)", least=1)
     strategies: tuple[str, ...] | None = option(
-        None, f"comma-separated ({','.join(STRATEGIES)})", choices=strategies.names()
+        None, f"comma-separated ({','.join(DEFAULT_STRATEGIES)})", parts=STRATEGIES
     )
-    topology: str = option("random_pair", "of dpsgd, slowmo and push_sum", choices=topology.names())
+    topology: str = option("random_pair", "of dpsgd, slowmo and push_sum", parts=TOPOLOGIES)
     order: str = option(ORDERS[0], "of dpsgd", choices=ORDERS)
     staleness: int = option(0, "of dpsgd: 1 lets an exchange take one more step")
     compression: str = option("none", "of dpsgd's messages", choices=("none", *CODECS))
     noise_std: float = option(0.01, "of noisy_ssgd", least=0)
     local_size: int = option(2, "learners on each host, of --topology hierarchical", least=1)
-    model: str = option("simplenet", choices=models.names())
+    model: str = option("simplenet", parts=MODELS)
     model_options: dict[str, Any] | None = option(None, "options of the model, such as hidden=2048x2048 of mlp")
-    dataset: str = option("synthetic", choices=data.names())
+    dataset: str = option("synthetic", parts=DATASETS)
     dataset_options: dict[str, Any] | None = option(
         None, "options of the data set, such as num_frames=7 of synthetic_speech"
     )
@@ -79,11 +83,13 @@ class BenchConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        model_hints = {key: hint_of(default) for key, default in models.spec(self.model).options.items()}
-        for name, hints in (("model_options", model_hints), ("dataset_options", data.option_types(self.dataset))):
+        for name, hints in (
+            ("model_options", MODELS.hints(self.model)),
+            ("dataset_options", DATASETS.hints(self.dataset)),
+        ):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, fitted(flag(name), getattr(self, name), hints))
-        for name in (*(self.strategies or STRATEGIES), DPSGD.name):  # dpsgd has options on the command line
+        for name in (*(self.strategies or DEFAULT_STRATEGIES), DPSGD.name):  # dpsgd has options on the command line
             self.train_config(name)
 
     def train_config(self, strategy: str, **more: Any) -> TrainConfig:
@@ -96,9 +102,9 @@ class BenchConfig(Options):
         """
         values = {name: getattr(self, name) for name in ("period", "order", "staleness", "compression")}
         values["std"] = self.noise_std
-        known = strategies.options(strategy)
+        known = STRATEGIES.options(strategy)
         is_baseline = strategy in BASELINES
-        has_hosts = "local_size" in topology.options(self.topology)
+        has_hosts = TOPOLOGIES.takes(self.topology, "local_size")
         fields = {
             **{name: getattr(self, name) for name in SHARED},
             "model_options": self.model_options or {},
@@ -110,11 +116,6 @@ class BenchConfig(Options):
             "topology_options": {"local_size": self.local_size} if has_hosts else {},
         }
         return TrainConfig(**{**fields, **more})
-
-
-def hint_of(default: Any) -> Any:
-    """The type of an option of a model with this default; tuples are of whole numbers."""
-    return tuple[int, ...] if isinstance(default, tuple) else type(default)
 
 
 def fitted(name: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,9 +192,9 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         transport = choose_transport(config.transport, world_size=world_size, device=device, num_hosts=num_hosts)
     elif config.transport != "auto":
         raise ValueError(f"--transport {config.transport} is for real ranks: leave it out, or use --backend gloo")
-    topology.build(config.topology, config.seed, config.local_size).validate(world_size)
+    config.train_config(DPSGD.name).make_topology().validate(world_size)
     ShardedBatches(config.batch_size, config.batch_size, world_size, config.seed)  # checks the batch size
-    chosen, notes = config.strategies or STRATEGIES, []
+    chosen, notes = config.strategies or DEFAULT_STRATEGIES, []
     if choice.backend == "virtual" and DDP.name in chosen:
         if config.strategies is not None:
             raise ValueError("ddp needs real ranks: leave it out of --strategies, or use --backend gloo or nccl")

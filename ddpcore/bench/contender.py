@@ -18,9 +18,11 @@ from ddpcore.comm.traffic import all_reduce_bytes
 from ddpcore.data import Dataset
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies import DDP, SSGD, LocalSGD, Single
+from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.local_sgd import LocalSGD
+from ddpcore.strategies.ssgd import SSGD
 from ddpcore.training import Trainer
-from ddpcore.training.build import LearnerPlacement, build_trainer, check_parts, load_dataset
+from ddpcore.training.build import LearnerPlacement, build_trainer, check_parts, read_dataset
 
 # Hidden contenders do the work of ddp, and of ddpcore's strategies with their hooks and optimizer, on every rank and
 # without any communication.
@@ -122,7 +124,7 @@ def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
             large.
     """
     config = resolved.train_config(SSGD.name)  # all strategies have the same data and model
-    dataset = load_dataset(config, first=first)
+    dataset = read_dataset(config, first=first)
     if first:
         check_parts(config, dataset)
     return dataset

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ddpcore import models
 from ddpcore.bench.config import ResolvedConfig
 from ddpcore.bench.memory import status_bytes
+from ddpcore.models import MODELS
 from ddpcore.runtime import launch
 from ddpcore.runtime.machine import machine
 
@@ -33,7 +33,7 @@ def environment(resolved: ResolvedConfig) -> dict[str, Any]:
 
 def model_bytes(resolved: ResolvedConfig) -> int:
     """Bytes of the parameters of the model."""
-    model = models.build(resolved.config.model, **(resolved.config.model_options or {}))
+    model = MODELS.build(resolved.config.model, **(resolved.config.model_options or {}))
     return sum(4 * parameter.numel() for parameter in model.parameters())
 
 

@@ -10,7 +10,6 @@ from itertools import count
 from statistics import median
 from typing import Any
 
-from ddpcore import models, topology
 from ddpcore.bench import step_model
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks
@@ -30,13 +29,17 @@ from ddpcore.bench.isolated_comm import Call, averages, bucket_bytes, message_by
 from ddpcore.bench.step_model import Compute, Machine, Transfer
 from ddpcore.bench.step_timing import StepTimer
 from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.models import MODELS
 from ddpcore.options.command_line import option
 from ddpcore.parameters.buckets import messages
 from ddpcore.report.predict import print_predictions
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies import DPSGD, SSGD, LocalSGD
+from ddpcore.strategies.dpsgd import DPSGD
+from ddpcore.strategies.local_sgd import LocalSGD
+from ddpcore.strategies.ssgd import SSGD
+from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.training.config import DEVICES
 
 STRATEGIES = (SSGD.name, DPSGD.name, LocalSGD.name)
@@ -47,9 +50,9 @@ class PredictConfig(Options):
     """Predict the step time of each strategy from parts measured alone, and measure it too."""
 
     world_size: int | None = option(None, "number of ranks (4, or torchrun's)")
-    model: str = option("resnet18", choices=models.names())
+    model: str = option("resnet18", parts=MODELS)
     strategies: tuple[str, ...] = option(STRATEGIES, "comma-separated", choices=STRATEGIES)
-    topology: tuple[str, ...] = option(("ring", "random_pair"), "of dpsgd", choices=topology.names())
+    topology: tuple[str, ...] = option(("ring", "random_pair"), "of dpsgd", parts=TOPOLOGIES)
     bucket_mb: tuple[str, ...] = option(("1", "25"), "of ssgd: largest bucket in MiB, or 'one'")
     transport: tuple[str, ...] = option(("auto",), choices=TRANSPORTS)
     period: int = option(4, "steps between two averages in local_sgd, and in each turn", least=1)
@@ -200,7 +203,7 @@ def _parts(one: Contender, resolved: ResolvedConfig) -> list[Call]:
         return [*averages(one), together]
     if one.name == LocalSGD.name:
         return [lambda: comm.average_(flat.param_LP).wait()]
-    graph = topology.build(resolved.config.topology, resolved.config.seed, resolved.config.local_size)
+    graph = resolved.train_config(DPSGD.name).make_topology()
     steps = count()
 
     def gossip(*, mixes: bool) -> None:

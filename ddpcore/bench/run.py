@@ -30,7 +30,7 @@ from ddpcore.bench.gpu import GpuMeter
 from ddpcore.report.strategies import print_strategies
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies import DDP, Single
+from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.training import Trainer
 
 NUM_BLOCKS = 10  # of each strategy, in turn: A B C D A B C D ...

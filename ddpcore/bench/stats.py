@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpcore import models, strategies, topology
 from ddpcore.bench.command import publish
 from ddpcore.bench.config import Options
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.distributed.distribute import distribute
+from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 from ddpcore.options.command_line import option
 from ddpcore.report.stats import print_stats
@@ -22,9 +22,11 @@ from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.timing import quantiles
+from ddpcore.strategies.registry import STRATEGIES
+from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.training.trainer import learner_losses
 
-STRATEGIES = ("ssgd", "dpsgd", "local_sgd")
+COMPARED = ("ssgd", "dpsgd", "local_sgd")
 WARM_UP = 5  # steps of each contender
 
 
@@ -34,9 +36,9 @@ class StatsConfig(Options):
 
     world_size: int = option(2, "ranks, or virtual learners")
     backend: str = option("gloo", choices=("gloo", "virtual"))
-    strategy: str = option("ssgd", choices=STRATEGIES)
+    strategy: str = option("ssgd", choices=COMPARED)
     device: str = option("cpu", "cuda needs virtual learners", choices=("cpu", "cuda"))
-    model: str = option("lenet5", choices=models.names())
+    model: str = option("lenet5", parts=MODELS)
     batch_size: int = option(256, "samples of a learner's batch", least=1)
     every: int = option(50, "steps between two records", least=1)
     blocks: int = option(10, "blocks of --every steps of each contender, in turn", least=1)
@@ -64,11 +66,11 @@ class Contender:
         self.name, self.config = name, config
         virtual = config.backend == "virtual"
         torch.manual_seed(0)
-        model = models.build(config.model).to(config.device)
+        model = MODELS.build(config.model).to(config.device)
         self.optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
-        strategy = strategies.build(config.strategy, topology=topology.build("ring", 0, 2))
+        strategy = STRATEGIES.build(config.strategy, topology=TOPOLOGIES.build("ring"))
         self.handle = distribute(model, self.optimizer, strategy, learners=config.world_size if virtual else None)
-        spec = models.spec(config.model)
+        spec = MODELS.spec(config.model)
         rows = (config.world_size,) if virtual else ()
         self.inputs = torch.randn(*rows, config.batch_size, *spec.input_shapes[0]).to(config.device)
         self.labels = torch.randint(spec.num_classes, (*rows, config.batch_size)).to(config.device)

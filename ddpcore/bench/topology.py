@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ddpcore import topology
 from ddpcore.bench.command import publish
 from ddpcore.bench.config import Options
 from ddpcore.options.command_line import SEED_RANGE, option
@@ -15,6 +14,9 @@ from ddpcore.report.topology import print_topologies
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.storage.json_lines import to_json
+from ddpcore.topology.base import Topology
+from ddpcore.topology.describe import describe
+from ddpcore.topology.registry import TOPOLOGIES
 
 ALL = "all"
 MANY = 8192  # learners; with more, an irregular topology takes minutes because its edges are visited one by one
@@ -24,19 +26,23 @@ MANY = 8192  # learners; with more, an irregular topology takes minutes because 
 class TopologyConfig(Options):
     """What topologies cost and how fast they average: edges, degrees, spectral gap, mixing time."""
 
-    name: str = option(ALL, f"{ALL}, or one of {', '.join(topology.names())}", metavar="NAME", positional=True)
+    name: str = option(ALL, f"{ALL}, or one of {', '.join(TOPOLOGIES.names())}", metavar="NAME", positional=True)
     world_size: int = option(8, "number of learners", least=1)
     seed: int = option(0, "of random pairs", **SEED_RANGE)
     local_size: int = option(2, "learners on each host, of hierarchical", least=1)
 
-    def topologies(self) -> dict[str, topology.Topology]:
+    def topologies(self) -> dict[str, Topology]:
         """The named topology, or all.
 
         Raises:
             ValueError: there is no such topology.
         """
-        names = topology.names() if self.name == ALL else (self.name,)
-        return {name: topology.build(name, self.seed, self.local_size) for name in names}
+        names = TOPOLOGIES.names() if self.name == ALL else (self.name,)
+        sizes = {"local_size": self.local_size}
+        return {
+            name: TOPOLOGIES.build(name, seed=self.seed, **(sizes if TOPOLOGIES.takes(name, "local_size") else {}))
+            for name in names
+        }
 
 
 def prepare(config: TopologyConfig, torchrun: World | None) -> Callable[[], None]:
@@ -65,6 +71,6 @@ def measure(config: TopologyConfig) -> dict[str, Any]:
         except ValueError as error:
             refused.append({"topology": name, "reason": str(error)})
         else:
-            rows.append({"topology": name, **to_json(topology.describe(graph, config.world_size))})
+            rows.append({"topology": name, **to_json(describe(graph, config.world_size))})
     settings = {key: getattr(config, key) for key in ("world_size", "seed", "local_size")}
     return {"environment": machine("cpu"), **settings, "rows": rows, "refused": refused}

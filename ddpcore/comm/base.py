@@ -11,7 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage
-from ddpcore.topology import Round, Topology
+from ddpcore.topology.base import Topology
+from ddpcore.topology.rounds import Round
 
 Decode = Callable[[int, Tensor], Tensor]
 """Turns what a neighbour (its number) sent, ``[x]``, into its published weights ``[P]``."""

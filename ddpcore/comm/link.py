@@ -18,7 +18,7 @@ from typing_extensions import override
 from ddpcore.comm.base import Communicator, Decode, Exchange, Work
 from ddpcore.comm.traffic import sum_bytes
 from ddpcore.ops import WeightAverage
-from ddpcore.topology import Topology
+from ddpcore.topology.base import Topology
 
 _BITS = {"Gb/s": 1e9, "Mb/s": 1e6}
 _SECONDS = {"us": 1e-6, "ms": 1e-3}

@@ -16,7 +16,8 @@ from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import wide
-from ddpcore.topology import Round, Topology
+from ddpcore.topology.base import Topology
+from ddpcore.topology.rounds import Round
 
 
 def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

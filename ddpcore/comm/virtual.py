@@ -13,7 +13,8 @@ from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
 from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
-from ddpcore.topology import Round, Topology
+from ddpcore.topology.base import Topology
+from ddpcore.topology.rounds import Round
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Offsets, columns and values of a matrix in compressed rows."""

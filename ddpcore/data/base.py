@@ -86,6 +86,8 @@ class Dataset:
         num_classes: labels are from 0 to ``num_classes - 1``.
         input_shape: of one sample.
         validation: what :meth:`hold_out` took from the training split, for choices between models.
+        normalization: what suits the samples, if they are images; :meth:`transformed` applies it.
+        augmentation: likewise, of the training split.
 
     ValueError if a split has samples of another shape or a label outside the classes.
     """
@@ -96,6 +98,8 @@ class Dataset:
     num_classes: int
     input_shape: tuple[int, ...]
     validation: Split | None = None
+    normalization: Normalization | None = None
+    augmentation: Augmentation | None = None
 
     def __post_init__(self) -> None:
         for split in self.splits().values():

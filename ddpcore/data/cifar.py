@@ -11,7 +11,7 @@ import torch
 
 from ddpcore.data import files, pickles
 from ddpcore.data.base import Dataset, Split
-from ddpcore.data.transforms import Normalization
+from ddpcore.data.transforms import Augmentation, Normalization
 
 INPUT_SHAPE = (3, 32, 32)
 IMAGE_BYTES = 3072  # three planes, red, green and blue, row by row
@@ -90,7 +90,25 @@ def load(variant: Variant, data_dir: str | Path, verify: bool = True) -> Dataset
     """
     folder = _folder(variant, Path(data_dir))
     train, test = (_split(variant, folder, names, verify) for names in (variant.train, (variant.test,)))
-    return Dataset(variant.name, train, test, variant.num_classes, INPUT_SHAPE)
+    return Dataset(
+        variant.name,
+        train,
+        test,
+        variant.num_classes,
+        INPUT_SHAPE,
+        normalization=variant.normalization,
+        augmentation=Augmentation(),
+    )
+
+
+def load_cifar10(data_dir: str | Path, verify: bool = True) -> Dataset:
+    """CIFAR-10, see :func:`load`."""
+    return load(CIFAR10, data_dir, verify)
+
+
+def load_cifar100(data_dir: str | Path, verify: bool = True) -> Dataset:
+    """CIFAR-100, see :func:`load`."""
+    return load(CIFAR100, data_dir, verify)
 
 
 def _folder(variant: Variant, root: Path) -> Path:

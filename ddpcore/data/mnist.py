@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddpcore.data import files
 from ddpcore.data.base import Dataset, Split
-from ddpcore.data.transforms import Normalization
+from ddpcore.data.transforms import Augmentation, Normalization
 
 NUM_CLASSES = 10
 INPUT_SHAPE = (1, 28, 28)
@@ -43,7 +43,15 @@ def load(data_dir: str | Path, verify: bool = True) -> Dataset:
     """
     folder, md5 = Path(data_dir) / "MNIST" / "raw", MD5 if verify else {}
     train, test = (_split(folder, names, md5) for names in (FILES[:2], FILES[2:]))
-    return Dataset("mnist", train, test, NUM_CLASSES, INPUT_SHAPE)
+    return Dataset(
+        "mnist",
+        train,
+        test,
+        NUM_CLASSES,
+        INPUT_SHAPE,
+        normalization=NORMALIZATION,
+        augmentation=Augmentation(flip=False),  # a mirrored digit is another sign
+    )
 
 
 def _split(folder: Path, names: Sequence[str], md5: Mapping[str, str]) -> Split:

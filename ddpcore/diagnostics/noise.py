@@ -15,7 +15,7 @@ from ddpcore.diagnostics.record import NoiseRecord
 from ddpcore.diagnostics.record_buffer import RecordBuffer
 from ddpcore.diagnostics.series import Series
 from ddpcore.distributed.hooks import Distributed, HookedDistributed
-from ddpcore.strategies import PushSum
+from ddpcore.strategies.push_sum import PushSum
 
 MOST_DIRECTIONS = 256  # learners whose inner products one kernel forms
 

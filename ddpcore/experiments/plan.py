@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ddpcore import models
 from ddpcore.comm import choose_backend
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import Dataset
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
-from ddpcore.strategies import DDP
+from ddpcore.models import MODELS
+from ddpcore.strategies.baselines import DDP
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import LearnerPlacement, build_dataset, check_parts
 from ddpcore.training.config import BOOKKEEPING
@@ -82,7 +82,7 @@ class Datasets:
     def of(self, placement: LearnerPlacement) -> Dataset:
         """The result of :func:`ddpcore.training.build.build_dataset`, which has the errors. Collective."""
         config = placement.config
-        shape = models.spec(config.model).input_shapes[0] if config.dataset == "synthetic" else None
+        shape = MODELS.spec(config.model).input_shapes[:1] if config.dataset == "synthetic" else None
         key = shape, *(repr(getattr(config, name)) for name in _DATASET_FIELDS)
         if self._dataset is None or key != self._key:
             self._key, self._dataset = key, build_dataset(placement)

@@ -4,7 +4,17 @@ from .base import FusedOptimizer
 from .groups import param_groups
 from .lamb import FusedLAMB
 from .lars import FusedLARS
+from .registry import OPTIMIZERS, build_optimizer
 from .sgd import FusedSGD
 from .trust import TrustRatio
 
-__all__ = ["FusedLAMB", "FusedLARS", "FusedOptimizer", "FusedSGD", "TrustRatio", "param_groups"]
+__all__ = [
+    "FusedLAMB",
+    "FusedLARS",
+    "FusedOptimizer",
+    "FusedSGD",
+    "OPTIMIZERS",
+    "TrustRatio",
+    "build_optimizer",
+    "param_groups",
+]

@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from ddpcore.options.registry import Registry
+
 Schedule = Callable[[int], float]
 
 
@@ -66,11 +68,22 @@ def step_decay(lr: float, milestones: Sequence[int], gamma: float = 0.1) -> Sche
     return lambda step: float(lr * gamma ** bisect_right(marks, step))
 
 
-def exponential(lr: float, gamma: float) -> Schedule:
-    """lr * gamma^step."""
+def exponential(lr: float, gamma: float, steps_per_unit: int = 1) -> Schedule:
+    """lr * gamma^(step / steps_per_unit): times gamma every steps_per_unit steps, smoothly."""
     _check_lr(lr)
     _check_gamma(gamma)
-    return lambda step: float(lr * gamma**step)
+    each = gamma ** (1 / steps_per_unit)
+    return lambda step: float(lr * each**step)
+
+
+# What a caller sets: num_steps is the length of training, milestones are steps, steps_per_unit those of an epoch or 1.
+SCHEDULES: Registry[Schedule] = Registry(
+    "schedule",
+    "ddpcore.schedules",
+    Callable,  # type: ignore[arg-type]
+    {"constant": constant, "step": step_decay, "cosine": cosine, "exponential": exponential},
+    reserved=("lr", "num_steps", "milestones", "gamma", "steps_per_unit"),
+)
 
 
 def _check_lr(lr: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 
 from typing_extensions import override
 
+from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_range, typed
 
 SEED_RANGE: dict[str, Any] = {"least": 0, "below": 2**62}
@@ -23,6 +24,7 @@ def option(
     help: str = "",
     *,
     choices: Sequence[str] = (),
+    parts: Registry[Any] | None = None,
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
@@ -36,14 +38,15 @@ def option(
         default: of the field.
         help: one clause; choices and default are added to it.
         choices: values that :func:`check` allows, for a list each of its items.
+        parts: the value is the name of a part of this kind, or a list of such names.
         least, above, below: bounds of a number, for :func:`check`.
         is_file: the value is a file that will be written; :func:`check` tests that this is possible.
         positional: a word of the command line without a flag.
         more: arguments of ``argparse.ArgumentParser.add_argument`` in place of those that follow from the field's type.
     """
     bounds = {"least": least, "above": above, "below": below}
-    metadata = {"help": help, "choices": tuple(choices), "bounds": bounds, "is_file": is_file, "more": more}
-    return field(default=default, metadata={**metadata, "positional": positional})
+    allowed = {"choices": tuple(choices), "parts": parts, "bounds": bounds, "is_file": is_file}
+    return field(default=default, metadata={"help": help, **allowed, "positional": positional, "more": more})
 
 
 def flag(name: str) -> str:
@@ -106,7 +109,8 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
         arguments = {**_argument_of(hints[item.name]), "default": argparse.SUPPRESS, **about["more"]}
         if about["is_file"]:
             arguments["metavar"] = "FILE"
-        arguments["help"] = ": ".join(filter(None, (about["help"], ", ".join(about["choices"])))) + shown
+        names = about["choices"] if about["parts"] is None else (*about["parts"].names(), "or module:attribute")
+        arguments["help"] = ": ".join(filter(None, (about["help"], ", ".join(names)))) + shown
         if about["positional"]:
             parser.add_argument(item.name, **{"nargs": "?", **arguments})
         else:
@@ -141,11 +145,20 @@ def check(config: Any) -> None:
         check_range(name, value, **about["bounds"])
         if isinstance(value, tuple):
             _check_list(name, value)
-        if about["choices"]:
-            for one in value if isinstance(value, tuple) else (value,):
+        for one in value if isinstance(value, tuple) else (value,):
+            if about["choices"]:
                 check_choice(name, one, about["choices"])
+            if about["parts"] is not None:
+                _check_part(name, one, about["parts"])
         if about["is_file"]:
             _check_writable(name, value.resolve())
+
+
+def _check_part(name: str, part: str, parts: Registry[Any]) -> None:
+    try:
+        parts.find(part)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _check_list(name: str, values: Sequence[Any]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import types
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ddpcore.options.suggest import suggest
 from ddpcore.options.typed import typed
@@ -82,37 +83,53 @@ class Registry(Generic[Part]):
         """Whether the part of this name has a parameter, an option or a reserved one."""
         return parameter in self._parameters(name)
 
+    def parameter(self, name: str, parameter: str) -> inspect.Parameter:
+        """A parameter of the part of this name, an option or a reserved one. KeyError: there is none."""
+        return self._parameters(name)[parameter]
+
+    def hints(self, name: str) -> dict[str, Any]:
+        """The types of the options of the part of this name, as far as their type hints or their defaults tell."""
+        hints, found = self._hints(name), {}
+        for option, default in self.options(name).items():
+            if option in hints and _is_plain(hints[option]):
+                found[option] = hints[option]
+            elif isinstance(default, tuple) and default and type(default[0]) in (int, float):
+                found[option] = tuple[type(default[0]), ...]  # type: ignore[misc]
+        return found
+
     def check_options(self, name: str, options: Mapping[str, Any]) -> None:
         """Check that the options exist, and the types of those that have a plain type hint.
 
         Raises:
             ValueError: one does not exist, and the message has the nearest, or has a value of another type.
         """
-        known, hints = self.options(name), self._hints(name)
+        known, hints = self.options(name), self.hints(name)
         for option, value in options.items():
             if option not in known:
                 raise ValueError(f"{self.kind} {name} has no option {option!r}: {suggest(option, known)}")
-            if hints.get(option) in (int, float, bool, str):
+            is_single = get_origin(hints.get(option)) is tuple and type(value) in (int, float)  # for a list of one
+            if option in hints and not is_single:
                 typed(f"{self.kind} {name}: {option}", value, hints[option])
 
     def build(self, name: str, *arguments: Any, **options: Any) -> Part:
         """The part of this name.
 
         Args:
-            name: see the module's page.
+            name: a short name or ``module:attribute``.
             arguments: its first, by position.
             options: by keyword; reserved parameters that it does not have are left out.
 
         Raises:
-            ValueError: no such part or option, or the part refuses a value.
+            ValueError: there is no such part or option, or the part cannot be made; one line that names the part.
         """
         make = self.find(name)
         given = {key: value for key, value in options.items() if key not in self.reserved or self.takes(name, key)}
         self.check_options(name, {key: value for key, value in given.items() if key not in self.reserved})
         try:
             part = make(*arguments, **given)
-        except TypeError as error:
-            raise ValueError(f"{self.kind} {name}: {error}") from error
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(reason if name in reason else f"{self.kind} {name}: {reason}") from error
         if not isinstance(part, self.base):
             raise ValueError(f"{self.kind} {name} makes a {type(part).__name__}: it must make a {self._base_names()}")
         return part
@@ -149,6 +166,16 @@ class Registry(Generic[Part]):
     def _base_names(self) -> str:
         bases = self.base if isinstance(self.base, tuple) else (self.base,)
         return " or ".join(base.__name__ for base in bases)
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether ``typed`` decides about values of a type hint: numbers, text, tuples of them, or one of these or None."""
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
+        return len(kinds) == 1 and _is_plain(kinds[0])
+    if get_origin(hint) is tuple:
+        return get_args(hint)[1:] == (...,) and _is_plain(get_args(hint)[0])
+    return hint in (int, float, bool, str)
 
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

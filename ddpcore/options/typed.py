@@ -69,7 +69,7 @@ def check_range(
     below: float | None = None,
 ) -> None:
     """Raise ValueError unless the number keeps all bounds that are given. None, for a number left out, keeps all."""
-    bounds = {"at least": least, "at most": most, "above": above, "below": below}
+    bounds = {"at least": least, "above": above, "at most": most, "below": below}
     if value is None or (
         (least is None or value >= least)
         and (most is None or value <= most)

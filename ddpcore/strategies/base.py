@@ -13,7 +13,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.strategies.learner import Learner
-from ddpcore.topology import Topology
+from ddpcore.topology.base import Topology
 
 
 class Strategy(ABC):

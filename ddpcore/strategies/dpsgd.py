@@ -15,7 +15,8 @@ from ddpcore.ops.dtypes import is_narrow
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
 from ddpcore.strategies.compression import Codec, Published
 from ddpcore.strategies.learner import Learner
-from ddpcore.topology import RandomPair, Topology
+from ddpcore.topology.base import Topology
+from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.stale import check_stale
 
 ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")

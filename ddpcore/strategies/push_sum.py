@@ -10,7 +10,7 @@ from torch import Tensor
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
-from ddpcore.topology import Topology
+from ddpcore.topology.base import Topology
 
 
 class PushSum(Strategy):

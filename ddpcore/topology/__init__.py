@@ -8,34 +8,3 @@ the columns do: that is for push-sum, and ordinary gossip refuses it.
 
 What a topology costs is linear in its edges; a matrix [n, n] is formed only by `matrix()`.
 """
-
-from .base import Matrix, Round, Topology
-from .describe import Description, describe
-from .given import FromGraph, FromMatrix
-from .hierarchical import Hierarchical
-from .names import build, names, options
-from .pairs import Matching, RandomPair
-from .regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
-
-__all__ = [
-    "Complete",
-    "Description",
-    "FromGraph",
-    "FromMatrix",
-    "Hierarchical",
-    "Hypercube",
-    "Matching",
-    "Matrix",
-    "OnePeerExponential",
-    "RandomPair",
-    "Ring",
-    "Round",
-    "Star",
-    "StaticExponential",
-    "Topology",
-    "Torus2D",
-    "build",
-    "describe",
-    "names",
-    "options",
-]

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcore import data, models
-from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.data import Dataset, ShardedBatches, load_dataset
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.state_sync import Policies
-from ddpcore.optim import schedules
-from ddpcore.optim.schedules import Schedule
+from ddpcore.models import MODELS
+from ddpcore.optim.registry import build_optimizer, clips_itself
+from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
-from ddpcore.strategies import Baseline, Strategy
-from ddpcore.training import optimizers, statistics
+from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.training import statistics
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.trainer import Trainer
 
@@ -73,28 +73,29 @@ def build_dataset(place: LearnerPlacement) -> Dataset:
     """The data set of the config; rank 0 of each machine fetches and verifies the files before the other ranks read.
 
     Raises:
-        ValueError: see :func:`load_dataset`.
+        ValueError: see :func:`read_dataset`.
     """
     first = place.world.local_rank == 0
     if not first:
         place.barrier()
-    dataset = load_dataset(place.config, first=first)
+    dataset = read_dataset(place.config, first=first)
     if first:
         place.barrier()
     return dataset
 
 
-def load_dataset(config: TrainConfig, *, first: bool) -> Dataset:
+def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
     """The data set of the config, on the CPU. Only the first process fetches missing files and verifies them.
 
     Raises:
         ValueError: files are missing or damaged, or the options do not fit the data set.
     """
-    spec = models.spec(config.model)
     options: dict[str, Any] = {}
     if config.dataset == "synthetic":  # samples of the shape that the model takes
-        options = {"input_shape": spec.input_shapes[0], "num_classes": spec.num_classes}
-    return data.build(
+        spec = MODELS.spec(config.model)
+        shape = {"input_shape": spec.input_shapes[0]} if spec.input_shapes else {}
+        options = {**shape, "num_classes": spec.num_classes}
+    return load_dataset(
         config.dataset,
         data_dir=config.data_dir,
         seed=config.seed,
@@ -126,15 +127,17 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
     """The learning rate of each step."""
     lr, unit = config.lr, steps_per_epoch if config.schedule_unit == "epochs" else 1
     if config.reference_batch_size is not None:
-        lr = schedules.linear_scaling(lr, config.batch_size, config.reference_batch_size)
-    schedule = schedules.constant(lr)
-    if config.schedule == "cosine":
-        schedule = schedules.cosine(lr, total_steps(config, steps_per_epoch))
-    elif config.schedule == "step":
-        schedule = schedules.step_decay(lr, [round(mark * unit) for mark in config.milestones], config.gamma)
-    elif config.schedule == "exponential":
-        schedule = schedules.exponential(lr, config.gamma ** (1 / unit))
-    return schedules.warmup(schedule, round(config.warmup * unit), config.warmup_start)
+        lr = linear_scaling(lr, config.batch_size, config.reference_batch_size)
+    schedule = SCHEDULES.build(
+        config.schedule,
+        lr=lr,
+        num_steps=total_steps(config, steps_per_epoch),
+        milestones=[round(mark * unit) for mark in config.milestones],
+        gamma=config.gamma,
+        steps_per_unit=unit,
+        **config.schedule_options,
+    )
+    return warmup(schedule, round(config.warmup * unit), config.warmup_start)
 
 
 def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
@@ -143,13 +146,13 @@ def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
     Raises:
         ValueError: the model does not take such samples, or an option's value.
     """
-    return models.build(
+    return MODELS.build(
         config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
     )
 
 
 def _build_optimizer(config: TrainConfig, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    return optimizers.build(
+    return build_optimizer(
         config.optimizer,
         model,
         lr=lr,
@@ -221,7 +224,7 @@ def build_trainer(place: LearnerPlacement, dataset: Dataset, **options: Any) -> 
         schedule=schedule,
         accumulation=config.accumulation,
         label_smoothing=config.label_smoothing,
-        max_grad_norm=None if optimizers.clips_itself(config.optimizer) else config.max_grad_norm,
+        max_grad_norm=None if clips_itself(config.optimizer) else config.max_grad_norm,
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
         compile=config.compile,
     )

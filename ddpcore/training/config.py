@@ -7,27 +7,62 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from ddpcore import data, models, strategies, topology
 from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.data import SAMPLERS
+from ddpcore.data import DATASETS, SAMPLERS
 from ddpcore.distributed.averaging import BATCH_NORM
 from ddpcore.distributed.state_sync import Policies
-from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import plain, typed
-from ddpcore.training import optimizers
+from ddpcore.models import MODELS
+from ddpcore.optim.registry import OPTIMIZERS
+from ddpcore.optim.schedules import SCHEDULES
+from ddpcore.options.registry import Registry
+from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
+from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.registry import STRATEGIES
+from ddpcore.topology.base import Topology
+from ddpcore.topology.registry import TOPOLOGIES
 
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
-SCHEDULES = ("constant", "step", "cosine", "exponential")
 UNITS = ("epochs", "steps")
 EVALUATION_SPLITS = ("test", "validation")
 # Where and how often things are written changes no result: a run may be resumed with other values of these.
 BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best")
 
-# A mapping, and the field that it holds the options of.
-OPTIONS = {f"{name}_options": name for name in ("model", "dataset", "optimizer", "strategy", "topology")} | {
-    "policies": ""
+# Fields that name a part of the run, and where the parts of this kind are found; `model` has its `model_options`.
+REGISTRIES: Mapping[str, Registry[Any]] = {
+    "model": MODELS,
+    "dataset": DATASETS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "strategy": STRATEGIES,
+    "topology": TOPOLOGIES,
+}
+# Fields that hold options, and the field that names what they are options of.
+OPTIONS = {f"{name}_options": name for name in REGISTRIES} | {"policies": ""}
+CHOICES = {
+    "sampler": SAMPLERS,
+    "schedule_unit": UNITS,
+    "precision": PRECISIONS,
+    "device": DEVICES,
+    "transport": TRANSPORTS,
+    "evaluate_on": EVALUATION_SPLITS,
+    "evaluation_batch_norm": BATCH_NORM,
+}
+# Bounds of numbers, as check_range takes them. None, where a field may be None, keeps all.
+_COUNT, _NOT_NEGATIVE, _SHARE = {"least": 1}, {"least": 0}, {"least": 0, "most": 1}
+RANGES: Mapping[str, Mapping[str, float]] = {
+    **dict.fromkeys(("batch_size", "accumulation", "epochs", "steps", "learners", "keep_last"), _COUNT),
+    **dict.fromkeys(("recalibration_batches", "reference_batch_size", "num_train", "num_test"), _COUNT),
+    **dict.fromkeys(("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup"), _NOT_NEGATIVE),
+    **dict.fromkeys(("statistics_every", "flatness_samples"), _NOT_NEGATIVE),
+    **dict.fromkeys(("warmup_start", "label_smoothing"), _SHARE),
+    "statistics_samples": _COUNT,
+    "max_grad_norm": {"above": 0},
+    "gamma": {"above": 0, "most": 1},
+    "target": {"above": 0, "most": 1},
+    "diverged_above": {"above": 1},
+    "seed": {"least": 0, "below": 2**62},
 }
 
 
@@ -36,11 +71,13 @@ class TrainConfig:
     """A training run. Constructing one checks everything that can be known before data are read.
 
     Attributes:
-        model: a name of :func:`ddpcore.models.names`.
+        model: a part by name, as ``dataset``, ``optimizer``, ``schedule``, ``strategy`` and ``topology`` are: one of
+            ddpcore's, your own as ``module:attribute``, or one of an installed package. See
+            :mod:`ddpcore.options.registry`.
         model_options: of that model, such as ``{"dropout": 0.2}``.
         channels_last: keep the weights of convolutions in channels-last order, which GPUs and bf16 like.
-        dataset: a name of :func:`ddpcore.data.names`; ``synthetic`` takes the shape that the model takes.
-        dataset_options: of that data set, see :func:`ddpcore.data.options`.
+        dataset: see ``model``; ``synthetic`` takes the shape that the model takes.
+        dataset_options: of that data set, see ``DATASETS.options(name)``.
         data_dir: the folder of its files.
         download: fetch missing files into ``data_dir`` first.
         normalize: images to mean 0 and standard deviation 1 a channel.
@@ -55,14 +92,14 @@ class TrainConfig:
         accumulation: backward passes a step, each over an equal part of every learner's share of the batch.
         epochs: length of the run; or
         steps: its length in optimizer steps. Exactly one of the two.
-        optimizer: ``sgd``, ``lars`` and ``lamb`` are ddpcore's, the others torch's; see
-            :func:`ddpcore.training.optimizers.names`.
+        optimizer: see ``model``; ``sgd``, ``lars`` and ``lamb`` are ddpcore's, the other short names torch's.
         optimizer_options: of that optimizer, such as ``{"momentum": 0.9, "weight_decay": 5e-4}``.
         param_groups: leave biases and norms without weight decay and adaptation, see :mod:`ddpcore.optim.groups`.
         lr: peak learning rate, for a batch of ``reference_batch_size`` where that is given.
         reference_batch_size: scale ``lr`` linearly with ``batch_size / reference_batch_size``; None leaves it as it is.
         schedule: ``constant``; ``step``, times ``gamma`` at each of ``milestones``; ``cosine`` to 0 at the end of the
-            run; ``exponential``, times ``gamma`` each unit of time.
+            run; ``exponential``, times ``gamma`` each unit of time; or a user's own, see ``model``.
+        schedule_options: of a user's own schedule.
         schedule_unit: of ``milestones``, ``warmup`` and ``gamma``: ``epochs`` or ``steps``.
         milestones: for ``step``, ascending.
         gamma: see ``schedule``.
@@ -72,10 +109,10 @@ class TrainConfig:
         max_grad_norm: gradients of a learner that are longer are scaled to this length.
         precision: ``fp32``, or ``bf16`` for forward passes under autocast.
         compile: run the model through ``torch.compile``.
-        strategy: a name of :func:`ddpcore.strategies.names`.
-        strategy_options: of that strategy, see :func:`ddpcore.strategies.build`.
-        topology: a name of :func:`ddpcore.topology.names`, for strategies with neighbours.
-        topology_options: of that topology, see :func:`ddpcore.topology.options`.
+        strategy: see ``model``.
+        strategy_options: of that strategy, see :mod:`ddpcore.strategies.registry`.
+        topology: see ``model``; for strategies with neighbours.
+        topology_options: of that topology.
         policies: fields of :class:`ddpcore.Policies`.
         learners: how many; virtual ones of one process, or spread evenly over the ranks, one or several on each.
         device: ``cpu``, ``cuda``, or ``auto``.
@@ -129,7 +166,8 @@ class TrainConfig:
     param_groups: bool = False
     lr: float = 0.1
     reference_batch_size: int | None = None
-    schedule: str = SCHEDULES[0]
+    schedule: str = "constant"
+    schedule_options: Mapping[str, Any] = field(default_factory=dict)
     schedule_unit: str = UNITS[0]
     milestones: tuple[float, ...] = ()
     gamma: float = 0.1
@@ -166,49 +204,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in _hints():
             object.__setattr__(self, name, typed_field(name, getattr(self, name)))
-        for name in ("batch_size", "accumulation", "epochs", "steps", "learners", "recalibration_batches", "keep_last"):
-            _check_at_least(name, getattr(self, name), 1)
-        for name in ("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup", "statistics_every"):
-            _check_at_least(name, getattr(self, name), 0)
-        _check_at_least("flatness_samples", self.flatness_samples, 0)
-        for name in ("reference_batch_size", "num_train", "num_test", "statistics_samples"):
-            _check_at_least(name, getattr(self, name), 1)
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}: it must be above 0")
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"gamma is {self.gamma}: it must be above 0 and at most 1")
-        for name in ("warmup_start", "label_smoothing"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be from 0 to 1")
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ValueError(f"target is {self.target}: it must be above 0 and at most 1")
-        if self.diverged_above is not None and self.diverged_above <= 1:
-            raise ValueError(f"diverged_above is {self.diverged_above}: it must be above 1, times the first loss")
-        if not 0 <= self.seed < 2**62:
-            raise ValueError(f"seed is {self.seed}: it must be at least 0 and below 2^62")
-        self._check_choices()
+        for name, bounds in RANGES.items():
+            check_range(name, getattr(self, name), **bounds)
+        for name, allowed in CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
         self._check_combinations()
         self._check_options()
-
-    def _check_choices(self) -> None:
-        for name, allowed in (
-            ("model", models.names()),
-            ("dataset", data.names()),
-            ("sampler", SAMPLERS),
-            ("optimizer", optimizers.names()),
-            ("schedule", SCHEDULES),
-            ("schedule_unit", UNITS),
-            ("precision", PRECISIONS),
-            ("strategy", strategies.names()),
-            ("topology", topology.names()),
-            ("device", DEVICES),
-            ("transport", TRANSPORTS),
-            ("evaluate_on", EVALUATION_SPLITS),
-            ("evaluation_batch_norm", BATCH_NORM),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}: {suggest(value, allowed)}")
 
     def _check_combinations(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -244,41 +245,31 @@ class TrainConfig:
         """Options belong to what they are options of, which builds it here once and throws it away."""
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
-        for name, known in (
-            ("model_options", models.spec(self.model).options),
-            ("dataset_options", data.options(self.dataset)),
-            ("optimizer_options", optimizers.options(self.optimizer)),
-            ("strategy_options", strategies.options(self.strategy)),
-            ("topology_options", topology.options(self.topology)),
-            ("policies", tuple(item.name for item in fields(Policies))),
-        ):
-            for key in getattr(self, name):
-                if key not in known:
-                    raise ValueError(f"{name} has no {key!r} here: {suggest(key, tuple(known))}")
-        defaults = strategies.options(self.strategy)
-        for name, hints in (
-            ("strategy_options", {key: type(value) for key, value in defaults.items() if value is not None}),
-            ("dataset_options", data.option_types(self.dataset)),
-            ("topology_options", topology.options(self.topology)),
-        ):
-            for key, value in getattr(self, name).items():
-                if key in hints:
-                    typed(f"{name}.{key}", value, hints[key])
+        for name, registry in REGISTRIES.items():
+            registry.check_options(getattr(self, name), getattr(self, f"{name}_options"))
+        check_keys("policies", self.policies, (item.name for item in fields(Policies)))
         Policies(**self.policies)
         self.make_link()
         self.make_strategy()
 
-    def make_strategy(self) -> strategies.Strategy | strategies.Baseline:
+    def make_strategy(self) -> Strategy | Baseline:
         """A new strategy, with its topology.
 
         Raises:
             ValueError: its options are wrong.
         """
         options = dict(self.strategy_options)
-        if "seed" in strategies.options(self.strategy):
+        if "seed" in STRATEGIES.options(self.strategy):
             options.setdefault("seed", self.seed)
-        chosen = topology.build(self.topology, self.seed, **self.topology_options)
-        return strategies.build(self.strategy, topology=chosen, **options)
+        return STRATEGIES.build(self.strategy, topology=self.make_topology(), **options)
+
+    def make_topology(self) -> Topology:
+        """A new topology.
+
+        Raises:
+            ValueError: its options are wrong.
+        """
+        return TOPOLOGIES.build(self.topology, seed=self.seed, **self.topology_options)
 
     def make_link(self) -> Link | None:
         """The network to emulate.
@@ -299,10 +290,7 @@ class TrainConfig:
         Raises:
             ValueError: a key is no field; the message has the nearest one.
         """
-        known = tuple(item.name for item in fields(cls))
-        for key in values:
-            if key not in known:
-                raise ValueError(f"a training run has no field {key!r}: {suggest(key, known)}")
+        check_keys("a training run", values, (item.name for item in fields(cls)))
         return cls(**values)
 
     def overridden(self, overrides: Mapping[str, Any]) -> TrainConfig:
@@ -352,11 +340,6 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
         if overrides.get(name) is not None and other not in overrides:
             result[other] = None
     return result
-
-
-def _check_at_least(name: str, value: float | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"{name} is {value}: it must be at least {least}")
 
 
 def typed_field(name: str, value: Any) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ddpcore import models
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import comm, environment
 from ddpcore.bench.bucket_sizes import parse_sizes
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
+from ddpcore.models import MODELS
 from ddpcore.report import plot
 from ddpcore.runtime import launch
 from helpers import ranks
@@ -174,7 +174,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert set(result) == {
         "environment", "model", "world_size", "batch_size", "rounds", "rows", "recommended",
     }  # fmt: skip
-    numel = sum(parameter.numel() for parameter in models.build("mlp", hidden=(160, 100, 20)).parameters())
+    numel = sum(parameter.numel() for parameter in MODELS.build("mlp", hidden=(160, 100, 20)).parameters())
     rows: dict[str, list[dict[str, Any]]] = {"ddp": [], "ssgd": []}
     for row in result["rows"]:
         assert set(row) == ROW

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore import models
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench.config import BenchConfig
+from ddpcore.models import MODELS
 from ddpcore.runtime import launch
 
 REFUSED = [
@@ -20,14 +20,14 @@ REFUSED = [
     ("--compression topk", "take a fixed topology (ring)"),
     ("--model mlp --model-options hidden=0", "each width must be at least 1"),
     ("--model mlp --model-options hidden=abc", "--model-options hidden is 'abc': it must be a list of numbers"),
-    ("--model mlp --model-options width=3", "model_options has no 'width'"),
+    ("--model mlp --model-options width=3", "model mlp has no option 'width'"),
     ("--model vit --model-options depth=abc", "--model-options depth is 'abc': it must be a whole number"),
     ("--model vit --model-options dropout=nan", "--model-options dropout is nan: it must be a finite number"),
     ("--model speech_lstm --dataset synthetic_speech --model-options depth=1.5", "depth is 1.5: it must be a whole"),
     ("--dataset-options num_classes=x", "--dataset-options num_classes is 'x': it must be a whole number"),
     ("--dataset-options input_shape=-1", "input_shape is [-1], each size must be at least 1"),
     ("--dataset-options input_shape=x", "--dataset-options input_shape is 'x': it must be a list of numbers"),
-    ("--dataset-options colour=3", "dataset_options has no 'colour'"),
+    ("--dataset-options colour=3", "data set synthetic has no option 'colour'"),
 ]
 
 
@@ -47,13 +47,13 @@ def test_one_number_may_stand_for_a_list_of_one() -> None:
 def test_trying_a_model_leaves_the_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made where tensors have no memory."""
     made: list[Any] = []
-    build = models.build
+    build = MODELS.build
 
     def seen(*words: Any, **more: Any) -> Any:
         made.append(build(*words, **more))
         return made[-1]
 
-    monkeypatch.setattr(models, "build", seen)
+    monkeypatch.setattr(MODELS, "build", seen)
     monkeypatch.setattr(launch, "run", lambda *args, **more: None)
     before = torch.get_rng_state()
     assert bench.main(["--model", "vit", "--device", "cpu"]) == 0

@@ -10,18 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpcore import data, models
 from ddpcore.bench import contender
 from ddpcore.bench.config import BenchConfig, resolve
 from ddpcore.bench.step_timing import StepTimer
+from ddpcore.data import load_dataset
+from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime.launch import World
 
 
 def test_every_gradient_arrives_between_forward_and_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = models.spec("lenet5")
+    spec = MODELS.spec("lenet5")
     resolved = resolve(BenchConfig(model="lenet5", batch_size=8, device="cpu"), world_size=1, num_gpus=0)
-    dataset = data.build("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
+    dataset = load_dataset("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
     one = contender.build_contender(contender.COMPUTE, resolved, World(), dataset)
     timer = StepTimer(one)
     clock = count()
@@ -52,9 +53,9 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_work_of_our_strategies_without_communication_has_their_optimizer() -> None:
-    spec = models.spec("mlp")
+    spec = MODELS.spec("mlp")
     resolved = resolve(BenchConfig(model="mlp", batch_size=8, device="cpu"), world_size=1, num_gpus=0)
-    dataset = data.build("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
+    dataset = load_dataset("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
     kinds = {}
     for name in ("ssgd", "ddp"):
         one = contender.build_contender(contender.compute_of(name), resolved, World(), dataset)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from ddpcore import topology
+from ddpcore import TOPOLOGIES, Hierarchical
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench.topology import MANY, TopologyConfig, measure
 from ddpcore.storage.json_lines import to_json
+from ddpcore.topology.describe import describe
 
 
 def run(line: str, folder: Path) -> dict[str, Any]:
@@ -26,19 +27,19 @@ def run(line: str, folder: Path) -> dict[str, Any]:
 def test_all_names_at_once(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run(line, tmp_path)
     assert set(result) == {"environment", "world_size", "seed", "local_size", "rows", "refused"}
-    assert [row["topology"] for row in result["rows"]] == list(topology.names())
+    assert [row["topology"] for row in result["rows"]] == list(TOPOLOGIES.names())
     assert result["refused"] == []
     for row in result["rows"]:
-        described = topology.describe(topology.build(row["topology"]), 8)
+        described = describe(TOPOLOGIES.build(row["topology"]), 8)
         assert row == {"topology": row["topology"], **to_json(described)}
     text = capsys.readouterr().out
-    assert all(name in text for name in topology.names())
+    assert all(name in text for name in TOPOLOGIES.names())
 
 
 def test_one_name_and_its_options(tmp_path: Path) -> None:
     result = run("topology hierarchical --world-size 24 --local-size 6 --seed 3", tmp_path)
     (row,) = result["rows"]
-    assert row == {"topology": "hierarchical", **to_json(topology.describe(topology.Hierarchical(6), 24))}
+    assert row == {"topology": "hierarchical", **to_json(describe(Hierarchical(6), 24))}
     assert (result["world_size"], result["local_size"], result["seed"]) == (24, 6, 3)
     seeds = [measure(TopologyConfig(name="random_pair", world_size=64, seed=seed))["rows"] for seed in (1, 1, 2)]
     assert seeds[0] == seeds[1]
@@ -56,7 +57,7 @@ def test_what_may_take_long_is_said_before_it_begins(tmp_path: Path, capsys: pyt
 def test_what_does_not_fit_is_said_below_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run("topology --world-size 7", tmp_path)
     assert [entry["topology"] for entry in result["refused"]] == ["torus_2d", "hypercube", "hierarchical"]
-    assert len(result["rows"]) == len(topology.names()) - 3
+    assert len(result["rows"]) == len(TOPOLOGIES.names()) - 3
     text = capsys.readouterr().out
     for entry in result["refused"]:
         assert f"{entry['topology']}: {entry['reason']}" in text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddpcore import Ring
-from ddpcore.strategies import ORDERS
+from ddpcore.strategies.dpsgd import ORDERS
 
 _path = Path(__file__).parents[2] / "benchmarks" / "gossip_orders.py"
 _spec = importlib.util.spec_from_file_location("gossip_orders", _path)

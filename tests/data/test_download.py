@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddpcore import data
-from ddpcore.data import cifar, download, mnist
+from ddpcore.data import DATASETS, cifar, download, load_dataset, mnist
 
 FILES: dict[str, bytes] = {}
 REQUESTS: list[str] = []
@@ -80,13 +79,13 @@ def archive(variant: cifar.Variant) -> bytes:
 @pytest.mark.parametrize(("name", "num_files"), [("mnist", 4), ("cifar10", 1), ("cifar100", 1)])
 def test_download_then_read_and_never_again(tmp_path: Path, server: None, name: str, num_files: int) -> None:
     with pytest.raises(ValueError, match=r"no such file|holds neither"):
-        data.build(name, data_dir=tmp_path)
+        load_dataset(name, data_dir=tmp_path)
     assert REQUESTS == [], "nothing is fetched unasked"
     folder = tmp_path / "made" / "here"
-    built = data.build(name, data_dir=folder, download=True, verify=False)
+    built = load_dataset(name, data_dir=folder, download=True, verify=False)
     assert built.test is not None and len(built.test) == 2
     assert len(REQUESTS) == num_files
-    data.build(name, data_dir=folder, download=True, verify=False)
+    load_dataset(name, data_dir=folder, download=True, verify=False)
     assert len(REQUESTS) == num_files, "what is there is not fetched again"
 
 
@@ -109,7 +108,7 @@ def test_only_what_is_missing_is_fetched(tmp_path: Path, server: None) -> None:
 def test_half_a_folder_is_made_whole(tmp_path: Path, server: None) -> None:
     download.download("cifar10", tmp_path)
     (tmp_path / "cifar-10-batches-py" / "data_batch_4").unlink()
-    assert len(data.build("cifar10", data_dir=tmp_path, download=True, verify=False).train) == 10
+    assert len(load_dataset("cifar10", data_dir=tmp_path, download=True, verify=False).train) == 10
 
 
 def test_a_file_with_another_sum_or_none_at_all_is_one_line(tmp_path: Path, server: None) -> None:
@@ -117,7 +116,7 @@ def test_a_file_with_another_sum_or_none_at_all_is_one_line(tmp_path: Path, serv
     del FILES["train-images-idx3-ubyte.gz"]
     for name, url in (("cifar10", "cifar-10-python.tar.gz"), ("mnist", "train-images-idx3-ubyte.gz")):
         with pytest.raises(ValueError, match=f"{url}: cannot be fetched") as caught:
-            data.build(name, data_dir=tmp_path, download=True)
+            load_dataset(name, data_dir=tmp_path, download=True)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "cifar-10-batches-py").exists(), "nothing of it was unpacked"
 
@@ -125,12 +124,12 @@ def test_a_file_with_another_sum_or_none_at_all_is_one_line(tmp_path: Path, serv
 def test_without_pooch_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "pooch", None)
     with pytest.raises(ValueError, match=r"pip install 'ddpcore\[data\]'"):
-        data.build("cifar100", data_dir=tmp_path, download=True)
+        load_dataset("cifar100", data_dir=tmp_path, download=True)
 
 
 def test_sources_and_checksums_are_well_formed() -> None:
     """Every set of images has sources; a sum is 32 hexadecimal digits, and no two files share one."""
-    assert set(download.SOURCES) == set(data.names()) - {"synthetic", "synthetic_speech", "saddle", "features"}
+    assert set(download.SOURCES) == set(DATASETS.names()) - {"synthetic", "synthetic_speech", "saddle", "features"}
     sums = [source.md5 for sources in download.SOURCES.values() for source in sources]
     sums += [mnist.MD5[name] for name in mnist.FILES] + [*cifar.CIFAR10.md5.values(), *cifar.CIFAR100.md5.values()]
     assert all(len(s) == 32 and set(s) <= set("0123456789abcdef") for s in sums)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpcore import data
-from ddpcore.data import features
+from ddpcore.data import features, load_dataset
 
 
 def arrays(num_samples: int, seed: int = 0, frames: int = 3, num_features: int = 4) -> dict[str, np.ndarray]:
@@ -38,7 +37,7 @@ def test_files_of_a_folder_follow_each_other_by_name(tmp_path: Path, suffix: str
     write(tmp_path / "train" / f"a.{suffix}", first)
     write(tmp_path / "test" / f"only.{suffix}", test)
     (tmp_path / "train" / "notes.txt").write_text("not a file of features")
-    built = data.build("features", data_dir=tmp_path)
+    built = load_dataset("features", data_dir=tmp_path)
     assert (built.name, built.num_classes, built.input_shape) == ("features", 5, (3, 4))
     assert built.test is not None
     expected = np.concatenate([first["inputs"], second["inputs"]])
@@ -50,15 +49,15 @@ def test_files_of_a_folder_follow_each_other_by_name(tmp_path: Path, suffix: str
 
 def test_without_a_test_folder_there_is_no_test_split_and_more_classes_may_be_named(tmp_path: Path) -> None:
     write(tmp_path / "train" / "a.npz", arrays(4))
-    built = data.build("features", data_dir=str(tmp_path), num_classes=9, num_validation=1)
+    built = load_dataset("features", data_dir=str(tmp_path), num_classes=9, num_validation=1)
     assert built.test is None and built.num_classes == 9 and built.validation is not None
     with pytest.raises(ValueError, match="there is a label 3 for 3 classes, raise num_classes"):
-        data.build("features", data_dir=tmp_path, num_classes=3)
+        load_dataset("features", data_dir=tmp_path, num_classes=3)
 
 
 def refused(root: Path, *words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        data.build("features", data_dir=root)
+        load_dataset("features", data_dir=root)
     text = str(caught.value)
     assert "\n" not in text
     for word in words:
@@ -71,7 +70,7 @@ def test_missing_folders(tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     refused(tmp_path, str(tmp_path / "test"), "holds no .npz")
     with pytest.raises(ValueError, match=r"set data_dir \(--data-dir\)"):
-        data.build("features")
+        load_dataset("features")
 
 
 @pytest.mark.parametrize("suffix", ["npz", "h5"])

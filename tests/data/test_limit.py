@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpcore import data
-from ddpcore.data import Dataset, Split
+from ddpcore.data import Dataset, Split, load_dataset
 
 
 def numbered(num_train: int = 40, num_test: int = 20) -> Dataset:
@@ -52,7 +51,7 @@ def test_more_than_there_are(num_train: int | None, num_test: int | None) -> Non
 
 def test_no_test_split_to_take_from() -> None:
     with pytest.raises(ValueError, match="cannot take 5 of 0 test samples"):
-        data.build("synthetic", num_test=5)
+        load_dataset("synthetic", num_test=5)
 
 
 def test_random_labels() -> None:
@@ -67,6 +66,6 @@ def test_random_labels() -> None:
 
 
 def test_by_name() -> None:
-    part = data.build("synthetic", num_validation=100, num_train=50, random_labels=True)
+    part = load_dataset("synthetic", num_validation=100, num_train=50, random_labels=True)
     assert part.validation is not None
     assert (len(part.train), len(part.validation)) == (50, 100)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpcore.data import Dataset, build, mnist
+from ddpcore.data import Dataset, load_dataset, mnist
 
 NUM_SAMPLES = {"train": 5, "t10k": 3}
 
@@ -144,7 +144,7 @@ def test_a_folder_in_place_of_a_file(folder: Path) -> None:
 
 def test_digits_are_cropped_and_never_mirrored(folder: Path) -> None:
     """A mirrored digit is another sign: every training image is one of the 81 crops of the padded original."""
-    train = build("mnist", data_dir=folder.parents[1], augment=True, verify=False).train
+    train = load_dataset("mnist", data_dir=folder.parents[1], augment=True, verify=False).train
     padded = torch.nn.functional.pad(train.inputs[:, 0], (4,) * 4)
     crops = padded.unfold(1, 28, 1).unfold(2, 28, 1).flatten(1, 2)
     places = set()

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from ddpcore import data, models
-from ddpcore.data import speech
+from ddpcore.data import load_dataset, speech
 from ddpcore.data.base import generator
 from ddpcore.data.speech import CORRELATION, STAY, Source
+from ddpcore.models import MODELS
 
 
 def source(num_classes: int, num_features: int, seed: int = 0) -> tuple[Source, torch.Generator]:
@@ -20,7 +20,7 @@ def source(num_classes: int, num_features: int, seed: int = 0) -> tuple[Source, 
 
 
 def test_defaults() -> None:
-    built = data.build("synthetic_speech")
+    built = load_dataset("synthetic_speech")
     assert (built.name, built.num_classes, built.input_shape) == ("synthetic_speech", 32, (21, 40))
     assert built.test is not None and (len(built.train), len(built.test)) == (8000, 2000)
     inputs, labels = built.train.batch(torch.arange(6).view(2, 3))
@@ -30,7 +30,7 @@ def test_defaults() -> None:
 
 
 def test_options_reach_the_samples() -> None:
-    built = data.build("synthetic_speech", num_classes=5, num_frames=3, num_features=2, num_samples=12, seed=4)
+    built = load_dataset("synthetic_speech", num_classes=5, num_frames=3, num_features=2, num_samples=12, seed=4)
     assert (built.num_classes, built.input_shape, len(built.train), len(built.test)) == (5, (3, 2), 10, 2)
 
 
@@ -111,9 +111,9 @@ def test_the_posterior_knows_how_often_it_is_wrong_and_context_helps() -> None:
 
 def test_a_small_lstm_learns_more_than_frequencies_and_less_than_everything() -> None:
     shape = {"num_classes": 8, "num_frames": 7, "num_features": 12, "seed": 0}
-    built = data.build("synthetic_speech", **shape, num_samples=5000)
+    built = load_dataset("synthetic_speech", **shape, num_samples=5000)
     torch.manual_seed(0)
-    model = models.build("speech_lstm", input_shape=(7, 12), num_classes=8, depth=1, width=16, bottleneck=16)
+    model = MODELS.build("speech_lstm", input_shape=(7, 12), num_classes=8, depth=1, width=16, bottleneck=16)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(150):
         inputs, labels = built.train.batch(torch.arange(64) + 64 * step % (len(built.train) - 64))
@@ -144,4 +144,4 @@ def test_the_seed_decides_and_the_global_generator_rests() -> None:
 )
 def test_impossible_arguments(option: str, least: int) -> None:
     with pytest.raises(ValueError, match=f"synthetic_speech: {option} is {least - 1}: it must be at least {least}"):
-        data.build("synthetic_speech", **{option: least - 1})
+        load_dataset("synthetic_speech", **{option: least - 1})

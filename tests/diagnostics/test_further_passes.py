@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore import models
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.diagnostics.passes import as_it_was
+from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 
 NUM = 4  # learners
@@ -178,7 +178,7 @@ def test_attention_has_second_derivatives():
     records, weights = [], []
     for hessian in (True, False):
         torch.manual_seed(0)
-        model = models.build("vit", patch_size=16, width=8, depth=1, num_heads=2, mlp_width=8)
+        model = MODELS.build("vit", patch_size=16, width=8, depth=1, num_heads=2, mlp_width=8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=9), learners=2)
         x = torch.randn(2, 4, 3, 32, 32)

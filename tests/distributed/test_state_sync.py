@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import Policies, Ring
+from ddpcore import DPSGD, SSGD, LocalSGD, Policies, PushSum, Ring
 from ddpcore.distributed.state_sync import scales_inside
 from ddpcore.optim import FusedSGD
-from ddpcore.strategies import DPSGD, SSGD, LocalSGD, PushSum
 
 N = 4
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ddpcore import models
+from ddpcore.models import MODELS
 from ddpcore.models.blocks import SqueezeExcitation
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def small(name: str, **options: Any) -> nn.Module:
     """The model of a name, with as few parameters as show what it does."""
-    return models.build(name, **{**SMALL.get(name, {}), **options})
+    return MODELS.build(name, **{**SMALL.get(name, {}), **options})
 
 
 def awake(model: nn.Module) -> nn.Module:

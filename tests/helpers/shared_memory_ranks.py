@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
+from ddpcore import Round
 from ddpcore.comm import SharedMemoryCommunicator
 from ddpcore.comm.shared import memory
 from ddpcore.optim import FusedSGD
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.topology import Round
 from helpers.lending_ranks import freezes_and_saves, lends, misses_a_gradient
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ddpcore
-from ddpcore import models
+from ddpcore.models import MODELS
 from ddpcore.runtime.launch import World
 from ddpcore.training import Interrupted, TrainConfig, train
 from helpers import images
@@ -49,7 +49,7 @@ def contents(out: Path) -> dict[str, bytes]:
 def accuracy(out: Path, config: TrainConfig) -> float:
     """Of the model that the run has left, on the whole test split, by one process."""
     dataset = images.images()
-    model = models.build(
+    model = MODELS.build(
         config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
     )
     model.load_state_dict(safetensors.torch.load_file(out / "model.safetensors"))

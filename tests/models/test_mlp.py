@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpcore.models import build
+from ddpcore.models import MODELS
 from ddpcore.models.mlp import MLP
 
 
@@ -25,8 +25,11 @@ def test_parameters_and_formula() -> None:
 
 
 def test_hidden_layers() -> None:
-    model = build("mlp", hidden=(2048, 2048))
+    model = MODELS.build("mlp", hidden=(2048, 2048))
     assert sum(p.numel() for p in model.parameters()) == 784 * 2048 + 2048 + 2048 * 2048 + 2048 + 2048 * 10 + 10
-    assert [layer.out_features for layer in build("mlp", hidden=7).layers if hasattr(layer, "out_features")] == [7, 10]
-    with pytest.raises(ValueError, match=r"model 'mlp': hidden is \(5, 0\)"):
-        build("mlp", hidden=(5, 0))
+    assert [layer.out_features for layer in MODELS.build("mlp", hidden=7).layers if hasattr(layer, "out_features")] == [
+        7,
+        10,
+    ]
+    with pytest.raises(ValueError, match=r"model mlp: hidden is \(5, 0\)"):
+        MODELS.build("mlp", hidden=(5, 0))

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpcore import models
+from ddpcore.models import MODELS
 from helpers.models import awake, idle, small
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", MODELS.names())
 def test_every_model_takes_every_shape_it_names(name: str) -> None:
-    for shape in models.spec(name).input_shapes:
-        models.check_input(name, shape)
+    for shape in MODELS.spec(name).input_shapes:
+        MODELS.check_input(name, shape)
         for num_classes in (2, 7):
             logits = small(name, input_shape=shape, num_classes=num_classes)(torch.randn(3, *shape))
             assert logits.shape == (3, num_classes)
-    default = small(name)(torch.randn(3, *models.spec(name).input_shapes[0]))
-    assert default.shape == (3, models.spec(name).num_classes)
+    default = small(name)(torch.randn(3, *MODELS.spec(name).input_shapes[0]))
+    assert default.shape == (3, MODELS.spec(name).num_classes)
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", MODELS.names())
 def test_the_seed_decides_the_weights_and_all_of_them_learn(name: str) -> None:
     def make(seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
@@ -31,7 +31,7 @@ def test_the_seed_decides_the_weights_and_all_of_them_learn(name: str) -> None:
     assert not torch.equal(one, other)
     model = awake(make(0))
     skipped = idle(model)
-    model(torch.randn(8, *models.spec(name).input_shapes[0])).square().sum().backward()
+    model(torch.randn(8, *MODELS.spec(name).input_shapes[0])).square().sum().backward()
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert parameter_name in skipped or parameter.grad.abs().sum() > 0, parameter_name
@@ -39,45 +39,45 @@ def test_the_seed_decides_the_weights_and_all_of_them_learn(name: str) -> None:
 
 def test_a_shape_that_does_not_fit_names_the_models_that_do() -> None:
     with pytest.raises(
-        ValueError, match=r"'mlp' takes samples of 1x28x28 or 784 .* fit 10: models that do: simplenet, saddle$"
+        ValueError, match=r"mlp takes samples of 1x28x28 or 784 .* fit 10: models that do: simplenet, saddle$"
     ):
-        models.build("mlp", input_shape=(10,))
+        MODELS.build("mlp", input_shape=(10,))
     with pytest.raises(ValueError, match=r"models that do: mlp, lenet5, mnist_cnn, simple_cnn, resnet, resnet18, vit$"):
-        models.check_input("simplenet", (1, 28, 28))
+        MODELS.check_input("simplenet", (1, 28, 28))
     with pytest.raises(ValueError, match="does not fit 3x64x64: no model does"):
-        models.check_input("lenet5", (3, 64, 64))
+        MODELS.check_input("lenet5", (3, 64, 64))
 
 
 def test_unknown_names_and_class_counts() -> None:
-    for ask in (models.build, models.spec, lambda name: models.check_input(name, (10,))):
-        with pytest.raises(ValueError, match="unknown model 'vgg': choose one of simplenet, mlp, lenet5"):
+    for ask in (MODELS.build, MODELS.spec, lambda name: MODELS.check_input(name, (10,))):
+        with pytest.raises(ValueError, match="unknown model 'vgg': did you mean 'vgg19'"):
             ask("vgg")
     with pytest.raises(ValueError, match="num_classes is 1"):
-        models.build("mlp", num_classes=1)
+        MODELS.build("mlp", num_classes=1)
 
 
 def test_options_reach_the_model() -> None:
-    small = models.build("resnet", blocks=(1,), widths=(8,))
+    small = MODELS.build("resnet", blocks=(1,), widths=(8,))
     assert len(small.blocks) == 1
-    assert models.build("vit", depth=2, num_classes=3, input_shape=(1, 28, 28))(torch.randn(2, 1, 28, 28)).shape == (
+    assert MODELS.build("vit", depth=2, num_classes=3, input_shape=(1, 28, 28))(torch.randn(2, 1, 28, 28)).shape == (
         2,
         3,
     )
-    assert models.spec("lenet5").options == {"widths": (6, 16, 120, 84), "dropout": 0.5}
-    assert models.spec("resnet18").options == {}
+    assert MODELS.options("lenet5") == {"widths": (6, 16, 120, 84), "dropout": 0.5}
+    assert MODELS.options("resnet18") == {}
     images = torch.randn(2, 1, 28, 28)
-    undropped = models.build("lenet5", dropout=0.0)
+    undropped = MODELS.build("lenet5", dropout=0.0)
     assert torch.equal(undropped(images), undropped(images))
 
 
 def test_unknown_and_impossible_options() -> None:
-    with pytest.raises(ValueError, match=r"model 'vit' has no option 'patchsize': did you mean 'patch_size'\?"):
-        models.build("vit", patchsize=4)
-    with pytest.raises(ValueError, match="model 'resnet' has no option 'x': choose from blocks, widths"):
-        models.build("resnet", x=4)
-    with pytest.raises(ValueError, match="model 'simplenet' has no option 'dropout': it takes none"):
-        models.build("simplenet", dropout=0.1)
-    with pytest.raises(ValueError, match="model 'vit': patch_size is 5"):
-        models.build("vit", patch_size=5)
-    with pytest.raises(ValueError, match=r"model 'lenet5': .*dropout"):
-        models.build("lenet5", dropout=2.0)
+    with pytest.raises(ValueError, match=r"model vit has no option 'patchsize': did you mean 'patch_size'\?"):
+        MODELS.build("vit", patchsize=4)
+    with pytest.raises(ValueError, match="model resnet has no option 'x': choose from blocks, widths"):
+        MODELS.build("resnet", x=4)
+    with pytest.raises(ValueError, match="model simplenet has no option 'dropout': it takes none"):
+        MODELS.build("simplenet", dropout=0.1)
+    with pytest.raises(ValueError, match="model vit: patch_size is 5"):
+        MODELS.build("vit", patch_size=5)
+    with pytest.raises(ValueError, match=r"model lenet5: .*dropout"):
+        MODELS.build("lenet5", dropout=2.0)

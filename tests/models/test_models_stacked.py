@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpcore import models
+from ddpcore.models import MODELS
 from ddpcore.parameters.learner_models import StackedModel
 from helpers.models import small
 
@@ -17,7 +17,7 @@ NUM_LEARNERS = 2
 # (name, vectorize): torch has no batching rule for LSTM layers.
 WAYS = [
     (name, together)
-    for name in models.names()
+    for name in MODELS.names()
     for together in (True, False)
     if (name, together) != ("speech_lstm", True)
 ]
@@ -36,13 +36,13 @@ def stack(learners: list[nn.Module], vectorize: bool | str | None) -> StackedMod
 
 
 def no_dropout(name: str) -> dict[str, float]:
-    return {option: 0.0 for option in ("dropout", "stochastic_depth") if option in models.spec(name).options}
+    return {option: 0.0 for option in ("dropout", "stochastic_depth") if option in MODELS.options(name)}
 
 
 def batches(name: str) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     # ResNets take images of any size, and of many channels small ones will do.
-    shape = (3, 8, 8) if name in ("resnet", "resnet18") else models.spec(name).input_shapes[0]
+    shape = (3, 8, 8) if name in ("resnet", "resnet18") else MODELS.spec(name).input_shapes[0]
     return torch.randn(NUM_LEARNERS, 3, *shape, generator=generator, dtype=torch.float64)
 
 
@@ -73,7 +73,7 @@ def test_stacked_learners_are_learners(name: str, vectorize: bool) -> None:
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
-@pytest.mark.parametrize("name", [name for name in models.names() if no_dropout(name)])
+@pytest.mark.parametrize("name", [name for name in MODELS.names() if no_dropout(name)])
 def test_each_learner_drops_on_its_own(name: str, vectorize: bool) -> None:
     learner = learners_of(name)[0]
     stacked = stack([learner, learner], vectorize)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpcore import data, models
+from ddpcore.data import load_dataset
+from ddpcore.models import MODELS
 
 ESCAPE, DIMENSION = 0.2, 5
 
 
-MODEL = models.build("saddle", input_shape=(2 * (DIMENSION - 1),), escape=ESCAPE)
+MODEL = MODELS.build("saddle", input_shape=(2 * (DIMENSION - 1),), escape=ESCAPE)
 
 
 def mean_loss(weights: Tensor, samples: Tensor) -> Tensor:
@@ -22,7 +23,7 @@ def mean_loss(weights: Tensor, samples: Tensor) -> Tensor:
 
 
 def test_a_strict_saddle() -> None:
-    samples = data.build("saddle", dimension=DIMENSION).train.inputs.double()
+    samples = load_dataset("saddle", dimension=DIMENSION).train.inputs.double()
     zero = torch.zeros(DIMENSION, dtype=torch.float64)
     assert float(mean_loss(zero, samples)) == pytest.approx(math.log(2), rel=1e-12)
     gradient = torch.func.grad(mean_loss)(zero, samples)
@@ -38,10 +39,10 @@ def test_a_strict_saddle() -> None:
 
 def test_where_the_weights_begin() -> None:
     torch.manual_seed(0)
-    model = models.build("saddle", input_shape=(2000,), radius=1e-3)
+    model = MODELS.build("saddle", input_shape=(2000,), radius=1e-3)
     assert [tuple(parameter.shape) for parameter in model.parameters()] == [(1,), (1000,)]
     assert float(model.s.detach().std()) == pytest.approx(1e-3, rel=0.1)
-    assert models.build("saddle", radius=0.0).e.item() == 0
+    assert MODELS.build("saddle", radius=0.0).e.item() == 0
 
 
 @pytest.mark.parametrize(
@@ -50,4 +51,4 @@ def test_where_the_weights_begin() -> None:
 )
 def test_refusals(options: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        models.build("saddle", **options)
+        MODELS.build("saddle", **options)

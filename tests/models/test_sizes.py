@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore import models
+from ddpcore.models import MODELS
 from helpers.models import awake, idle
 
 # Parameters and fp32 megabytes of 2^20 bytes, as printed in table 1 of "Why Does Decentralized Training Outperform
@@ -29,7 +29,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_the_published_ones(name: str) -> None:
     with torch.device("meta"):
-        model = models.build(name)
+        model = MODELS.build(name)
     num_parameters, megabytes = PUBLISHED[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     # Printed with two digits; googlenet's 23.52 is printed as 23.53.
@@ -38,7 +38,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "speech_lstm"])
 def test_a_batch_of_two_and_gradients_that_reach_every_parameter(name: str) -> None:
-    model = awake(models.build(name))
+    model = awake(MODELS.build(name))
     logits = model(torch.randn(2, 3, 32, 32))
     assert logits.shape == (2, 10) and bool(logits.isfinite().all())
     nn.functional.cross_entropy(logits, torch.tensor([3, 8])).backward()

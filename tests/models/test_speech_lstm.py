@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpcore import models
+from ddpcore.models import MODELS
 from ddpcore.models.speech_lstm import SpeechLSTM
 
 
@@ -34,12 +34,12 @@ def test_every_frame_decides_the_class_of_the_middle_one() -> None:
 
 def test_samples_of_any_size_fit() -> None:
     for shape in ((1, 1), (4, 7), (21, 40)):
-        model = models.build("speech_lstm", input_shape=shape, num_classes=5, depth=1, width=3, bottleneck=2)
+        model = MODELS.build("speech_lstm", input_shape=shape, num_classes=5, depth=1, width=3, bottleneck=2)
         assert model(torch.randn(2, *shape)).shape == (2, 5)
     with pytest.raises(ValueError, match="takes samples of 21x260, or other sizes and does not fit 10: models that do"):
-        models.check_input("speech_lstm", (10,))
+        MODELS.check_input("speech_lstm", (10,))
     with pytest.raises(ValueError, match="does not fit 0x3"):
-        models.check_input("speech_lstm", (0, 3))
+        MODELS.check_input("speech_lstm", (0, 3))
 
 
 def test_impossible_sizes() -> None:

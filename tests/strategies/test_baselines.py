@@ -7,21 +7,7 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import Ring
-from ddpcore.strategies import (
-    DDP,
-    DPSGD,
-    SSGD,
-    LocalSGD,
-    NoisySSGD,
-    PushSum,
-    Single,
-    SlowMo,
-    Strategy,
-    build,
-    names,
-    options,
-)
+from ddpcore import DDP, DPSGD, SSGD, STRATEGIES, LocalSGD, NoisySSGD, PushSum, Ring, Single, SlowMo, Strategy
 
 
 def test_single_is_the_model_itself() -> None:
@@ -36,28 +22,28 @@ def test_ddp_needs_real_ranks() -> None:
 
 
 def test_by_name() -> None:
-    assert names() == ["ssgd", "dpsgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "single", "ddp"]
+    assert STRATEGIES.names() == ("ssgd", "dpsgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "single", "ddp")
     kinds = (SSGD, DPSGD, LocalSGD, NoisySSGD, SlowMo, PushSum, Single, DDP)
-    for name, kind in zip(names(), kinds, strict=True):
-        strategy = build(name, topology=Ring())
+    for name, kind in zip(STRATEGIES.names(), kinds, strict=True):
+        strategy = STRATEGIES.build(name, topology=Ring())
         assert type(strategy) is kind
         assert strategy.name == name
-    assert build("dpsgd", topology=Ring()).topology == Ring()
-    assert build("local_sgd", topology=Ring(), period=5).period == 5
-    with pytest.raises(ValueError, match="unknown strategy 'sgd': choose from ssgd"):
-        build("sgd", topology=Ring())
+    assert STRATEGIES.build("dpsgd", topology=Ring()).topology == Ring()
+    assert STRATEGIES.build("local_sgd", topology=Ring(), period=5).period == 5
+    with pytest.raises(ValueError, match="unknown strategy 'sgd': did you mean 'ssgd'"):
+        STRATEGIES.build("sgd", topology=Ring())
 
 
 def test_options_reach_the_strategy_of_the_name() -> None:
-    gossip = build("dpsgd", topology=Ring(), order="adapt_then_combine", compression="int8")
+    gossip = STRATEGIES.build("dpsgd", topology=Ring(), order="adapt_then_combine", compression="int8")
     assert (gossip.order, gossip.compression.name) == ("adapt_then_combine", "int8")
-    assert build("dpsgd", topology=Ring(), staleness=1).staleness == 1
-    noisy = build("noisy_ssgd", topology=Ring(), std=0.5, seed=3)
+    assert STRATEGIES.build("dpsgd", topology=Ring(), staleness=1).staleness == 1
+    noisy = STRATEGIES.build("noisy_ssgd", topology=Ring(), std=0.5, seed=3)
     assert (noisy.std, noisy.seed) == (0.5, 3)
-    slow = build("slowmo", topology=Ring(), period=5)
+    slow = STRATEGIES.build("slowmo", topology=Ring(), period=5)
     assert (slow.period, slow.topology) == (5, Ring())
     with pytest.raises(ValueError, match="unknown compression 'zip': choose from none, bf16"):
-        build("dpsgd", topology=Ring(), compression="zip")
+        STRATEGIES.build("dpsgd", topology=Ring(), compression="zip")
     for wrong, says in (
         (3, "compression is 3: it must be a name, or a mapping"),
         ({"name": ["topk"]}, r"unknown compression \['topk'\]"),
@@ -65,24 +51,24 @@ def test_options_reach_the_strategy_of_the_name() -> None:
         ({"name": "topk", "ratio": "a"}, "compression topk: "),
     ):
         with pytest.raises(ValueError, match=says):
-            build("dpsgd", topology=Ring(), compression=wrong)
+            STRATEGIES.build("dpsgd", topology=Ring(), compression=wrong)
     for outer in (3, "sgd", ["lr"]):
         with pytest.raises(ValueError, match=r"local_sgd: outer is .*: it must be a mapping"):
-            build("local_sgd", outer=outer)
+            STRATEGIES.build("local_sgd", outer=outer)
 
 
 def test_options_that_a_strategy_does_not_have_are_refused() -> None:
-    assert set(options("local_sgd")) == {"period", "warmup_steps", "switch_step", "outer", "fragments"}
-    assert "topology" not in options("dpsgd")
-    with pytest.raises(ValueError, match="ssgd has no option 'period': choose from none"):
-        build("ssgd", period=5)
+    assert set(STRATEGIES.options("local_sgd")) == {"period", "warmup_steps", "switch_step", "outer", "fragments"}
+    assert "topology" not in STRATEGIES.options("dpsgd")
+    with pytest.raises(ValueError, match="ssgd has no option 'period': it takes none"):
+        STRATEGIES.build("ssgd", period=5)
     with pytest.raises(ValueError, match="dpsgd has no option 'period': choose from order, staleness, compression"):
-        build("dpsgd", topology=Ring(), period=5)
-    with pytest.raises(ValueError, match="slowmo: unknown base 'ssgd': choose from dpsgd, none"):
-        build("slowmo", base="ssgd")
-    codec = build("dpsgd", topology=Ring(), compression={"name": "topk", "ratio": 0.5}).compression
+        STRATEGIES.build("dpsgd", topology=Ring(), period=5)
+    with pytest.raises(ValueError, match="slowmo: base is 'ssgd': did you mean 'dpsgd'"):
+        STRATEGIES.build("slowmo", base="ssgd")
+    codec = STRATEGIES.build("dpsgd", topology=Ring(), compression={"name": "topk", "ratio": 0.5}).compression
     assert (codec.name, codec.ratio) == ("topk", 0.5)
-    assert build("dpsgd", compression="none").compression is None
+    assert STRATEGIES.build("dpsgd", compression="none").compression is None
 
 
 def test_who_averages_gradients() -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import Complete, FromGraph, FromMatrix, OnePeerExponential, RandomPair, Ring
-from ddpcore.strategies import DPSGD
+from ddpcore import DPSGD, Complete, FromGraph, FromMatrix, OnePeerExponential, RandomPair, Ring
 
 ROLLED = FromMatrix(0.7 * np.eye(4) + 0.3 * np.roll(np.eye(4), 1, axis=0))
 

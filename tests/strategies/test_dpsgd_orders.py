@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore import Complete, FromMatrix, OnePeerExponential, RandomPair, Ring
+from ddpcore import DPSGD, Complete, FromMatrix, OnePeerExponential, RandomPair, Ring
 from ddpcore.optim import FusedSGD
-from ddpcore.strategies import DPSGD, ORDERS
 from ddpcore.strategies.compression import BFloat16, Int8, TopK
+from ddpcore.strategies.dpsgd import ORDERS
 
 ROLLED = FromMatrix(0.7 * np.eye(4) + 0.3 * np.roll(np.eye(4), 1, axis=0))
 N = 4

@@ -18,16 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore import topology
-from ddpcore.strategies import DPSGD, ORDERS, PushSum, Strategy
+from ddpcore import DPSGD, TOPOLOGIES, FromGraph, PushSum, Strategy, Topology
 from ddpcore.strategies.compression import BFloat16, Int8, TopK
-from ddpcore.topology import FromGraph, Topology
+from ddpcore.strategies.dpsgd import ORDERS
 
 NUMEL, NUM_STEPS, LARGEST = 24, 5, 33
 EPS = torch.finfo(torch.float32).eps
 SETTINGS = settings(max_examples=60, deadline=None)
 
-TOPOLOGIES = st.builds(topology.build, st.sampled_from(topology.names()), st.integers(0, 2**40), st.integers(1, 3))
+TOPOLOGIES = st.builds(TOPOLOGIES.build, st.sampled_from(TOPOLOGIES.names()), st.integers(0, 2**40), st.integers(1, 3))
 CODECS = st.sampled_from(
     [BFloat16(), Int8(), BFloat16(error_feedback=True), Int8(error_feedback=True), TopK(ratio=0.25), TopK(ratio=1.0)]
 )
@@ -114,13 +113,13 @@ def test_push_sum_keeps_the_average_that_it_evaluates(graph: nx.DiGraph, seed: i
     assert (average - seen[0].double().mean(0)).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("name", topology.names())
+@pytest.mark.parametrize("name", TOPOLOGIES.names())
 def test_every_send_has_its_receive(name: str) -> None:
     """In every world of up to 33 that the topology takes, over a period or 8 steps: one message an edge, known to both.
 
     Ranks over a process group post sends and receives from their own round alone: one too many waits for ever.
     """
-    chosen, num_worlds = topology.build(name, seed=3), 0
+    chosen, num_worlds = TOPOLOGIES.build(name, seed=3), 0
     for n in range(1, LARGEST + 1):
         try:
             chosen.validate(n)

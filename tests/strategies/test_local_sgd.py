@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore.strategies import LocalSGD
+from ddpcore import LocalSGD
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 10])

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import ops
+from ddpcore import SSGD, NoisySSGD, ops
 from ddpcore.ops import Noise
 from ddpcore.optim import FusedSGD
-from ddpcore.strategies import SSGD, NoisySSGD
 from ddpcore.strategies.noisy_ssgd import _seed_of
 
 N = 3

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import OnePeerExponential, Ring
-from ddpcore.strategies import DPSGD, PushSum
-from ddpcore.topology import Round, Topology
+from ddpcore import DPSGD, OnePeerExponential, PushSum, Ring, Round, Topology
 
 N = 4
 

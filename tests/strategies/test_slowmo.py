@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import Ring
-from ddpcore.strategies import DPSGD, SSGD, LocalSGD, SlowMo
+from ddpcore import DPSGD, SSGD, LocalSGD, Ring, SlowMo
 from ddpcore.strategies.compression import TopK
 
 N = 4

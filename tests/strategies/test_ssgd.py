@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.strategies import SSGD
+from ddpcore import SSGD
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ddpcore.topology import (
+from ddpcore import (
     Complete,
     FromGraph,
     FromMatrix,
@@ -25,9 +25,9 @@ from ddpcore.topology import (
     StaticExponential,
     Topology,
     Torus2D,
-    base,
-    describe,
 )
+from ddpcore.topology import base
+from ddpcore.topology.describe import describe
 from ddpcore.topology.spectrum import MAX_DENSE
 
 PATH = Matching([[(0, 1), (2, 3), (4, 5)], [(1, 2), (3, 4)]])

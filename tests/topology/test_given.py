@@ -11,7 +11,8 @@ import scipy.sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpcore.topology import FromGraph, FromMatrix, Ring, Round, Star, describe
+from ddpcore import FromGraph, FromMatrix, Ring, Round, Star
+from ddpcore.topology.describe import describe
 
 SETTINGS = settings(max_examples=60, deadline=None)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpcore.topology import (
+from ddpcore import (
     Complete,
     FromMatrix,
     Hierarchical,

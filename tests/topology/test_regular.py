@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpcore.topology import Hierarchical, Hypercube, Ring, Round, Star, StaticExponential, Topology, Torus2D, spectrum
+from ddpcore import Hierarchical, Hypercube, Ring, Round, Star, StaticExponential, Topology, Torus2D
+from ddpcore.topology import spectrum
 
 
 def dense_gap(chosen: Topology, num_learners: int) -> float:

@@ -7,19 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from ddpcore.topology import (
-    FromGraph,
-    FromMatrix,
-    Matching,
-    OnePeerExponential,
-    RandomPair,
-    Ring,
-    Star,
-    Topology,
-    build,
-    describe,
-    names,
-)
+from ddpcore import TOPOLOGIES, FromGraph, FromMatrix, Matching, OnePeerExponential, RandomPair, Ring, Star, Topology
+from ddpcore.topology.describe import describe
 
 ANY_NUMBER = ("complete", "ring", "star", "static_exponential", "random_pair", "one_peer_exponential")
 VALUES = np.random.default_rng(0).standard_normal(16)
@@ -71,7 +60,7 @@ def test_numbers_of_hops_are_counted_in_integers() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 9, 15])
 def test_odd_numbers_one_and_two(name: str, n: int) -> None:
     """No topology that needs no factors refuses a number, divides by n - 1 = 0 or forgets who is left over."""
-    chosen = build(name)
+    chosen = TOPOLOGIES.build(name)
     chosen.validate(n)
     found = describe(chosen, n)
     assert (found.num_edges == 0) == (n == 1)
@@ -123,4 +112,4 @@ def test_reading_and_sending_agree_on_a_digraph_too() -> None:
 
 
 def test_all_names_are_tried_here_or_need_factors() -> None:
-    assert set(names()) == {*ANY_NUMBER, "torus_2d", "hypercube", "hierarchical"}
+    assert set(TOPOLOGIES.names()) == {*ANY_NUMBER, "torus_2d", "hypercube", "hierarchical"}

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 import ddpcore
-from ddpcore import models
+from ddpcore.models import MODELS
 from ddpcore.runtime.launch import World
 from ddpcore.training import Interrupted, RunRecord, TrainConfig, train
 from ddpcore.training.checkpoint import Checkpoints
@@ -29,7 +29,7 @@ def test_the_record(tmp_path: Path) -> None:
     header = record.header
     assert TrainConfig.from_dict(header["config"]) == config
     assert header["num_samples"] == {"train": 50, "test": 24}
-    model = models.build("lenet5", input_shape=(3, 32, 32), num_classes=4)
+    model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4)
     assert header["num_parameters"] == sum(p.numel() for p in model.parameters())
     assert {"device", "torch", "ddpcore", "commit", "python", "date"} <= set(header)
     assert [(row["epoch"], row["step"]) for row in record.epochs] == [(1, 4), (2, 6)]
@@ -52,7 +52,7 @@ def test_the_loss_is_the_mean_over_steps_and_the_model_the_averaged_one(tmp_path
     dataset = helper.images(augment=False)
     config = helper.config(model_options={"dropout": 0.0}, lr=0.0, warmup=0)
     record = train(config, out=tmp_path, dataset=dataset)
-    model = models.build("lenet5", input_shape=(3, 32, 32), num_classes=4, dropout=0.0)
+    model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4, dropout=0.0)
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     batches = ddpcore.data.ShardedBatches(50, 12, 1, 0)
     losses = []
@@ -67,7 +67,7 @@ def test_the_model_that_is_kept_is_the_one_that_was_scored(batch_norm: str, tmp_
     dataset = helper.images()
     config = helper.config(**helper.PLAIN, evaluation_batch_norm=batch_norm, recalibration_batches=2)
     record = train(config, out=tmp_path, dataset=dataset)
-    model = models.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
+    model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     inputs, labels = dataset.test.batch(torch.arange(24))
     loss = torch.nn.functional.cross_entropy(model(inputs), labels).item()
@@ -124,7 +124,7 @@ def test_the_final_scores_are_those_of_the_test_split(tmp_path: Path) -> None:
     dataset = helper.images(validation=10)
     config = helper.config(num_validation=10, evaluate_on="validation", batch_size=10, steps=8)
     record = train(config, out=tmp_path, dataset=dataset)
-    model = models.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
+    model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     scores = {}
     for name in ("validation", "test"):
@@ -174,7 +174,7 @@ def test_the_best_is_saved_between_checkpoints_where_it_is_to_be_kept(tmp_path: 
     assert folders[True].steps() == [best, 20]
     shutil.rmtree(folders[True].path(20))
     _, state = folders[True].load_last("cpu", print)
-    model = models.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
+    model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
     model.load_state_dict(state["model"])
     inputs, labels = dataset.test.batch(torch.arange(len(dataset.test)))
     accuracy = (model(inputs).argmax(1) == labels).float().mean().item()

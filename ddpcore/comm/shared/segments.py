@@ -22,7 +22,8 @@ from ddpcore.comm.shared.coordination import NUM_TEXTS, Coordinator
 from ddpcore.comm.shared.memory import Memory
 from ddpcore.comm.traffic import all_reduce_bytes
 from ddpcore.ops import Mixture, WeightAverage
-from ddpcore.topology import Round, Topology
+from ddpcore.topology.base import Topology
+from ddpcore.topology.rounds import Round
 
 STAGING_BYTES = 4 * 2**20  # of each rank, through which go tensors that no other rank can reach, in pieces
 

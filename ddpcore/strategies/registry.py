@@ -1,0 +1,105 @@
+"""Strategies by name, from values that a file or a command line can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ddpcore.options.registry import Registry
+from ddpcore.options.suggest import suggest
+from ddpcore.options.typed import check_choice
+from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.compression import CODECS, Codec
+from ddpcore.strategies.dpsgd import DPSGD, ORDERS
+from ddpcore.strategies.local_sgd import LocalSGD, MakeOptimizer
+from ddpcore.strategies.noisy_ssgd import NoisySSGD
+from ddpcore.strategies.push_sum import PushSum
+from ddpcore.strategies.slowmo import SlowMo
+from ddpcore.strategies.ssgd import SSGD
+from ddpcore.topology.base import Topology
+
+
+def _dpsgd(
+    topology: Topology | None = None,
+    *,
+    order: str = ORDERS[0],
+    staleness: int = 0,
+    compression: str | Mapping[str, Any] = "none",
+) -> DPSGD:
+    """``compression`` is ``"none"``, a name of ``CODECS``, or ``{"name": ..., **settings}``."""
+    return DPSGD(topology, order=order, staleness=staleness, compression=_codec(compression))
+
+
+def _local_sgd(
+    period: int = 8,
+    *,
+    warmup_steps: int = 0,
+    switch_step: int = 0,
+    outer: Mapping[str, Any] | None = None,
+    fragments: int = 1,
+) -> LocalSGD:
+    """``outer`` has the settings of ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``."""
+    make = None if outer is None else _outer(outer)
+    return LocalSGD(period, warmup_steps=warmup_steps, switch_step=switch_step, outer=make, fragments=fragments)
+
+
+def _slowmo(
+    topology: Topology | None = None,
+    *,
+    base: str = DPSGD.name,
+    period: int = 8,
+    slow_momentum: float = 0.5,
+    slow_lr: float = 1.0,
+) -> SlowMo:
+    """``base`` is ``"dpsgd"``, for gossip between the slow steps, or ``"none"``, for local steps."""
+    check_choice("slowmo: base", base, (DPSGD.name, "none"))
+    gossip = None if base == "none" else DPSGD(topology)
+    return SlowMo(gossip, period=period, slow_momentum=slow_momentum, slow_lr=slow_lr)
+
+
+STRATEGIES: Registry[Strategy | Baseline] = Registry(
+    "strategy",
+    "ddpcore.strategies",
+    (Strategy, Baseline),
+    {
+        SSGD.name: SSGD,
+        DPSGD.name: _dpsgd,
+        LocalSGD.name: _local_sgd,
+        NoisySSGD.name: NoisySSGD,
+        SlowMo.name: _slowmo,
+        PushSum.name: PushSum,
+        Single.name: Single,
+        DDP.name: DDP,
+    },
+    reserved=("topology",),
+)
+
+
+def _outer(settings: Mapping[str, Any]) -> MakeOptimizer:
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"local_sgd: outer is {settings!r}: it must be a mapping, settings of an SGD")
+    make: MakeOptimizer = partial(torch.optim.SGD, **settings)
+    try:
+        make([torch.zeros(1)])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"local_sgd: outer: {error}") from error
+    return make
+
+
+def _codec(wanted: str | Mapping[str, Any]) -> Codec | None:
+    if not isinstance(wanted, str | Mapping):
+        raise ValueError(f"compression is {wanted!r}: it must be a name, or a mapping of a name and its settings")
+    settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = settings.pop("name", None)
+    if name == "none":
+        return None
+    if not isinstance(name, str) or name not in CODECS:
+        raise ValueError(f"unknown compression {name!r}: {suggest(name, ('none', *CODECS))}")
+    try:
+        return CODECS[name](**settings)
+    except TypeError as error:
+        raise ValueError(f"compression {name}: {error}") from error
