@@ -60,9 +60,9 @@ class Registry(Generic[Part]):
         elif name in (installed := self._installed()):
             found = self._load(name, installed[name])
         else:
-            raise ValueError(
-                f"unknown {self.kind} {name!r}: {suggest(name, self.names())}, or name your own as module:attribute"
-            )
+            advice = suggest(name, self.names())
+            own = "" if advice.startswith("did") else ", or name your own as module:attribute"
+            raise ValueError(f"unknown {self.kind} {name!r}: {advice}{own}")
         if not callable(found) or (inspect.isclass(found) and not issubclass(found, self.base)):
             raise ValueError(f"{self.kind} {name}: {found!r} makes no {self._base_names()}: name a class or function")
         return found

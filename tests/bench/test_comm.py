@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore import topology
+from ddpcore import RandomPair, Ring
 from ddpcore.bench import comm
 from ddpcore.bench.comm import OPERATIONS, Operation, num_wrong, pieces, row_of, sizes
 from helpers import ranks
@@ -51,7 +51,7 @@ def test_wrong_elements_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_expected(world_size: int) -> None:
     """The rows of W times the ranks; the neighbours themselves; the mean of all."""
     numbers = torch.arange(world_size, dtype=torch.float64)
-    ring, pair = topology.Ring(), topology.RandomPair(seed=0)
+    ring, pair = Ring(), RandomPair(seed=0)
     for rank in range(world_size):
         assert Operation("all-reduce").offsets(rank, world_size, 0) == [numbers.mean().item()]
         for graph in (ring, pair):

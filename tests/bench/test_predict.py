@@ -48,7 +48,7 @@ def test_one_bench_a_topology_and_transport() -> None:
 
 REFUSED = [
     ("--strategies ddp", "--strategies is 'ddp'"),
-    ("--topology moebius", "--topology is 'moebius'"),
+    ("--topology moebius", "--topology: unknown topology 'moebius'"),
     ("--topology hypercube --world-size 6 --batch-size 12", "6 learners are no power of two"),
     ("--transport ipc", "--transport ipc is for ranks on cuda"),
     ("--transport tcp", "--transport is 'tcp'"),

@@ -31,7 +31,7 @@ def test_a_run(tmp_path, capsys):
         ("--blocks 0", "--blocks is 0"),
         ("--world-size 1", "needs two batches"),
         ("--strategy push_sum", "--strategy is 'push_sum'"),
-        ("--model gpt", "--model is 'gpt'"),
+        ("--model gpt", "--model: unknown model 'gpt'"),
         ("--backend nccl", "--backend is 'nccl'"),
         ("--device tpu", "--device is 'tpu'"),
         ("--device cuda", "use --backend virtual"),

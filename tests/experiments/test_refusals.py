@@ -34,7 +34,7 @@ REFUSED = {
     "run TINY --set seed=3": "--seeds",
     "run TINY --set optimizer_options.momentun=0.5": "did you mean 'momentum'?",
     "run TINY --set optimizer_options.momentum=-1": "row a: optimizer sgd: momentum is -1",
-    "run TINY --set model=lenet5 --set model_options.dropout=2": "row a: model 'lenet5': dropout",
+    "run TINY --set model=lenet5 --set model_options.dropout=2": "row a: model lenet5: dropout",
     "run TINY --rows b,ssgd --set flatness_samples=100000": "row b: flatness_samples is 100000",
     "run TINY --set batch_size=2000": "row a: the batch size is 2000",
     "run TINY --set optimizer=adam --set optimizer_options.betas=[0.9]": "row a: optimizer adam: tuple index",

@@ -100,11 +100,11 @@ def test_a_file_that_is_not_utf8(tiny: Path) -> None:
     ("fields", "says"),
     [
         ('strategy = "dpsgd", strategy_options = { compression = 3 }', "compression is 3"),
-        ('dataset_options = { input_shape = "a" }', "dataset_options.input_shape is 'a'"),
-        ('dataset = "saddle", dataset_options = { dimension = "a" }', "dataset_options.dimension is 'a'"),
+        ('dataset_options = { input_shape = "a" }', "data set synthetic: input_shape is 'a'"),
+        ('dataset = "saddle", dataset_options = { dimension = "a" }', "data set saddle: dimension is 'a'"),
         (
             'topology = "ring", topology_options = { neighbors_each_side = "a" }',
-            "topology_options.neighbors_each_side is 'a'",
+            "topology ring: neighbors_each_side is 'a'",
         ),
     ],
 )
