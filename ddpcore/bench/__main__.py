@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench [COMMAND]``: without a command, strategies are compared; see ``--help``."""
+"""``python -m ddpcore.bench [COMMAND]``: without a command, it compares strategies; see ``--help``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ddpcore.options import command_line
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 
-# prepare(options, world that torchrun made) checks both on this machine and returns what runs the command. It raises
-# ValueError with one line before any process starts.
+# prepare(options, torchrun's world or None) checks both on this machine and returns a function that runs the command.
+# It raises ValueError, in one line, before any process starts.
 Prepare = Callable[[Any, World | None], Callable[[], None]]
 COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
     "": (BenchConfig, run.prepare),
@@ -32,10 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and not words[0].startswith("-") else ""
     program = "ddpcore.bench"
+    started = False
     try:
         if name not in COMMANDS:
             known = FURTHER.replace("|", ", ")
-            raise ValueError(f"unknown command {name!r}: choose from {known}, or pass flags alone")
+            raise ValueError(f"unknown command {name!r}: choose from {known}, or give only flags")
         options, prepare = COMMANDS[name]
         program = f"{program} {name}".rstrip()
         prog, epilog = f"python -m {program}", "" if name else f"Further benches: python -m ddpcore.bench {FURTHER}"
@@ -44,18 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             program += f", rank {torchrun.rank}"
         given = command_line.parse(options, words, prog=prog, description=options.__doc__ or "", epilog=epilog)
         start = prepare(given, torchrun)
-    except ValueError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    try:
+        started = True
         start()
-    except (launch.UsageError, launch.RankFailed) as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, launch.UsageError) else 1
     except KeyboardInterrupt:
         return 130
+    except (ValueError, launch.RankFailed) as error:
+        if started and not isinstance(error, launch.UsageError | launch.RankFailed):
+            raise
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, launch.RankFailed) else 2
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench buckets``: which size of gradient buckets is fastest for a model on this machine."""
+"""``python -m ddpcore.bench buckets``: the size of gradient buckets that is fastest for a model on this machine."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class BucketsConfig(Options):
     strategies: tuple[str, ...] = option(("ddp", "ssgd"), "comma-separated", choices=("ddp", "ssgd", "noisy_ssgd"))
     bucket_mb: tuple[str, ...] = option(
         ("0.25", "1", "5", "10", "25", "50", "100", "one"),
-        "largest bucket in MiB, or 'one' for all in one; 25 is always measured",
+        "largest bucket in MiB, or 'one' for one bucket; 25 is always measured",
     )
     batch_size: int = option(32, "global, over all ranks")
     rounds: int = option(11, "turns of every bucket size", least=1)
     steps: int = option(1, "steps in each turn", least=1)
     seed: int = option(0, "of weights and batches")
     device: str = option("auto", choices=DEVICES)
-    transport: str = option("auto", "of all but ddp", choices=TRANSPORTS)
+    transport: str = option("auto", "of all strategies but ddp", choices=TRANSPORTS)
     plot: Path | None = option(None, "draw the result into this PNG or SVG file", is_file=True)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class BucketsConfig(Options):
             check_plot(self.plot)
 
     def bench(self) -> BenchConfig:
-        """The same run as a comparison of strategies has it.
+        """This run as a config of the comparison of strategies.
 
         Raises:
             ValueError: the options do not go together.
@@ -94,7 +94,7 @@ class Candidate:
     comm_seconds: list[float] = field(default_factory=list)
 
     def gather(self) -> dict[str, Any]:
-        """What all ranks measured. Collective."""
+        """The measurements of all ranks. Collective."""
         everyone = gather((self.comm_seconds, self.contender.step_seconds, self.peak_memory_mb))
         comm, steps, peaks = zip(*everyone, strict=True)
         built, sent = bucket_bytes(self.contender), message_bytes(self.contender)
@@ -150,7 +150,7 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
 def _candidates(
     name: str, config: BucketsConfig, resolved: ResolvedConfig, world: World, dataset: Dataset
 ) -> list[Candidate]:
-    """One candidate for each different set of buckets. Contenders with the same buckets are freed at once."""
+    """One candidate for each different set of buckets. A contender whose buckets exist already is freed at once."""
     found: dict[tuple[int, ...], Candidate] = {}
     for size in config.all_sizes():
         memory = PeakMemory(resolved.device, world.local_world_size)
@@ -169,9 +169,9 @@ def _candidates(
 def row_of(measured: dict[str, Any], compute_seconds: Sequence[float], steps: int) -> dict[str, Any]:
     """The row of a candidate, as in the JSON file."""
     exposed = exposed_ms(measured["round_seconds"], compute_seconds, [steps] * len(compute_seconds))
-    row = {key: value for key, value in measured.items() if key not in ("round_seconds", "peak_memory_mb")}
-    overlap = overlap_pct(row["comm_ms"], exposed)
-    return {**row, "exposed_comm_ms": exposed, "overlap_pct": overlap, "peak_memory_mb": measured["peak_memory_mb"]}
+    row = {key: value for key, value in measured.items() if key != "round_seconds"}
+    memory, overlap = row.pop("peak_memory_mb"), overlap_pct(row["comm_ms"], exposed)
+    return {**row, "exposed_comm_ms": exposed, "overlap_pct": overlap, "peak_memory_mb": memory}
 
 
 def overlap_pct(comm_ms: float, exposed_ms: float) -> float:
@@ -182,9 +182,9 @@ def overlap_pct(comm_ms: float, exposed_ms: float) -> float:
 def recommend(strategy: str, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The bucket size for a strategy: the fastest, or the default if the difference may be noise.
 
-    Sizes took turns, so the time of a turn is compared with that of the default in the same round. The margin is the
-    median of these differences, the noise their spread from the 20th to the 80th percentile, both relative to the
-    default's median. A margin counts if it is larger than the noise.
+    Sizes take turns, so each time is compared with that of the default in the same round. The margin is the median of
+    these differences, the noise is their spread from the 20th to the 80th percentile, both relative to the default's
+    median. A margin counts if it is larger than the noise.
     """
     ours = [one for one in measured if one["strategy"] == strategy]
     default = next(one for one in ours if DEFAULT_BUCKET_MB in (one["bucket_mb"], *one["same_buckets_mb"]))
@@ -210,8 +210,8 @@ def _publish(
     config: BucketsConfig, resolved: ResolvedConfig, rows: list[dict[str, Any]], recommended: list[dict[str, Any]]
 ) -> None:
     notes = [
-        f"{row['strategy']}: {', '.join(map(size_name, row['same_buckets_mb']))} would build the buckets of "
-        f"{size_name(row['bucket_mb'])} again and take no part"
+        f"{row['strategy']}: {', '.join(map(size_name, row['same_buckets_mb']))} would build the same buckets as "
+        f"{size_name(row['bucket_mb'])} and are not measured"
         for row in rows
         if row["same_buckets_mb"]
     ]

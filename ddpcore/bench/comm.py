@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench comm``: latency and bandwidth of each operation over each transport, checked."""
+"""``python -m ddpcore.bench comm``: latency and bandwidth of each operation over each transport, with checked data."""
 
 from __future__ import annotations
 
@@ -35,19 +35,17 @@ FACTOR = 8  # from one size to the next
 PATTERN = 251  # length of the pattern of values; a prime, so data at a wrong place have wrong values
 PIECE = 2**20  # elements that are checked at a time
 FEWEST, MOST = 5, 500  # repeats
-BUFFERS = 5  # of one size that a transport holds at once, with what it keeps and receives
+BUFFERS = 5  # of one size that a transport holds at once, including received and internal ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig(Options):
-    """Time averages and exchanges of many sizes over each transport, and check what arrives."""
+    """Time averages and exchanges of many sizes over each transport, and check the received values."""
 
     world_size: int | None = option(None, "number of ranks (4, or torchrun's)", least=1)
     transport: tuple[str, ...] | None = option(None, "comma-separated (those that run here)", choices=ALL)
     max_mib: float = option(256.0, "largest message, MiB", least=SMALLEST_BYTES / MiB)
-    seconds: float = option(
-        0.5, "about, for each operation, size and transport; at least five repeats are taken", above=0
-    )
+    seconds: float = option(0.5, "about, for each operation, size and transport; at least five repeats", above=0)
     device: str = option("auto", choices=DEVICES)
 
 
@@ -65,10 +63,9 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
     resolved = resolve_ranks(bench, torchrun)
     chosen = []
     for name in config.transport or ALL:
+        hosts = num_hosts(torchrun)
         try:
-            choose_transport(
-                name, world_size=resolved.world_size, device=resolved.device, num_hosts=num_hosts(torchrun)
-            )
+            choose_transport(name, world_size=resolved.world_size, device=resolved.device, num_hosts=hosts)
             chosen.append(name)
         except ValueError:
             if config.transport is not None:
@@ -76,17 +73,13 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
     processes = resolved.world_size if resolved.device == "cpu" else 1
     per_mib = processes * len(chosen) * BUFFERS * MiB
     largest = max(1, int(min(free_memory(resolved.device) / per_mib, config.max_mib)))
-    check_memory(
-        f"messages of {config.max_mib:g} MiB",
-        config.max_mib * per_mib,
-        resolved.device,
-        f"take --max-mib {largest}, or name one --transport",
-    )
+    advice = f"take --max-mib {largest}, or name one --transport"
+    check_memory(f"messages of {config.max_mib:g} MiB", config.max_mib * per_mib, resolved.device, advice)
     return start_ranks(run_rank, resolved, config, tuple(chosen))
 
 
 class Lane:
-    """One transport and the row that it carries. The values of rank r are a fixed pattern plus r.
+    """One transport and the row that it sends. The values of rank r are a fixed pattern plus r.
 
     Attributes:
         rows: ``[1, numel]``, in memory that the transport prefers.
@@ -107,7 +100,7 @@ class Lane:
 
 
 def pieces(row: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """The pieces of a row with the pattern of each. A row is checked piece by piece to save memory."""
+    """The pieces of a row, each with its pattern. A row is checked piece by piece to save memory."""
     pattern = torch.arange(PATTERN, dtype=torch.float32, device=row.device).repeat(-(-PIECE // PATTERN) + 1)
     for begin in range(0, len(row), PIECE):
         piece = row[begin : begin + PIECE]
@@ -116,10 +109,8 @@ def pieces(row: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 def num_wrong(row: Tensor, offset: float) -> int:
     """Number of elements that differ from the pattern plus ``offset`` by more than a float32 rounding error."""
-    wrong = 0
-    for piece, values in pieces(row):
-        wrong += len(piece) - int(torch.isclose(piece, values + offset, rtol=1e-5, atol=1e-5).sum())
-    return wrong
+    close = (torch.isclose(piece, values + offset, rtol=1e-5, atol=1e-5) for piece, values in pieces(row))
+    return sum(len(of_piece) - int(of_piece.sum()) for of_piece in close)
 
 
 @dataclass(frozen=True)
@@ -226,10 +217,8 @@ def _measure(operation: Operation, lanes: list[Lane], seconds: float) -> list[di
     total_wrong = _over_ranks(torch.tensor(wrong, dtype=torch.float64), dist.ReduceOp.SUM).tolist()
     repeats = max(FEWEST, min(MOST, round(len(lanes) * seconds / max(sum(slowest), 1e-9))))
     times = torch.tensor([[_time(operation, lane) for lane in lanes] for _ in range(repeats)], dtype=torch.float64)
-    times = _over_ranks(times, dist.ReduceOp.MAX)
-    return [
-        row_of(operation, lane, times[:, index].tolist(), int(total_wrong[index])) for index, lane in enumerate(lanes)
-    ]
+    of_lanes = _over_ranks(times, dist.ReduceOp.MAX).T.tolist()
+    return [row_of(operation, *of_lane) for of_lane in zip(lanes, of_lanes, map(int, total_wrong), strict=True)]
 
 
 def _time(operation: Operation, lane: Lane) -> float:
@@ -249,7 +238,7 @@ def _over_ranks(values: Tensor, how: Any) -> Tensor:
 
 
 def row_of(operation: Operation, lane: Lane, seconds: list[float], wrong: int) -> dict[str, Any]:
-    """A row as in the JSON file; bandwidths are those of the median time."""
+    """A row as in the JSON file; bandwidths are computed from the median time."""
     middle, late = np.quantile(seconds, (0.5, 0.99)).tolist()
     count = lane.rows.numel()
     size = count * lane.rows.element_size()

@@ -1,4 +1,4 @@
-"""What the commands share: a config resolved on this machine, the start of ranks, and a published result."""
+"""Functions of all commands: resolve a config on this machine, start ranks, print and write a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpcore.storage.json_lines import to_json, write_json
 
 
 def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: Any) -> Callable[[], None]:
-    """What runs ``worker(world, resolved, *args)`` on every rank."""
+    """A function that runs ``worker(world, resolved, *args)`` on every rank."""
     return lambda: launch.run(
         worker, (resolved, *args), world_size=resolved.world_size, backend=resolved.choice.backend
     )
@@ -30,34 +30,31 @@ def publish(result: dict[str, Any], print_result: Callable[[dict[str, Any]], Non
 
 
 def resolve_here(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:
-    """The config on this machine, with the ranks of torchrun or those that will be started.
+    """The config on this machine, for torchrun's ranks or the ranks that will be started.
 
     Raises:
         ValueError: see :func:`ddpcore.bench.config.resolve`.
     """
-    default = 4 if torchrun is None else torchrun.world_size
-    return resolve(
-        config,
-        world_size=default if config.world_size is None else config.world_size,
-        num_gpus=torch.cuda.device_count(),
-        num_hosts=num_hosts(torchrun),
-    )
+    world_size = config.world_size or (4 if torchrun is None else torchrun.world_size)
+    return resolve(config, world_size=world_size, num_gpus=torch.cuda.device_count(), num_hosts=num_hosts(torchrun))
 
 
 def num_hosts(torchrun: World | None) -> int:
-    """Machines that the ranks are on."""
+    """The number of machines on which the ranks run."""
     return 1 if torchrun is None else -(-torchrun.world_size // torchrun.local_world_size)
 
 
 def resolve_ranks(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:
-    """As :func:`resolve_here`, for commands that measure communication between ranks.
+    """Like :func:`resolve_here`, for commands that measure communication between ranks.
 
     Raises:
-        ValueError: also if there is only one rank, or if the learners would be virtual.
+        ValueError: see there; or there is only one rank, or the learners would be virtual.
     """
     resolved = resolve_here(config, torchrun)
     if resolved.world_size < 2:
-        raise ValueError("--world-size is 1 and one rank has nobody to talk to: take 2 or more")
+        raise ValueError("--world-size is 1 and communication needs two ranks: take 2 or more")
     if resolved.choice.backend == "virtual":
-        raise ValueError(f"{resolved.choice.reason} and real ranks are measured: use --device cpu, or fewer ranks")
+        raise ValueError(
+            f"{resolved.choice.reason} and this command needs real ranks: use --device cpu, or fewer ranks"
+        )
     return resolved

@@ -1,9 +1,10 @@
-"""One strategy in the comparison: its trainer, and what was measured of it."""
+"""One strategy in the comparison: its trainer and its measurements."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ class Contender:
     """A strategy on this rank.
 
     Attributes:
-        trainer: None where the strategy does not run on this rank (``single`` runs on rank 0 alone).
+        trainer: None if this rank is idle (``single`` runs only on rank 0).
         step_seconds: of every timed step on this rank.
         block_seconds: of every timed block, until the slowest rank was done.
         losses: ``[L]`` for each step.
@@ -73,17 +74,14 @@ class Contender:
 
 
 def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None = None) -> None:
-    """Train for a block of steps, which ends when the slowest rank is done. Idle ranks are not metered. Collective."""
+    """Train for a block of steps, which ends when the slowest rank is done. Collective. The meter skips idle ranks."""
     barrier()
-    if meter is not None and one.trainer is not None:
-        meter.start()
-    start = time.perf_counter()
-    one.run_steps(num_steps, timed)
-    barrier()
-    if timed:
-        one.block_seconds.append(time.perf_counter() - start)
-    if meter is not None and one.trainer is not None:
-        meter.stop(one.name, timed)
+    with nullcontext() if meter is None or one.trainer is None else meter.turn(one.name, timed):
+        start = time.perf_counter()
+        one.run_steps(num_steps, timed)
+        barrier()
+        if timed:
+            one.block_seconds.append(time.perf_counter() - start)
 
 
 def compute_of(name: str) -> str:
@@ -109,19 +107,19 @@ def barrier() -> None:
 
 def gather(value: Any) -> list[Any]:
     """The value of every rank. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    everyone = [value]
+    if dist.is_initialized():
+        everyone *= dist.get_world_size()
+        dist.all_gather_object(everyone, value)
     return everyone
 
 
 def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
-    """The data set of a run, on the CPU. The first time files are fetched and verified, and the model is tried.
+    """The data set of a run, on the CPU. ``first`` also downloads and verifies its files and builds the model once.
 
     Raises:
-        ValueError: files are missing or damaged, the model does not take such samples or options, or the batch is too
-            large.
+        ValueError: files are missing or damaged, the model does not accept such samples or options, or the batch is
+            too large.
     """
     config = resolved.train_config(SSGD.name)  # all strategies have the same data and model
     dataset = read_dataset(config, first=first)

@@ -1,4 +1,4 @@
-"""The environment of a bench: the block above every table and in every record, and the memory that is free."""
+"""The environment of a bench, which every table and every JSON file shows, and checks of free memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ddpcore.models import MODELS
 from ddpcore.runtime import launch
 from ddpcore.runtime.machine import machine
 
-COPIES = 4  # of the parameters that a contender holds: weights, gradients, momentum, buckets or staging
+COPIES = 4  # of the parameters in each contender: weights, gradients, momentum, buckets or staging buffers
 
 
 def environment(resolved: ResolvedConfig) -> dict[str, Any]:
-    """The machine, and how the learners are connected and why."""
+    """The machine, the connection of the learners, and the reasons for it."""
     processes = 1 if resolved.is_virtual else resolved.world_size
     return {
         **machine(resolved.device),
@@ -38,7 +38,7 @@ def model_bytes(resolved: ResolvedConfig) -> int:
 
 
 def check_models_memory(num_models: int, resolved: ResolvedConfig, advice: str) -> None:
-    """Check that so many contenders, each with a model of its own, fit into memory.
+    """Check that this number of contenders, each with its own model, fits into memory.
 
     Raises:
         ValueError: see :func:`check_memory`.
@@ -49,7 +49,7 @@ def check_models_memory(num_models: int, resolved: ResolvedConfig, advice: str) 
 
 
 def free_memory(device: str) -> float:
-    """Bytes that can be allocated; infinity if the system does not tell."""
+    """Bytes that can be allocated; infinity if the system does not report them."""
     if device == "cuda":
         return float(torch.cuda.mem_get_info()[0])
     free = status_bytes("/proc/meminfo", "MemAvailable")
@@ -57,13 +57,11 @@ def free_memory(device: str) -> float:
 
 
 def check_memory(what: str, needed: float, device: str, advice: str) -> None:
-    """Check that so many bytes are free: a machine that runs out of memory kills processes without an error message.
+    """Check that this many bytes are free, because the system kills processes without a message if memory runs out.
 
     Raises:
-        ValueError: they are not; the message begins with ``what`` and ends with ``advice``.
+        ValueError: too few are free; the message begins with ``what`` and ends with ``advice``.
     """
-    free = free_memory(device)
+    free, need = free_memory(device), f"{what} need about {needed / 1e9:.1f} GB of memory"
     if needed > free:
-        raise ValueError(
-            f"{what} need about {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free: {advice}"
-        )
+        raise ValueError(f"{need} and {free / 1e9:.1f} GB are free: {advice}")

@@ -1,8 +1,10 @@
-"""Energy, power, utilisation and memory of the current GPU, for each of those that take turns on it."""
+"""Energy, power, utilisation and memory of the current GPU, for contenders that take turns on it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,40 +27,36 @@ class _Total:
 
 
 class GpuMeter:
-    """Adds up, by name, what the GPU of this rank did between ``start`` and ``stop``.
+    """Measures the GPU of this rank during turns and adds the measurements up by name.
 
-    Memory is that of torch's allocator: what a name has allocated in its turns and not freed, and the most that a turn
-    took beside it. So what others hold meanwhile does not count.
+    Memory is that of torch's allocator: what a name has allocated in its turns and not freed, plus the largest amount
+    that one of its turns allocated in addition. Memory of other names does not count.
     """
 
     def __init__(self) -> None:
         self._gpu = None
         if pynvml is not None:
             pynvml.nvmlInit()
-            # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+            # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
             uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
             self._gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         self._totals: dict[str, _Total] = {}
-        self._began = (0.0, 0.0)
-        self._allocated = 0
 
-    def start(self) -> None:
-        """A turn begins."""
+    @contextmanager
+    def turn(self, name: str, timed: bool = True) -> Iterator[None]:
+        """A turn of ``name``. If it is not ``timed``, only its memory counts."""
         torch.cuda.reset_peak_memory_stats()
-        self._allocated = torch.cuda.memory_allocated()
-        self._began = (self._joules(), time.perf_counter())
-
-    def stop(self, name: str, timed: bool = True) -> None:
-        """The turn ends: what it used counts for ``name``; of one that is not timed only the memory."""
-        joules, now = self._joules(), time.perf_counter()
+        allocated = torch.cuda.memory_allocated()
+        joules, start = self._joules(), time.perf_counter()
+        yield
+        joules, seconds = self._joules() - joules, time.perf_counter() - start
         total = self._totals.setdefault(name, _Total())
-        peak = total.held_bytes + torch.cuda.max_memory_allocated() - self._allocated
-        total.peak_bytes = max(total.peak_bytes, peak)
-        total.held_bytes += torch.cuda.memory_allocated() - self._allocated
+        total.peak_bytes = max(total.peak_bytes, total.held_bytes + torch.cuda.max_memory_allocated() - allocated)
+        total.held_bytes += torch.cuda.memory_allocated() - allocated
         if not timed:
             return
-        total.joules += joules - self._began[0]
-        total.seconds += now - self._began[1]
+        total.joules += joules
+        total.seconds += seconds
         if self._gpu is not None:
             total.utilization_pct += pynvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu
         total.blocks += 1
@@ -66,7 +64,7 @@ class GpuMeter:
     def reading(self, name: str) -> dict[str, Any] | None:
         """Joules, mean watts, mean utilisation (percent) and peak memory (bytes) of a name; None if it never ran.
 
-        Without NVIDIA's management library there is the memory alone, and None for the rest.
+        Without NVIDIA's management library all but the memory are None.
         """
         total = self._totals.get(name)
         if total is None:

@@ -1,6 +1,6 @@
-"""The optimizers that are compared: ours, torch's, and those of other libraries, imported where they are installed.
+"""The optimizers that are compared: ours, torch's, and those of other libraries, if they are installed.
 
-All take what differs between libraries by keyword: momentum 0.9 or betas (0.9, 0.999), weight decay 1e-4.
+All use momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _EXTRA = "pip install 'ddpcore[bench]'"
 
 @dataclass(frozen=True)
 class Implementation:
-    """An optimizer of some library, with the options that make it do the work of the one it is compared with.
+    """An optimizer of a library, with options that make it do the same work as its counterpart.
 
     Attributes:
         name: as printed.
-        module: where it is imported from, when it is needed.
+        module: from which it is imported when it is needed.
         path: of the class in the module.
         options: of the class.
-        install: how to get the library; empty for what is always there.
-        listed: whether the table has a line for it where it is not installed.
-        cuda_only: it has no CPU path.
+        install: how to install the library; empty for ddpcore and torch.
+        listed: whether the table has a line for it even if it is not installed.
+        cuda_only: it does not run on the CPU.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Implementation:
 
     @property
     def library(self) -> str:
-        """The package that has to be installed."""
+        """The package that must be installed."""
         return self.module.partition(".")[0]
 
     def is_installed(self) -> bool:
@@ -57,9 +57,9 @@ class Implementation:
         return optimizer
 
     def why_unusable(self, device: str, dtype: torch.dtype) -> str | None:
-        """What goes wrong, in one line, when the library steps one small parameter here; None: nothing does.
+        """The error, in one line, of a step on one small parameter; None if there is none.
 
-        A library may be installed and yet not fit this torch, or lack its compiled part.
+        An installed library may be incompatible with this torch, or lack its compiled part.
         """
         try:
             param = torch.nn.Parameter(torch.ones(4, 4, device=device, dtype=dtype))

@@ -1,9 +1,10 @@
-"""The communication of a contender in isolation: blocking calls, one after the other, without any other work."""
+"""The communication of a contender in isolation: blocking calls, one after the other, without other work."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +45,7 @@ def averages(one: Contender) -> list[Call]:
     learner = one.trainer.handle.learner
     if learner is None:
         device = one.trainer.dataset.train.labels.device
-        rows = [torch.zeros(size // _ITEMSIZE, device=device) for size in message_bytes(one)]
-        return [lambda row=row: dist.all_reduce(row) for row in rows]  # type: ignore[misc]
+        return [partial(dist.all_reduce, torch.zeros(size // _ITEMSIZE, device=device)) for size in bucket_bytes(one)]
     comm, flat = learner.comm, learner.flat
     return [lambda b=begin, e=end: comm.average_(flat.grad_LP[:, b:e]).wait() for begin, end in messages(flat)]  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""By how much the memory of this process grew at most between two moments."""
+"""The largest growth of this process's memory between two points in time."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self._before: float | None = torch.cuda.memory_allocated()
         else:
-            _return_freed_memory()
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)  # returns freed memory to the system: growth into it would not be measured
             self._before = _resident("VmRSS") if _reset_peak() else None
             self._shared = _Sampler("RssShmem")
 
     def grown_mb(self) -> float | None:
-        """MiB, at least 0; None if the system does not tell."""
+        """MiB, at least 0; None if the system does not report it."""
         peak = torch.cuda.max_memory_allocated() if self._device == "cuda" else _resident("VmHWM")
         of_others = 0.0 if self._device == "cuda" else self._others * self._shared.stop()
         return None if self._before is None or peak is None else max(0.0, peak - self._before - of_others) / MiB
@@ -62,13 +64,6 @@ class _Sampler:
     def _sample(self) -> None:
         while not self._stopped.wait(0.002):
             self._most = max(self._most, _resident(self._key) or 0.0)
-
-
-def _return_freed_memory() -> None:
-    """Return freed memory to the system: growth into it would not be seen."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _reset_peak() -> bool:

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench optim``: what a whole optimizer step costs, ours beside those of other libraries."""
+"""``python -m ddpcore.bench optim``: the time of a whole optimizer step, of ours and of other libraries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OptimConfig(Options):
     peers: bool = option(True, "compare with other libraries too, if they are installed")
     repeats: int = option(21, "pairs of samples of each comparison, at most", least=1)
     seconds: float = option(4.0, "no pair of a comparison begins after this time; three are always taken", above=0)
-    threads: int | None = option(None, "of the CPU (torch's own number)", least=1)
+    threads: int | None = option(None, "of the CPU (torch's default)", least=1)
     device: str = option("auto", choices=DEVICES)
     dtype: str = option("float32", "of parameters and gradients", choices=tuple(DTYPES))
 
@@ -50,9 +50,8 @@ class OptimConfig(Options):
     @property
     def resolved_device(self) -> str:
         """``cpu`` or ``cuda``."""
-        if self.device != "auto":
-            return self.device
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        return automatic if self.device == "auto" else self.device
 
 
 def prepare(config: OptimConfig, torchrun: World | None) -> Callable[[], None]:
@@ -75,18 +74,15 @@ def run(config: OptimConfig) -> None:
 def measure(config: OptimConfig) -> dict[str, Any]:
     """The result as in the JSON file: for each comparison and parameter list a row for each side.
 
-    The file is written after each list, so that a bench that is ended early keeps what it has measured.
+    The file is written after each list, so a bench that is stopped early keeps its measurements.
     """
     torch.manual_seed(0)
     chosen, notes = _comparisons(config)
+    installed = [comparison for comparison in chosen if comparison.peer is None or comparison.peer.is_installed()]
     rows: list[dict[str, Any]] = []
+    about = {"threads": torch.get_num_threads(), "dtype": config.dtype, "notes": notes}
     result: dict[str, Any] = {
-        "environment": {
-            **machine(config.resolved_device),
-            "threads": torch.get_num_threads(),
-            "dtype": config.dtype,
-            "notes": notes,
-        },
+        "environment": {**machine(config.resolved_device), **about},
         "lists": [LISTS[name].describe() for name in config.models],
         "comparisons": [comparison.name for comparison in chosen],
         "rows": rows,
@@ -96,9 +92,8 @@ def measure(config: OptimConfig) -> dict[str, Any]:
         for name in config.models:
             for optimizer in config.optimizers:
                 own = _OwnStep(name, optimizer, config)
-                for comparison in chosen:
-                    peer = comparison.peer
-                    if comparison.optimizer == optimizer and (peer is None or peer.is_installed()):
+                for comparison in installed:
+                    if comparison.optimizer == optimizer:
                         if status is not None:
                             status.update(f"{name}: {comparison.name}")
                         rows += own.measure(comparison)
@@ -114,17 +109,18 @@ def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
     chosen, notes, absent = [], [], {}
     for comparison in COMPARISONS:
         peer = comparison.peer
-        if comparison.optimizer not in config.optimizers or (peer is not None and not config.peers):
+        if comparison.optimizer not in config.optimizers:
             continue
-        if peer is not None and peer.cuda_only and device != "cuda":
-            continue
-        if peer is not None and not peer.is_installed():
-            absent[peer.library] = peer.install
-            if not peer.listed:
+        if peer is not None:
+            if not config.peers or (peer.cuda_only and device != "cuda"):
                 continue
-        elif peer is not None and (why := peer.why_unusable(device, dtype)) is not None:
-            notes.append(why)
-            continue
+            if not peer.is_installed():
+                absent[peer.library] = peer.install
+                if not peer.listed:
+                    continue
+            elif (why := peer.why_unusable(device, dtype)) is not None:
+                notes.append(why)
+                continue
         chosen.append(comparison)
     if absent:
         ways = ", ".join(f"{library} ({install})" for library, install in absent.items())

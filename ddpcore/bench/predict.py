@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench predict``: step times from parts measured alone, beside measured step times."""
+"""``python -m ddpcore.bench predict``: step times predicted from parts measured in isolation, and measured ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpcore.bench import step_model
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
-from ddpcore.bench.command import publish, resolve_ranks
+from ddpcore.bench.command import publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
 from ddpcore.bench.contender import (
     OWN_COMPUTE,
@@ -47,7 +47,7 @@ STRATEGIES = (SSGD.name, DPSGD.name, LocalSGD.name)
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig(Options):
-    """Predict the step time of each strategy from parts measured alone, and measure it too."""
+    """Predict the step time of each strategy from parts measured in isolation, and measure it too."""
 
     world_size: int | None = option(None, "number of ranks (4, or torchrun's)")
     model: str = option("resnet18", parts=MODELS)
@@ -67,7 +67,7 @@ class PredictConfig(Options):
         self.benches()
 
     def benches(self) -> list[BenchConfig]:
-        """The same runs as a comparison of strategies has them, one for each topology and transport.
+        """These runs as configs of the comparison of strategies, one for each topology and transport.
 
         Raises:
             ValueError: the options do not go together.
@@ -79,7 +79,7 @@ class PredictConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn on one rank: a step without communication, a real step, and each part of the communication alone.
+    """One turn on one rank: a step without communication, a real step, and each part of the communication.
 
     Attributes:
         compute: seconds of a step without communication, until the slowest rank was done.
@@ -91,7 +91,7 @@ class Turn:
     compute: float
     compute_cpu: float
     step: float
-    parts: list[tuple[float, float]]
+    parts: Sequence[tuple[float, float]]
 
 
 @dataclass
@@ -110,15 +110,12 @@ class Case:
         run_block(compute, num_steps, True)
         cpu = time.process_time() - before
         run_block(self.contender, num_steps, True)
-        parts = []
-        for part in self.parts:
-            (seconds,), part_cpu = time_calls([part], self.resolved.device)
-            parts.append((seconds, part_cpu))
+        timed = [time_calls([part], self.resolved.device) for part in self.parts]
         turn = Turn(
             compute=compute.block_seconds[-1] / num_steps,
             compute_cpu=cpu / num_steps,
             step=self.contender.block_seconds[-1] / num_steps,
-            parts=parts,
+            parts=[(seconds, part_cpu) for (seconds,), part_cpu in timed],
         )
         self.turns.append(turn)
 
@@ -130,14 +127,13 @@ def prepare(config: PredictConfig, torchrun: World | None) -> Callable[[], None]
     build_dataset(first, first=True)
     num_models = 1 + sum(len(_cases(resolved, runs, config)) for resolved in runs)
     check_models_memory(num_models, first, "name fewer --topology or --bucket-mb, or a smaller --model")
-    args = (runs, config)
-    return lambda: launch.run(run_rank, args, world_size=first.world_size, backend=first.choice.backend)
+    return start_ranks(run_rank, first, runs, config)
 
 
-def run_rank(world: World, runs: list[ResolvedConfig], config: PredictConfig) -> None:
+def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], config: PredictConfig) -> None:
     """What every rank runs; rank 0 prints and writes the result."""
-    dataset = build_dataset(runs[0], first=False).to(runs[0].device)
-    compute = build_contender(OWN_COMPUTE, runs[0], world, dataset)
+    dataset = build_dataset(common, first=False).to(common.device)
+    compute = build_contender(OWN_COMPUTE, common, world, dataset)
     run_block(compute, WARM_UP_STEPS, False)
     cases = []
     for resolved in runs:
@@ -158,9 +154,9 @@ def run_rank(world: World, runs: list[ResolvedConfig], config: PredictConfig) ->
     if world.rank == 0:
         step = timer.compute(quantiles(compute.block_seconds)["p50"] / config.period)
         result = {
-            "environment": environment(runs[0]),
+            "environment": environment(common),
             "model": config.model,
-            "world_size": runs[0].world_size,
+            "world_size": common.world_size,
             "batch_size": config.batch_size,
             "period": config.period,
             "compute_ms": {name: 1e3 * getattr(step, name) for name in ("forward", "backward", "update")},
@@ -184,7 +180,7 @@ def _cases(
 
 
 def _parts(one: Contender, resolved: ResolvedConfig) -> list[Call]:
-    """The communication of a strategy, as :func:`predict` takes its transfers.
+    """The communication of a strategy, in the order in which :func:`predict` expects its transfers.
 
     For ssgd the average of each message and of all at once, for local_sgd the average of all weights, for dpsgd the
     exchange without and with the mix.
@@ -193,28 +189,25 @@ def _parts(one: Contender, resolved: ResolvedConfig) -> list[Call]:
     learner = one.trainer.handle.learner
     assert learner is not None
     comm, flat = learner.comm, learner.flat
-    if one.name == SSGD.name:
-
-        def together() -> None:
-            works = [comm.average_(flat.grad_LP[:, begin:end]) for begin, end in messages(flat)]
-            for work in works:
-                work.wait()
-
-        return [*averages(one), together]
-    if one.name == LocalSGD.name:
-        return [lambda: comm.average_(flat.param_LP).wait()]
     graph = resolved.train_config(DPSGD.name).make_topology()
     steps = count()
 
-    def gossip(*, mixes: bool) -> None:
-        exchange = comm.exchange_in_place(flat.param_LP, graph, next(steps))
-        average = exchange.mixture()
-        if mixes:
-            flat.average_(average)
-        else:
-            flat.move_to(average.out)  # to older weights: only times matter here
+    def together() -> None:
+        works = [comm.average_(flat.grad_LP[:, begin:end]) for begin, end in messages(flat)]
+        for work in works:
+            work.wait()
 
-    return [lambda: gossip(mixes=False), lambda: gossip(mixes=True)]
+    def exchange() -> None:  # moves the parameters to older weights: only times matter here
+        flat.move_to(comm.exchange_in_place(flat.param_LP, graph, next(steps)).mixture().out)
+
+    def exchange_and_mix() -> None:
+        flat.average_(comm.exchange_in_place(flat.param_LP, graph, next(steps)).mixture())
+
+    if one.name == SSGD.name:
+        return [*averages(one), together]
+    if one.name == LocalSGD.name:
+        return [lambda: comm.average_(flat.param_LP).wait()]
+    return [exchange, exchange_and_mix]
 
 
 def predict(
@@ -224,8 +217,8 @@ def predict(
     if name == SSGD.name:
         *messages, together = parts
         # Averages that run at the same time are faster than one after the other; each gets its share of that time.
-        total = sum(message.seconds for message in messages)
-        shares = [message.seconds / total if total > 0 else 0.0 for message in messages]
+        total = sum(message.seconds for message in messages) or math.inf
+        shares = [message.seconds / total for message in messages]
         transfers = [Transfer(seconds=share * together.seconds, cpu=share * together.cpu) for share in shares]
         return step_model.ssgd(compute, transfers, sizes, machine)
     if name == LocalSGD.name:

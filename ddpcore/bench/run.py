@@ -1,10 +1,11 @@
-"""The comparison of strategies: every rank trains with each in turn, block by block; rank 0 publishes the rows."""
+"""The comparison of strategies: every rank trains with each strategy in turn; rank 0 prints and writes the rows."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.training import Trainer
 
-NUM_BLOCKS = 10  # of each strategy, in turn: A B C D A B C D ...
-WARM_UP_SHARE = 0.1  # of the steps, at the start of each strategy, not timed
+NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
+WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
+COPIED = ("bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms")
 GOSSIP = ("dpsgd", "slowmo", "push_sum")  # the strategies with a topology
 
 
@@ -76,13 +78,10 @@ def run_rank(world: World, resolved: ResolvedConfig) -> None:
 def _build(
     name: str, resolved: ResolvedConfig, world: World, dataset: data.Dataset, meter: GpuMeter | None
 ) -> Contender:
-    """The contender; the memory that it allocates on a GPU is metered."""
-    if meter is not None:
-        meter.start()
-    one = build_contender(name, resolved, world, dataset)
-    if meter is not None and one.trainer is not None:
-        meter.stop(name, timed=False)
-    return one
+    """The contender; the meter counts the GPU memory that it allocates, except on idle ranks."""
+    is_idle = name == Single.name and world.rank != 0
+    with nullcontext() if meter is None or is_idle else meter.turn(name, timed=False):
+        return build_contender(name, resolved, world, dataset)
 
 
 def _blocks(num_steps: int) -> list[tuple[int, bool]]:
@@ -97,14 +96,10 @@ def _blocks(num_steps: int) -> list[tuple[int, bool]]:
 def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) -> dict[str, Any]:
     """What all ranks measured of a contender. Collective."""
     sent = one.bytes_per_step(resolved.world_size)  # before the averages of the evaluation
-    everyone = gather(
-        {
-            "seconds": one.step_seconds,
-            "losses": torch.stack(one.losses).cpu() if one.losses else None,
-            "gpu": None if meter is None else meter.reading(one.name),
-        }
-    )
-    losses = torch.cat([seen["losses"] for seen in everyone if seen["losses"] is not None], dim=1).double().mean(dim=1)
+    losses_SL = torch.stack(one.losses).cpu() if one.losses else None
+    everyone = gather((one.step_seconds, losses_SL, None if meter is None else meter.reading(one.name)))
+    seconds, parts, readings = zip(*everyone, strict=True)
+    losses = torch.cat([part for part in parts if part is not None], dim=1).double().mean(dim=1)
     trainer = None if one.name in HIDDEN else one.trainer
     evaluation, distance, consensus_ms = None, None, None
     if trainer is not None and math.isfinite(losses[-1].item()):
@@ -113,7 +108,7 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
         distance, consensus_ms = _consensus(trainer)
     return {
         "name": one.name,
-        "step_ms": quantiles(1e3 * second for seen in everyone for second in seen["seconds"]),
+        "step_ms": quantiles(1e3 * second for of_rank in seconds for second in of_rank),
         "block_seconds": one.block_seconds,
         "bytes_per_step": sent,
         "loss_first": losses[0].item(),
@@ -121,12 +116,12 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
         "test_error_pct": None if evaluation is None else evaluation.error_pct,
         "consensus_distance": distance,
         "consensus_ms": consensus_ms,
-        "gpu": [seen["gpu"] for seen in everyone],
+        "gpu": readings,
     }
 
 
 def _consensus(trainer: Trainer) -> tuple[float, float]:
-    """The distance, and the milliseconds to compute it: it is a number, so this waits for a GPU. Collective."""
+    """The distance, and the milliseconds to compute it, including the wait for a GPU. Collective."""
     barrier()
     start = time.perf_counter()
     distance = trainer.handle.consensus_distance()
@@ -136,19 +131,19 @@ def _consensus(trainer: Trainer) -> tuple[float, float]:
 def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each strategy; :func:`publish` replaces NaN and infinity by None."""
     config = resolved.config
-    by_name = {result["name"]: result for result in results}
-    ddp = by_name.get(DDP.name)
+    block_seconds = {result["name"]: result["block_seconds"] for result in results}
     steps = [length for length, timed in _blocks(config.steps) if timed]
     rows = []
     for result in results:
         name, seconds = result["name"], result["block_seconds"]
         if name in HIDDEN:
             continue
-        compute, exposed, ratio = by_name.get(compute_of(name)), None, None
-        if compute is not None and name != Single.name:
-            exposed = exposed_ms(seconds, compute["block_seconds"], steps)
-        if ddp is not None:
-            ratio = quantiles(theirs / ours for theirs, ours in zip(ddp["block_seconds"], seconds, strict=True))["p50"]
+        exposed, ratio = None, None
+        if compute_of(name) in block_seconds and name != Single.name:
+            exposed = exposed_ms(seconds, block_seconds[compute_of(name)], steps)
+        if DDP.name in block_seconds:
+            ratios = (theirs / ours for theirs, ours in zip(block_seconds[DDP.name], seconds, strict=True))
+            ratio = quantiles(ratios)["p50"]
         rates = [config.batch_size * n / s for n, s in zip(steps, seconds, strict=True)]
         rows.append(
             {
@@ -158,8 +153,7 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
                 "samples_per_s": quantiles(rates)["p50"],
                 "step_ms": result["step_ms"],
                 "exposed_comm_ms": exposed,
-                **{key: result[key] for key in ("bytes_per_step", "loss_first", "loss_last", "test_error_pct")},
-                **{key: result[key] for key in ("consensus_distance", "consensus_ms")},
+                **{key: result[key] for key in COPIED},
                 "ratio_to_ddp": ratio,
                 **_gpu(result["gpu"], config.batch_size * sum(steps)),
             }
@@ -167,7 +161,7 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
     return rows
 
 
-def _gpu(everyone: list[dict[str, Any] | None], num_samples: int) -> dict[str, Any]:
+def _gpu(everyone: Sequence[dict[str, Any] | None], num_samples: int) -> dict[str, Any]:
     readings = [reading for reading in everyone if reading is not None]
     if not readings:
         return {}

@@ -1,4 +1,4 @@
-"""The parameters of well-known networks, as shapes: small, medium and large."""
+"""The shapes of the parameters of well-known networks: small, medium and large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench stats``: what noise statistics add to the time of a step."""
+"""``python -m ddpcore.bench stats``: the time that noise statistics add to a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WARM_UP = 5  # steps of each contender
 
 @dataclass(frozen=True, kw_only=True)
 class StatsConfig(Options):
-    """Seconds per step without statistics, with those that are free, and with all, interleaved."""
+    """Time steps without statistics, with those that cost nothing extra, and with all, interleaved."""
 
     world_size: int = option(2, "ranks, or virtual learners")
     backend: str = option("gloo", choices=("gloo", "virtual"))
@@ -101,7 +101,7 @@ def _statistics(one: Contender, **losses: Any) -> NoiseStatistics:
 Watch = Callable[[Contender], NoiseStatistics | None]
 WATCHES: dict[str, Watch] = {
     "off": lambda one: None,
-    "off again": lambda one: None,  # shows how much two equal loops differ on this machine
+    "off again": lambda one: None,  # how much two equal loops differ on this machine
     "free": _statistics,
     "all": lambda one: _statistics(one, loss=one.loss, full_loss=one.loss),
 }

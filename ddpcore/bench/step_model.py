@@ -1,8 +1,8 @@
-"""The time of a step, from the times of its parts alone. Times are seconds; docs/predict.md derives the formulas.
+"""The time of a step, from the times of its parts in isolation, in seconds; docs/predict.md derives the formulas.
 
-A step has two lower bounds: its longest chain of parts that wait for each other, and the processor time of all its
-parts divided by the number of cores. The second matters if the ranks use all cores, because communication then takes
-processor time from the computation. The prediction is the larger of the two.
+A step has two lower bounds: its longest chain of dependent parts, and the processor time of all its parts divided by
+the number of cores. The second matters if the ranks use all cores, because communication then takes processor time from
+the computation. The prediction is the larger of the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Compute:
         forward: from the start of the step, with fetching the batch, to the loss.
         backward: from the loss to the optimizer's step.
         update: the optimizer's step and everything after it.
-        cpu: processor time of all ranks together; 0 if it limits nothing (GPUs).
+        cpu: processor time of all ranks together; 0 if the processor is not the limit (GPUs).
         arrivals: (elements of a parameter, share of the backward pass after which its gradient is ready), in the order
             of arrival.
     """
@@ -34,7 +34,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A communication in isolation: seconds until the slowest rank has it, and processor time of all ranks together."""
+    """A communication in isolation: seconds until the slowest rank is done, and processor time of all ranks."""
 
     seconds: float
     cpu: float = 0.0
@@ -55,7 +55,7 @@ class Machine:
 
 
 def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
-    """The share of the backward pass after which each message is complete. Gradients fill messages as they arrive.
+    """The share of the backward pass after which each message is complete. Gradients fill messages in arrival order.
 
     Args:
         arrivals: see :class:`Compute`.
@@ -103,7 +103,7 @@ def _longest(path: float, compute: Compute, transfers: Sequence[Transfer], machi
 
 
 def available_cores(compute: Compute, num_cores: int, num_threads: int) -> float:
-    """The cores that the ranks really get. If their threads fill the machine, other programs take a share of it.
+    """The number of cores that the ranks get. If their threads fill the machine, other programs take a share of it.
 
     The estimate then is the processor time of a step without communication divided by the length of that step.
     """

@@ -1,4 +1,4 @@
-"""Where a step spends its time: forward, backward, update, and when each gradient arrives."""
+"""The time of the parts of a step: forward, backward, update, and the arrival of each gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpcore.bench.step_model import Compute
 class StepTimer:
     """Times the parts of a contender's steps; results are medians over steps.
 
-    On a GPU each time stamp waits for the stream. A step without communication allows that.
+    On a GPU each time stamp waits for the stream, which is harmless in a step without communication.
     """
 
     def __init__(self, one: Contender) -> None:
@@ -32,13 +32,13 @@ class StepTimer:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """The hooks that :meth:`step` needs are in place inside."""
+        """Install the hooks that :meth:`step` needs."""
         model, optimizer = self._trainer.handle.model, self._trainer.optimizer
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._sizes = {id(parameter): parameter.numel() for parameter in parameters}
         hooks: list[Any] = [
-            model.register_forward_hook(lambda *_: self._mark()),
-            optimizer.register_step_pre_hook(lambda *_: self._mark()),
+            model.register_forward_hook(lambda *_: self._marks.append(self._now())),
+            optimizer.register_step_pre_hook(lambda *_: self._marks.append(self._now())),
             *(parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in parameters),
         ]
         try:
@@ -60,7 +60,7 @@ class StepTimer:
             self._arrivals[key][index] = min(1.0, max(0.0, (when - start - forward) / (backward - forward)))
 
     def compute(self, seconds: float, cpu: float = 0.0) -> Compute:
-        """A step of so many seconds, divided into parts in the proportions that were measured."""
+        """A step of this length in seconds, divided into parts in the measured proportions."""
         parts = [median(part) for part in zip(*self._steps, strict=True)]
         forward, backward, update = (seconds * part / sum(parts) for part in parts)
         found = [(self._sizes[key], median(shares)) for key, shares in self._arrivals.items()]
@@ -70,9 +70,6 @@ class StepTimer:
     def _arrived(self, parameter: torch.Tensor) -> None:
         self._arrivals.setdefault(id(parameter), []).append(self._now())
         self._order.append(id(parameter))
-
-    def _mark(self) -> None:
-        self._marks.append(self._now())
 
     def _now(self) -> float:
         if self._cuda:

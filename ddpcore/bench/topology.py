@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench topology``: what topologies cost and how fast they average, without running anything."""
+"""``python -m ddpcore.bench topology``: costs and mixing speed of topologies, computed without any learner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANY = 8192  # learners; with more, an irregular topology takes minutes because 
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyConfig(Options):
-    """What topologies cost and how fast they average: edges, degrees, spectral gap, mixing time."""
+    """Costs and mixing speed of topologies: edges, degrees, spectral gap, mixing time."""
 
     name: str = option(ALL, f"{ALL}, or one of {', '.join(TOPOLOGIES.names())}", metavar="NAME", positional=True)
     world_size: int = option(8, "number of learners", least=1)
@@ -46,23 +46,18 @@ class TopologyConfig(Options):
 
 
 def prepare(config: TopologyConfig, torchrun: World | None) -> Callable[[], None]:
-    """Check that a named topology exists and fits; returns what describes the topologies."""
+    """Check that a named topology exists and fits; returns a function that describes it, or all."""
     chosen = config.topologies()
     if config.name != ALL:
         chosen[config.name].validate(config.world_size)
-    return lambda: run(config)
-
-
-def run(config: TopologyConfig) -> None:
-    """Describe one topology or all."""
     if config.world_size > MANY:
-        advice = "name the one that is wanted" if config.name == ALL else "take fewer learners"
-        print(f"{config.world_size:,} learners may take minutes: or {advice}", file=sys.stderr)
-    publish(measure(config), print_topologies, config.json)
+        advice = "name one topology" if config.name == ALL else "take fewer learners"
+        print(f"{config.world_size:,} learners may take minutes: {advice} to save time", file=sys.stderr)
+    return lambda: publish(measure(config), print_topologies, config.json)
 
 
 def measure(config: TopologyConfig) -> dict[str, Any]:
-    """The result as in the JSON file: a row for each topology, and the reason for each that does not fit."""
+    """The result as in the JSON file: a row for each topology that fits, and the reason for each that does not."""
     rows: list[dict[str, Any]] = []
     refused: list[dict[str, str]] = []
     for name, graph in config.topologies().items():

@@ -86,7 +86,7 @@ def check(predicate: str, rows: Sequence[str] | None, metrics: Sequence[str]) ->
         placeholder = dict.fromkeys(range(_MIN_PAIRS), Outcome(metrics=dict.fromkeys(metrics, math.nan)))
         _Evaluation(outcomes=dict.fromkeys(named, placeholder), metric=metrics[0], checking=True).of(tree, bool)
         if not named:
-            raise ValueError("it is about no row: name one")
+            raise ValueError("it names no row: name one")
     except (ValueError, ArithmeticError) as error:
         raise ValueError(f"claim {predicate!r}: {error}") from None
 
@@ -109,7 +109,7 @@ def judge(predicate: str, outcomes: Outcomes, metric: str, *, published: bool = 
         return Verdict(NOT_RUN, f"no finished run of {', '.join(missing)}")
     try:
         holds = _Evaluation(outcomes=outcomes, metric=metric, published=published).of(tree, bool)
-    except (_NotRun, ArithmeticError) as error:  # ArithmeticError: it divides by zero, or a number is too large
+    except (_NotRun, ArithmeticError) as error:  # ArithmeticError: a division by zero, or a number that is too large
         return Verdict(NOT_RUN, str(error))
     used = [rows_in(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     num_seeds = min(len(_common_seeds(outcomes, rows)) for rows in used if rows)
@@ -132,7 +132,7 @@ def _parse(predicate: str) -> ast.expr:
     try:
         tree = ast.parse(f"({predicate.strip()})", mode="eval").body  # in brackets it may take several lines
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"it is no expression ({type(error).__name__})") from None
+        raise ValueError(f"it is not an expression ({type(error).__name__})") from None
     level: list[ast.AST] = [tree]
     for _ in range(_MAX_LEVELS):
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -169,7 +169,7 @@ class _Evaluation:
         match node:
             case ast.Constant(value=number) if type(number) in (int, float):
                 if not is_finite(number):
-                    raise ValueError("a number in it is larger than any that can be measured")
+                    raise ValueError("a number in it is too large")
                 return number
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return not self.of(operand, bool)
@@ -190,7 +190,7 @@ class _Evaluation:
                 if name not in functions or keywords:
                     raise ValueError(f"unknown function {name!r}: {suggest(name, functions)}")
                 return self._of_rows(name, args) if name in _OF_ROWS else self._of_expression(name, args)
-        raise ValueError(f"{ast.unparse(node)!r} is not of the language of claims")
+        raise ValueError(f"{ast.unparse(node)!r} is not allowed in a claim")
 
     def _of_expression(self, name: str, args: Sequence[ast.expr]) -> Any:
         if len(args) != 1:
@@ -198,7 +198,7 @@ class _Evaluation:
         if name == "abs":
             return abs(self.of(args[0], float))
         if not (rows := rows_in(args[0])):
-            raise ValueError(f"{name} is over the seeds of rows: take value(row) inside of it")
+            raise ValueError(f"{name} needs the seeds of a row: use value(row) inside it")
         if name == "count" and self.published:
             raise _NotRun("the source gives no seeds to count")
         for_each = [replace(self, seed=seed) for seed in self._seeds(rows)]
@@ -214,13 +214,12 @@ class _Evaluation:
 
     def _of_rows(self, name: str, args: Sequence[ast.expr]) -> Any:
         if (name == "value") != (self.seed is not None):
-            wanted = "take value(row) inside of all_seeds and count, and nowhere else"
-            raise ValueError(f"{name} stands in the wrong place: {wanted}")
+            raise ValueError(f"{name} is in the wrong place: use value(row) inside all_seeds and count, and only there")
         texts = [arg.value for arg in args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         num_rows = _OF_ROWS[name]
         if len(texts) != len(args) or not num_rows <= len(texts) <= num_rows + (name != "diverged"):
             wanted = "a row" if num_rows == 1 else "two rows"
-            raise ValueError(f"{name} takes {wanted}, and a metric if need be, in quotes")
+            raise ValueError(f"{name} takes {wanted} and an optional metric, in quotes")
         rows, metric = texts[:num_rows], [*texts[num_rows:], self.metric][0]
         if name == "diverged":
             if self.published:

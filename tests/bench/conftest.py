@@ -1,4 +1,4 @@
-"""Shared by the tests of the command line: what a command that cannot run must say, and leave alone."""
+"""Fixtures for the tests of the command line: the error of a command that cannot run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpcore.runtime import launch
 
 @pytest.fixture
 def no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In an empty folder, without a GPU, no rank of anything, where starting a bench is an error."""
+    """An empty folder, no GPU, no torchrun; starting a bench is an error."""
 
     def refuse(*args: Any, **more: Any) -> None:
         raise AssertionError("a command that cannot run was started")

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench buckets``: sizes, rows, what it recommends, refuses and writes."""
+"""``python -m ddpcore.bench buckets``: sizes, rows, recommendations, errors and its JSON file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sizes() -> None:
 
 
 def test_a_margin_beyond_noise_is_recommended() -> None:
-    """The machine slows down by half from round to round: a paired difference does not mind."""
+    """The machine slows down from round to round, which does not affect paired differences."""
     default = [1.0, 1.5, 2.0, 2.5, 3.0]
     fast = [second - 0.5 for second in default]
     found = recommend("ssgd", [seen(1, fast), seen(25, default), seen(5, [0.0] * 5, strategy="ddp")])
@@ -69,7 +69,7 @@ def test_a_margin_beyond_noise_is_recommended() -> None:
 
 
 def test_a_margin_within_noise_is_not() -> None:
-    """Faster by 10 % in the median, and slower by as much in some rounds."""
+    """Faster by 10 % in the median, but slower by 10 % in some rounds."""
     default = [1.0] * 5
     found = recommend("ssgd", [seen(1, [0.9, 1.1, 0.9, 1.1, 0.8]), seen(25, default)])
     assert found["margin_pct"] == pytest.approx(10)
@@ -78,14 +78,14 @@ def test_a_margin_within_noise_is_not() -> None:
 
 
 def test_the_default_can_be_the_fastest_under_another_name() -> None:
-    """A small model: 25 MiB builds what 5 MiB has built."""
+    """A small model: 25 MiB builds the same buckets as 5 MiB."""
     found = recommend("ssgd", [seen(1, [2.0] * 3), seen(5, [1.0] * 3, also=(10, 25))])
     assert (found["bucket_mb"], found["fastest_mb"], found["margin_pct"]) == (25.0, 25.0, 0.0)
     assert not found["beyond_noise"]
 
 
 def test_rows() -> None:
-    """Two steps a turn: 1, 2 and 4 ms of communication show a step, in the median 2 of 4."""
+    """Two steps per turn: 1, 2 and 4 ms of communication per step are exposed; the median is 2 of 4 ms."""
     row = row_of(seen(5, [0.012, 0.014, 0.018], also=(10, math.inf)), [0.010, 0.010, 0.010], 2)
     assert set(row) == ROW
     assert row["exposed_comm_ms"] == pytest.approx(2)
@@ -95,19 +95,19 @@ def test_rows() -> None:
 
 def test_overlap() -> None:
     assert [overlap_pct(4, exposed) for exposed in (0, 1, 4, 9)] == [100, 75, 0, 0]
-    assert overlap_pct(0, 0) == 100, "one rank has nothing to hide"
+    assert overlap_pct(0, 0) == 100, "one rank does not communicate"
 
 
 REFUSED = [
     ("--strategies dpsgd", "--strategies is 'dpsgd': did you mean 'ssgd'?"),
     ("--strategies ssgd,ssgd", "--strategies names one twice"),
-    ("--bucket-mb 0", "'0' is no size"),
-    ("--bucket-mb 1,x", "'x' is no size"),
-    ("--bucket-mb 1,1.0", "--bucket-mb names one twice"),
+    ("--bucket-mb 0", "'0' is not a size"),
+    ("--bucket-mb 1,x", "'x' is not a size"),
+    ("--bucket-mb 1,1.0", "--bucket-mb has a size twice"),
     ("--rounds 0", "--rounds is 0"),
     ("--steps 0", "--steps is 0"),
     ("--world-size 0", "--world-size is 0"),
-    ("--world-size 1", "nobody to talk to"),
+    ("--world-size 1", "communication needs two ranks"),
     ("--batch-size 3", "batch size 3"),
     ("--model vgg", "--model: unknown model 'vgg'"),
     ("--model mlp --model-options width=3", "model mlp has no option 'width'"),
@@ -128,7 +128,9 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 
 
 @pytest.mark.usefixtures("no_launch")
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_packages_and_memory_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(plot, "Figure", None)
     assert bench.main(["buckets", "--plot", "out.png"]) == 2
     assert "pip install 'ddpcore[plot]'" in capsys.readouterr().err
@@ -164,7 +166,7 @@ def test_a_rank_of_torchrun_names_itself(
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """What was built is reported, and what would be built again is not repeated."""
+    """The buckets of each size are reported; sizes that build the same buckets are measured once."""
     line = "buckets --world-size 2 --model mlp --model-options hidden=160x100x20 --bucket-mb 0.05,10,one"
     line += " --batch-size 8 --rounds 2 --steps 1"
     words = ("-m", "ddpcore.bench", *line.split(), "--json", "out.json")

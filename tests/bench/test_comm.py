@@ -33,7 +33,7 @@ def test_sizes() -> None:
 
 
 def test_wrong_elements_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every piece; values in the wrong place are wrong too."""
+    """Wrong elements count in every piece; a shifted row is wrong too."""
     monkeypatch.setattr(comm, "PIECE", 1000)
     row = torch.empty(2600)
     for piece, values in pieces(row):
@@ -48,8 +48,8 @@ def test_wrong_elements_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-def test_what_is_expected(world_size: int) -> None:
-    """The rows of W times the ranks; the neighbours themselves; the mean of all."""
+def test_expected_values(world_size: int) -> None:
+    """A mix returns W times the ranks, an exchange the neighbours' ranks, an average the mean of all ranks."""
     numbers = torch.arange(world_size, dtype=torch.float64)
     ring, pair = Ring(), RandomPair(seed=0)
     for rank in range(world_size):
@@ -64,7 +64,7 @@ def test_what_is_expected(world_size: int) -> None:
 
 
 def test_rows() -> None:
-    """One hundred repeats of a second, and one of two: nccl-tests' bus bandwidth of four ranks is 3/2 of the other."""
+    """A hundred repeats of 1 s and one of 2 s; with four ranks busbw is 3/2 of algbw, as in nccl-tests."""
     shape = torch.empty(1, 2**20)
     lane: Any = SimpleNamespace(transport="pg", rows=shape, comm=SimpleNamespace(num_learners=4))
     row = row_of(OPERATIONS[0], lane, [1.0] * 100 + [2.0], 7)
@@ -80,7 +80,7 @@ def test_rows() -> None:
 
 
 REFUSED = [
-    ("--world-size 1", "nobody to talk to"),
+    ("--world-size 1", "communication needs two ranks"),
     ("--world-size -1", "--world-size is -1"),
     ("--max-mib 0", "--max-mib is 0"),
     ("--max-mib 0.001", "--max-mib is 0.001: it must be at least 0.03125"),
@@ -107,7 +107,7 @@ def alone(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def torchrun(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Two processes with the variables that torchrun sets; test_launch.py starts torchrun itself."""
+    """Two processes with torchrun's variables; test_launch.py starts torchrun itself."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -125,7 +125,7 @@ def torchrun(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("start", [alone, torchrun], ids=lambda start: start.__name__)
 def test_two_ranks(start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    """Alone and under torchrun: every operation over both transports, and nothing wrong arrives."""
+    """Without and with torchrun: every operation over both transports receives correct values."""
     done = start(["comm", "--max-mib", "0.25", "--seconds", "0.01", "--json", "out.json"], tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())

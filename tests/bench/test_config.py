@@ -1,4 +1,4 @@
-"""The command line as one checked value, and what it becomes on a machine."""
+"""The command line as one checked config, and its resolution on a machine."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_gpu_for_each_rank() -> None:
 
 
 def test_ranks_that_would_share_a_gpu() -> None:
-    """Virtual learners; ddp cannot take part, which is said where nobody asked for it and refused where someone did."""
+    """Virtual learners: ddp is left out with a note by default, and is an error if it was requested."""
     resolved = resolve(BenchConfig(), world_size=4, num_gpus=1)
     assert (resolved.device, resolved.choice.backend) == ("cuda", "virtual")
     assert resolved.strategies == ("ssgd", "dpsgd", "local_sgd")
@@ -163,7 +163,7 @@ def test_every_topology_fits_every_world(topology: str, world_size: int) -> None
 
 
 def test_the_transport() -> None:
-    """Settled before a process starts; virtual learners have none."""
+    """The transport is chosen before any process starts; virtual learners have none."""
     resolved = resolve(BenchConfig(), world_size=4, num_gpus=0)
     assert resolved.transport is not None
     assert resolved.transport.name == "shm"

@@ -1,9 +1,11 @@
-"""GpuMeter against a GPU that is played: what it adds up, not what a GPU says."""
+"""GpuMeter with a fake GPU: how it adds up measurements."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ from ddpcore.bench import contender, gpu
 
 
 class Allocator:
-    """torch's, of a GPU that is not there."""
+    """A fake of torch's CUDA allocator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated = self.peak = 1000  # of others
@@ -23,7 +25,7 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self._reset)
 
     def take(self, num_bytes: int) -> None:
-        """A negative number gives back."""
+        """Allocate; a negative number frees."""
         self.allocated += num_bytes
         self.peak = max(self.peak, self.allocated)
 
@@ -54,38 +56,42 @@ def test_energy_power_and_utilisation_of_a_name(monkeypatch: pytest.MonkeyPatch)
     Allocator(monkeypatch)
     meter = gpu.GpuMeter()
     for _ in range(2):
-        meter.start()
-        meter.stop("dpsgd")
+        with meter.turn("dpsgd"):
+            pass
     assert seen == ["GPU-12ab"]
     assert meter.reading("dpsgd") == {"joules": 4.0, "watts": 1.0, "utilization_pct": 60.0, "memory_bytes": 0}
     assert meter.reading("ddp") is None
 
 
 def test_memory_is_what_a_name_itself_holds_and_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its making on, of which nothing is timed: not what others hold, nor what they took before."""
+    """Memory counts from the construction on, which is not timed; memory of other names never counts."""
     monkeypatch.setattr(gpu, "pynvml", None)
     allocator, meter = Allocator(monkeypatch), gpu.GpuMeter()
     for name, weights, gradients in (("small", 10, 5), ("large", 300, 200)):
-        meter.start()
-        allocator.take(weights)
-        meter.stop(name, timed=False)
-        meter.start()
-        allocator.take(gradients)  # which stay
-        meter.stop(name, timed=False)
+        with meter.turn(name, timed=False):
+            allocator.take(weights)
+        with meter.turn(name, timed=False):
+            allocator.take(gradients)  # which stay allocated
     for name, activations in (("large", 4000), ("small", 70), ("small", 60)):
-        meter.start()
-        allocator.take(activations)
-        allocator.take(-activations)
-        meter.stop(name)
+        with meter.turn(name):
+            allocator.take(activations)
+            allocator.take(-activations)
     nothing = {"joules": None, "watts": None, "utilization_pct": None}
     assert meter.reading("small") == nothing | {"memory_bytes": 10 + 5 + 70}
     assert meter.reading("large") == nothing | {"memory_bytes": 300 + 200 + 4000}
 
 
 def test_ranks_that_wait_are_not_metered() -> None:
-    """`single` trains on rank 0 alone."""
+    """`single` trains only on rank 0."""
     seen: list[Any] = []
-    meter = SimpleNamespace(start=lambda: seen.append("start"), stop=lambda *words: seen.append(words))
+
+    @contextmanager
+    def turn(*words: Any) -> Iterator[None]:
+        seen.append("start")
+        yield
+        seen.append(words)
+
+    meter: Any = SimpleNamespace(turn=turn)
     waiting = contender.Contender("single", None)
     contender.run_block(waiting, 3, True, meter)
     assert not seen and len(waiting.block_seconds) == 1

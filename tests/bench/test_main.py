@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench`` as a user runs it: what it refuses, and small real runs."""
+"""``python -m ddpcore.bench`` as a user runs it: errors, and small real runs."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ ENVIRONMENT = {
 
 
 def command(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The bench in a process of its own, in an empty folder, on the CPU."""
+    """Run the bench in its own process, in an empty folder, on the CPU."""
     return ranks.python("-m", "ddpcore.bench", *line.split(), cwd=folder, CUDA_VISIBLE_DEVICES="")
 
 
 def started(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The same as a user starts it: a new interpreter, which spawns its ranks."""
+    """The same as a user starts it: in a new interpreter, which spawns its ranks."""
     environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
     whole = [sys.executable, "-m", "ddpcore.bench", *line.split()]
     return subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def strict(text: str) -> Any:
-    """Parsed as JSON proper: NaN and Infinity, which Python's reader takes, are errors."""
+    """Parse strict JSON: NaN and Infinity, which Python's parser accepts, are errors."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON")
@@ -90,7 +90,7 @@ def idx(array: np.ndarray) -> bytes:
 
 @pytest.fixture
 def mnist(tmp_path: Path) -> Path:
-    """A folder with 64 images to train on and 32 to test, each of a class that its brightness tells."""
+    """A folder with 64 training and 32 test images, each class with its own brightness."""
     raw = tmp_path / "data" / "MNIST" / "raw"
     raw.mkdir(parents=True)
     generator = np.random.default_rng(0)
@@ -183,7 +183,7 @@ def test_refused_files(damage: Callable[[Path], None], mnist: Path, capsys: pyte
 
 @pytest.mark.usefixtures("no_launch")
 def test_refused_model(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that does not take the data: the line names those that do."""
+    """A model that does not accept the data: the message names models that do."""
     assert bench.main(f"--dataset mnist --model simplenet --batch-size 16 --data-dir {mnist}".split()) == 2
     errors = capsys.readouterr().err
     check_refusal(errors, "model simplenet")
@@ -192,7 +192,7 @@ def test_refused_model(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("no_launch")
 def test_a_rank_of_torchrun_names_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file may be missing on one machine alone."""
+    """Errors of a rank name the rank, because a file may be missing on only one machine."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -273,7 +273,7 @@ def test_virtual_learners_have_the_losses_of_real_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_launch")
 def test_ranks_of_torchrun_do_not_download(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """They would all write the same files."""
+    """All ranks would write the same files."""
     variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -284,7 +284,7 @@ def test_ranks_of_torchrun_do_not_download(monkeypatch: pytest.MonkeyPatch, caps
 
 @pytest.mark.parametrize("options", ["", "--augment --normalize"])
 def test_cifar_on_ranks_and_as_virtual_learners(options: str, tmp_path: Path) -> None:
-    """Augmented batches too are the same on real ranks and in one process: LeNet-5 would drop, this model does not."""
+    """Real ranks and virtual learners get the same augmented batches. The model has no dropout, unlike LeNet-5."""
     folder = tmp_path / "data" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
     records = np.random.default_rng(0).integers(0, 256, (6, 10, 3073), dtype=np.uint8)
@@ -301,7 +301,7 @@ def test_cifar_on_ranks_and_as_virtual_learners(options: str, tmp_path: Path) ->
     assert virtual["loss_last"] == pytest.approx(real["loss_last"], rel=1e-5)
 
 
-def test_virtual_learners_on_mnist_leave_ddp_out_and_say_so(mnist: Path) -> None:
+def test_virtual_learners_on_mnist_leave_ddp_out_with_a_note(mnist: Path) -> None:
     """A model with buffers, convolutions and dropout."""
     line = (
         f"--world-size 2 --steps 2 --batch-size 8 --backend virtual --dataset mnist --data-dir {mnist} --model lenet5"
@@ -314,7 +314,7 @@ def test_virtual_learners_on_mnist_leave_ddp_out_and_say_so(mnist: Path) -> None
 
 
 def test_mnist_with_single_beside_ranks(mnist: Path) -> None:
-    """Files made here; the test error is of the whole test set; single is one learner on the whole batch."""
+    """The test error is that of the whole test set; single is one learner on the whole batch."""
     line = f"--world-size 2 --steps 4 --batch-size 16 --dataset mnist --data-dir {mnist} --model mlp"
     _, rows, _ = rows_of(f"{line} --strategies single,ddp,dpsgd", mnist.parent)
     for row in rows.values():
@@ -338,7 +338,7 @@ def test_one_step_and_one_learner(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges(tmp_path: Path) -> None:
-    """No number is made up: null in strict JSON, a word in the table, exit code 0."""
+    """null in strict JSON, a word in the table, exit code 0."""
     _, rows, text = rows_of("--world-size 2 --steps 6 --batch-size 16 --lr 1e30", tmp_path)
     for row in rows.values():
         assert row["loss_last"] is None

@@ -1,4 +1,4 @@
-"""How much a process grew."""
+"""The growth of a process's memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddpcore.bench import memory
 from ddpcore.bench.memory import PeakMemory
 from ddpcore.comm.shared.memory import HostMemory
 
-KNOWN = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not say")
+KNOWN = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not report memory")
 
 
 @KNOWN
-def test_the_peak_counts_and_what_was_before_does_not() -> None:
+def test_only_growth_after_the_start_counts() -> None:
     before = torch.ones(32 * 2**18)
     peak = PeakMemory("cpu")
     passing = torch.ones(64 * 2**18)
@@ -32,12 +32,12 @@ def test_the_peak_counts_and_what_was_before_does_not() -> None:
 
 @KNOWN
 @pytest.mark.parametrize(("num_sharing", "least", "most"), [(1, 110, 145), (4, 30, 65)])
-def test_what_ranks_share_counts_once(num_sharing: int, least: float, most: float) -> None:
-    """64 MiB that are kept and 64 that are gone at the end: one quarter of both, where four ranks map them."""
+def test_shared_memory_counts_once(num_sharing: int, least: float, most: float) -> None:
+    """64 MiB that stay and 64 MiB that are freed; with four ranks, a quarter of both counts."""
     peak = PeakMemory("cpu", num_sharing)
     kept, _ = HostMemory().allocate(64 * 2**20)
     passing, _ = HostMemory().allocate(64 * 2**20)
-    for _ in range(2000):  # until somebody has looked
+    for _ in range(2000):  # until the sampler has run
         if peak._shared._most - peak._shared._before >= 128 * 2**20:
             break
         time.sleep(0.005)
@@ -48,6 +48,6 @@ def test_what_ranks_share_counts_once(num_sharing: int, least: float, most: floa
     assert not kept.any()
 
 
-def test_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_system_that_does_not_report_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memory, "_PROCESS", str(tmp_path / "nowhere"))
     assert PeakMemory("cpu").grown_mb() is None

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench optim``: what it compares, refuses and writes."""
+"""``python -m ddpcore.bench optim``: comparisons, errors and its JSON file."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
     refused(line, says)
 
 
-def test_too_little_memory_is_said_before_it_is_used(
+def test_too_little_memory_is_an_error_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(environment, "free_memory", lambda device: 1.5e9)

@@ -44,8 +44,8 @@ def test_one_number_may_stand_for_a_list_of_one() -> None:
     assert width is not None and type(width["width"]) is float
 
 
-def test_trying_a_model_leaves_the_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made where tensors have no memory."""
+def test_checking_a_model_does_not_change_the_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is built on the meta device."""
     made: list[Any] = []
     build = MODELS.build
 

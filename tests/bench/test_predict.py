@@ -24,15 +24,17 @@ def parts(*seconds: float) -> list[Transfer]:
     return [Transfer(seconds=one) for one in seconds]
 
 
-def test_averages_under_way_together_share_their_time() -> None:
-    """3 and 1 s in turn, 2 s together: 1.5 s from half of the backward pass on, 0.5 s from its end on."""
+def test_simultaneous_averages_share_their_time() -> None:
+    """3 s and 1 s alone, 2 s together: 1.5 s start at half of the backward pass, 0.5 s at its end."""
     assert predict("ssgd", COMPUTE, parts(3, 1, 2), [300, 100], 4, MACHINE) == pytest.approx(7.5)
     assert predict("ssgd", COMPUTE, parts(0, 0, 0), [300, 100], 4, MACHINE) == pytest.approx(7)
 
 
 def test_the_mix_is_what_it_adds_to_the_exchange() -> None:
     assert predict("dpsgd", COMPUTE, parts(5, 5.5), [], 4, MACHINE) == pytest.approx(7.5)
-    assert predict("dpsgd", COMPUTE, parts(5, 4.5), [], 4, MACHINE) == pytest.approx(7), "noise is no gain"
+    assert predict("dpsgd", COMPUTE, parts(5, 4.5), [], 4, MACHINE) == pytest.approx(7), (
+        "a mix never takes negative time"
+    )
 
 
 def test_local_sgd_pays_once_a_period() -> None:
@@ -52,13 +54,13 @@ REFUSED = [
     ("--topology hypercube --world-size 6 --batch-size 12", "6 learners are no power of two"),
     ("--transport ipc", "--transport ipc is for ranks on cuda"),
     ("--transport tcp", "--transport is 'tcp'"),
-    ("--bucket-mb x", "'x' is no size"),
+    ("--bucket-mb x", "'x' is not a size"),
     ("--bucket-mb 1,1", "names one twice"),
     ("--rounds 0", "--rounds is 0"),
     ("--period 0", "--period is 0"),
     ("--batch-size 3", "batch size 3"),
     ("--world-size 0", "--world-size is 0"),
-    ("--world-size 1", "nobody to talk to"),
+    ("--world-size 1", "communication needs two ranks"),
     ("--json nowhere/out.json", "does not exist"),
     ("--steps 3", "--steps"),
 ]
@@ -70,7 +72,7 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """A row a strategy, bucket size, topology and transport; what has no topology has one row a transport."""
+    """A row per strategy, bucket size, topology and transport; strategies without topology have one per transport."""
     line = "predict --world-size 2 --model lenet5 --batch-size 8 --rounds 2 --period 2 --transport shm,pg"
     line += " --bucket-mb 0.05,25 --topology ring,random_pair"
     words = ("-m", "ddpcore.bench", *line.split(), "--json", "out.json")

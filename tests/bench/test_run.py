@@ -1,4 +1,4 @@
-"""Blocks of steps, and rows from what was seen."""
+"""Blocks of steps, and rows from measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpcore.storage.json_lines import to_json
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 6, 10, 11, 12, 99, 100, 300, 1234])
 def test_blocks(num_steps: int) -> None:
-    """Every step is in a block; a warm-up, if there is one, comes first and alone is not timed."""
+    """Every step is in a block. A warm-up comes first, and only the warm-up is not timed."""
     blocks = run._blocks(num_steps)
     assert sum(length for length, _ in blocks) == num_steps
     assert all(length > 0 for length, _ in blocks)
@@ -76,7 +76,7 @@ def test_rows() -> None:
 
 
 def test_exposed_communication_is_the_median_of_pairs() -> None:
-    """Half of the blocks are five times as slow, now of one and now of the other: medians apart would say nothing."""
+    """Every second round is five times faster. Only paired differences show the 50 ms."""
     slow = [1.0, 0.2] * 5
     results = [
         result("ssgd", 1.0, 10, block_seconds=[seconds + 0.05 for seconds in slow[:-1]] + [9.0]),
@@ -87,7 +87,7 @@ def test_exposed_communication_is_the_median_of_pairs() -> None:
 
 
 def test_rows_of_gpus() -> None:
-    """The rank that needs most memory; energy of the ranks that worked; none where no library says."""
+    """The largest memory of a rank; energy of working ranks; None without the management library."""
     worked = {"joules": 50.0, "watts": 100.0, "utilization_pct": 60.0, "memory_bytes": 500}
     more = worked | {"utilization_pct": 80.0, "memory_bytes": 700}
     unknown = {"joules": None, "watts": None, "utilization_pct": None, "memory_bytes": 900}

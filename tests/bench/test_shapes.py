@@ -1,4 +1,4 @@
-"""The parameter lists, against numbers that are known from elsewhere."""
+"""The parameter lists, compared with known numbers of parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpcore.bench.shapes import LISTS
     ],
 )
 def test_sizes(name: str, parameters: int, num_tensors: int) -> None:
-    """torchvision's ResNets and transformers' BertModel (bert-base-uncased, bert-large-uncased) have as many."""
+    """The numbers of torchvision's ResNets and transformers' BertModel (bert-base-uncased, bert-large-uncased)."""
     found = LISTS[name].describe()
     assert (found["parameters"], found["num_tensors"]) == (parameters, num_tensors)
 

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench stats``: its contenders, its refusals, and a small run."""
+"""``python -m ddpcore.bench stats``: contenders, errors, and a small run."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ def transfers(*seconds: float, cpu: float = 0.0) -> list[Transfer]:
 def test_buckets_are_ready_when_their_last_gradient_is() -> None:
     assert ready_shares(ARRIVALS, [400]) == [1.0]
     assert ready_shares(ARRIVALS, [100, 200, 100]) == [0.25, 0.5, 1.0]
-    assert ready_shares(ARRIVALS, [50, 50, 100, 200]) == [0.25, 0.25, 0.5, 1.0], "a parameter is there as a whole"
+    assert ready_shares(ARRIVALS, [50, 50, 100, 200]) == [0.25, 0.25, 0.5, 1.0], "a parameter arrives as a whole"
     assert ready_shares(ARRIVALS, [101, 299]) == [0.5, 1.0]
-    assert ready_shares(ARRIVALS, [220, 220]) == [0.5, 1.0], "padding stretches all alike"
-    assert ready_shares(((1, 0.5), (1, 0.25)), [1, 1]) == [0.5, 0.5], "handed out in order, never before"
+    assert ready_shares(ARRIVALS, [220, 220]) == [0.5, 1.0], "padding stretches all messages equally"
+    assert ready_shares(((1, 0.5), (1, 0.25)), [1, 1]) == [0.5, 0.5], "messages are sent in order"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_ssgd_in_the_background(seconds: tuple[float, ...], expected: float) -> 
     assert ssgd(COMPUTE, transfers(*seconds), [100, 200, 100], BACKGROUND) == pytest.approx(expected)
 
 
-def test_ssgd_that_ranks_do_themselves_hides_nothing() -> None:
+def test_ssgd_without_background_transfers_hides_nothing() -> None:
     assert ssgd(COMPUTE, transfers(0.5, 0.5, 0.5), [100, 200, 100], BLOCKING) == pytest.approx(8.5)
 
 
@@ -64,7 +64,7 @@ def test_local_sgd() -> None:
 
 
 def test_work_over_cores_is_a_bound() -> None:
-    """Four ranks of 7 seconds on two cores: 14 is what they take alone, and any transfer adds its own work."""
+    """Four ranks of 7 s on two cores take 14 s; each transfer adds its processor time."""
     busy = Compute(forward=4.0, backward=8.0, update=2.0, cpu=28.0, arrivals=ARRIVALS)
     assert ssgd(busy, transfers(0.5, 0.5, 0.5, cpu=1.0), [100, 200, 100], BACKGROUND) == pytest.approx(15.5)
     assert dpsgd(busy, Transfer(seconds=3.0, cpu=5.0), Transfer(seconds=0.0), BACKGROUND) == pytest.approx(16.5)
@@ -74,11 +74,13 @@ def test_work_over_cores_is_a_bound() -> None:
 
 
 def test_available_cores() -> None:
-    """A step of 7 seconds that took 7 of the processors: one core is left to ranks that would fill four."""
+    """A step of 7 s used 7 s of processor time: ranks with four threads get one core."""
     busy = Compute(forward=2.0, backward=4.0, update=1.0, cpu=7.0)
     assert available_cores(busy, 4, 4) == 1.0
-    assert available_cores(busy, 4, 3) == 4, "ranks leave a core alone: it is theirs to have"
-    assert available_cores(Compute(forward=1.0, backward=1.0, update=0.0, cpu=9.0), 4, 8) == 4, "no more than there are"
+    assert available_cores(busy, 4, 3) == 4, "ranks leave one core free"
+    assert available_cores(Compute(forward=1.0, backward=1.0, update=0.0, cpu=9.0), 4, 8) == 4, (
+        "at most the number of cores"
+    )
     assert available_cores(COMPUTE, 4, 4) == 4
 
 

@@ -1,4 +1,4 @@
-"""Where a step spends its time, on one learner."""
+"""The time of the parts of a step, on one learner."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_every_gradient_arrives_between_forward_and_update(monkeypatch: pytest.M
     one = contender.build_contender(contender.COMPUTE, resolved, World(), dataset)
     timer = StepTimer(one)
     clock = count()
-    monkeypatch.setattr(timer, "_now", lambda: float(next(clock)))  # each look at it takes a second
+    monkeypatch.setattr(timer, "_now", lambda: float(next(clock)))  # each reading takes a second
     with timer.hooks():
         for _ in range(3):
             timer.step()
     assert one.trainer is not None
-    one.trainer.step()  # no longer watched
+    one.trainer.step()  # hooks are removed
     parameters = list(one.trainer.handle.model.parameters())
     assert next(clock) == 3 * (4 + len(parameters))
     compute = timer.compute(3.0 + len(parameters), cpu=3.0)

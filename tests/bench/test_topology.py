@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench topology``: what it prints, refuses and writes."""
+"""``python -m ddpcore.bench topology``: output, errors and its JSON file."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ def test_one_name_and_its_options(tmp_path: Path) -> None:
     assert seeds[0][0]["num_edges"] != seeds[2][0]["num_edges"]
 
 
-def test_what_may_take_long_is_said_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for num_learners, says in ((MANY, ""), (MANY + 2, "8,194 learners may take minutes: or take fewer")):
+def test_a_warning_comes_before_a_long_computation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for num_learners, says in ((MANY, ""), (MANY + 2, "8,194 learners may take minutes: take fewer")):
         (row,) = run(f"topology ring --world-size {num_learners}", tmp_path)["rows"]
         assert row["num_learners"] == num_learners
         errors = capsys.readouterr().err
         assert errors.startswith(says) and errors.count("\n") == bool(says)
 
 
-def test_what_does_not_fit_is_said_below_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_topologies_that_do_not_fit_are_listed_below_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run("topology --world-size 7", tmp_path)
     assert [entry["topology"] for entry in result["refused"]] == ["torus_2d", "hypercube", "hierarchical"]
     assert len(result["rows"]) == len(TOPOLOGIES.names()) - 3

@@ -1,4 +1,4 @@
-"""A study that trains in no time, and the command in this process."""
+"""A study that trains within milliseconds, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ predicate = 'not diverged("ssgd")'
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """Its file."""
+    """The file of a small study."""
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     return path

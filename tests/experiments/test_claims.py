@@ -1,4 +1,4 @@
-"""The language of claims: its verdicts on made-up results, and what it refuses."""
+"""Predicates of claims: verdicts on made-up results, and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ UNKNOWN = {
 }
 REFUSED = {
     'mean("a")': "must be true or false",
-    '"a" > 1': "not of the language",
+    '"a" > 1': "not allowed in a claim",
     'mean("d") > 1': "unknown row 'd'",
     'mean("gon") > 1': "did you mean 'gone'?",
     'mean("a", "second") > 1': "did you mean 'seconds'?",
@@ -67,32 +67,32 @@ REFUSED = {
     'mean() > 1': "in quotes",
     'mean("a", "loss", "b") > 1': "in quotes",
     'diverged("a", "loss")': "in quotes",
-    'mean("a") > 1 +': "no expression",
-    'mean("a") ** 9 > 1': "not of the language",
-    'mean("a") in 3': "not of the language",
+    'mean("a") > 1 +': "not an expression",
+    'mean("a") ** 9 > 1': "not allowed in a claim",
+    'mean("a") in 3': "not allowed in a claim",
     'diverged("a") > 1': "must be a number",
     'not mean("a")': "must be true or false",
     'mean("a") and diverged("b")': "must be true or false",
     'value("a") > 1': "wrong place",
     'all_seeds(mean("a") > 1)': "wrong place",
-    'all_seeds(1)': "take value(row) inside of it",
-    'all_seeds(1 < 2)': "take value(row) inside of it",
-    'count(1 < 2) > 0': "take value(row) inside of it",
-    'all_seeds(value("a") > 1 or count(1 < 2) > 0)': "take value(row) inside of it",
-    '1 < 2': "about no row",
-    f'mean("a") > 1{"0" * 400} * 1.5': "larger than any",
+    'all_seeds(1)': "use value(row) inside it",
+    'all_seeds(1 < 2)': "use value(row) inside it",
+    'count(1 < 2) > 0': "use value(row) inside it",
+    'all_seeds(value("a") > 1 or count(1 < 2) > 0)': "use value(row) inside it",
+    '1 < 2': "names no row",
+    f'mean("a") > 1{"0" * 400} * 1.5': "a number in it is too large",
     f'mean("a") > 1{"0" * 300} * 1{"0" * 300} * 1.5': "too large",
-    'mean("a") < 1e400': "larger than any",
+    'mean("a") < 1e400': "a number in it is too large",
     f'{"not " * 98}diverged("a")': "more than 100 levels",
     f'{"not " * 1000}diverged("a")': "more than 100 levels",
-    'True': "not of the language",
+    'True': "not allowed in a claim",
     '__import__("os").system("true") > 1': "unknown function",
     '(lambda: 1)() > 1': "unknown function",
-    'mean("a").real > 1': "not of the language",
-    '[x for x in (1,)] > 1': "not of the language",
+    'mean("a").real > 1': "not allowed in a claim",
+    '[x for x in (1,)] > 1': "not allowed in a claim",
     'mean(row="a") > 1': "unknown function",
     'abs(mean("a"), 1) > 1': "takes one expression",
-    '1 if 1 > 0 else 2': "not of the language",
+    '1 if 1 > 0 else 2': "not allowed in a claim",
 }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_verdicts(predicate: str, word: str) -> None:
 
 
 @pytest.mark.parametrize("predicate", UNKNOWN)
-def test_what_was_not_run_is_not_judged(predicate: str) -> None:
+def test_missing_results_are_not_judged(predicate: str) -> None:
     check(predicate, ROWS, METRICS)
     verdict = judge(predicate, OUTCOMES, "loss")
     assert verdict.word == NOT_RUN
@@ -111,21 +111,21 @@ def test_what_was_not_run_is_not_judged(predicate: str) -> None:
 
 
 @pytest.mark.parametrize("predicate", ['not diverged("c")', 'count(value("a") > 2) < 9'])
-def test_a_table_says_nothing_of_seeds_and_divergence(predicate: str) -> None:
+def test_published_numbers_have_neither_seeds_nor_divergence(predicate: str) -> None:
     assert judge(predicate, OUTCOMES, "loss").word != NOT_RUN
     assert judge(predicate, OUTCOMES, "loss", published=True).word == NOT_RUN
     assert judge('mean("a") > 0', OUTCOMES, "loss", published=True).word == HOLDS
 
 
-def test_seeds_that_rows_do_not_share() -> None:
+def test_rows_without_common_seeds() -> None:
     apart = {"a": {0: OUTCOMES["a"][0]}, "b": {1: OUTCOMES["b"][1]}}
     assert judge('all_seeds(value("a") < value("b"))', apart, "loss").word == NOT_RUN
     both = {"a": OUTCOMES["a"], "b": {1: OUTCOMES["b"][1]}}
-    assert judge('all_seeds(value("b") - value("a") == 2)', both, "loss").word == HOLDS, "seed 1 alone"
+    assert judge('all_seeds(value("b") - value("a") == 2)', both, "loss").word == HOLDS, "only seed 1"
 
 
 def test_paired_is_wilcoxons_exact_test() -> None:
-    """Ten differences of one sign: of the 2^10 assignments of signs two are as extreme. Seeds pair, not the order."""
+    """Ten differences of one sign: 2 of the 2^10 sign assignments are as extreme. Runs are paired by seed."""
     low = {seed: Outcome(metrics={"loss": seed / 7}) for seed in range(10)}
     high = {seed: Outcome(metrics={"loss": seed / 7 + 0.1 + seed**2 / 100}) for seed in reversed(range(12))}
     outcomes = {"a": low, "b": high}
@@ -147,7 +147,7 @@ def test_refused(predicate: str) -> None:
 
 
 def test_how_many_seeds_a_verdict_is_based_on() -> None:
-    """The smallest number that one of its functions uses; two rows in one function use the seeds that they share."""
+    """The smallest number of one of its functions; a function of two rows uses their common seeds."""
     one, two = Outcome(metrics={"loss": 1.0}), Outcome(metrics={"loss": 2.0})
     outcomes = {"a": dict.fromkeys(range(10), one), "b": dict.fromkeys(range(9, 12), two), "c": {0: one, 1: two}}
     expected = {

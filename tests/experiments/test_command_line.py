@@ -1,4 +1,4 @@
-"""What --set says of the fields of all rows."""
+"""``--set``: fields of all rows from the command line."""
 
 from __future__ import annotations
 

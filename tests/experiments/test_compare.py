@@ -17,7 +17,7 @@ Main = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def folder(main: Main, tiny: Path, tmp_path: Path) -> Folder:
-    """A manifest of all rows, with results that nobody measured."""
+    """A manifest of all rows, with made-up results."""
     out = Folder(tmp_path / "out")
     words = ("run", tiny, "--out", out.path, "--seeds", 1, "--set", "device=cpu")
     assert main(*words, "--rows", "a")[0] == 0
@@ -51,7 +51,7 @@ def test_numbers(folder: Folder) -> None:
 
 
 def test_verdicts(folder: Folder) -> None:
-    """A diverged seed has no mean to compare; a row that was not run is not judged; published numbers stand apart."""
+    """A claim is not judged if a row was not run or a seed diverged. Published numbers are judged separately."""
     (result,) = compare([folder.path])
     first, second = result["claims"]
     assert first["on_published"]["word"] == "holds"
@@ -61,10 +61,10 @@ def test_verdicts(folder: Folder) -> None:
     assert second["verdicts"][0] == {"word": "not run", "reason": "no finished run of ssgd"}
     lines = (folder.path / "results.jsonl").read_text().splitlines()
     (folder.path / "results.jsonl").write_text("\n".join([*lines[:4], lines[5]]) + "\n")
-    assert compare([folder.path])[0]["claims"][0]["verdicts"][0]["word"] == "holds", "a failed seed has no part"
+    assert compare([folder.path])[0]["claims"][0]["verdicts"][0]["word"] == "holds", "a failed seed does not count"
 
 
-def test_two_runs_of_one_study_stand_side_by_side(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
+def test_two_runs_of_one_study_are_compared(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert main("run", tiny, "--out", other, "--rows", "ssgd", "--scale", "smoke")[0] == 0
     (result,) = compare([folder.path, other])
@@ -75,8 +75,8 @@ def test_two_runs_of_one_study_stand_side_by_side(main: Main, tiny: Path, folder
     assert [verdict["word"] for verdict in result["claims"][1]["verdicts"]] == ["not run", "holds"]
 
 
-def test_notes_and_claims_of_all_folders_are_told_once(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
-    """A folder that an older version of the study was run into keeps what that version said."""
+def test_notes_and_claims_of_all_folders_appear_once(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
+    """A folder of an older version of the study keeps the notes and claims of that version."""
     other = tmp_path / "other"
     assert main("run", tiny, "--out", other, "--rows", "a", "--seeds", 1)[0] == 0
     manifest = json.loads((other / "manifest.json").read_text())
@@ -93,7 +93,7 @@ def test_notes_and_claims_of_all_folders_are_told_once(main: Main, tiny: Path, f
 
 
 def test_published_numbers_that_were_corrected(main: Main, tiny: Path, tmp_path: Path) -> None:
-    """A folder that is gone on with has the new ones of all rows; two folders do not mix them."""
+    """A resumed folder has the corrected numbers of all rows; folders with different numbers are not compared."""
     out, old = tmp_path / "out", tmp_path / "old"
     assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
     assert main("run", tiny, "--out", old, "--rows", "b", "--seeds", 1)[0] == 0
@@ -134,7 +134,7 @@ def watched(seed: int, steps: list[int]) -> dict[str, list[float]]:
 
 
 def test_curves_of_some_rows(main: Main, folder: Folder) -> None:
-    """Of one row in two, and of a seed that ended before the others."""
+    """One of two rows has curves, and one of its seeds ended earlier."""
     results = folder.results()
     lines = [
         results["a", 0] | {"curves": watched(0, [5, 10])},

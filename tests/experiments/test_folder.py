@@ -1,4 +1,4 @@
-"""A folder belongs to one study, run one way, by one process at a time; a crash costs it nothing."""
+"""A folder belongs to one study with one set of overrides and one process at a time; a crash damages nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows_of(out: Path) -> list[tuple[str, int, str]]:
 
 
 def test_rows_of_one_folder_have_the_same_overrides(main: Main, tiny: Path, tmp_path: Path) -> None:
-    """Or a comparison would show rows side by side of which some were run with --set and some without."""
+    """Otherwise a comparison would mix rows with and without --set."""
     plain, other = tmp_path / "plain", tmp_path / "other"
     assert main("run", tiny, "--out", plain, "--rows", "a")[0] == 0
     assert main("run", tiny, "--out", other, "--rows", "a", "--set", "lr=5.0")[0] == 0
@@ -59,8 +59,8 @@ def test_two_processes(main: Main, tiny: Path, tmp_path: Path) -> None:
     assert main("run", tiny, "--out", out, "--rows", "a")[0] == 0
 
 
-def test_half_a_line_is_passed_over(main: Main, tiny: Path, tmp_path: Path) -> None:
-    """As a full disk leaves it, or the power; the run that it was of is run again, and its line is whole."""
+def test_an_incomplete_line_is_ignored(main: Main, tiny: Path, tmp_path: Path) -> None:
+    """A full disk or a power failure can truncate the last line; its run is repeated and its line written again."""
     out = tmp_path / "out"
     assert main("run", tiny, "--out", out, "--rows", "a")[0] == 0
     whole = (out / "results.jsonl").read_text()
@@ -71,7 +71,7 @@ def test_half_a_line_is_passed_over(main: Main, tiny: Path, tmp_path: Path) -> N
     assert rows_of(out) == [("a", 0, "finished"), ("a", 1, "finished")]
 
 
-def test_no_failure_takes_the_place_of_a_finished_run(main: Main, tiny: Path, tmp_path: Path) -> None:
+def test_a_failure_does_not_replace_a_finished_run(main: Main, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
     Folder(out).append({"row": "a", "seed": 0, "status": "failed", "metrics": {}, "diverged": False, "error": "?"})
@@ -91,7 +91,7 @@ def test_a_manifest_of_another_shape(main: Main, tiny: Path, tmp_path: Path) -> 
 def test_a_signal_at_the_end_of_a_run_stops_the_study(
     main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That run is over and counts; the next one is not begun."""
+    """That run is finished and counts; the next one does not start."""
     end, asked = Loop._end, []
 
     def stop(self: Any) -> None:
@@ -109,7 +109,7 @@ def test_a_signal_at_the_end_of_a_run_stops_the_study(
 
 
 @pytest.mark.parametrize("made", ["the data", "the model"])
-def test_a_signal_while_a_run_is_made_stops_it_at_its_first_step(
+def test_a_signal_while_a_run_is_built_stops_it_at_its_first_step(
     made: str, main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, name = {"the data": (Datasets, "of"), "the model": (engine_run, "build_trainer")}[made]
@@ -128,10 +128,10 @@ def test_a_signal_while_a_run_is_made_stops_it_at_its_first_step(
     assert error == "ddpcore.experiments: stopped by SIGINT after step 1 of 4 and saved: go on with --resume\n"
 
 
-def test_a_study_that_was_run_meanwhile_is_left_as_it_is(
+def test_a_study_that_was_run_meanwhile_is_not_changed(
     main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the first look at the folder and the lock another process can come and go."""
+    """Another process can run between the first check of the folder and the lock."""
     check, out = command.check_data, tmp_path / "out"
 
     def slowly(plan: RunPlan, datasets: Datasets) -> None:
@@ -144,7 +144,7 @@ def test_a_study_that_was_run_meanwhile_is_left_as_it_is(
     assert list(Folder(out).manifest()["rows"]) == ["a"]
 
 
-def test_a_result_says_every_commit_and_machine_that_had_a_part(
+def test_a_result_names_every_commit_and_machine_of_its_run(
     main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, machine, train_on = tmp_path / "out", engine_run.machine, Loop.run

@@ -1,4 +1,4 @@
-"""Two network namespaces: what stands for two hosts."""
+"""Two network namespaces that emulate two hosts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
 
 
 def test_not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the tools are missing: one line, and nothing is left."""
+    """Without the tools: an error of one line, and no process stays behind."""
     monkeypatch.setattr(hosts, "_inside", lambda keeper: ["no-such-tool"])
     before = set(Path("/proc").glob("[0-9]*"))
     with pytest.raises(hosts.NotPermitted) as caught:

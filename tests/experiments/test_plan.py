@@ -1,4 +1,4 @@
-"""What a command will run: jobs, data sets that are kept, ranks and hosts that are possible."""
+"""The plan of a command: jobs, reused data sets, and checks of ranks and hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def place(**fields: Any) -> LearnerPlacement:
     return LearnerPlacement.of(TrainConfig(model="simplenet", steps=1, device="cpu", batch_size=10, **fields), None)
 
 
-def test_a_data_set_is_kept_for_runs_that_take_the_same() -> None:
+def test_a_data_set_is_reused_by_runs_that_need_the_same() -> None:
     datasets = Datasets()
     first = datasets.of(place())
     assert datasets.of(place(lr=0.5)) is first
@@ -37,7 +37,7 @@ def test_a_data_set_is_kept_for_runs_that_take_the_same() -> None:
     assert len(datasets.of(place(dataset="synthetic_speech", **long)).train) == 24
 
 
-def test_data_sets_of_other_options_are_other_ones() -> None:
+def test_other_options_build_another_data_set() -> None:
     datasets = Datasets()
     shapes = [
         datasets.of(
@@ -52,7 +52,7 @@ def test_data_sets_of_other_options_are_other_ones() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*MD5")
 def test_data_sets_that_differ_in_one_field_share_no_inputs(tmp_path: Path) -> None:
-    """Images of files: normalized, augmented, fewer of them, or those of another folder."""
+    """Images from files: normalized, augmented, fewer of them, or from another folder."""
     for shade, name in enumerate(("here", "there")):
         raw = tmp_path / name / "MNIST" / "raw"
         raw.mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_data_sets_that_differ_in_one_field_share_no_inputs(tmp_path: Path) -> N
 
 
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
-    """Seed after seed, so that a study that is stopped has whole tables."""
+    """All rows of a seed come before the next seed, so a stopped study has complete tables."""
     data = {"overrides": {"data_dir": "here"}}
     plan = make_plan(study.load(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2, **data)
     assert [(job.seed, job.row) for job in plan.jobs] == [(s, r) for s in (3, 4) for r in ("a", "b", "ssgd")]
@@ -88,7 +88,7 @@ def test_jobs(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
-    """Those that the scale selects, unless the command names some; published numbers of all stay known."""
+    """The scale selects rows unless the command names some; the manifest has the published numbers of all rows."""
     tiny.write_text(tiny.read_text().replace("[scales.smoke]", '[scales.smoke]\nrows = ["ssgd", "b"]'))
     loaded, folder = study.load(str(tiny)), Folder(tmp_path)
     rows = {

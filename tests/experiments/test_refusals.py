@@ -1,4 +1,4 @@
-"""What cannot be run: one line on standard error, exit code 2, nothing overwritten."""
+"""Commands that cannot run: one line on standard error, exit code 2, nothing overwritten."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def done(main: Main, tiny: Path, tmp_path: Path) -> Path:
 
 
 def test_folders_in_use(main: Main, tiny: Path, done: Path) -> None:
-    """Of this study without --resume, of another scale, config or study, of something else altogether."""
+    """A folder of this study without --resume; of another scale, config or study; of unrelated files."""
     before = files(done)
     check(main("run", tiny, "--out", done, "--rows", "a"), "--resume")
     check(main("run", tiny, "--out", done, "--rows", "a", "--scale", "smoke", "--resume"), "scale 'full', not 'smoke'")
@@ -166,7 +166,7 @@ def test_a_damaged_record_of_a_run(main: Main, tiny: Path, done: Path) -> None:
 
 
 def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path, tmp_path: Path) -> None:
-    """A run of the folder that is not over was put there from elsewhere."""
+    """An unfinished run was copied into the folder from another study."""
     other = tmp_path / "other"
     words = ("--rows", "a", "--seeds", 1, "--set", "checkpoint_every=2")
     assert main("run", tiny, "--out", other, *words, "--set", "model=mlp")[0] == 0

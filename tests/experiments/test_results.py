@@ -45,8 +45,8 @@ def test_early_late_and_escape() -> None:
     assert seen["error_pct"] == 25.0
 
 
-def test_what_is_not_there() -> None:
-    """No statistics, a record that means nothing, and a loss that never fell."""
+def test_missing_statistics() -> None:
+    """No statistics, invalid statistics, and a loss that never decreased."""
     nothing = metrics_of(record([]))
     assert nothing["effective_lr_early"] is nothing["escape_step"] is nothing["full_loss"] is None
     broken = metrics_of(record([line(10, None, 0.1), line(20, 0.5, 0.1, valid=False), line(30, 0.4, 0.9)]))
@@ -78,8 +78,8 @@ def test_a_validation_split_is_kept_apart_from_the_test_split() -> None:
     assert metrics_of(record([]))["validation_accuracy_pct"] is None
 
 
-def test_numbers_of_a_run_that_diverged_say_where_it_happened_to_end() -> None:
-    """All but those that say what it counts for."""
+def test_numbers_of_a_diverged_run_do_not_count() -> None:
+    """Except metrics that define a value for a diverged run."""
     metrics = {"train_loss": 1e7, "seconds": 3.0, "loss_or_chance": 2.3}
     assert outcome_of({"metrics": metrics, "diverged": False}).metrics == metrics
     assert outcome_of({"metrics": metrics, "diverged": True}).metrics == {

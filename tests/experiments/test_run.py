@@ -1,4 +1,4 @@
-"""``run``: what it writes, how it goes on, and what becomes of rows that fail."""
+"""``run``: the files that it writes, how it resumes, and how it handles rows that fail."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_row_and_seed(main: Main, tiny: Path, tmp_path: Path) -> None:
     assert manifest["rows"]["b"]["published"] == {"train_loss": 0.6}
 
 
-def test_side_by_side_is_one_after_another(main: Main, tiny: Path, tmp_path: Path) -> None:
+def test_parallel_jobs_have_the_results_of_sequential_ones(main: Main, tiny: Path, tmp_path: Path) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     assert main("run", tiny, "--out", alone)[0] == 0
     done = process("run", tiny, "--out", shared, "--jobs", 3)
@@ -85,7 +85,7 @@ def test_scale_rows_seeds_and_set(main: Main, tiny: Path, tmp_path: Path) -> Non
     assert Folder(out).manifest()["set"] == {"optimizer_options": {"momentum": 0.5}}
 
 
-def test_finished_runs_are_left_alone(main: Main, tiny: Path, tmp_path: Path) -> None:
+def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1)[0] == 0
     before = files(out / "runs")
@@ -98,8 +98,8 @@ def test_finished_runs_are_left_alone(main: Main, tiny: Path, tmp_path: Path) ->
     assert (list(manifest["rows"]), manifest["seeds"]) == (["a", "b"], [0, 1])
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint(main: Main, tiny: Path, tmp_path: Path) -> None:
-    """By SIGKILL in the middle of a row: resumed, it ends with the numbers of one that was left in peace."""
+def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a row: the resumed run ends with the numbers of an undisturbed one."""
     words = ("--rows", "a,b", "--seeds", 1, "--set", "steps=1500", "--set", "checkpoint_every=100")
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main("run", tiny, "--out", whole, *words)[0] == 0
@@ -185,7 +185,7 @@ def permitted() -> bool:
 
 
 def test_ranks_that_fail_and_ranks_that_are_killed(tiny: Path, tmp_path: Path) -> None:
-    """A row that fails on its ranks is noted; one that loses a rank goes on, and ends as the one that did not."""
+    """A row that fails on its ranks is recorded; one that loses a rank resumes and ends with the undisturbed result."""
     text = tiny.read_text()
     tiny.write_text(text[: text.index("[rows]")] + RANKS)
     out = tmp_path / "out"
@@ -215,7 +215,7 @@ def test_virtual_learners_as_real_ranks(main: Main, tiny: Path, tmp_path: Path) 
 
 
 def test_rows_of_one_world_size_and_two_backends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each runs once, over its own."""
+    """Each row runs once, on its own backend."""
     text = tiny.read_text()
     rows = '[rows]\n"cpu" = { groups = ["two"] }\n"gpu" = { groups = ["two"], device = "auto" }\n'
     two = '[groups.two]\nstrategy = "ssgd"\nranks = true\nlearners = 2\n'

@@ -1,4 +1,4 @@
-"""The numbers of a run, from a record that nobody measured."""
+"""Metrics of a run, from a made-up record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_metric_has_a_meaning() -> None:
     assert set(metrics_of(record())) == set(METRICS)
 
 
-def test_a_run_that_diverged_counts_as_guessing_where_a_table_says_so() -> None:
+def test_a_diverged_run_counts_as_chance_for_metrics_that_define_it() -> None:
     ended, failed = metrics_of(record()), metrics_of(record(diverged=True))
     assert (ended["accuracy_or_chance_pct"], ended["loss_or_chance"]) == (60.0, 1.5)
     assert (failed["accuracy_or_chance_pct"], failed["loss_or_chance"]) == (25.0, math.log(4))

@@ -1,4 +1,4 @@
-"""A study that is told to stop while its ranks, or several runs side by side, train."""
+"""Signals to a study while its ranks or several parallel runs train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = 100.0  # for what takes two or three
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_save_before_they_end(number: signal.Signals, tiny: Path, tmp_path: Path) -> None:
-    """Told to the parent alone, as by `kill`; it passes the signal on and waits."""
+    """Only the parent receives the signal, as from `kill`; it forwards the signal and waits."""
     out = tmp_path / "out"
     words = [sys.executable, "-m", "ddpcore.experiments", "run", str(tiny), "--out", str(out), "--rows", "ssgd"]
     words += ["--seeds", "1", "--world-size", "2"]

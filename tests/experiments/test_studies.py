@@ -1,4 +1,4 @@
-"""The studies of the package: every row is a run, and published numbers are those of the documents, entered by hand."""
+"""The studies of the package: every row is a valid run, and published numbers equal those of the documents."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_as_many_rows_as_the_table_has_are_published(name: str) -> None:
     assert sum(bool(row.published) for row in study.load(name).rows.values()) == NUM_PUBLISHED[name]
 
 
-def test_rows_are_what_the_documents_say() -> None:
+def test_rows_have_the_settings_of_the_documents() -> None:
     rows = study.load("large-batch-cifar100").rows
     lars = rows["lars-8192"].config("full")
     assert (lars.optimizer, lars.batch_size, lars.epochs, lars.warmup) == ("lars", 8192, 100, 5.0)
