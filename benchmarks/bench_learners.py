@@ -1,4 +1,4 @@
-"""The cost of virtual learners: 16 learners with an mlp against one learner, on as many samples in each step.
+"""The cost of virtual learners: 16 learners with an mlp against one learner, on equally many samples per step.
 
 python benchmarks/bench_learners.py [--learners 16] [--model mlp] [--batch-size 2048] [--seconds 20]
 """

@@ -1,4 +1,4 @@
-"""``mix_`` and ``mix_stacked_`` against torch expressions that do the same, distances included."""
+"""``mix_`` and ``mix_stacked_`` against torch expressions with the same result, including the distances."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_LEARNERS = 4
 
 
 def mix_eager(weights: Tensor, peers: list[Tensor], self_weight: float, peer_weights: list[float]) -> Tensor:
-    """The same in plain torch."""
+    """The same as ``mix_``, in plain torch."""
     distances = [torch.linalg.vector_norm(weights - peer, dtype=torch.float32).square() for peer in peers]
     weights.mul_(self_weight)
     for peer, peer_weight in zip(peers, peer_weights, strict=True):
@@ -37,7 +37,7 @@ def mix(numel: int, options: argparse.Namespace) -> Case:
 
 
 def noise(numel: int, options: argparse.Namespace) -> Case:
-    """Reads and writes weights: 8 bytes an element in fp32. Arithmetic dominates."""
+    """Reads and writes weights: 8 bytes an element in fp32. Its time is mostly arithmetic."""
     left, right = randn(numel, options), randn(numel, options)
     drawn = ops.Noise(std=1e-3, seed=0, step=0)
     return Case(
@@ -50,7 +50,7 @@ def noise(numel: int, options: argparse.Namespace) -> Case:
 
 
 def mix_stacked_eager(weights: Tensor, matrix: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """The same as ``mix_stacked_``, in plain torch."""
     distances = torch.linalg.vector_norm(weights - weights.mean(dim=0), dim=1, dtype=torch.float32).square()
     weights.copy_(matrix @ weights)
     return distances

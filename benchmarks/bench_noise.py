@@ -38,12 +38,12 @@ def learners(numel: int, options: argparse.Namespace) -> Case:
 
 
 def about_an_origin(numel: int, options: argparse.Namespace) -> Case:
-    """The same, with a further row subtracted from each."""
+    """The same, with one more row (the origin) subtracted from each."""
     return _sums(numel, options, options.learners, True)
 
 
 def one(numel: int, options: argparse.Namespace) -> Case:
-    """One row, as a step of ssgd calls it twice. Reads it once."""
+    """One row. A step of ssgd calls this twice. Reads the row once."""
     return _sums(numel, options, 1, False)
 
 

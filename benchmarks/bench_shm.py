@@ -3,10 +3,10 @@
 On the CPU the ranks share host memory, and the other transport is gloo. With ``--device cuda`` all ranks are on one GPU
 and read each other's memory by CUDA IPC (``ipc``); gloo is left out because it copies through the host.
 
-All contenders take turns, A/B/A/B, each after a barrier; a time is that of the slower of ranks 0 and 1. A *mix*
-averages in place: each of the two ranks reads and writes half of both weights, which is 2 times the buffer. An
-*exchange* overlaps with computation: it reads and writes a snapshot, reads both weights and writes one (5 times). A
-copy reads and writes (2 times).
+All contenders run in turn, A/B/A/B, each after a barrier. A time is that of the slower of ranks 0 and 1. A *mix*
+averages in place: each of the two ranks reads and writes half of both weights, so it moves 2 times the buffer. An
+*exchange* overlaps with computation: it reads and writes a snapshot, reads both weights and writes one (5 times the
+buffer). A copy reads and writes (2 times the buffer).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARM_UP = 3
 
 
 class OnePair(Topology):
-    """Learners 0 and 1 average; the others have no neighbour."""
+    """Learners 0 and 1 average with each other; the others have no neighbour."""
 
     @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
@@ -47,7 +47,7 @@ class OnePair(Topology):
 
 
 def contenders(numel: int, device: torch.device) -> dict[str, Callable[[int], Any]]:
-    """The functions that take turns. Every rank calls each with the number of the repeat."""
+    """The functions to compare. Every rank calls each of them with the number of the repeat."""
     on_cpu = device.type == "cpu"
     ours = name_of(device)
     comms: dict[str, Communicator] = {ours: SharedMemoryCommunicator() if on_cpu else CudaIpcCommunicator(None, device)}
@@ -76,12 +76,12 @@ def contenders(numel: int, device: torch.device) -> dict[str, Callable[[int], An
 
 
 def name_of(device: torch.device) -> str:
-    """The name of the transport that shares memory."""
+    """The transport that shares memory on this device: ``shm`` or ``ipc``."""
     return "shm" if device.type == "cpu" else "ipc"
 
 
 def measure(world: launch.World, numel: int, repeats: int, device: torch.device, path: Path | None) -> None:
-    """The worker of ``launch.run``; rank 0 prints."""
+    """Run on every rank by ``launch.run``; rank 0 prints."""
     turns = contenders(numel, device)
     finish: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = torch.zeros(repeats + WARM_UP, len(turns), dtype=torch.float64)

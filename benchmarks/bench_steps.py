@@ -4,7 +4,7 @@
 
 A step is forward pass, backward pass and optimizer, always on the same images of CIFAR-100's shape. Ours uses FusedSGD;
 the other uses ``torch.optim.SGD(fused=True)`` with the same model and loop. On CUDA both are also captured as one graph
-and replayed, which leaves only the time of the kernels. All take turns; ratios are medians over pairs.
+and replayed, so that only the kernels are timed. All run in turn; ratios are medians over pairs.
 """
 
 from __future__ import annotations

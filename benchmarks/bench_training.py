@@ -2,9 +2,9 @@
 
     python benchmarks/bench_training.py [--batch-size 128 256] [--threads 2] [--device auto] [--json FILE]
 
-Ours is what ``ddpcore.training.train`` does between two evaluations: batches, learning rate, step, a check of the loss.
+Ours is the work of ``ddpcore.training.train`` between two evaluations: batches, learning rate, step, check of the loss.
 The bare loop draws a permutation for each epoch, augments in the same way, and steps ``torch.optim.SGD(fused=True)``.
-Blocks of 20 steps alternate, A B A B, with a third kind that only makes batches; the ratio is the median over pairs.
+Blocks of 20 steps run in turn, with a third contender that only makes batches; the ratio is the median over pairs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def images(device: str) -> Dataset:
 
 
 def run_of(batch_size: int, dataset: Dataset, device: str) -> Callable[[], None]:
-    """A function that does twenty steps of ``train``."""
+    """A function that runs twenty steps of ``train``."""
     config = TrainConfig(epochs=100, batch_size=batch_size, lr=0.01, optimizer_options={"momentum": 0.9}, device=device)
     trainer, _ = build_trainer(LearnerPlacement.of(config, None), dataset)
     progress = Progress.start(1, dataset.train.labels.device)
@@ -52,7 +52,7 @@ def run_of(batch_size: int, dataset: Dataset, device: str) -> Callable[[], None]
 
 
 def bare_loop(batch_size: int, dataset: Dataset, device: str, *, train: bool) -> Callable[[], None]:
-    """A function that does twenty steps without ddpcore's loop; without ``train`` it only makes their batches."""
+    """A function that runs twenty steps without ddpcore's loop, or with ``train=False`` only makes their batches."""
     torch.manual_seed(0)
     model = MODELS.build("lenet5", input_shape=SHAPE, num_classes=NUM_CLASSES).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
@@ -79,7 +79,7 @@ def bare_loop(batch_size: int, dataset: Dataset, device: str, *, train: bool) ->
 
 
 def measure(batch_size: int, device: str, repeats: int) -> dict[str, Any]:
-    """One row: images a second of both, their ratio, and the share of the time that making batches takes."""
+    """One row: images per second of both, their ratio, and the share of the time that making batches takes."""
     dataset = images(device)
     contenders = [
         run_of(batch_size, dataset, device),

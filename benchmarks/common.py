@@ -1,7 +1,7 @@
-"""What all benchmarks share: command-line options, interleaved timing, bandwidth, and a row for each measurement.
+"""Shared by all benchmarks: command-line options, interleaved timing, bandwidth, and a row for each measurement.
 
 A kernel benchmark is a function from (numel, options) to a ``Case``. Ours and the baseline run in turn, A/B/A/B, so
-that noise of the machine disturbs both alike; the ratio is the median over pairs. No speed is asserted.
+that noise of the machine affects both equally; the ratio is the median over pairs. No speed is asserted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = [10**6 // 4, 10**7 // 4, 10**8 // 4]  # elements: 1, 10 and 100 MB of fp
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: two functions that do the same work, and the memory traffic that no implementation avoids."""
+    """One measurement: two functions that do the same work, and the least memory traffic of any implementation."""
 
     name: str
     ours: Callable[[], Any]
@@ -62,7 +62,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def append(path: Path | None, *rows: dict[str, Any]) -> None:
-    """Append rows to the file if there is one. A run that is interrupted keeps the rows that it has appended."""
+    """Append rows to the file, if there is one. An interrupted run keeps the rows that it has appended."""
     if path is not None:
         with JsonLines(path) as file:
             for row in rows:
@@ -77,7 +77,7 @@ def randn(numel: int, options: argparse.Namespace, *leading: int) -> torch.Tenso
 def pieces(numel: int, options: argparse.Namespace) -> list[torch.Tensor]:
     """Views of one buffer of at least ``numel`` elements; every second view is about 63 times as long as the others.
 
-    Each begins at an aligned address, as the parameters in a flat buffer do.
+    Each begins at an aligned address, like the parameters in a flat buffer.
     """
     pair = -(-numel * 2 // NUM_TENSORS)
     sizes = [max(1, -(-part // ALIGNMENT)) * ALIGNMENT for part in (pair // 64, pair - pair // 64)]
@@ -100,7 +100,7 @@ def torch_step(
 
 
 def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One row: times of both, bandwidth of ours and of a copy of as many bytes, and the ratio over pairs."""
+    """One row: times of both, bandwidth of ours and of a copy of the same size, and the ratio over pairs."""
     copy_once, copied = copying(case.num_bytes, options.device)
     functions = [case.ours, case.baseline, copy_once]
     ours, baseline, copy = interleaved(functions, options.device, options.repeats, queued=True)

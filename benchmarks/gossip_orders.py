@@ -5,7 +5,7 @@
 Every learner has the loss ``f_j(w) = 1/2 (w - c_j)^2`` with its own centre, so every order diverges if the learning
 rate is above 2. Each step multiplies the component of the learners' differences in an eigenvector of W with eigenvalue
 l: by ``l - lr`` under average-while-computing, and by ``l (1 - lr)`` under the other two orders. A ring of an even
-number of learners has the eigenvalue l = -1/3, so the first diverges from lr = 2/3 on, and the others not below 2.
+number of learners has the eigenvalue l = -1/3. So the first order diverges from lr = 2/3 on, the others only from 2 on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADINGS = ("order", "mean error", "consensus distance", "after half the steps")
 
 
 def distances(order: str, num_learners: int, lr: float, num_steps: int) -> dict[str, Any]:
-    """Train for ``num_steps`` in an order.
+    """Train for ``num_steps`` with one of ``ORDERS``.
 
     Returns:
         ``mean_error``: of the mean of the learners, from the minimum of the mean loss. ``consensus`` and

@@ -1,7 +1,8 @@
-"""What the steps of ``run_gpu.sh`` need, looked at before any of them takes time.
+"""Checks what the steps of ``run_gpu.sh`` need before any of them starts.
 
-Prints one line for the script: how many GPUs, the architecture of the first, the folder of this interpreter's objects,
-nvcc, and what is not installed but can be done without. Or, with exit code 2, all that is missing and cannot.
+Prints one line for the script: the number of GPUs, the architecture of the first one, the folder of compiled objects
+for this interpreter, the path of nvcc, and the optional modules that are not installed. If something required is
+missing, prints all that is missing and ends with exit code 2.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TO_TEST = ("pytest", "xdist", "hypothesis", "networkx")
 
 
 def absent(modules: Iterable[str]) -> list[str]:
-    """Those that cannot be imported."""
+    """The modules that cannot be imported."""
     found = []
     for name in modules:
         try:
@@ -32,13 +33,13 @@ def absent(modules: Iterable[str]) -> list[str]:
 
 
 def nvcc() -> str:
-    """CUDA's compiler: on the path, or where the toolkit is; empty where it is not."""
+    """The path of CUDA's compiler, from PATH or from the toolkit's folder; empty if there is none."""
     beside = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "nvcc"
     return shutil.which("nvcc") or shutil.which(str(beside)) or ""
 
 
 def missing(device: str, builds: bool) -> list[str]:
-    """All without which nothing can be done."""
+    """Everything required that is missing."""
     found = absent(ALWAYS + (TO_BUILD if builds else ()))
     if builds and shutil.which("g++") is None:
         found.append("g++")
@@ -52,7 +53,7 @@ def missing(device: str, builds: bool) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--no-build", action="store_true", help="what only the build needs may be missing")
+    parser.add_argument("--no-build", action="store_true", help="do not require what only the build needs")
     options = parser.parse_args()
     lacks = missing(options.device, builds=not options.no_build)
     if lacks:
@@ -66,7 +67,7 @@ def main() -> int:
             return 2
         num_gpus, architecture = torch.cuda.device_count(), "{}.{}".format(*torch.cuda.get_device_capability())
     objects = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    slow = [] if shutil.which("ninja") else ["ninja"]  # kernels are compiled one after the other without that program
+    slow = [] if shutil.which("ninja") else ["ninja"]  # without it kernels are compiled one after the other
     print(num_gpus, architecture, objects, nvcc() or "-", *slow, *absent(TO_TEST))
     return 0
 

@@ -1,4 +1,4 @@
-"""Joins what ``run_gpu.sh`` left in a folder: ``results.jsonl``, every row with its machine, and ``summary.md``."""
+"""Makes ``results.jsonl`` (every row, with its machine) and ``summary.md`` from the files that ``run_gpu.sh`` wrote."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Row = dict[str, Any]
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Those that end: what wrote the file may have been cut."""
+    """The lines that end with a newline. The last line is incomplete if its writer was stopped."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [line for line in lines if line.endswith("\n")]
 
 
 def json_lines(path: Path) -> list[Row]:
-    """All rows but those that were cut, with what came to stand behind them on their line."""
+    """All valid rows. A line that was cut is left out, with anything that was appended to it."""
     rows = []
     for line in whole_lines(path):
         with suppress(json.JSONDecodeError):
@@ -31,7 +31,7 @@ def json_lines(path: Path) -> list[Row]:
 
 
 def clocks(path: Path) -> Row:
-    """Driver, and the lowest, middle and highest clocks of the samples that nvidia-smi took during the run."""
+    """The driver, and the lowest, median and highest clocks that nvidia-smi sampled during the run."""
     rows = [row for row in csv.DictReader(whole_lines(path)) if None not in row and None not in row.values()]
     samples = [{key.strip(): value.strip() for key, value in row.items()} for row in rows]
     if not samples:
@@ -45,7 +45,7 @@ def clocks(path: Path) -> Row:
 
 
 def rows_of(folder: Path) -> list[Row]:
-    """Rows of kernels and of training, then those of each bench with the environment of their file."""
+    """Rows of kernels and of training, then the rows of each bench with the environment of its file."""
     rows = json_lines(folder / "kernels.jsonl") + json_lines(folder / "training.jsonl")
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
@@ -71,7 +71,7 @@ def kernel_line(row: Row) -> list[str]:
 
 
 def training_line(row: Row) -> list[str]:
-    """Of a step or an average between ranks: its size, its time or its rate, and its ratio to the other's."""
+    """The line of a training step or of an average between ranks: size, time or rate, and ratio to the baseline."""
     images = row.get("images_per_s")
     speed = f"{row['ms']['p50']:.3f} ms" if images is None else f"{images['p50']:,.0f} images/s"
     size = f"{row['numel']:,} elements" if images is None else f"batch {row['batch_size']}"
@@ -81,7 +81,7 @@ def training_line(row: Row) -> list[str]:
 def summary(where: Row, gpu: Row, steps: list[Row], rows: list[Row]) -> str:
     text = [f"# {where['device']}", ""]
     text += [f"torch {where['torch']}, CUDA {where['cuda']}, Python {where['python']}, commit {where['commit']}", ""]
-    text += [f"compiled kernels: {', '.join(where['kernels']) or 'none, the pure-torch twins ran'}", ""]
+    text += [f"compiled kernels: {', '.join(where['kernels']) or 'none, the reference implementations ran'}", ""]
     text += [f"- {key}: {value}" for key, value in gpu.items()]
     steps_lines = [[s["step"], s["status"], f"{s['seconds']} of {s['limit']}", s["note"]] for s in steps]
     text += table(["step", "", "seconds", ""], steps_lines)
@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--commit", default="", help="where the checkout itself does not tell")
+    parser.add_argument("--commit", default="", help="used if the folder is not a git checkout")
     options = parser.parse_args()
     where, gpu = machine(options.device), clocks(options.folder / "gpu.csv")
     where["commit"] = where["commit"] or options.commit or None
