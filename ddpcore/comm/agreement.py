@@ -1,4 +1,4 @@
-"""Whether all ranks are about to train the same: what they would otherwise find out by hanging, or never."""
+"""The check that all ranks train the same model with the same settings. Without it they would hang or diverge."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Fact = tuple[str, str]  # what it is about, and what this rank has there
+from ddpcore.comm.process import gather_objects
+
+Fact = tuple[str, str]  # a name, and the value of this rank as text
 _LONGEST = 100  # characters of a fact in a message
 
 
 def describe(value: Any) -> str:
-    """The type and the public values of an object; of dataclasses all that they are compared by.
+    """Return the type and the public attributes of an object as text.
 
-    Of a function only the name is known; of an optimizer its class and its defaults, whatever made it.
+    A dataclass gives the fields that it is compared by, an optimizer its class and its defaults, a function its name.
     """
     if isinstance(value, partial):
         return describe([value.func, value.args, value.keywords])
@@ -48,24 +50,24 @@ def describe(value: Any) -> str:
 def facts_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: object, settings: Mapping[str, Any]
 ) -> list[Fact]:
-    """What must be the same on all ranks: what is trained, and settings by their names."""
+    """Return the facts that must be equal on all ranks: settings, strategy, optimizer, parameters and buffers."""
     facts = [(name, value if isinstance(value, str) else describe(value)) for name, value in settings.items()]
     facts += [("strategy", describe(strategy)), ("optimizer", type(optimizer).__name__)]
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     for what, tensors in (("parameter", parameters), ("buffer", buffers)):
         for name, tensor in tensors:
             more = "" if what == "buffer" or tensor.requires_grad else " frozen"
-            if tensor.requires_grad and not tensor.is_contiguous():  # rows are exchanged as they lie
+            if tensor.requires_grad and not tensor.is_contiguous():  # rows are exchanged in memory order
                 more = f" of strides {list(tensor.stride())}"
             facts.append((f"{what} {name}", f"{str(tensor.dtype)[6:]} {list(tensor.shape)}{more}"))
     return facts
 
 
 def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], device: torch.device) -> None:
-    """Compare facts in their order; 32 bytes a rank where they agree. Collective.
+    """Compare the facts of all ranks. Each rank sends 32 bytes if they are equal. Collective.
 
     Raises:
-        ValueError: on every rank alike; it names the rank and the first difference from rank 0.
+        ValueError: on every rank: facts or their order differ. It names a rank and its first difference from rank 0.
     """
     digest = hashlib.sha256(repr(facts).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
@@ -73,8 +75,7 @@ def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], device: tor
     dist.all_gather(digests, own, group=group)
     if all(torch.equal(digests[0], other) for other in digests):
         return
-    everyone: list[Any] = [None] * len(digests)
-    dist.all_gather_object(everyone, list(facts), group=group)
+    everyone = gather_objects(group, list(facts))
     for rank, theirs in enumerate(everyone):
         if (difference := _first_difference(everyone[0], theirs)) is not None:
             what, here, there = difference
@@ -82,13 +83,13 @@ def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], device: tor
 
 
 def _first_difference(facts: Sequence[Fact], others: Sequence[Fact]) -> tuple[str, str, str] | None:
-    """What differs, and what either side has there."""
+    """The name of the first difference, and the values on both sides."""
     mine, theirs = dict(facts), dict(others)
     for what in [*mine, *theirs]:
         left, right = mine.get(what, "missing"), theirs.get(what, "missing")
         if left != right:
             start = 0
-            if max(len(left), len(right)) > _LONGEST:  # a matrix: show it from a little before where they part
+            if max(len(left), len(right)) > _LONGEST:  # such as a matrix: show the part around the difference
                 alike = takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
                 start = max(0, sum(1 for _ in alike) - _LONGEST // 2)
             return what, left[start : start + _LONGEST], right[start : start + _LONGEST]

@@ -1,4 +1,7 @@
-"""What a strategy may ask of the learners' connection. Shapes: n learners in all, L of them held by this process."""
+"""The interface of a connection between learners.
+
+Shapes: n learners in all, L of them held by this process, P elements of a learner's weights, x any number of columns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
 Decode = Callable[[int, Tensor], Tensor]
-"""Turns what a neighbour (its number) sent, ``[x]``, into its published weights ``[P]``."""
+"""``decode(learner, row)`` turns the row ``[x]`` that a neighbour sent into its published weights ``[P]``."""
 
 
 class Work(ABC):
@@ -23,7 +26,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the result is in place. On CUDA: when the current stream will see it."""
+        """Return when the result is in place. On CUDA: when later work of the current stream will read the result."""
 
 
 class Done(Work):
@@ -35,35 +38,35 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """A transfer of neighbours' weights in progress. It is used once, by one of its three methods."""
+    """A transfer of neighbours' weights in progress. One of its three methods must be called, once."""
 
     @abstractmethod
     def mixture(self) -> WeightAverage:
-        """Wait, then return ``w <- W w``. The weights were sent unchanged, and have not changed since."""
+        """Wait, then return ``w <- W w``. The rows sent were the weights, which have not changed since then."""
 
     @abstractmethod
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
-        """Wait, then return ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)``, with the *published* rows q.
+        """Wait, then return ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)``, with published rows q.
 
-        Published rows are a copy of older weights, or what a codec made of the weights.
+        Published rows are older weights, or the weights as a codec decodes them.
 
         Args:
-            published_LP: q of the learners held here, as every neighbour sees it.
-            factor: how far to go.
-            decode: turns the rows that were sent into published rows; None where they are those.
+            published_LP: q of the learners held here.
+            factor: a factor of the correction.
+            decode: turns the received rows into published rows; None if they are equal.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Use none of it, and free its buffers, after a wait if they are still written to. Every rank calls this."""
+        """Free the buffers without using them, after a wait if they are still written to. Collective."""
 
 
 class PeerExchange(Exchange):
-    """An exchange that knows the rows of other processes by their learner's number.
+    """An exchange that holds the rows of other processes by the numbers of their learners.
 
     Args:
-        learners: those held here.
-        round_of: what a held learner averages in this step.
+        learners: the learners held here.
+        round_of: returns the round of a learner in this step: whom it averages with, and the weights.
     """
 
     def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
@@ -71,7 +74,7 @@ class PeerExchange(Exchange):
 
     @abstractmethod
     def received(self) -> Mapping[int, Tensor]:
-        """Wait, then return the rows that other processes sent, by learner."""
+        """Wait, then return the rows of other processes by learner."""
 
     @override
     def mixture(self) -> WeightAverage:
@@ -93,13 +96,13 @@ class PeerExchange(Exchange):
 
 
 class Communicator(ABC):
-    """Connects n learners. Every process calls the same methods in the same order.
+    """Connects n learners. All methods are collective: every process calls the same methods in the same order.
 
     Attributes:
         num_learners: n.
         learners: the learners whose rows this process holds, ascending.
-        bytes_sent: by one learner so far: its weights to each neighbour, and the bytes of each average.
-        description: what carries the bytes, for people.
+        bytes_sent: bytes that one learner has sent: its weights to each neighbour, and its part of each average.
+        description: the transport, as text for people.
     """
 
     num_learners: int
@@ -108,11 +111,11 @@ class Communicator(ABC):
     description: str
 
     def now(self) -> float:
-        """Seconds on the clock by which training is timed. Every process calls this."""
+        """Seconds on the clock that times training."""
         return time.perf_counter()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros, in the memory that the connection averages fastest. Every process calls this."""
+        """Zeros, in memory that the connection averages without a copy."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     @abstractmethod
@@ -121,31 +124,31 @@ class Communicator(ABC):
 
     @abstractmethod
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners. They must not change meanwhile.
+        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners.
 
         Rows of 16 bits are added in fp32 and rounded once, so equal learners stay equal.
 
         Args:
-            rows: of the learners held here.
-            step: of training, for errors. Over shared memory, ranks that are at different steps are an error.
+            rows: of the learners held here. They must not change before the work ends.
+            step: of training, for error messages. Shared memory raises an error if ranks are at different steps.
         """
 
     @abstractmethod
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Start to fetch the neighbours' weights of this step. ``weights_LP`` must not change until it is used."""
+        """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used."""
 
     def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Like :meth:`exchange`, but neighbours may read the weights where they lie, without a copy.
+        """Like :meth:`exchange`, but neighbours may read ``weights_LP`` itself, without a copy.
 
-        The average then writes to another buffer (``out``), in which the caller continues. One buffer of a shape and
-        dtype may be exchanged in place at a time.
+        The average then writes to another buffer (``out``), which holds the weights from then on. Only one buffer of a
+        shape and dtype may be exchanged in place at a time.
         """
         return self.exchange(weights_LP, topology, step)
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
-        """``w <- W w`` at once, for callers that compute nothing meanwhile. The same bits as an exchange."""
+        """Apply ``w <- W w`` and wait, for callers that overlap nothing. The same bits as an exchange."""
         self.exchange(weights_LP, topology, step).mixture().apply_(weights_LP)
 
     @abstractmethod
     def gather(self, values: Tensor) -> Tensor:
-        """``[L, ...]`` of the held learners to ``[n, ...]`` of all, on every process."""
+        """Return the values ``[L, ...]`` of all processes as ``[n, ...]``, in the order of the learners."""

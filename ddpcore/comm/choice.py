@@ -1,9 +1,11 @@
-"""Which backend and which transport serve a world of learners on this machine, and why."""
+"""The choice of a backend and of a transport for a number of learners on a machine."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+
+from ddpcore.options.typed import check_choice
 
 BACKENDS = ("auto", "nccl", "gloo", "virtual")
 TRANSPORTS = ("auto", "shm", "ipc", "pg")
@@ -11,26 +13,25 @@ TRANSPORTS = ("auto", "shm", "ipc", "pg")
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, ``nccl``, ``gloo`` or ``virtual``, and the reason in one clause."""
+    """A backend, ``nccl``, ``gloo`` or ``virtual``, and the reason for it in one clause."""
 
     backend: str
     reason: str
 
 
 def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: int) -> Choice:
-    """NCCL where every rank has a GPU, virtual learners where they would share one, gloo on the CPU.
+    """Choose NCCL if every rank has a GPU, virtual learners if ranks would share a GPU, and gloo on the CPU.
 
     Args:
-        requested: one of ``BACKENDS``.
+        requested: one of ``BACKENDS``; ``auto`` chooses.
         world_size: number of learners.
         device: ``cpu`` or ``cuda``, where the model trains.
         num_gpus: visible CUDA devices.
 
     Raises:
-        ValueError: what was requested cannot run here; the message names the flag that helps.
+        ValueError: the requested backend cannot run here; the message names the flag that helps.
     """
-    if requested not in BACKENDS:
-        raise ValueError(f"unknown backend {requested!r}: choose from {', '.join(BACKENDS)}")
+    check_choice("backend", requested, BACKENDS)
     if requested == "nccl" and device != "cuda":
         raise ValueError("--backend nccl needs a GPU for each rank and the model is on the CPU: use --backend gloo")
     if requested == "nccl" and num_gpus < world_size:
@@ -49,26 +50,25 @@ def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: in
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries bytes between real ranks, ``shm``, ``ipc`` or ``pg``, and the reason in one clause."""
+    """A transport between real ranks, ``shm``, ``ipc`` or ``pg``, and the reason for it in one clause."""
 
     name: str
     reason: str
 
 
 def choose_transport(requested: str, *, world_size: int, device: str, num_hosts: int) -> Transport:
-    """Shared memory between ranks on the CPU of one host, the process group elsewhere; CUDA IPC on request.
+    """Choose shared memory for ranks on the CPU of one host, else the process group. CUDA IPC must be requested.
 
     Args:
-        requested: one of ``TRANSPORTS``.
+        requested: one of ``TRANSPORTS``; ``auto`` chooses.
         world_size: number of ranks.
         device: ``cpu`` or ``cuda``, where the model trains.
-        num_hosts: machines that the ranks are on.
+        num_hosts: number of machines of the ranks.
 
     Raises:
-        ValueError: what was requested cannot connect these ranks; the message names the flag that helps.
+        ValueError: the requested transport cannot connect these ranks; the message names the flag that helps.
     """
-    if requested not in TRANSPORTS:
-        raise ValueError(f"unknown transport {requested!r}: choose from {', '.join(TRANSPORTS)}")
+    check_choice("transport", requested, TRANSPORTS)
     for name, wanted in (("shm", "cpu"), ("ipc", "cuda")):
         if requested == name and device != wanted:
             raise ValueError(
@@ -81,9 +81,9 @@ def choose_transport(requested: str, *, world_size: int, device: str, num_hosts:
     if device != "cpu":
         return Transport("pg", f"ranks on {device}")
     if world_size == 1:
-        return Transport("pg", "one rank has nobody to share memory with")
+        return Transport("pg", "one rank shares memory with no other")
     if num_hosts > 1:
         return Transport("pg", f"ranks on {num_hosts} hosts")
     if sys.platform != "linux":
-        return Transport("pg", "shared memory is for Linux")
+        return Transport("pg", "shared memory needs Linux")
     return Transport("shm", f"{world_size} ranks on the CPU of one host")

@@ -1,4 +1,4 @@
-"""Error texts of operations between ranks: which operation, on which rank, with which other ranks."""
+"""Error messages of operations between ranks: they name the operation, this rank and the other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def at(step: int | None) -> str:
 
 
 class Call(AbstractContextManager[None]):
-    """Adds to an error of a process group: which call failed, on which rank, with whom. It can be entered repeatedly.
+    """Adds the call, this rank and its peers to an error of a process group. It can be entered repeatedly.
 
     Args:
         group: the process group.

@@ -1,7 +1,7 @@
-"""An emulated network: real ranks exchange as they do, and a clock says when it would have arrived.
+"""An emulated network: real ranks exchange as usual, and clocks compute when each message would have arrived.
 
-Nothing is made slower. Each learner has a clock of its own, on which it computes for as long as its thread had the CPU,
-as if it had a core to itself, and waits for what others sent. What is computed keeps its bits.
+The emulation delays nothing. The clock of a learner adds the CPU time of its thread, as if the thread had its own core,
+and the time that it would wait for messages. All results keep their bits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TEXT = re.compile(rf"{_NUMBER}(Gb/s|Mb/s),{_NUMBER}(us|ms)(?:,slow={_NUMBER})?"
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins each learner to the network.
+    """The emulated connection of each learner to the network.
 
     Attributes:
-        bits_per_second: that a learner sends; it receives as fast at the same time.
+        bits_per_second: bandwidth in each of the two directions, which a learner uses at the same time.
         delay: seconds from the last bit that leaves to the last bit that arrives.
-        slow: learner 0 computes so many times as long.
+        slow: factor of the computing time of learner 0, at least 1.
 
     Raises:
         ValueError: a number is out of its range.
@@ -49,10 +49,10 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """From ``10Gb/s,50us`` or, with a slow learner, ``10Gb/s,50us,slow=2``; also Mb/s and ms.
+        """Parse ``10Gb/s,50us`` or, with a slow learner, ``10Gb/s,50us,slow=2``. Mb/s and ms are units too.
 
         Raises:
-            ValueError: it is of another form.
+            ValueError: the text has another form.
         """
         found = _TEXT.fullmatch(text)
         if found is None:
@@ -70,76 +70,76 @@ class Link:
 
 
 class LearnerClock:
-    """Seconds of one learner: what it computed, and what it waited.
+    """The clock of one learner: its computing time plus its waiting time, in seconds.
 
     Args:
-        slow: computing takes so many times as long.
-        cpu: seconds that the thread computed so far; others that have the core meanwhile do not count.
+        slow: factor of the computing time.
+        cpu: returns the CPU seconds of the thread. Time of other threads on the same core does not count.
     """
 
     def __init__(self, slow: float = 1.0, cpu: Callable[[], float] = time.thread_time) -> None:
         self._slow, self._cpu, self._waited = slow, cpu, 0.0
 
     def now(self) -> float:
-        """Seconds."""
+        """Seconds since the start."""
         return self._slow * self._cpu() + self._waited
 
     def wait_until(self, when: float) -> None:
-        """Let the time pass; where it has passed already, nothing."""
+        """Advance the clock to a time. A time in the past changes nothing."""
         self._waited += max(0.0, when - self.now())
 
     def rewind(self, when: float) -> None:
-        """What was computed since does not count."""
+        """Set the clock back to a time, so that what was computed since then does not count."""
         self._waited += when - self.now()
 
 
 class LinkedCommunicator(Communicator):
-    """Ranks whose messages take their time on a :class:`Link`, by the clocks of the learners.
+    """Adds the times of a :class:`Link` to the messages of another connection, on the clocks of the learners.
 
-    - A learner sends one message after the other: each begins to leave when it is ready and the one before has left.
-    - An exchange: one message a neighbour; what a neighbour sent is there a delay after its last bit left.
-    - An average is a ring all-reduce: ``2(n-1)/n`` of the bytes leave each learner, it is over ``2(n-1)`` delays after
-      the last learner's last bit left.
-    - The time passes in ``wait`` (of an exchange: in what uses it), so what is computed before that is overlapped.
+    - A learner sends its messages one after the other. Each starts when it is ready and the message before has left.
+    - An exchange sends one message to each neighbour. It arrives one delay after its last bit left.
+    - An average is a ring all-reduce: each learner sends ``2(n-1)/n`` of the bytes, and the average ends ``2(n-1)``
+      delays after the last bit of the last learner left.
+    - Clocks advance when a result is used (``wait``, ``mixture``, ``correction``), so earlier computation overlaps.
 
-    Who waits asks all ranks when they sent, so that a learner that is late delays those who need it and no others.
-    Broadcasts and gathers take no time: no strategy needs them at a step.
+    A wait gathers the send times of all ranks, so a late learner delays only the learners that need its message.
+    Broadcasts and gathers take no time, because no strategy calls them in a step.
 
     Args:
-        inner: what carries the bytes. It connects ranks of one learner each.
-        link: to emulate.
+        inner: the connection that sends the bytes, of one learner on each rank.
+        link: the link to emulate.
         cpu: see :class:`LearnerClock`.
 
     Attributes:
-        clock: of this learner.
+        clock: the clock of this learner.
     """
 
     def __init__(self, inner: Communicator, link: Link, cpu: Callable[[], float] = time.thread_time) -> None:
         self._inner, self.link = inner, link
         self.num_learners, self.learners = inner.num_learners, inner.learners
         self.clock = LearnerClock(link.slow if inner.learners[0] == 0 else 1.0, cpu)
-        self._free_at = 0.0  # when all messages before have left
+        self._free_at = 0.0  # when all earlier messages have left
         self.description = f"{inner.description}, seconds as over an emulated link of {link}"
 
     @override
     def now(self) -> float:
-        """The clock of the learner that is furthest, to which the others are set."""
+        """Set all clocks to the latest one, and return it."""
         return self.wait(self.clock.now(), range(self.num_learners), num_delays=0)
 
     def wait(self, left: float, sources: Sequence[int], num_delays: int) -> float:
-        """Let the time pass until what ``sources`` sent is here; returns when it was. Collective.
+        """Advance the clock until the messages of ``sources`` have arrived, and return that time. Collective.
 
         Args:
-            left: when the last bit of this learner's own message left.
-            sources: learners.
-            num_delays: that the messages take.
+            left: when the last bit of this learner's message left.
+            sources: the learners whose messages are needed.
+            num_delays: delays that a message takes.
         """
-        asked = self.clock.now()
+        start = self.clock.now()
         left_n = self._inner.gather(torch.tensor([left], dtype=torch.float64)).tolist()
-        self.clock.rewind(asked)  # a network tells nobody when a message left
-        here = max((left_n[source] + num_delays * self.link.delay for source in sources), default=asked)
-        self.clock.wait_until(here)
-        return here
+        self.clock.rewind(start)  # the gather is part of the emulation and takes no time
+        arrived = max((left_n[source] + num_delays * self.link.delay for source in sources), default=start)
+        self.clock.wait_until(arrived)
+        return arrived
 
     @override
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,13 +181,13 @@ class LinkedCommunicator(Communicator):
         return topology.round(step, self.learners[0], self.num_learners).sources
 
     def _count_bytes(self) -> int:
-        """Those that were sent since the last call."""
+        """Bytes that were sent since the last call."""
         sent = self._inner.bytes_sent - self.bytes_sent
         self.bytes_sent = self._inner.bytes_sent
         return sent
 
     def _send(self, num_bytes: int) -> float:
-        """When the last bit of a message that is ready now leaves."""
+        """Return when the last bit of a message leaves that is ready now."""
         self._free_at = max(self.clock.now(), self._free_at) + 8 * num_bytes / self.link.bits_per_second
         return self._free_at
 
@@ -196,6 +196,7 @@ class _LinkedWork(Work):
     def __init__(self, comm: LinkedCommunicator, work: Work, left: float) -> None:
         self._comm, self._work, self._left = comm, work, left
 
+    @override
     def wait(self) -> None:
         self._work.wait()
         n = self._comm.num_learners

@@ -1,9 +1,10 @@
-"""Learners on real ranks, over a ``torch.distributed`` process group (NCCL or gloo): one on each, or several."""
+"""Learners on real ranks, over a ``torch.distributed`` process group (NCCL or gloo): one or more on each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,7 @@ from ddpcore.topology.rounds import Round
 
 
 def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one.
-
-    Raises:
-        ValueError: torch.distributed is not initialised.
-    """
+    """Return the group, or the default group for None. ValueError: torch.distributed is not initialised."""
     if not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialised: start the script with torchrun and call "
@@ -36,12 +33,21 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
+def gather_objects(group: dist.ProcessGroup, value: object) -> list[Any]:
+    """Return the values of all ranks, in the order of the ranks. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 class ProcessGroupCommunicator(Communicator):
-    """Rank r of the group holds learners r L to (r + 1) L - 1. Rows travel once to each rank that needs them.
+    """Connects the ranks of a process group. Rank r holds learners r L to (r + 1) L - 1.
+
+    A row is sent once to each rank that needs it.
 
     Args:
-        group: a process group; None is the default one, which must be initialised.
-        num_rows: L, learners of each rank. More than one are virtual learners.
+        group: a process group; None is the default group, which must be initialised.
+        num_rows: L, learners of each rank. If it is above 1 they are virtual learners.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, num_rows: int = 1) -> None:
@@ -56,7 +62,7 @@ class ProcessGroupCommunicator(Communicator):
         self.description = f"torch.distributed, {backend}" if num_rows == 1 else virtual
         self._is_gloo = backend == "gloo"
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
-        self._busy: set[int] = set()  # sets of receive buffers that a transfer in progress writes to
+        self._busy: set[int] = set()  # receive buffers of exchanges in progress, by slot
 
     @override
     def broadcast_(self, rows: Tensor) -> None:
@@ -68,10 +74,10 @@ class ProcessGroupCommunicator(Communicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """A sum, divided afterwards: not every gloo offers the average.
+        """Sum and then divide, because gloo may lack the average.
 
-        An all-reduce carries rows of 16 bits as fp32, because it rounds at every hop. Gathered rows are added in
-        ascending order, as those of virtual learners are.
+        An all-reduce sends rows of 16 bits as fp32, because it rounds at every hop. Gathered rows are added in
+        ascending order, as the rows of virtual learners are.
         """
         if self.num_learners == 1:
             return Done()
@@ -82,7 +88,7 @@ class ProcessGroupCommunicator(Communicator):
             with call:
                 work = dist.all_gather(list(everyone), rows.contiguous(), group=self.group, async_op=True)
             return _Average(work, call, rows, everyone.flatten(0, 1), self.num_learners)
-        # One fp32 row is summed where it lies: columns of a single row are one contiguous piece.
+        # A single fp32 row is summed in place: its columns are contiguous.
         total = rows[0].to(wide(rows.dtype)) if self.num_rows == 1 else sum_of(rows)
         with call:
             work = dist.all_reduce(total, group=self.group, async_op=True)
@@ -90,7 +96,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Sends read the weights where they lie; one receive buffer a neighbour is kept."""
+        """Send from ``weights_LP`` without a copy, and receive into one buffer for each neighbour, which is kept."""
         rounds = {learner: topology.round(step, learner, self.num_learners) for learner in self.learners}
         slot = next(number for number in count() if number not in self._busy)
         self._busy.add(slot)
@@ -98,7 +104,7 @@ class ProcessGroupCommunicator(Communicator):
         sends = sorted({(reader // self.num_rows, row) for reader, row in readers if reader not in self.learners})
         sources = {source for round_ in rounds.values() for source in round_.sources if source not in self.learners}
         received = {source: self._buffer(slot, number, weights_LP[0]) for number, source in enumerate(sorted(sources))}
-        # One order on both sides of every pair of ranks: sends before receives, each by ascending learner.
+        # Every pair of ranks needs one order of messages: sends before receives, each by ascending learner.
         transfers = [dist.P2POp(dist.isend, weights_LP[row], group=self.group, group_peer=to) for to, row in sends]
         transfers += [
             dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source // self.num_rows)
@@ -109,7 +115,14 @@ class ProcessGroupCommunicator(Communicator):
         with call:
             works = dist.batch_isend_irecv(transfers) if transfers else []
         self.bytes_sent += len(sends) * weights_LP[0].nbytes // self.num_rows
-        return _RankExchange(works, call, rounds, received, weights_LP.device, lambda: self._busy.discard(slot))
+
+        def wait() -> None:
+            with call:
+                for work in works:
+                    work.wait()
+            self._busy.discard(slot)
+
+        return _RankExchange(rounds, received, weights_LP.device, wait)
 
     @override
     def gather(self, values: Tensor) -> Tensor:
@@ -119,7 +132,7 @@ class ProcessGroupCommunicator(Communicator):
         return result
 
     def _buffer(self, slot: int, number: int, like: Tensor) -> Tensor:
-        """Kept for each size: weights, and what a policy averages beside them, take turns."""
+        """One buffer for each size, because policies exchange other rows between two exchanges of weights."""
         key = (slot, number, like.numel(), like.dtype, like.device)
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(like)
@@ -134,34 +147,22 @@ class _Average(Work):
     def wait(self) -> None:
         with self._call:
             self._work.wait()
-        if len(self._terms) == 1:  # a sum already, often in the place of the row
-            mean = self._terms[0].div_(self._num_learners)
-        else:
-            mean = sum_of(self._terms).div_(self._num_learners)
+        total = self._terms[0] if len(self._terms) == 1 else sum_of(self._terms)  # one term is the sum already
+        mean = total.div_(self._num_learners)
         if mean.data_ptr() != self._rows.data_ptr():
             self._rows.copy_(mean)
 
 
 class _RankExchange(PeerExchange):
     def __init__(
-        self,
-        works: Sequence[dist.Work],
-        call: Call,
-        rounds: Mapping[int, Round],
-        buffers: Mapping[int, Tensor],
-        device: torch.device,
-        free: Callable[[], None],
+        self, rounds: Mapping[int, Round], buffers: Mapping[int, Tensor], device: torch.device, wait: Callable[[], None]
     ) -> None:
         super().__init__(tuple(rounds), rounds.__getitem__)
-        self._device = device
-        self._works, self._call, self._buffers, self._free = works, call, buffers, free
+        self._buffers, self._device, self._wait = buffers, device, wait
 
     @override
     def received(self) -> Mapping[int, Tensor]:
-        with self._call:
-            for work in self._works:
-                work.wait()
-        self._free()
+        self._wait()
         return self._buffers
 
     @override
@@ -182,4 +183,4 @@ class _RankExchange(PeerExchange):
 
     @override
     def abandon(self) -> None:
-        self.received()
+        self._wait()

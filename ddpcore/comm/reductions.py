@@ -1,4 +1,4 @@
-"""How rows are added: in which dtype, in which order, and in pieces that stay in cache."""
+"""Sums and means of rows: in a fixed dtype and order, by pieces that stay in cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from ddpcore import ops
 from ddpcore.ops.dtypes import wide
 
-CHUNK = 2**15  # elements that a CPU adds at a time, so that a sum stays in cache until it is written
-_ALIGNMENT = 64  # elements: shares of two ranks do not meet in a cache line
+CHUNK = 2**15  # elements that a CPU adds at a time: 128 KiB in fp32, which stay in cache until they are written
+_ALIGNMENT = 64  # elements: the shares of two ranks have no cache line in common
 
 
 def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum, added in ascending order, in :func:`~ddpcore.ops.dtypes.wide`."""
+    """The sum of the rows, added in ascending order in the dtype :func:`~ddpcore.ops.dtypes.wide`."""
     total = rows[0].to(wide(rows[0].dtype), copy=True)
     for row in rows[1:]:
         total += row
@@ -23,16 +23,15 @@ def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def _chunk(row: Tensor) -> int:
-    """Elements of a row that are added at a time: on a GPU all, where each piece would be launches of its own."""
+    """Elements of a row that are added at a time: all of them on a GPU, where each piece costs kernel launches."""
     return CHUNK if row.device.type == "cpu" else max(1, len(row))
 
 
 @torch.no_grad()
 def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
-    """Overwrite the lower or the upper half of both rows ``[P]`` with their mean; the partner does the other half.
+    """Overwrite the lower or the upper half of both rows ``[P]`` with their mean. The partner averages the other half.
 
-    In pieces that stay in cache until both are written: 8 bytes a parameter for each of the two in fp32, where a
-    snapshot and a mix take 20.
+    Each of the two moves 8 bytes a parameter in fp32. A snapshot and a mix move 20.
     """
     middle = own.numel() // 2 // _ALIGNMENT * _ALIGNMENT
     begin, end = (0, middle) if lower else (middle, own.numel())
@@ -44,14 +43,14 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
 
 @torch.no_grad()
 def average_share_(columns: Sequence[Tensor], rank: int) -> None:
-    """Overwrite one of n shares of ``columns``, n rows alike, with its mean, added in ascending order of the rows."""
+    """Overwrite share ``rank`` of n rows of one shape with the mean of the rows, added in ascending order."""
     num_rows, numel = len(columns), len(columns[0])
     bounds = [min(numel, -(-numel * share // num_rows // _ALIGNMENT) * _ALIGNMENT) for share in (rank, rank + 1)]
     begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
     chunk = _chunk(columns[0])
     for first in range(begin, end, chunk):
         pieces = [row[first : min(first + chunk, end)] for row in columns]
-        total = pieces[0].to(wide(pieces[0].dtype))  # the first row itself but for 16 bits
+        total = pieces[0].to(wide(pieces[0].dtype))  # the first row itself, except for 16 bits
         for other in pieces[1:]:
             total += other
         total.div_(num_rows)

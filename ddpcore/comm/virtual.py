@@ -1,4 +1,4 @@
-"""Virtual learners: all n of them rows of one buffer in this process. The executable reference of the real ones."""
+"""Virtual learners: n rows of one buffer in this process. They are the reference implementation of real ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
 Rows = tuple[Tensor, Tensor, Tensor]
-"""Offsets, columns and values of a matrix in compressed rows."""
+"""Row offsets, columns and values of a sparse matrix (CSR)."""
 
-_COLUMNS = 2**20  # averaged at a time: a sum of all of them would take as much memory as a learner
+_COLUMNS = 2**20  # averaged at a time; the sum of all columns would take the memory of a learner
 
 
 class VirtualCommunicator(Communicator):
-    """Connects the rows of one ``[n, P]`` buffer. Nothing is sent; ``bytes_sent`` is what ranks on gloo would send."""
+    """Connects the rows of one ``[n, P]`` buffer. Nothing is sent; ``bytes_sent`` counts what gloo ranks would send."""
 
     def __init__(self, num_learners: int) -> None:
         if num_learners < 1:
@@ -39,7 +39,6 @@ class VirtualCommunicator(Communicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Learners are added in ascending order."""
         if self.num_learners > 1:
             self.bytes_sent += average_bytes(rows[0], self.num_learners)
             for columns in rows.split(_COLUMNS, dim=1):
@@ -58,7 +57,7 @@ class VirtualCommunicator(Communicator):
         return values
 
     def _rows_of(self, topology: Topology, step: int, device: torch.device) -> Rows:
-        """The mixing matrix of a step as ``mix_stacked_`` takes it; that of a static topology is made once."""
+        """The mixing matrix of a step for ``mix_stacked_``. The last matrix of a static topology is cached."""
         known_topology, known_device, known = self._known
         if known is not None and known_topology is topology and known_device == device:
             return known

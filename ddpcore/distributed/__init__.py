@@ -1,1 +1,1 @@
-"""One line around a training loop: ``distribute``, its hooks, and what it keeps in step."""
+"""``distribute``, the hooks that it sets on a training loop, and the state that learners share beside the weights."""

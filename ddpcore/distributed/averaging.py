@@ -1,4 +1,4 @@
-"""A copy of the model in training with the weights of all learners averaged, to evaluate or to keep."""
+"""A copy of the model with the average of all learners' weights, to evaluate or to save."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BATCH_NORM = ("average", "local", "recalibrate")
 
 
 def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Module:
-    """The copy. Collective. ``model`` is left as it is; hooks on its forward pass are not copied if they do not copy.
+    """Return a copy of the model with averaged weights, without changing the model. Collective.
 
     Args:
-        model: as it trains, a ``StackedModel`` for virtual learners.
+        model: the model in training, a ``StackedModel`` for virtual learners.
         learner: its flat weights and its connection.
-        batch_norm: ``local`` keeps the floating-point buffers of the learner held here (of virtual ones the first),
-            all else averages them.
+        batch_norm: ``local`` keeps the floating-point buffers of the (first) learner held here; other values average
+            them.
     """
     flat, comm = learner.flat, learner.comm
     average_LP = learner.average_of(flat.param_LP)
@@ -43,7 +43,7 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
 
 
 def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
-    """Of a buffer of virtual learners, one; counters are the first learner's."""
+    """The mean of a stacked buffer over its learners. Counters are those of the first learner."""
     if not stack.is_floating_point():
         return stack[0].clone()
     rows = stack.reshape(len(stack), -1).clone()
@@ -52,38 +52,38 @@ def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
 
 
 def average_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Floating-point buffers become their mean over the ranks. Collective."""
+    """Overwrite floating-point buffers with their mean over the ranks. Collective."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            rows = row_of(buffer).repeat(len(comm.learners), 1)  # alike for all learners of a rank
+            rows = row_of(buffer).repeat(len(comm.learners), 1)  # equal for all learners of a rank
             comm.average_(rows).wait()
             buffer.data = rows[0].view(buffer.shape)
 
 
 @torch.no_grad()
 def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | None = None) -> None:
-    """Running statistics of batch normalisation anew: those of all batches of all ranks as one.
+    """Recompute the running statistics of batch normalisation over the union of all batches of all ranks.
 
-    The statistics of averaged weights are not the average of the statistics (Izmailov et al. 2018, section 3.2). Nor is
-    a variance the mean of the batches' variances: that of the batches' means belongs to it.
+    The statistics of averaged weights are not the average of the statistics (Izmailov et al. 2018, section 3.2). The
+    variance of the union includes the variance of the means of the batches.
 
     Args:
-        model: changed in place; its training mode is restored, also after an exception.
-        batches: what the model takes, a tensor or a tuple of arguments; at least one.
-        comm: to the other ranks, which must call this too; None takes the batches of this one.
+        model: changed in place. Its training mode is restored, also after an exception.
+        batches: inputs of the model: tensors, or tuples of arguments. At least one.
+        comm: the connection to the other ranks, which must call this too; None takes the batches of this rank alone.
 
     Raises:
         ValueError: there is no batch.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     modes = {module: module.training for module in model.modules()}
-    seen: dict[nn.Module, Tensor] = {}  # moments by layer
+    seen: dict[nn.Module, Tensor] = {}  # by layer, see _moments
 
-    def look(norm: nn.Module, inputs: tuple[Tensor]) -> None:
+    def add_moments(norm: nn.Module, inputs: tuple[Tensor]) -> None:
         moments = _moments(inputs[0])
         seen[norm] = _of_union(torch.stack([seen[norm], moments])) if norm in seen else moments
 
-    handles = [norm.register_forward_pre_hook(look) for norm in norms]
+    handles = [norm.register_forward_pre_hook(add_moments) for norm in norms]
     try:
         model.eval()
         for norm in norms:
@@ -104,7 +104,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | N
 
 
 def _moments(inputs: Tensor) -> Tensor:
-    """Of a batch ``[B, C, ...]``, float64 ``[1 + 2C]``: values a channel, their means, their squared deviations."""
+    """The moments of a batch ``[B, C, ...]``, float64 ``[1 + 2C]``: a count, C means, C sums of squared deviations."""
     values = inputs if inputs.dtype == torch.float64 else inputs.float()
     dims = [dim for dim in range(values.dim()) if dim != 1]
     variance, mean = torch.var_mean(values, dims, correction=0)
@@ -113,7 +113,7 @@ def _moments(inputs: Tensor) -> Tensor:
 
 
 def _of_union(parts: Tensor) -> Tensor:
-    """The moments of several sets ``[k, 1 + 2C]`` as one ``[1 + 2C]`` (Chan et al. 1979)."""
+    """The moments ``[1 + 2C]`` of the union of k sets, from their moments ``[k, 1 + 2C]`` (Chan et al. 1979)."""
     num_channels = parts.shape[1] // 2
     nums, means, squares = parts.split([1, num_channels, num_channels], dim=1)
     num = nums.sum(dim=0)
@@ -124,10 +124,10 @@ def _of_union(parts: Tensor) -> Tensor:
 def _set_statistics(norm: _BatchNorm, moments: Tensor | None, comm: Communicator | None) -> None:
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    if moments is None:  # a layer that no batch of this rank has come to
+    if moments is None:  # no batch of this rank reached the layer
         moments = norm.running_mean.new_zeros(1 + 2 * norm.num_features, dtype=torch.float64)
     if comm is not None:
-        rows = len(comm.learners)  # alike for all learners of a rank
+        rows = len(comm.learners)  # equal for all learners of a rank
         moments = _of_union(comm.gather(moments.repeat(rows, 1))[::rows])
     num, mean, squares = moments.split([1, norm.num_features, norm.num_features])
     if num > 0:
@@ -136,5 +136,5 @@ def _set_statistics(norm: _BatchNorm, moments: Tensor | None, comm: Communicator
 
 
 def row_of(buffer: Tensor) -> Tensor:
-    """A buffer of any shape and strides as one contiguous row ``[1, n]``; the buffer itself where it is contiguous."""
+    """A buffer of any shape and strides as one contiguous row ``[1, n]``: a view if the buffer is contiguous."""
     return buffer.contiguous().view(1, -1)

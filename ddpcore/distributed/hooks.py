@@ -1,4 +1,14 @@
-"""A model in training: what the user holds, and the hooks that tell a strategy of forward, backward and step."""
+"""The handle of a model in training, and the hooks that call a strategy around forward, backward and step.
+
+One call of the user's ``optimizer.step()`` runs in this order:
+
+1. The pre-hook calls ``strategy.before_step``. It returns the average of this step as a value, or None.
+2. The pre-hook passes it to ``WeightStep.average``. :class:`~ddpcore.optim.weight_step.WeightStep` owns the step: it
+   alone averages the weights, steps them, and moves the flat buffer.
+3. The step of a fused optimizer calls ``WeightStep.run``: one kernel that averages and steps, such as
+   ``ops.mix_sgd_step_``, or two kernels. Other optimizers step by themselves, after the average was applied in 2.
+4. The post-hook calls ``strategy.after_step``, which may average the stepped weights, and applies the policies.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Communicator
@@ -17,6 +28,7 @@ from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.state_sync import StateSync
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
+from ddpcore.options.typed import check_choice
 from ddpcore.parameters.buckets import GradientBuckets
 from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.base import Strategy
@@ -24,11 +36,11 @@ from ddpcore.strategies.learner import Learner
 
 
 class Distributed:
-    """A model in training. This class alone serves the baselines; a strategy's own is made by :func:`distribute`.
+    """The handle of a model in training, as :func:`distribute` returns it. This base class serves the baselines.
 
     Attributes:
         model: the module to call in the loop.
-        comm: the connection of its learners.
+        comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
     """
 
@@ -40,7 +52,7 @@ class Distributed:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients without averaging them."""
+        """A context in which backward passes accumulate gradients without averaging them."""
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             with self.model.no_sync():
                 yield
@@ -48,21 +60,20 @@ class Distributed:
             yield
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
-        """A copy of the model with the average of all learners' weights.
+        """Return a copy of the model with the average of all learners' weights. Collective.
 
-        The model in training is not touched, whatever happens. Every rank must call this, and every rank gets the copy.
-        Learners of push_sum count by their push weights p: ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
+        The model in training does not change. push_sum weights learners by their push weights p:
+        ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
 
         Args:
-            batch_norm: what becomes of floating-point buffers: ``average`` them, keep the ``local`` ones, or
-                ``recalibrate`` batch normalisation with the averaged weights.
+            batch_norm: ``average`` floating-point buffers, keep the ``local`` ones, or ``recalibrate`` batch
+                normalisation with the averaged weights.
             batches: training inputs of this rank, for ``recalibrate``; see ``averaging.recalibrate``.
 
         Raises:
-            ValueError: no such choice, or one without the other.
+            ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
         """
-        if batch_norm not in BATCH_NORM:
-            raise ValueError(f"unknown batch_norm {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
+        check_choice("batch_norm", batch_norm, BATCH_NORM)
         if (batch_norm == "recalibrate") != (batches is not None):
             raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
         model = self._copy(batch_norm)
@@ -81,22 +92,24 @@ class Distributed:
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the states of model, optimizer and random numbers."""
+        """Return the state for a checkpoint, beside the states of model, optimizer and random numbers.
+
+        Every rank saves its own state, and loads the state that it saved.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave, after model and optimizer have been loaded. Every rank must call it.
+        """Load the result of :meth:`state_dict`, after the states of model and optimizer. Collective.
 
         Raises:
-            ValueError: it is the state of another model.
+            ValueError: the state belongs to a model with other parameters or to another strategy.
         """
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
-        """Root mean square, over learners, of the distance between a learner's weights and the average weights.
+        """Return the root mean square, over learners, of the distance of their weights to the average weights w_a.
 
-        ``sqrt(1/n sum_j |w_j - w_a|^2)``, Kong et al. 2021; w_a as in :meth:`evaluation_model`. Every rank must call
-        this.
+        ``sqrt(1/n sum_j |w_j - w_a|^2)`` (Kong et al. 2021), with w_a as in :meth:`evaluation_model`. Collective.
         """
         return float(self.comm.gather(self._squared_distances()).mean().sqrt())
 
@@ -108,7 +121,7 @@ class Distributed:
 
 
 class HookedDistributed(Distributed):
-    """Sets the hooks and passes their events on to the strategy."""
+    """The handle of a model that a strategy trains. It sets the hooks, which call the strategy."""
 
     learner: Learner
 
@@ -124,49 +137,31 @@ class HookedDistributed(Distributed):
         self.observers: list[Observer] = []
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
-        self._laid_out = strategy.fixed_layout  # or by a checkpoint, whose state belongs to its layout
+        self._laid_out = strategy.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._averaged = False  # whether a backward pass of this step has averaged gradients
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-            if closure is not None and not strategy.takes_closure:
-                raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
-            if closure is None:
-                self._check_averaged()
-            self._before_step()
-
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            learner.step += 1
-            self._averaged = False
-            with torch.no_grad():
-                strategy.after_step(learner)
-                if strategy.averages_weights_at(learner.step):
-                    state_sync.sync()
-            # The kernels write through the flat buffer: autograd must know, to refuse a graph of the old weights.
-            torch.autograd.graph.increment_version(learner.flat.parameters)
-
         self._members = {id(parameter) for parameter in learner.flat.parameters}
         self._forward_hook = model.register_forward_pre_hook(_ForwardHook(model, learner, strategy, self.observers))
-        learner.optimizer.register_step_pre_hook(before_step)
-        learner.optimizer.register_step_post_hook(after_step)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
 
     @contextmanager
+    @override
     def no_sync(self) -> Iterator[None]:
-        """See :class:`Distributed`."""
         if self._buckets is None:
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, True
-        self._averaged = True  # or not: as asked
+        self._averaged = True  # the caller asked for no average, so the step does not check it
         try:
             yield
         finally:
             self._buckets.paused = paused
 
     @torch.no_grad()
+    @override
     def _copy(self, batch_norm: str) -> nn.Module:
         self.strategy.restore_weights(self.learner)
         model = averaged_model(self.model, self.learner, batch_norm)
@@ -174,11 +169,8 @@ class HookedDistributed(Distributed):
             module._forward_pre_hooks.pop(self._forward_hook.id, None)
         return model
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`Distributed`: the step, the layout of the flat buffer, and what strategy and policies keep.
-
-        Every rank saves its own; a rank loads the one that it has saved.
-        """
         names = self.learner.flat.names
         used = None if self._used is None else [n for n, used in zip(names, self._used, strict=True) if used]
         return {
@@ -191,15 +183,15 @@ class HookedDistributed(Distributed):
         }
 
     @torch.no_grad()
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`Distributed`."""
         flat = self.learner.flat
         if sorted(state["layout"]) != sorted(flat.names):
-            raise ValueError("the state is of a model with other parameters: load it into the model it came from")
+            raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
         if state["made_by"] != self._made_by():
             raise ValueError(
-                f"the state is of {state['made_by']} and this is {self._made_by()}: load it into one of its kind, or "
-                "begin anew from the model's and the optimizer's states alone"
+                f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
+                "only the states of the model and the optimizer"
             )
         self._new_order = self._used = None
         self._averaged = False
@@ -213,9 +205,10 @@ class HookedDistributed(Distributed):
             self._state_sync.load_state_dict(state["policies"])
 
     def _made_by(self) -> str:
-        settings = hashlib.sha256(describe(self.strategy).encode()).hexdigest()[:8]  # a matrix fills no message
+        settings = hashlib.sha256(describe(self.strategy).encode()).hexdigest()[:8]  # short for any matrix
         return f"{self.strategy!r} of {self.comm.num_learners} learners, settings {settings}"
 
+    @override
     def _squared_distances(self) -> Tensor:
         self.strategy.restore_weights(self.learner)
         return self.learner.squared_distances()
@@ -241,7 +234,7 @@ class HookedDistributed(Distributed):
         assert self._used is not None
         for index, (parameter, used) in enumerate(zip(flat.parameters, self._used, strict=True)):
             if used and index not in seen and parameter.requires_grad:
-                parameter.grad = flat.grad_views[index]  # a gradient on another rank: step alike
+                parameter.grad = flat.grad_views[index]  # another rank has a gradient, so this rank steps too
             elif index in seen and not used:
                 raise RuntimeError(
                     f"parameter {flat.names[index]} got a gradient after a first backward pass in which it had none on "
@@ -249,7 +242,7 @@ class HookedDistributed(Distributed):
                 )
 
     def _agree(self, order: list[int], seen: set[int]) -> None:
-        """Agree on which parameters are in use and, for the buckets, on rank 0's order of gradients."""
+        """Agree on the parameters in use and, for the buckets, on rank 0's order of gradients. Collective."""
         flat, comm = self.learner.flat, self.learner.comm
         num = len(flat.segments)
         complete = order + sorted(set(range(num)).difference(order))
@@ -261,6 +254,33 @@ class HookedDistributed(Distributed):
         comm.broadcast_(agreed)
         self._new_order = None if self._laid_out else agreed[0].tolist()
 
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        strategy, learner = self.strategy, self.learner
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is not None and not strategy.takes_closure:
+            raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
+        if closure is None:
+            self._check_averaged()
+        self._check_parameters()
+        strategy.restore_weights(learner)
+        if self._new_order is not None:
+            self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
+            self._new_order = None
+        for observer in self.observers:
+            observer.before_step(learner)
+        self._weight_step.average(strategy.before_step(learner))
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.learner.step += 1
+        self._averaged = False
+        self.strategy.after_step(self.learner)
+        if self.strategy.averages_weights_at(self.learner.step):
+            self._state_sync.sync()
+        # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
+        torch.autograd.graph.increment_version(self.learner.flat.parameters)
+
     def _check_averaged(self) -> None:
         if self._averaged or not self.strategy.averages_gradients_at(self.learner.step):
             return
@@ -271,7 +291,7 @@ class HookedDistributed(Distributed):
             )
 
     def _check_parameters(self) -> None:
-        """What the user may have changed since distribute() and would otherwise go wrong in silence."""
+        """Check that parameters are still views of the flat buffer, and that no parameter was added."""
         flat = self.learner.flat
         for name, parameter, pointer in zip(flat.names, flat.parameters, flat.param_pointers, strict=True):
             if parameter.data_ptr() != pointer:
@@ -287,17 +307,6 @@ class HookedDistributed(Distributed):
                         "do so before it, and freeze by a zero learning rate"
                     )
 
-    @torch.no_grad()
-    def _before_step(self) -> None:
-        self._check_parameters()
-        self.strategy.restore_weights(self.learner)
-        if self._new_order is not None:
-            self._lay_out(self._new_order)  # between backward and step nothing is in flight, no graph needs old places
-            self._new_order = None
-        for observer in self.observers:
-            observer.before_step(self.learner)
-        self._weight_step.average(self.strategy.before_step(self.learner))
-
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
         if self._used is not None:
@@ -307,12 +316,12 @@ class HookedDistributed(Distributed):
 
 
 class _ForwardHook:
-    """Tells strategy and observers of a forward pass that trains. A copy or a saved model tells nobody."""
+    """Calls strategy and observers before a forward pass that records gradients. Copies of the model lose the hook."""
 
     def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, observers: list[Observer]) -> None:
         self._model, self._learner, self._strategy, self._observers = model, learner, strategy, observers
 
-    @torch.compiler.disable(reason="ddpcore tells a strategy of the forward pass: compile first, then distribute()")
+    @torch.compiler.disable(reason="ddpcore calls a strategy in the forward pass: compile first, then distribute()")
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled() and not self._learner.hooks_paused:  # also in eval mode: batch norm may be frozen
             for observer in self._observers:

@@ -1,4 +1,4 @@
-"""What may watch a training loop: it is told of gradients and steps, reads the learner, and changes nothing."""
+"""The interface of diagnostics that follow a training loop."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from ddpcore.strategies.learner import Learner
 
 
 class Observer:
-    """Base of diagnostics that follow a loop. Called on every rank alike.
+    """Its methods are called on every rank in the order of this class. They read the learner and change nothing.
 
-    ``bucket_ready`` and ``gradients_averaged`` are called only in steps in which gradients are averaged.
+    ``bucket_ready`` and ``gradients_averaged`` are called only in steps that average gradients.
     """
 
     def before_forward(self, learner: Learner) -> None:
-        """Before a forward pass that trains."""
+        """Called before a forward pass that records gradients."""
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """During backward: columns ``[L, n]`` of ``grad_LP`` hold the learners' own gradients, not yet averaged."""
+        """Called during backward: columns ``[L, n]`` of ``grad_LP`` hold each learner's own gradients."""
 
     def gradients_averaged(self, learner: Learner) -> None:
-        """At the end of such a backward pass: all rows of ``grad_LP`` hold the average."""
+        """Called at the end of a backward pass: all rows of ``grad_LP`` hold the average."""
 
     def before_step(self, learner: Learner) -> None:
-        """Before the optimizer's step, weights and gradients as the backward pass left them."""
+        """Called before the optimizer's step, with the weights and gradients that the backward pass left."""

@@ -1,6 +1,6 @@
-"""What becomes of everything that is not a parameter when learners average their weights: declared, never by accident.
+"""Policies for the state beside the weights when learners average: momentum, buffers, gradient scaler, random numbers.
 
-Shapes: L learners held by this process, X numbers of one kind of each.
+Shapes: L learners held by this process, X elements of one kind of state of a learner.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpcore.options.typed import check_choice
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.push_sum import PushSum
@@ -23,22 +24,22 @@ _NUMBERS = (KEEP, GOSSIP, AVERAGE, RESET)
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """Each time learners average weights, or gradients, this happens to the rest. The default touches nothing.
+    """What happens to other state in each step that averages weights or gradients. By default nothing does.
 
-    ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are; not
-    under push_sum, whose mixing is no average.
-    ``average``: the mean over all learners. ``reset``: as at the start of training.
+    ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
+    ``average``: the mean over all learners. ``reset``: the value at the start of training. push_sum allows no
+    ``gossip``, because its mixing is not an average.
 
     Attributes:
-        momentum: buffers of the optimizer that are shaped like their parameter. ``reset`` also forgets step counts.
-        batch_norm: floating-point buffers of the model. ``reset`` takes the values from before training.
-        scaler: the scale of ``torch.amp.GradScaler``: ``keep``, ``average`` (the smallest of all: every learner then
-            stays clear of overflow) or ``reset``.
-        rng: torch's generators: ``keep``, or ``reset`` (the same on every learner: from the seed that learner 0 had in
-            the beginning, and the step). There is no average of two states of a generator.
+        momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
+        batch_norm: floating-point buffers of the model.
+        scaler: the scale of ``torch.amp.GradScaler``: ``keep``, ``average`` (the smallest scale of all, so that no
+            learner overflows) or ``reset``.
+        rng: torch's generators: ``keep``, or ``reset`` (equal on all learners: a function of learner 0's first seed and
+            the step).
 
     Raises:
-        ValueError: no such policy, or it makes no sense there.
+        ValueError: no such policy for that state.
     """
 
     momentum: str = KEEP
@@ -48,24 +49,16 @@ class Policies:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
             allowed = {"scaler": (KEEP, AVERAGE, RESET), "rng": (KEEP, RESET)}.get(field.name, _NUMBERS)
-            if value not in allowed:
-                raise ValueError(f"policy {field.name} is {value!r}: choose from {', '.join(allowed)}")
+            check_choice(f"policy {field.name}", getattr(self, field.name), allowed)
 
     def check(self, strategy: Strategy, scaler: torch.amp.GradScaler | None) -> None:
-        """Before anything moves.
-
-        Raises:
-            ValueError: a policy needs what is not there.
-        """
+        """Raise ValueError if a policy needs neighbours or a scaler that are missing."""
         if GOSSIP in (self.momentum, self.batch_norm):
             if strategy.topology is None:
                 raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
-            if isinstance(strategy, PushSum):  # rows of its matrix need not sum to one, and only weights are divided
-                raise ValueError(
-                    f"policy gossip takes averages and the mixing of {strategy.name} is none: take average"
-                )
+            if isinstance(strategy, PushSum):  # the rows of its matrix need not sum to one
+                raise ValueError(f"policy gossip needs averages and {strategy.name} mixes by sums: take average")
         if self.scaler != KEEP and scaler is None:
             raise ValueError(f"policy scaler={self.scaler!r} needs the scaler: pass distribute(..., scaler=)")
 
@@ -74,11 +67,11 @@ class StateSync:
     """Applies policies to the learners of this process.
 
     Args:
-        policies: what is to be done; checked.
-        model: its buffers; stacks ``[L, *S]`` for virtual learners.
-        learner: its optimizer and connection.
-        strategy: its topology serves ``gossip``.
-        scaler: for the policy of that name.
+        policies: checked policies.
+        model: the model in training, whose buffers are stacks ``[L, *S]`` for virtual learners.
+        learner: the learner, with its optimizer and connection.
+        strategy: the strategy, whose topology ``gossip`` uses.
+        scaler: the scaler, for the policy of that name.
     """
 
     def __init__(
@@ -100,17 +93,16 @@ class StateSync:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Called after the step, where the learners met in it."""
+        """Apply the policies. It is called after each step that averages weights or gradients."""
         policies = self._policies
         if policies.momentum == RESET:
-            for tensor in (*self._states(), *self._step_counts()):
-                tensor.zero_()
+            self._reset_states()
         elif policies.momentum != KEEP:
             self._move_states()
         if policies.batch_norm == RESET:
             for buffer, first in zip(self._buffers(), self._first_buffers, strict=True):
                 buffer.copy_(first)
-        elif policies.batch_norm != KEEP:  # else the model is not walked: this is every step's way
+        elif policies.batch_norm != KEEP:  # not under keep, because a walk over the model in every step takes time
             self._move(policies.batch_norm, self._buffers())
         self._move_scaler()
         if policies.rng == RESET:
@@ -118,11 +110,11 @@ class StateSync:
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``reset`` goes back to: a run that is resumed has another beginning."""
+        """Return the values at the start of training, which ``reset`` needs after a run is resumed."""
         return {"scale": self._first_scale, "seed": self._first_seed, "buffers": list(self._first_buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; what it lacks, for other policies made it, stays this run's own."""
+        """Load the result of :meth:`state_dict`. Values that are missing under its policies stay those of this run."""
         if state["scale"] is not None:
             self._first_scale = state["scale"]
         if state["seed"] is not None:
@@ -145,12 +137,16 @@ class StateSync:
             parts = rows_LX.split([tensor.numel() // len(comm.learners) for tensor in alike], dim=1)
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
-    def _move_states(self) -> None:
-        """Every buffer of every parameter: a learner that has none where another has one counts as zero.
+    def _reset_states(self) -> None:
+        for parameter in self._optimized():
+            for _, value in self._states_of(parameter):
+                value.zero_()
+            if isinstance(count := self._learner.optimizer.state.get(parameter, {}).get("step"), Tensor):
+                count.zero_()
 
-        So ranks that use different parameters still exchange the same rows.
-        """
-        parameters = [p for group in self._learner.optimizer.param_groups for p in group["params"]]
+    def _move_states(self) -> None:
+        """Average the states of all parameters. A missing state counts as zero, so that all ranks send equal rows."""
+        parameters = self._optimized()
         for name in sorted({name for p in parameters for name, _ in self._states_of(p)}):
             found = [dict(self._states_of(parameter)).get(name) for parameter in parameters]
             dtype = next(value.dtype for value in found if value is not None)
@@ -170,32 +166,22 @@ class StateSync:
             comm = self._learner.comm
             mine = torch.full((len(comm.learners),), scaler.get_scale(), device=self._learner.flat.param_LP.device)
             scale = float(comm.gather(mine).min())
-        scaler._scale.fill_(scale)  # not update(), which is still to come in this step and wants its overflow checks
+        scaler._scale.fill_(scale)  # not update(): the loop calls it later, with this step's overflow checks
 
     def _states_of(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Buffers shaped like their parameter. fp32 masters are weights, not companions."""
+        """The states of a parameter that have its shape. fp32 master weights are not a state."""
         for name, value in self._learner.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and name != "master":
                 yield name, value
 
-    def _states(self) -> list[Tensor]:
-        return [value for parameter, _ in self._parameter_states() for _, value in self._states_of(parameter)]
-
-    def _step_counts(self) -> list[Tensor]:
-        counts = {id(state.get("step")): state.get("step") for _, state in self._parameter_states()}
-        return [count for count in counts.values() if isinstance(count, Tensor)]
-
-    def _parameter_states(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
-        optimizer = self._learner.optimizer
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, optimizer.state.get(parameter, {})
+    def _optimized(self) -> list[Tensor]:
+        return [parameter for group in self._learner.optimizer.param_groups for parameter in group["params"]]
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
 
 
 def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scaled step is called on every learner, overflow or not, and skipped inside."""
+    """Whether the scaler always calls the optimizer, which itself skips a step with an overflow."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) or fused

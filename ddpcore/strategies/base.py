@@ -1,4 +1,4 @@
-"""What an algorithm may do around the user's loop."""
+"""The interface of the algorithms: what a strategy does before, during and after a step of the training loop."""
 
 from __future__ import annotations
 
@@ -16,50 +16,52 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 
 
-class Strategy(ABC):
-    """One algorithm that keeps the learners together. One object serves one ``distribute`` call.
+class Strategy:
+    """One algorithm that keeps the learners' weights together. One object serves one ``distribute`` call.
 
-    The methods that are told of events stand in the order in which they are called, once a step, on every rank alike.
+    Every rank calls the methods from :meth:`setup` to :meth:`after_step` in the order in which they are defined here.
+
+    A strategy does not step the weights. :meth:`before_step` returns the average that belongs to the step, and
+    :class:`ddpcore.optim.weight_step.WeightStep` applies it: in one kernel with the optimizer's rule if possible.
     """
 
     name: ClassVar[str]
-    averages_gradients: bool = False
-    in_use: bool = False  # set by distribute()
+    averages_gradients: bool = False  # whether gradients are averaged in some steps
+    in_use: bool = False  # whether a distribute() call owns the object
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
-    topology: Topology | None = None  # who averages with whom, where a strategy has neighbours
+    topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
 
     @property
     def fixed_layout(self) -> bool:
-        """Whether the flat buffer may not be laid out in the order in which gradients come, which vmap changes."""
+        """Whether the parameters must keep their order in the flat buffer, instead of the order of their gradients."""
         return False
 
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        """Before anything moves: check that the number of learners and the dtype of the parameters fit.
+        """Check the number of learners and the dtype of the parameters, before ``distribute`` changes the model.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the strategy does not support them.
         """
 
     def before_forward(self, learner: Learner) -> None:
-        """Before a forward pass that records gradients; before each one when gradients are accumulated."""
+        """Called before each forward pass that records gradients: several times a step if gradients accumulate."""
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """During backward, where ``averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are complete."""
+        """Called during backward if ``averages_gradients``: the columns ``[L, n]`` of ``grad_LP`` are complete."""
 
     def after_backward(self, learner: Learner) -> None:
-        """At the end of a backward pass, where ``averages_gradients``."""
+        """Called at the end of a backward pass if ``averages_gradients``."""
 
     def before_step(self, learner: Learner) -> WeightAverage | None:
-        """Before the optimizer's step. ``grad_LP`` holds the gradients if ``gather_grads`` is called.
+        """Called before the optimizer's step. ``gather_grads`` of the flat buffer collects the gradients if needed.
 
         Returns:
-            What is averaged in this step, before the optimizer's rule acts, in the same pass if it can.
+            The average of weights that this step applies before the optimizer's rule; None if there is none.
         """
         return None
 
-    @abstractmethod
     def after_step(self, learner: Learner) -> None:
-        """After the optimizer's step; ``learner.step`` counts it already."""
+        """Called after the optimizer's step. ``learner.step`` includes that step."""
 
     @property
     def learners_stay_identical(self) -> bool:
@@ -71,29 +73,29 @@ class Strategy(ABC):
         return self.averages_gradients
 
     def gradients_at_mean(self, step: int) -> bool:
-        """Whether every learner takes its gradient of step t at the mean weights."""
+        """Whether every learner computes its gradient of step t at the mean weights."""
         return self.averages_gradients_at(step)
 
     def restore_weights(self, learner: Learner) -> None:
-        """Bring the weights to what they are between two steps, before somebody reads them in the middle of one."""
+        """Undo a temporary change of the weights. It is called before the weights are read in the middle of a step."""
 
     def averages_weights_at(self, step: int) -> bool:
-        """Whether learners averaged weights in the step that made ``learner.step`` this number; policies act then."""
-        return False
+        """Whether the step that sets ``learner.step`` to ``step`` averages weights or gradients. Policies act then."""
+        return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside weights, optimizer and step count: tensors, numbers, and dicts of them."""
+        """The state of a checkpoint, without weights, optimizer and step count: tensors, numbers, and dicts of them."""
         return {}
 
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave, between two steps."""
+        """Load the result of :meth:`state_dict`, between two steps."""
 
 
 def check_mixable(name: str, dtype: torch.dtype) -> None:
-    """That the kernels which mix weights, or add noise to them, take the parameters of a strategy of this name.
+    """Check that the kernels which mix weights, or add noise to them, support the dtype of the parameters.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not. The message begins with ``name``, that of the strategy.
     """
     if dtype not in KERNEL_DTYPES:
         raise ValueError(
@@ -103,28 +105,28 @@ def check_mixable(name: str, dtype: torch.dtype) -> None:
 
 
 def check_topology(name: str, topology: object) -> None:
-    """That a strategy of this name is given a topology, not the name of one.
+    """Check that ``topology`` is None or an instance of :class:`Topology`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not, such as the name of a topology. The message begins with ``name``, that of the strategy.
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
 
 
 class Baseline(ABC):
-    """What a user would run without ddpcore, for comparison: nothing is flattened and no hook is set."""
+    """Training without ddpcore, for comparison: nothing is flattened and no hook is set."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def connect(self, group: dist.ProcessGroup | None) -> Communicator:
-        """The learners among which consensus is measured.
+        """Return the connection of the learners; evaluation and the consensus distance use it.
 
         Raises:
-            ValueError: the world does not fit.
+            ValueError: the baseline cannot run on these ranks.
         """
 
     @abstractmethod
     def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-        """The module to train."""
+        """Return the module to train."""

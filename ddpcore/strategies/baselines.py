@@ -1,4 +1,4 @@
-"""What a user would otherwise run: one device alone, or torch's own DistributedDataParallel."""
+"""The baselines: one device alone, and torch's own DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.process import ProcessGroupCommunicator
@@ -15,24 +16,24 @@ from ddpcore.strategies.base import Baseline
 
 
 class Single(Baseline):
-    """A learner on its own: the model and the optimizer are left as they are, and nothing is ever exchanged."""
+    """One learner. The model and the optimizer stay as they are, and nothing is sent."""
 
     name: ClassVar[str] = "single"
 
+    @override
     def connect(self, group: dist.ProcessGroup | None) -> Communicator:
-        """One learner."""
         return VirtualCommunicator(1)
 
+    @override
     def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-        """The model itself."""
         return model
 
 
 class DDP(Baseline):
-    """torch's DistributedDataParallel with its defaults, for comparison. Real ranks only.
+    """torch's DistributedDataParallel with its defaults. It needs real ranks.
 
     Args:
-        bucket_cap_mb: of DistributedDataParallel; None is its default, 25 with a first bucket of 1.
+        bucket_cap_mb: see DistributedDataParallel. None is its default: 25 MB, and 1 MB for the first bucket.
     """
 
     name: ClassVar[str] = "ddp"
@@ -40,13 +41,13 @@ class DDP(Baseline):
     def __init__(self, *, bucket_cap_mb: float | None = None) -> None:
         self.bucket_cap_mb = bucket_cap_mb
 
+    @override
     def connect(self, group: dist.ProcessGroup | None) -> Communicator:
-        """The ranks of the group."""
         if not dist.is_initialized():
             raise ValueError("ddp needs real ranks: start it with torchrun, or take ssgd for virtual learners")
         return ProcessGroupCommunicator(group)
 
+    @override
     def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-        """``DistributedDataParallel(model)``."""
         options: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
         return DistributedDataParallel(model, process_group=group, **options)

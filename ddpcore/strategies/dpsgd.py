@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ddpcore.comm.base import Decode, Exchange
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
+from ddpcore.options.typed import check_choice
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
 from ddpcore.strategies.compression import Codec, Published
 from ddpcore.strategies.learner import Learner
@@ -25,7 +27,7 @@ ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
 
 @dataclass(frozen=True)
 class _Pending:
-    """An exchange under way: the rows that were sent, and, unless they were the weights themselves, what they say."""
+    """An exchange in progress: the rows that were sent, and their published values (None if the weights were sent)."""
 
     exchange: Exchange
     sent: Tensor
@@ -34,20 +36,20 @@ class _Pending:
 
 @dataclass
 class _NarrowAverage(WeightAverage):
-    """An average of 16-bit weights in fp32. What rounding takes from a weight is given to its next average.
+    """An average of 16-bit weights, computed in fp32. The rounding error is added to the next average.
 
-    Otherwise the mean over learners would move with every rounding, though no gradient moves it.
+    Without that, each rounding would move the mean over learners.
 
     Attributes:
-        average: of the same weights in fp32.
-        strategy: keeps what rounding took, its ``_remainder_LP``.
+        average: the average of the same weights in fp32.
+        strategy: keeps the rounding error in ``_remainder_LP``.
     """
 
     average: WeightAverage
     strategy: DPSGD
 
+    @override
     def apply_(self, weights_LP: Tensor) -> None:
-        """Average in fp32, round once, and keep the rest."""
         wide_LP = weights_LP.float()
         if self.strategy._remainder_LP is not None:
             wide_LP += self.strategy._remainder_LP
@@ -61,40 +63,39 @@ def _widened(decode: Decode | None, source: int, row: Tensor) -> Tensor:
 
 
 class DPSGD(Strategy):
-    r"""Decentralized parallel SGD: learners average with neighbours, in one of three orders.
+    r"""Decentralized parallel SGD: learners average with their neighbours, in one of three orders.
 
     - ``average_while_computing`` (Lian et al. 2017, algorithm 1): ``w_j(t+1) = sum_k W_jk(t) w_k(t) - a g_j(w_j(t))``.
-      The exchange needs w(t) only, so it runs during the whole forward and backward pass. With FusedSGD mix,
-      momentum and step are one pass over the weights. Stable on a quadratic of curvature h where
-      ``a h < 1 + lambda_min(W)``.
-    - ``adapt_then_combine``: ``w_j(t+1) = sum_k W_jk(t) (w_k(t) - a g_k(w_k(t)))``. Stable where ``a h < 2``; the
-      exchange hides behind nothing.
-    - ``combine_then_adapt``: ``w_j(t+1) = v_j - a g_j(v_j)`` with ``v_j = sum_k W_jk(t) w_k(t)``. As stable, as slow.
+      The exchange needs only w(t), so it overlaps the whole forward and backward pass. With FusedSGD, one kernel
+      applies average, momentum and step. On a quadratic of curvature h it is stable if ``a h < 1 + lambda_min(W)``.
+    - ``adapt_then_combine``: ``w_j(t+1) = sum_k W_jk(t) (w_k(t) - a g_k(w_k(t)))``. It is stable if ``a h < 2``, but
+      the exchange overlaps nothing.
+    - ``combine_then_adapt``: ``w_j(t+1) = v_j - a g_j(v_j)`` with ``v_j = sum_k W_jk(t) w_k(t)``. Its stability and its
+      cost are those of ``adapt_then_combine``.
 
-    With ``staleness`` 1 neighbours have a whole further step to answer:
+    With ``staleness`` 1 the exchange may take one more step:
     ``w_j(t+1) = w_j(t) + 1/2 sum_k W_jk(t-1) (w_k(t-1) - w_j(t-1)) - a g_j(w_j(t))``. The mean over learners moves as
-    without delay, and half the way keeps every symmetric W stable: of eigenvalue l, the error goes as the roots of
-    ``z^2 - z + (1-l)/2``, whose magnitude is below one for all l in (-1, 1).
+    without the delay. The factor 1/2 keeps every symmetric W stable: for an eigenvalue l of W, the error decays as the
+    roots of ``z^2 - z + (1-l)/2``, whose magnitude is below one for all l in (-1, 1). For other W, :meth:`setup` checks
+    the stability.
 
-    Of a W that is not symmetric it is checked.
+    With ``compression`` learners move by differences of published rows q: ``sum_k W_jk w_k`` becomes
+    ``w_j + gamma sum_k W_jk (q_k - q_j)``, which does not move the mean over learners.
 
-    With ``compression`` learners move by differences of what was published, q:
-    ``sum_k W_jk w_k`` becomes ``w_j + gamma sum_k W_jk (q_k - q_j)``, which never moves the mean over learners.
-
-    Momentum stays local, unless a policy says otherwise.
+    Each learner keeps its own momentum, unless a policy changes that.
 
     Args:
-        topology: W(t), who averages with whom at step t; None is ``RandomPair()``.
+        topology: W(t), which learners average with which at step t; None is ``RandomPair()``.
         order: one of ``ORDERS``.
         staleness: 0, or 1 for ``average_while_computing``.
         compression: None, or a codec of :mod:`ddpcore.strategies.compression`.
 
     Raises:
-        ValueError: the options do not go together.
+        ValueError: an unknown value, or a combination of options that is not supported.
     """
 
     name: ClassVar[str] = "dpsgd"
-    takes_closure: bool = False  # the gradient must be the one at the unmixed weights
+    takes_closure: bool = False  # the gradient must be computed before the average
     topology: Topology
 
     def __init__(
@@ -106,12 +107,11 @@ class DPSGD(Strategy):
         compression: Codec | None = None,
     ) -> None:
         check_topology(self.name, topology)
-        if order not in ORDERS:
-            raise ValueError(f"dpsgd: unknown order {order!r}: choose from {', '.join(ORDERS)}")
+        check_choice("dpsgd: order", order, ORDERS)
         if staleness not in (0, 1):
             raise ValueError(f"dpsgd: staleness is {staleness}: it must be 0 or 1 step")
         if staleness and order != ORDERS[0]:
-            raise ValueError(f"dpsgd: staleness 1 is for {ORDERS[0]}: {order} waits for its neighbours by definition")
+            raise ValueError(f"dpsgd: staleness 1 is for {ORDERS[0]}: {order} waits for its neighbours in each step")
         if staleness and compression is not None and compression.differences:
             raise ValueError(f"dpsgd: {compression.name} sends differences, which need staleness 0")
         self.topology = RandomPair() if topology is None else topology
@@ -119,33 +119,31 @@ class DPSGD(Strategy):
         self.staleness = staleness
         self.compression = compression
         self._published = None if compression is None else Published(compression)
-        self._versions: list[int] = []  # of the weights that are in flight as they are
+        self._versions: list[int] = []  # of the parameters, when neighbours began to read them
         self._under_way: list[_Pending] = []  # oldest first
-        self._begun = False  # whether a forward pass of this step has been seen
-        self._remainder_LP: Tensor | None = None  # of 16-bit weights: what rounding took from them
+        self._begun = False  # whether before_forward ran in this step
+        self._remainder_LP: Tensor | None = None  # the rounding error of 16-bit weights
 
     def __repr__(self) -> str:
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
         return f"DPSGD({self.topology!r}, {options})"
 
+    @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        """Check W, and what the codec needs of it, against the number of learners, and the dtype."""
         check_mixable(self.name, dtype)
         self.topology.validate(num_learners)
-        self._check_codec(num_learners)
-        if self.staleness:
-            check_stale(self.topology, num_learners)
-
-    def _check_codec(self, num_learners: int) -> None:
         codec = self.compression
         if codec is not None and codec.differences and self.topology.period(num_learners) != 1:
             raise ValueError(
                 f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} changes them: take a "
                 "fixed topology (ring), or bf16 or int8 without error feedback"
             )
+        if self.staleness:
+            check_stale(self.topology, num_learners)
 
+    @override
     def before_forward(self, learner: Learner) -> None:
-        """Start the exchange of w(t), or combine first and compute then. The first forward pass of a step does so."""
+        """Start the exchange of w(t), or combine, in the first forward pass of a step."""
         if self._begun:
             return
         self._begun = True
@@ -157,27 +155,24 @@ class DPSGD(Strategy):
             self._combine(learner, learner.step)
             torch.autograd.graph.increment_version(learner.flat.parameters)
 
+    @override
     def before_step(self, learner: Learner) -> WeightAverage | None:
-        """Average while computing: w <- W w."""
+        """Average while computing: return w <- W w. The other orders return None."""
         if self.order == ORDERS[2] and not self._begun:
             raise RuntimeError(f"{self.order} combines in the forward pass and there was none: call the model first")
-        self.before_forward(learner)  # made up for where gradients came from elsewhere
+        self.before_forward(learner)  # does nothing, unless the gradients were set without a forward pass
         self._begun = False
         if self.order == ORDERS[0] and len(self._under_way) > self.staleness:
             return self._finish(learner)
         return None
 
+    @override
     def after_step(self, learner: Learner) -> None:
-        """Adapted: combine. The other orders exchange with the next forward pass."""
         if self.order == ORDERS[1]:
             self._combine(learner, learner.step - 1)
 
-    def averages_weights_at(self, step: int) -> bool:
-        """At every step."""
-        return True
-
     def _combine(self, learner: Learner, step: int) -> None:
-        """At once."""
+        """Exchange and average without overlap."""
         if self._published is None and not is_narrow(learner.flat.param_LP.dtype):
             learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         else:
@@ -194,23 +189,23 @@ class DPSGD(Strategy):
             rows = published = weights_LP.clone()
         else:
             self._versions = [parameter._version for parameter in learner.flat.parameters]
-        is_lent = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
-        exchange = (learner.comm.exchange_in_place if is_lent else learner.comm.exchange)(rows, self.topology, step)
+        in_place = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
+        exchange = (learner.comm.exchange_in_place if in_place else learner.comm.exchange)(rows, self.topology, step)
         self._under_way.append(_Pending(exchange, rows, published))
 
     def _neighbors(self, learner: Learner) -> set[int]:
-        """Of the learners held here, those that are held elsewhere, where they are always the same."""
+        """The learners of other processes that a learner held here reads from. For topologies that do not change."""
         comm = learner.comm
         rounds = (self.topology.round(0, rank, comm.num_learners) for rank in comm.learners)
         return {source for plan in rounds for source in plan.sources}.difference(comm.learners)
 
     def _finish(self, learner: Learner) -> WeightAverage:
-        """Wait for the oldest exchange, and return its average."""
+        """Return the average of the oldest exchange, after waiting for it."""
         pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
         exchange, published = pending.exchange, pending.published_LP
         if published is None and self._versions != [parameter._version for parameter in learner.flat.parameters]:
             raise RuntimeError(
-                "weights were changed between a forward pass and the step that follows, while neighbours read them: "
+                "weights were changed between a forward pass and the next step, while neighbours read them: "
                 "change them after a step, or evaluate under torch.no_grad()"
             )
         decode = None if self._published is None else partial(self._published.decode, like_LP=weights_LP)
@@ -222,14 +217,16 @@ class DPSGD(Strategy):
             return _NarrowAverage(average, self)
         return exchange.mixture() if published is None else exchange.correction(published, factor, decode)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """What was published, and for staleness 1 the rows whose exchange is not over."""
+        """The published rows, the rounding error and, for staleness 1, the rows of exchanges in progress."""
         published = None if self._published is None else self._published.state_dict()
         stale = [(pending.sent, pending.published_LP) for pending in self._under_way if self.staleness]
         return {"published": published, "stale": stale, "remainder": self._remainder_LP}
 
+    @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        """An exchange that was under way is started once more."""
+        """Load the state, and restart the exchanges that were in progress."""
         if self._published is not None:
             self._published.load_state_dict(state["published"])
         for pending in self._under_way:

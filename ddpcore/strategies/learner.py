@@ -1,4 +1,4 @@
-"""What one process trains: the learner (or the stack of virtual ones) that strategies move and diagnostics read."""
+"""What one process trains: strategies change it and diagnostics read it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from ddpcore.parameters.flat import FlatParameters
 
 @dataclass
 class Learner:
-    """The learner of a real rank, or all virtual learners of a process as rows.
+    """The learner of a real rank (L = 1), or the L virtual learners of a process. n is the number of all learners.
 
     Attributes:
         flat: parameters and gradients, ``[L, P]``.
         comm: the connection to the other learners.
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         step: optimizer steps taken so far, the t of the equations.
-        hooks_paused: while diagnostics run passes of their own, of which the strategy is not told.
-        shares: float64 ``[n]``, how much each of all learners counts in an average of weights, their mean being 1; None
-            where all count alike.
+        hooks_paused: whether forward passes call no strategy and no observer, as in passes of diagnostics.
+        shares: float64 ``[n]``, the weight of each learner in averages, with mean 1; None for equal weights.
     """
 
     flat: FlatParameters
@@ -36,7 +35,7 @@ class Learner:
 
     @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:
-        """The average ``[L, x]`` of all learners' weights or of some columns of them, rows alike. Collective."""
+        """Return ``[L, X]``, each row the average over all n learners of their weights or some columns. Collective."""
         average_LX = weights_LX.clone()
         if self.shares is not None:
             average_LX.mul_(self.shares[list(self.comm.learners), None].to(average_LX))
@@ -45,9 +44,9 @@ class Learner:
 
     @torch.no_grad()
     def squared_distances(self) -> Tensor:
-        """float64 ``[L]``: of each learner held here to the average of all, padding left out. Collective.
+        """Return float64 ``[L]``: the squared distance of each learner held here to the average of all. Collective.
 
-        By differences, which are exact where weights are close, and in one pass where a kernel knows the dtype.
+        It sums squared differences without the padding: they are exact where weights are close.
         """
         flat, average_LP = self.flat, self.average_of(self.flat.param_LP)
         if average_LP.dtype not in KERNEL_DTYPES:

@@ -1,4 +1,4 @@
-"""Local SGD, and what grew out of it: post-local SGD and DiLoCo."""
+"""Local SGD, post-local SGD and DiLoCo."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from ddpcore.strategies.base import Strategy
+from ddpcore.options.typed import check_range
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
-class LocalSGD(Strategy):
+class LocalSGD(SSGD):
     r"""Local SGD (Stich 2019): learners step alone and average their weights every H steps.
 
     ``w_j(t+1) = v_j(t+1)`` or, where H divides t+1, ``1/n sum_k v_k(t+1)``, with ``v_j(t+1) = w_j(t) - a g_j(w_j(t))``.
-    Momentum stays local, unless a policy says otherwise.
+    Each learner keeps its own momentum, unless a policy changes that. Before ``switch_step`` it is :class:`SSGD`.
 
     Args:
         period: H, local steps between two averages; 1 averages after every step.
-        warmup_steps: while t is below it the period grows from 1 to H by doubling (Lin et al. 2020, "local step
+        warmup_steps: while t is below it, the period grows from 1 to H by doubling (Lin et al. 2020, "local step
             warm-up").
-        switch_step: post-local SGD (Lin et al. 2020): the gradients of the first so many steps are averaged as in ssgd,
-            and steps are counted from there.
-        outer: an optimizer of the averaged weights, made from the list of tensors that it is to step; its gradient is
-            the way that the learners went together, ``w(t-H) - 1/n sum_k v_k(t)``. DiLoCo (Douillard et al. 2023) is
+        switch_step: post-local SGD (Lin et al. 2020): this many first steps average gradients, as ssgd does. ``period``
+            and ``warmup_steps`` count from there.
+        outer: makes an optimizer of the averaged weights from the list of tensors that it steps; its gradient is
+            ``w(t-H) - 1/n sum_k v_k(t)``. DiLoCo (Douillard et al. 2023) is
             ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None takes the average itself.
-        fragments: in so many parts, each at its own time, evenly over the period (Douillard et al. 2025): an average
-            moves a fraction of the bytes, as often as there are parts.
+        fragments: number of parts of the weights. Each part is averaged at its own step, evenly over the period
+            (Douillard et al. 2025), so an average sends a fraction of the bytes.
 
     Raises:
         ValueError: a number is out of its range.
@@ -49,22 +50,19 @@ class LocalSGD(Strategy):
         outer: MakeOptimizer | None = None,
         fragments: int = 1,
     ) -> None:
-        if period < 1:
-            raise ValueError(f"local_sgd: period is {period}, it must be at least 1 step")
-        for name, value in (("warmup_steps", warmup_steps), ("switch_step", switch_step)):
-            if value < 0:
-                raise ValueError(f"local_sgd: {name} is {value}, it must be at least 0")
-        if not 1 <= fragments <= period:
-            raise ValueError(f"local_sgd: fragments is {fragments}, it must be from 1 to the period, {period}")
+        super().__init__()
+        check_range("local_sgd: period", period, least=1)
+        check_range("local_sgd: warmup_steps", warmup_steps, least=0)
+        check_range("local_sgd: switch_step", switch_step, least=0)
+        check_range("local_sgd: fragments", fragments, least=1, most=period)
         if warmup_steps and fragments > 1:
-            raise ValueError("local_sgd: fragments have a time of their own in a fixed period: leave warmup_steps out")
+            raise ValueError("local_sgd: fragments need a period that does not grow: leave warmup_steps out")
         self.period = period
         self.warmup_steps = warmup_steps
         self.switch_step = switch_step
         self.outer = outer
         self.fragments = fragments
         self.averages_gradients = switch_step > 0
-        self._synchronous = SSGD()
         self._anchor: Anchor | None = None
 
     def __repr__(self) -> str:
@@ -72,30 +70,24 @@ class LocalSGD(Strategy):
         return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
 
     @property
+    @override
     def fixed_layout(self) -> bool:
-        """Fragments are ranges of the buffer."""
-        return self.fragments > 1
+        return self.fragments > 1  # fragments are ranges of the buffer
 
-    def before_forward(self, learner: Learner) -> None:
-        """Forget what a backward pass that died has left."""
-        self._synchronous.before_forward(learner)
-
+    @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """Before the switch: as ssgd."""
         if self.averages_gradients_at(learner.step):
-            self._synchronous.bucket_ready(learner, columns)
+            super().bucket_ready(learner, columns)
 
-    def after_backward(self, learner: Learner) -> None:
-        """Before the switch: as ssgd."""
-        self._synchronous.after_backward(learner)
-
+    @override
     def before_step(self, learner: Learner) -> None:
-        """Keep the weights from which the learners set out, for the outer optimizer."""
+        """Copy the weights from which the learners start, for the outer optimizer."""
         if self.outer is not None and self._anchor is None and learner.step >= self.switch_step:
             self._anchor = Anchor(learner.flat.param_LP, self._columns(learner.flat.numel), self.outer)
 
+    @override
     def after_step(self, learner: Learner) -> None:
-        """Average what is due."""
+        """Average the fragments that are due, and step the outer optimizer on them."""
         due = [index for index in range(self.fragments) if self._is_due(learner.step, index)]
         columns = self._columns(learner.flat.numel)
         parts = [learner.flat.param_LP[:, slice(*columns[index])] for index in due]
@@ -106,20 +98,21 @@ class LocalSGD(Strategy):
                 self._anchor.step_(learner.flat.param_LP, index)
 
     @property
+    @override
     def learners_stay_identical(self) -> bool:
-        """Not after the switch."""
         return False
 
+    @override
     def averages_gradients_at(self, step: int) -> bool:
-        """Before the switch."""
         return step < self.switch_step
 
+    @override
     def averages_weights_at(self, step: int) -> bool:
-        """At every step before the switch: gradients are averaged. Then where a period, or that of fragment 0, ends."""
+        """At every step before the switch, then at the end of each period of fragment 0."""
         return self.averages_gradients_at(step - 1) or self._is_due(step, 0)
 
     def _is_due(self, step: int, fragment: int) -> bool:
-        """Whether a fragment is averaged in the step that makes the count ``step``."""
+        """Whether a fragment is averaged in the step after which ``learner.step`` is ``step``."""
         local = step - self.switch_step
         if local <= 0:
             return False
@@ -130,16 +123,17 @@ class LocalSGD(Strategy):
         return (local + fragment * self.period // self.fragments) % self.period == 0
 
     def _columns(self, numel: int) -> list[tuple[int, int]]:
-        """Of the flat buffer, one range a fragment."""
+        """The columns of the flat buffer that belong to each fragment."""
         bounds = [numel * index // self.fragments for index in range(self.fragments + 1)]
         return list(pairwise(bounds))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The outer optimizer and the weights that it stands at."""
+        """The outer optimizer and its weights."""
         return {"anchor": None if self._anchor is None else self._anchor.state_dict()}
 
+    @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        """See :class:`Strategy`."""
         self._anchor = None
         if state["anchor"] is not None and self.outer is not None:
             self._anchor = Anchor(learner.flat.param_LP, self._columns(learner.flat.numel), self.outer)
@@ -147,12 +141,12 @@ class LocalSGD(Strategy):
 
 
 class Anchor:
-    """The weights that all learners agreed on last, moved by an optimizer of its own. Alike on every rank.
+    """The last weights that all learners shared, and the outer optimizer that steps them. Equal on every rank.
 
     Args:
-        weights_LP: rows that are alike.
-        columns: a range of columns for each part that is stepped at its own time.
-        make: the optimizer of the parts, one tensor each.
+        weights_LP: the start weights, equal in all rows.
+        columns: the range of columns of each part.
+        make: makes the optimizer from the parts, one tensor each.
     """
 
     def __init__(self, weights_LP: Tensor, columns: Sequence[tuple[int, int]], make: MakeOptimizer) -> None:
@@ -162,7 +156,7 @@ class Anchor:
 
     @torch.no_grad()
     def step_(self, weights_LP: Tensor, index: int) -> None:
-        """From the averaged columns of part ``index`` to where the optimizer goes, in all rows."""
+        """Step part ``index``, whose columns of ``weights_LP`` hold the average. All rows get the result."""
         begin, end = self._columns[index]
         part = self._parts[index]
         part.grad = part - weights_LP[0, begin:end]
@@ -171,12 +165,12 @@ class Anchor:
         weights_LP[:, begin:end] = part
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"parts": [part.detach() for part in self._parts], "optimizer": self._optimizer.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Load the result of :meth:`state_dict`."""
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])

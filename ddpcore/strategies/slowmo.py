@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ddpcore.ops import WeightAverage
+from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.learner import Learner
@@ -18,16 +19,16 @@ class SlowMo(Strategy):
     r"""SlowMo (Wang et al. 2020, algorithm 1): gossip or local steps, and every H steps a step of slow momentum.
 
     ``x = 1/n sum_k w_k(t)``;  ``u <- beta u + (w(t-H) - x) / a``;  ``w_j(t) <- w(t-H) - alpha a u``, with a the
-    learning rate of the first parameter group at that time, w(t-H) the weights that all learners agreed on last.
+    learning rate of the first parameter group at that step, and w(t-H) the last weights that all learners shared.
 
     Args:
-        base: what the learners do in between: ``DPSGD(...)``, or None to step alone.
+        base: the strategy between the slow steps: ``DPSGD(...)``, or None for local steps.
         period: H.
         slow_momentum: beta, 0 <= beta < 1.
         slow_lr: alpha.
 
     Raises:
-        ValueError: a number is out of its range, or the base averages gradients.
+        ValueError: a number is out of its range, or the base is not supported.
     """
 
     name: ClassVar[str] = "slowmo"
@@ -35,47 +36,48 @@ class SlowMo(Strategy):
     def __init__(
         self, base: DPSGD | None = None, *, period: int = 8, slow_momentum: float = 0.5, slow_lr: float = 1.0
     ) -> None:
-        if period < 1:
-            raise ValueError(f"slowmo: period is {period}, it must be at least 1 step")
-        if not 0 <= slow_momentum < 1:
-            raise ValueError(f"slowmo: slow_momentum is {slow_momentum}, it must be in [0, 1)")
-        if not (math.isfinite(slow_lr) and slow_lr > 0):
-            raise ValueError(f"slowmo: slow_lr is {slow_lr}, it must be above 0")
+        check_range("slowmo: period", period, least=1)
+        check_range("slowmo: slow_momentum", slow_momentum, least=0, below=1)
+        check_range("slowmo: slow_lr", typed("slowmo: slow_lr", slow_lr, float), above=0)
         if not isinstance(base, DPSGD | None):
             raise ValueError(f"slowmo: base is {base!r}: take gossip, a DPSGD, or None for local steps")
         if base is not None and base.staleness:
-            raise ValueError("slowmo: an exchange may not outlast a period: take a base of staleness 0")
+            raise ValueError("slowmo: each exchange must end within its period: take a base of staleness 0")
         if base is not None and base.compression is not None and base.compression.differences:
-            raise ValueError(f"slowmo: weights jump at the end of a period: {base.compression.name} cannot follow")
+            raise ValueError(
+                f"slowmo: base sends differences by {base.compression.name}, which do not hold the slow step: take "
+                "another compression"
+            )
         self.base = base
         self.takes_closure = base is None or base.takes_closure
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
-        self._anchor_P: Tensor | None = None
-        self._momentum_P: Tensor | None = None
+        self._anchor_P: Tensor | None = None  # w(t-H)
+        self._momentum_P: Tensor | None = None  # u
 
     def __repr__(self) -> str:
         options = f"period={self.period}, slow_momentum={self.slow_momentum}, slow_lr={self.slow_lr}"
         return f"SlowMo({self.base!r}, {options})"
 
+    @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        """As the base."""
         if self.base is not None:
             self.base.setup(num_learners, dtype)
 
+    @override
     def before_forward(self, learner: Learner) -> None:
-        """As the base."""
         self._begin(learner)
         if self.base is not None:
             self.base.before_forward(learner)
 
+    @override
     def before_step(self, learner: Learner) -> WeightAverage | None:
-        """As the base."""
         self._begin(learner)
         return None if self.base is None else self.base.before_step(learner)
 
+    @override
     def after_step(self, learner: Learner) -> None:
-        """As the base, and where the period ends the slow step."""
+        """Call the base and, at the end of a period, take the slow step."""
         if self.base is not None:
             self.base.after_step(learner)
         if learner.step % self.period:
@@ -91,22 +93,22 @@ class SlowMo(Strategy):
         self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))
         weights_LP.copy_(self._anchor_P)
 
+    @override
     def averages_weights_at(self, step: int) -> bool:
-        """Where the base meets, and where the period ends."""
         return step % self.period == 0 or (self.base is not None and self.base.averages_weights_at(step))
 
     def _begin(self, learner: Learner) -> None:
-        if self._anchor_P is None:  # all learners start alike
+        if self._anchor_P is None:  # all learners start with the same weights
             self._anchor_P = learner.flat.param_LP[0].clone()
             self._momentum_P = torch.zeros_like(self._anchor_P)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """The slow momentum, the weights that were agreed on last, and the base's state."""
         base = None if self.base is None else self.base.state_dict()
         return {"anchor": self._anchor_P, "momentum": self._momentum_P, "base": base}
 
+    @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        """See :class:`Strategy`."""
         for name in ("anchor", "momentum"):
             setattr(self, f"_{name}_P", None if state[name] is None else state[name].clone())
         if self.base is not None:

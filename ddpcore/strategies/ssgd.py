@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from ddpcore.comm.base import Work
 from ddpcore.strategies.base import Strategy
@@ -15,7 +16,7 @@ class SSGD(Strategy):
     r"""Synchronous SGD: every learner steps along the mean of all gradients, so all hold the same weights.
 
     ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2). Buckets of gradients are averaged
-    while backward goes on; when it returns, ``.grad`` holds the mean, as under DistributedDataParallel.
+    during the backward pass. When it returns, ``.grad`` holds the mean, as under DistributedDataParallel.
     """
 
     name: ClassVar[str] = "ssgd"
@@ -24,42 +25,37 @@ class SSGD(Strategy):
     def __init__(self) -> None:
         self._works: list[Work] = []
 
+    @override
     def before_forward(self, learner: Learner) -> None:
-        """Finish what a backward pass that died has left, and forget its gradients: ``.grad`` as by ``zero_grad``.
+        """After a backward pass that failed: finish its averages and zero the gradients, as ``zero_grad`` does.
 
-        Its averages are under way on all ranks. They write to the buffer that the next gradients go to.
+        All ranks have started these averages, and they write to the buffer of the next gradients.
         """
         if self._works:
             self.after_backward(learner)
             learner.flat.grad_LP.zero_()
 
+    @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """Start the average of the message.
+        """Start to average the columns.
 
         Raises:
-            RuntimeError: a backward pass died and no forward pass has cleared up: on a graph that was kept.
+            RuntimeError: the last backward pass failed, and no forward pass has run since then.
         """
         is_first = columns.storage_offset() == learner.flat.grad_LP.storage_offset()
         if is_first and self._works:
-            self.after_backward(learner)  # if a rank is gone, this says so
+            self.after_backward(learner)  # raises the error of the connection if a rank died
             raise RuntimeError(
-                "a backward pass went over a graph that was kept from one that died, whose averages were under way: "
-                "its gradients are mixed up, call zero_grad() and the model again"
+                "the backward pass runs on the graph of an earlier pass that failed while averages were in progress, "
+                "so its gradients are wrong: call zero_grad() and the model again"
             )
         self._works.append(learner.comm.average_(columns, learner.step))
 
+    @override
     def after_backward(self, learner: Learner) -> None:
-        """Wait for all of them."""
         for work in self._works:
             work.wait()
         self._works.clear()
-
-    def after_step(self, learner: Learner) -> None:
-        """Nothing: the weights agree."""
-
-    def averages_weights_at(self, step: int) -> bool:
-        """At every step: gradients are averaged."""
-        return True
 
     def __repr__(self) -> str:
         return "SSGD()"

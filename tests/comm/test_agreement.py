@@ -1,4 +1,4 @@
-"""What ranks compare before they train: the same text for equal settings, another one for others."""
+"""The facts that ranks compare before they train: equal text for equal settings, and different text otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Plain:
         self._private = object()
 
 
-def test_settings_are_told_in_full() -> None:
+def test_settings_are_described_in_full() -> None:
     assert describe(ddpcore.SSGD()) == describe(ddpcore.SSGD())
     assert describe(Plain([Plain(1), {"a": (2.5, None)}])) == describe(Plain([Plain(1), {"a": (2.5, None)}]))
     assert describe(Plain([Plain(1)])) != describe(Plain([Plain(2)]))

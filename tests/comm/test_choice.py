@@ -1,4 +1,4 @@
-"""Which backend and which transport serve a world, and what is said where none does."""
+"""The choice of backend and transport, and the errors where none fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_auto(world_size: int, device: str, num_gpus: int, backend: str) -> None
 
 
 @pytest.mark.parametrize("requested", ["gloo", "virtual", "nccl"])
-def test_what_was_asked_for(requested: str) -> None:
+def test_a_requested_backend(requested: str) -> None:
     choice = choose_backend(requested, world_size=2, device="cuda", num_gpus=2)
     assert choice == Choice(requested, "as requested")
 
@@ -43,7 +43,7 @@ def test_what_was_asked_for(requested: str) -> None:
         ("mpi", "cpu", 0, ", ".join(BACKENDS)),
     ],
 )
-def test_refusals_name_what_helps(requested: str, device: str, num_gpus: int, helps: str) -> None:
+def test_errors_name_a_flag_that_helps(requested: str, device: str, num_gpus: int, helps: str) -> None:
     with pytest.raises(ValueError, match=helps) as caught:
         choose_backend(requested, world_size=4, device=device, num_gpus=num_gpus)
     assert "\n" not in str(caught.value)
@@ -53,7 +53,7 @@ def test_refusals_name_what_helps(requested: str, device: str, num_gpus: int, he
     ("world_size", "device", "num_hosts", "transport", "why"),
     [
         (4, "cpu", 1, "shm", "4 ranks on the CPU of one host"),
-        (1, "cpu", 1, "pg", "nobody"),
+        (1, "cpu", 1, "pg", "no other"),
         (4, "cpu", 2, "pg", "2 hosts"),
         (4, "cuda", 1, "pg", "cuda"),
     ],
@@ -70,7 +70,7 @@ def test_auto_transport_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("requested", "device"), [("shm", "cpu"), ("ipc", "cuda"), ("pg", "cpu"), ("pg", "cuda")])
-def test_the_transport_that_was_asked_for(requested: str, device: str) -> None:
+def test_a_requested_transport(requested: str, device: str) -> None:
     choice = choose_transport(requested, world_size=2, device=device, num_hosts=1)
     assert choice == Transport(requested, "as requested")
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, or on all, in training: it does no harm, or is named. Trials: helpers/fault_ranks.py."""
+"""Faults of one or all ranks in training: they do no harm, or an error names them. See helpers/fault_ranks.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def named(function: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("trial", named(trials.backward_dies))
-def test_a_backward_pass_that_dies_leaves_nothing(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+def test_a_failed_backward_pass_has_no_later_effect(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
     assert outcome(*trial) == [(0, "right\n")] * 2
 
 
@@ -50,13 +50,13 @@ def test_a_step_that_one_rank_leaves_out_is_named(outcome: Callable[..., Outcome
 
 
 @pytest.mark.parametrize("trial", named(trials.abandons))
-def test_exchanges_that_are_abandoned_hold_nothing(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
+def test_abandoned_exchanges_free_their_buffers(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
     assert outcome(*trial) == [(0, "True\n")] * 2
 
 
 @pytest.mark.parametrize("trial", named(trials.dies))
 def test_a_call_of_a_process_group_that_fails_is_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
-    """In one line: the call and its step, this rank, and those that it was made with."""
+    """In one line: the call and its step, this rank and its peers."""
     (status, output), lost = outcome(*trial)
     assert lost == (-9, "")
     assert status == 0
@@ -77,8 +77,10 @@ def test_a_rank_that_dies_in_training_is_named_with_its_step(
 
 
 @pytest.mark.parametrize("trial", named(trials.goes_on_backwards))
-def test_a_backward_pass_after_a_death_says_so_again(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
-    """A graph that was kept runs no forward pass that could clear up: neither wait for ever nor go on alone."""
+def test_later_backward_passes_raise_again_after_a_death(
+    trial: tuple[Any, ...], outcome: Callable[..., Outcome]
+) -> None:
+    """A kept graph runs no forward pass, which would clean up. The rank must neither hang nor continue alone."""
     (status, output), lost = outcome(*trial)
     assert lost == (-9, "")
     assert status == 0

@@ -1,4 +1,4 @@
-"""An emulated link: when messages would have arrived, by clocks that stand still unless a test moves them."""
+"""An emulated link: the arrival times of messages, on clocks that only a test advances."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cpu:
 
 
 class Rank(Communicator):
-    """Learner ``rank`` of four, alone: the others say whatever is in ``others``."""
+    """Learner ``rank`` of four, without the others: ``others`` holds the values that they gather."""
 
     def __init__(self, rank: int) -> None:
         self.num_learners, self.learners, self.description = N, (rank,), "nobody"
@@ -44,7 +44,7 @@ class Rank(Communicator):
         raise NotImplementedError
 
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        self.bytes_sent += 1  # whatever this counts, an average is charged as a ring
+        self.bytes_sent += 1  # the time of an average does not depend on this count
         return Done()
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
@@ -53,7 +53,7 @@ class Rank(Communicator):
         return VirtualCommunicator(1).exchange(weights_LP, Complete(), step)
 
     def gather(self, values: Tensor) -> Tensor:
-        self.cpu.seconds += 100.0  # the emulation's own work is nobody's
+        self.cpu.seconds += 100.0  # the emulation's own work takes no time
         return torch.tensor([self.others.get(rank, values.item()) for rank in range(N)], dtype=values.dtype)
 
 
@@ -76,7 +76,7 @@ def test_an_exchange_arrives_a_delay_after_it_has_left() -> None:
     assert comm.bytes_sent == NUM_BYTES
 
 
-def test_what_is_computed_meanwhile_is_not_waited_for() -> None:
+def test_computation_overlaps_an_exchange() -> None:
     comm, clock, inner = joined()
     exchange = comm.exchange(rows(), RandomPair(), 0)
     inner.cpu.seconds += 0.5
@@ -103,10 +103,10 @@ def test_messages_leave_one_after_the_other() -> None:
         assert clock.now() == pytest.approx(number * 0.6 + 6 * 0.25)
     clock.wait_until(100.0)
     comm.average_(rows()).wait()
-    assert clock.now() == pytest.approx(102.1), "what has left long ago delays nobody"
+    assert clock.now() == pytest.approx(102.1), "old messages delay no new one"
 
 
-def test_a_late_learner_delays_those_who_need_it() -> None:
+def test_a_late_learner_delays_only_those_who_need_it() -> None:
     topology = RandomPair()
     (partner,) = topology.round(0, 1, N).sources
     (stranger, *_) = {0, 2, 3} - {partner}
@@ -122,13 +122,13 @@ def test_a_late_learner_delays_those_who_need_it() -> None:
     assert clock.now() == pytest.approx(60.0 + 6 * 0.25), "an average needs all"
 
 
-def test_mixing_at_once() -> None:
+def test_mixing_without_overlap() -> None:
     comm, clock, _ = joined()
     comm.mix_(rows(), RandomPair(), 0)
     assert clock.now() == pytest.approx(0.65)
 
 
-def test_now_is_that_of_the_learner_that_is_furthest() -> None:
+def test_now_is_the_latest_clock() -> None:
     comm, clock, inner = joined()
     inner.others = {2: 7.0}
     assert comm.now() == clock.now() == pytest.approx(7.0)
@@ -137,7 +137,7 @@ def test_now_is_that_of_the_learner_that_is_furthest() -> None:
 
 
 @pytest.mark.parametrize(("rank", "seconds"), [(0, 6.0), (1, 2.0)])
-def test_a_slow_learner_computes_longer_and_waits_as_the_others(rank: int, seconds: float) -> None:
+def test_a_slow_learner_computes_longer_and_waits_like_the_others(rank: int, seconds: float) -> None:
     comm, clock, inner = joined(rank, Link(bits_per_second=8e3, delay=0.25, slow=3.0))
     inner.cpu.seconds += 2.0
     assert clock.now() == pytest.approx(seconds)
@@ -187,7 +187,7 @@ def test_a_link_changes_no_bit(name: str, transport: str, seen: list[dict[str, A
 @pytest.mark.parametrize("transport", ["shm", "pg"])
 @pytest.mark.parametrize(("name", "delays"), [("ssgd", 4), ("ring", 1)])
 def test_seconds_are_those_of_the_link(name: str, delays: int, transport: str, seen: list[dict[str, Any]]) -> None:
-    """Each step waits for the link at least, and all ranks tell the same time."""
+    """Each step takes at least the time of the link, and all ranks have the same clock."""
     everyone = [rank[name, transport, helper.LINK] for rank in seen]
     first = everyone[0]
     assert first["seconds"] > helper.NUM_STEPS * (8 * first["step_bytes"] / 1e6 + delays * 0.5)

@@ -1,4 +1,4 @@
-"""Real learners: a world of one in this process, and three ranks, over a process group and over shared memory."""
+"""Real learners: one rank in this process, and three ranks, over a process group and over shared memory."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def seen(transport: str, everything: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What three ranks saw of a connection."""
+    """The results of three ranks."""
     return [one[transport] for one in everything]
 
 
 def test_average(seen: list[dict[str, Any]]) -> None:
-    """Columns 2 to 5 become the mean, the others stay; gathered or reduced, the same."""
+    """Columns 2 to 5 become the mean, and the others stay, whether rows are gathered or reduced."""
     for rank, one in enumerate(seen):
-        assert (one["n"], one["learners"]) == (3, (rank,))
+        assert (one["n"], tuple(one["learners"])) == (3, (rank,))
         expected = torch.arange(8.0)[None] + 10 * rank
         expected[:, 2:6] += 10 - 10 * rank
         for way in ("by_gather", "by_reduce"):
             assert torch.equal(one[way], expected), way
 
 
-def test_two_averages_under_way(seen: list[dict[str, Any]]) -> None:
+def test_two_averages_in_progress(seen: list[dict[str, Any]]) -> None:
     for one in seen:
         assert torch.equal(one["first"], torch.ones(1, 5))
         assert torch.equal(one["second"], torch.full((1, 70), 10.0))
@@ -85,13 +85,13 @@ def test_broadcast_and_gather(seen: list[dict[str, Any]]) -> None:
 
 
 def test_exchange(seen: list[dict[str, Any]]) -> None:
-    """Everyone with everyone: the mean of 0, 1 and 2."""
+    """Each rank averages with all: the mean of 0, 1 and 2."""
     for one in seen:
         torch.testing.assert_close(one["mixed"], torch.ones(1, 16))
 
 
-def test_a_mix_at_once_has_the_bits_of_an_exchange(seen: list[dict[str, Any]]) -> None:
-    """Also where two ranks share the work: whole rounds of pairs, an idle learner, nobody at all."""
+def test_mix_has_the_bits_of_an_exchange(seen: list[dict[str, Any]]) -> None:
+    """Also where two ranks share the work: rounds of pairs, with an idle learner, and with idle learners only."""
     for topology in seen[0]["at_once"]:
         rows = [one["at_once"][topology] for one in seen]
         moved = 0
@@ -104,9 +104,9 @@ def test_a_mix_at_once_has_the_bits_of_an_exchange(seen: list[dict[str, Any]]) -
 
 
 def test_bytes(transport: str, seen: list[dict[str, Any]]) -> None:
-    """Of 4 floats an all-reduce sends 2 * 2/3 of 16 bytes and a gathered average twice 16; an exchange twice 64.
+    """For 4 floats an all-reduce sends 2 * 2/3 of 16 bytes, a gathered average twice 16, and an exchange twice 64.
 
-    Shared memory gathers nothing: of every average a rank's row is read, and written, but for its own third.
+    Shared memory gathers nothing: other ranks read and write a rank's row, except for the rank's own third.
     """
     for one in seen:
         assert one["bytes_by_reduce"] == 2 * 2 * 16 // 3
@@ -116,7 +116,7 @@ def test_bytes(transport: str, seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("transport", ["pg", "shm", "grid"])
 def test_averages_of_16_bits_are_rounded_once(transport: str, everything: list[dict[str, Any]]) -> None:
-    """Rows that are alike stay, others become the sum in fp32, divided: exactly, where it is added in one order."""
+    """Equal rows stay. Others become the mean of the fp32 sum, exactly if the order of the sum is fixed."""
     for name in everything[0]["narrow"][transport]:
         starts, ends, bytes_sent = zip(*(one["narrow"][transport][name] for one in everything), strict=True)
         start, end = torch.cat(starts), torch.cat(ends)
@@ -124,9 +124,9 @@ def test_averages_of_16_bits_are_rounded_once(transport: str, everything: list[d
         if name.startswith("alike"):
             assert torch.equal(end, start), name
             assert torch.equal(mean, start[0]), name
-        elif "reduce" in name and transport != "shm":  # gloo's own order: where fp32 is in doubt the last bit may be
+        elif "reduce" in name and transport != "shm":  # gloo adds in another order, so the last bit may differ
             torch.testing.assert_close(end, mean.expand_as(end), rtol=torch.finfo(start.dtype).eps, atol=1e-6)
         else:
             assert torch.equal(end, mean.expand_as(end)), name
         if "reduce" in name and transport == "pg":
-            assert bytes_sent == (2 * 2 * 4 * start.shape[1] // 3,) * 3, "it carries fp32"
+            assert bytes_sent == (2 * 2 * 4 * start.shape[1] // 3,) * 3, "an all-reduce sends fp32"

@@ -41,7 +41,7 @@ def test_average_of_columns_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [3, 32, 300])
 def test_averages_of_16_bits_are_rounded_once(n: int, dtype: torch.dtype) -> None:
-    """Learners that are alike stay as they are; the mean of others is right to half a unit in the last place."""
+    """Equal learners stay equal. The mean of others is correct to half a unit in the last place."""
     comm, rows = VirtualCommunicator(n), rows_of(n).to(dtype)
     alike = rows[:1].expand(n, -1).clone()
     comm.average_(alike).wait()
@@ -49,11 +49,11 @@ def test_averages_of_16_bits_are_rounded_once(n: int, dtype: torch.dtype) -> Non
     mean = rows.double().mean(dim=0)
     comm.average_(rows).wait()
     error = (rows.double() - mean).abs()
-    # fp32 sums err by n units of 2^-24 of the largest partial sum, and the result is rounded to its own dtype
+    # The error of an fp32 sum is at most n * 2^-24 of the largest partial sum. Then the result is rounded to its dtype.
     assert (error <= 0.5 * torch.finfo(dtype).eps * mean.abs() + n * 2.0**-24 * rows_of(n).abs().max()).all()
 
 
-def test_an_average_of_more_columns_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_average_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = rows_of(3), rows_of(3)
     VirtualCommunicator(3).average_(whole).wait()
     monkeypatch.setattr(virtual, "_COLUMNS", 10)
@@ -82,7 +82,7 @@ def test_exchange_is_the_matrix(n: int, topology: Complete) -> None:
 
 
 def test_a_static_matrix_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And another one for another topology, or where the steps differ; never a dense one."""
+    """A new matrix is made for another topology, or if the matrix depends on the step. It is never dense."""
     made: list[tuple[str, int]] = []
     original = Topology.sparse_matrix
 
@@ -104,7 +104,7 @@ def test_a_static_matrix_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_thousands_of_learners() -> None:
-    """4096 learners of three topologies; float32 rounding apart, the sparse product in float64."""
+    """4096 learners of three topologies, against the sparse product in float64."""
     n = 4096
     comm = VirtualCommunicator(n)
     for topology in (RandomPair(1), Torus2D(), Hierarchical(8)):
@@ -115,7 +115,7 @@ def test_thousands_of_learners() -> None:
 
 
 def test_bytes_are_those_of_real_learners() -> None:
-    """Four learners with 32 floats: three buffers for a small average, a buffer a neighbour for an exchange."""
+    """Four learners with 32 floats: a small average sends three rows, an exchange one row to each neighbour."""
     comm, rows = VirtualCommunicator(4), rows_of(4, 32)
     comm.average_(rows).wait()
     assert comm.bytes_sent == 3 * 128
@@ -140,7 +140,7 @@ def test_impossible_worlds(n: int) -> None:
 
 def stacked(model: nn.Module, n: int, vectorize: bool | None) -> StackedModel:
     flat = FlatParameters(model.named_parameters(), stack=n)
-    with torch.no_grad():  # every learner its own weights
+    with torch.no_grad():  # different weights for each learner
         flat.param_LP.add_(0.1 * torch.randn(flat.param_LP.shape, generator=torch.Generator().manual_seed(1)))
     return StackedModel(model, n, vectorize)
 
@@ -206,7 +206,7 @@ def test_dropout_differs_between_learners() -> None:
 
 
 def test_the_faster_way_is_found_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials work on copies: weights, gradients, buffers and random numbers are those of a run that did not measure."""
+    """The measurement works on copies: weights, gradients, buffers and random numbers do not change."""
     measure = StackedModel._is_faster_vectorized
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     seen = []
@@ -225,6 +225,6 @@ def test_the_faster_way_is_found_and_nothing_else_changes(monkeypatch: pytest.Mo
 def test_measuring_decides_once() -> None:
     stack = stacked(nn.Linear(4, 2), 64, "measure")  # type: ignore[arg-type]
     stack(torch.ones(64, 1, 4))
-    assert stack.vectorize is True, "64 tiny layers one after the other cannot be faster than one product"
+    assert stack.vectorize is True, "one batched product is faster than 64 tiny layers"
     with pytest.raises(ValueError, match="unknown vectorize 'fast'"):
         stacked(nn.Linear(4, 2), 2, "fast")  # type: ignore[arg-type]

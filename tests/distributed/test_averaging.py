@@ -1,4 +1,4 @@
-"""The averaged copy: which batch normalisation it has, and that the model in training never notices."""
+"""The averaged copy: its batch normalisation, and that the model in training does not change."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_recalibrate_puts_modes_back_after_an_exception() -> None:
 
 
 class Keeping(nn.Module):
-    """Keeps what it computed, plainly and in containers, as feature extractors and old-style weight_norm do."""
+    """Keeps activations as attributes and in containers, as feature extractors and old-style weight_norm do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Keeping(nn.Module):
 @pytest.mark.parametrize("vectorize", [None, True, False], ids=["single", "together", "in turn"])
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 def test_a_model_that_keeps_activations(vectorize: bool | None) -> None:
-    """The copy computes what the learners do, and what it keeps is its own and needs no gradient."""
+    """The copy computes the same as the learners, and its activations are its own and need no gradient."""
     torch.manual_seed(0)
     model = Keeping()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -138,7 +138,7 @@ def test_a_model_that_keeps_activations(vectorize: bool | None) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_norm": "mean"}, "unknown batch_norm 'mean': choose from average, local, recalibrate"),
+        ({"batch_norm": "mean"}, "batch_norm is 'mean': choose from average, local, recalibrate"),
         ({"batch_norm": "recalibrate"}, "pass both or none"),
         ({"batches": [1]}, "pass both or none"),
     ],

@@ -1,4 +1,4 @@
-"""distribute() and torch.compile: the order that is documented, on a rank alone."""
+"""distribute() and torch.compile in the documented order, on one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wrapped(model: nn.Module) -> Any:
 
 
 def trained(strategy: ddpcore.Strategy, compiled: Any) -> Tensor:
-    """The weights after three steps, and those of the averaged copy, which runs too."""
+    """The weights after three steps, and the weights of the averaged copy, which runs too."""
     torch.manual_seed(0)
     model = compiled(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -50,12 +50,12 @@ def trained(strategy: ddpcore.Strategy, compiled: Any) -> Tensor:
 @pytest.mark.parametrize("compiled", [wrapped, in_place])
 @pytest.mark.parametrize("order", ["ssgd", *ddpcore.strategies.ORDERS])
 def test_compile_first(order: str, compiled: Any) -> None:
-    """In whole graphs, to the bits of a model that is not compiled; the last order moves weights in the hook."""
+    """Whole graphs give the bits of a model that is not compiled. combine_then_adapt changes weights in the hook."""
     strategies = [ddpcore.SSGD() if order == "ssgd" else ddpcore.DPSGD(ddpcore.Ring(), order=order) for _ in range(2)]
     assert torch.equal(trained(strategies[0], compiled), trained(strategies[1], lambda model: model))
 
 
-def test_whole_graphs_after_distribute_are_told_the_order() -> None:
+def test_whole_graphs_after_distribute_are_refused() -> None:
     model = nn.Linear(4, 2)
     ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD())
     with pytest.raises(RuntimeError, match=r"compile first, then distribute\(\)"):

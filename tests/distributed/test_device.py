@@ -1,7 +1,7 @@
-"""Steps on a device: large tensors, streams, graphs, and what the host waits for. One body for the CPU and for a GPU.
+"""Steps on a device: large tensors, streams, graphs, and synchronization with the host. The same tests for CPU and GPU.
 
-What the CPU lacks (streams, graphs, allocations of the device) is nothing there. More of a GPU: each ``device`` in
-``tests/ops`` and ``tests/optim``, ``test_device_ranks.py``, and in C++ ``tests/cpp/test_cuda_*.cpp``.
+On the CPU, contexts for streams, graphs and device allocations do nothing. More tests run on a GPU: those with a
+``device`` in ``tests/ops`` and ``tests/optim``, ``test_device_ranks.py``, and ``tests/cpp/test_cuda_*.cpp``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def new_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Work in it goes to a stream that waits for no other."""
+    """Work inside runs on a stream that waits for no other stream."""
     if device.type == "cpu":
         return nullcontext()
     torch.cuda.synchronize()
@@ -44,7 +44,7 @@ def new_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """A replay of one graph that holds the whole step."""
+    """Replays one graph that contains the whole step."""
     if device.type == "cpu":
         return step
     torch.cuda.synchronize()
@@ -56,7 +56,7 @@ def captured(step: Callable[[], None], device: torch.device) -> Callable[[], Non
 
 @contextmanager
 def no_waiting(device: torch.device) -> Iterator[None]:
-    """Whatever makes the host wait for the device is an error."""
+    """An operation that makes the host wait for the device raises an error."""
     before = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else None
     if before is not None:
         torch.cuda.set_sync_debug_mode("error")
@@ -68,7 +68,7 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 
 
 class Problem:
-    """Weights and a loss whose gradients no library may round otherwise: products of elements, and no sum of them."""
+    """Weights and a loss whose gradients have the same bits in every library: products of elements, without sums."""
 
     def __init__(self, kind: str, device: torch.device, way: str = "list", dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -88,19 +88,19 @@ class Problem:
         self.optimizer.step()
 
     def bits(self) -> list[Tensor]:
-        """Weights and states, copied."""
+        """Copies of weights and states."""
         states = [value for param in self.params for value in self.optimizer.state[param].values()]
         return [tensor.detach().clone() for tensor in [*self.params, *states] if isinstance(tensor, Tensor)]
 
 
 def trained(kind: str, device: torch.device, way: str) -> list[Tensor]:
-    """After a schedule of learning rates: of tensors alone, of a flat buffer, or of a graph that was captured once."""
+    """The end of a schedule of learning rates: on tensors, on a flat buffer, or by a graph that was captured once."""
     problem = Problem(kind, device, way)
     with new_stream(device):
         for _ in range(WARM_UP):
             problem.step()
         if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the steps after it are another stream's
+            torch.cuda.current_stream().synchronize()  # the next steps run on another stream
     step = captured(problem.step, device) if way == "graph" else problem.step
     for number in range(NUM_STEPS):
         problem.lr.fill_(0.1 / (1 + number))
@@ -110,7 +110,7 @@ def trained(kind: str, device: torch.device, way: str) -> list[Tensor]:
 
 @every_kind
 def test_list_flat_buffer_graph_and_a_second_run_have_the_same_bits(kind, device, assert_same_bits):
-    """The graph is captured at one learning rate and replayed under others, its counts of steps going on."""
+    """The graph is captured at one learning rate and replayed at others, and its step counts continue."""
     ends = {way: trained(kind, device, way) for way in ("list", "flat", "graph", "again")}
     for way in ("flat", "graph", "again"):
         for index, (one, other) in enumerate(zip(ends[way], ends["list"], strict=True)):
@@ -123,7 +123,7 @@ def test_list_flat_buffer_graph_and_a_second_run_have_the_same_bits(kind, device
 
 @every_kind
 def test_a_stream_of_ones_own(kind, device, assert_same_bits):
-    """A step waits for the gradients that its own stream is about to write, and for no other stream."""
+    """A step waits for earlier work of its own stream, and for no other stream."""
     problems = [Problem(kind, device) for _ in range(2)]
     gradients = [torch.randn(size).to(device) for size in SIZES]
     for problem, context in zip(problems, (nullcontext(), new_stream(device)), strict=True):
@@ -131,7 +131,7 @@ def test_a_stream_of_ones_own(kind, device, assert_same_bits):
             param.grad = torch.zeros_like(param)
         with context:
             if device.type == "cuda":
-                torch.cuda._sleep(100_000_000)  # cycles, some 50 ms: long enough to be overtaken in
+                torch.cuda._sleep(100_000_000)  # cycles, about 50 ms: a step that does not wait comes first
             for param, gradient in zip(problem.params, gradients, strict=True):
                 param.grad.copy_(gradient)
             problem.optimizer.step()
@@ -144,7 +144,7 @@ def test_a_stream_of_ones_own(kind, device, assert_same_bits):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_kind
 def test_a_step_waits_for_nothing(kind, dtype, device, assert_same_bits):
-    """Under a gradient scaler too, whose overflow must skip the step on the device."""
+    """Also under a gradient scaler, whose overflow must skip the step on the device."""
     problem = Problem(kind, device, dtype=dtype)
     problem.step()
     optimizer = problem.optimizer
@@ -164,7 +164,7 @@ def test_a_step_waits_for_nothing(kind, dtype, device, assert_same_bits):
 @only_cuda
 @every_kind
 def test_later_steps_allocate_nothing(kind, device):
-    """``tests/optim/test_steady_state.py`` has the same of the CPU."""
+    """``tests/optim/test_steady_state.py`` tests the same on the CPU."""
     problem = Problem(kind, device)
     problem.step()
     before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
@@ -176,13 +176,13 @@ def test_later_steps_allocate_nothing(kind, device):
 
 
 def repeated(device: torch.device, seed: int) -> Tensor:
-    """The same PERIOD numbers again and again."""
+    """The same PERIOD numbers, repeated."""
     base = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
     return base.repeat(NUM_PERIODS[device.type])
 
 
 def assert_repeated(tensor: Tensor, expected: Tensor | None = None) -> None:
-    """Every period is the first, and that is the one expected."""
+    """All periods are equal, and the first is as expected."""
     rows = tensor.detach().view(-1, PERIOD)
     assert (rows == rows[0]).all(), "a period differs from the first"
     assert expected is None or torch.equal(rows[0], expected)
@@ -192,12 +192,12 @@ def assert_repeated(tensor: Tensor, expected: Tensor | None = None) -> None:
 def test_optimizers_of_very_long_tensors(kind, device):
     param, grad = Parameter(repeated(device, 0)), repeated(device, 1)
     param.grad = grad
-    lr = 100.0 if kind == "lars" else 0.1  # clipping by the norm of 2^31 elements leaves less than bfloat16 can say
+    lr = 100.0 if kind == "lars" else 0.1  # the norm of 2^31 elements makes smaller steps vanish in bfloat16
     KINDS[kind]([param], lr=lr).step()
     short = Parameter(repeated(device, 0)[:PERIOD].clone())
     short.grad = grad[:PERIOD].clone()
     KINDS[kind]([short], lr=lr).step()
-    assert_repeated(param, short.detach() if kind == "sgd" else None)  # norms of the others differ by a factor
+    assert_repeated(param, short.detach() if kind == "sgd" else None)  # the norms of lars and lamb depend on the length
     assert not torch.equal(param.detach()[:PERIOD], repeated(device, 0)[:PERIOD])
 
 
@@ -225,6 +225,6 @@ def test_sums_of_very_long_tensors(device):
 
 @only_cuda
 def test_the_bench_of_optimizers_and_the_libraries_that_are_installed(device, tmp_path: Path):
-    """``tests/bench/test_optim.py`` has the CPU."""
+    """``tests/bench/test_optim.py`` tests the CPU."""
     words = ["--models", "lenet5", "--repeats", "1", "--seconds", "0.1", "--json", str(tmp_path / "optim.json")]
     assert bench(["optim", "--device", device.type, *words]) == 0

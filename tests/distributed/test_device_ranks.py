@@ -1,7 +1,7 @@
-"""Four real ranks on one device, and one alone over NCCL, are the virtual learners of the CPU.
+"""Four real ranks on one device, and one rank over NCCL, against virtual learners on the CPU.
 
-A GPU rounds matrix products otherwise: its weights are held to 1e-4 of the largest one. That is some 800 ULPs after six
-steps, and a strategy that averaged with the wrong learner would be off by far more (``test_strategies_differ``).
+A GPU rounds matrix products in another way, so its weights may differ by 1e-4 of the largest weight. That is about 800
+ULPs after six steps. An average with a wrong learner gives a far larger difference (``test_strategies_differ``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """As each rank has: more would round otherwise."""
+    """One thread, as on each rank: the bits depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

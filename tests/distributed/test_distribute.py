@@ -17,7 +17,7 @@ from helpers import training
 @pytest.mark.parametrize("optimizer_name", training.OPTIMIZERS)
 @pytest.mark.parametrize("strategy_name", training.STRATEGIES)
 def test_any_optimizer_follows_the_equation(strategy_name: str, optimizer_name: str) -> None:
-    """Learners written out as L plain models with L plain torch optimizers, moved by the strategy's equation."""
+    """Against L plain models with L plain torch optimizers, averaged by the equation of the strategy."""
     model = training.mlp()
     twins = [copy.deepcopy(model) for _ in range(training.L)]
     plain = training.OPTIMIZERS["sgd" if optimizer_name == "fused" else optimizer_name]
@@ -42,7 +42,7 @@ def test_any_optimizer_follows_the_equation(strategy_name: str, optimizer_name: 
                 mean = sum(p.grad for p in parameters) / training.L
                 for p in parameters:
                     p.grad.copy_(mean)
-            elif strategy_name == "dpsgd":  # a ring of three: everyone with everyone
+            elif strategy_name == "dpsgd":  # in a ring of three each learner averages with all
                 for p in parameters:
                     p.data.copy_(sum(peer[index] for peer in peers) / training.L)
         for each in twin_optimizers:
@@ -52,7 +52,7 @@ def test_any_optimizer_follows_the_equation(strategy_name: str, optimizer_name: 
             for twin in twins:
                 nn.utils.vector_to_parameters(mean.clone(), twin.parameters())
     expected = torch.stack([training.flat_weights(twin) for twin in twins])
-    # Adam divides by sqrt(v): near-zero gradients turn a rounding into more than one.
+    # Adam divides by sqrt(v), which enlarges the rounding errors of near-zero gradients.
     training.assert_near(
         training.stacked_weights(model), expected, ulps=8 if optimizer_name in ("fused", "sgd") else 64
     )
@@ -116,7 +116,7 @@ def test_vectorized_learners_are_the_same(vectorize: bool) -> None:
 
 
 @pytest.mark.parametrize("strategy_name", training.STRATEGIES)
-def test_param_groups_with_their_own_rules(strategy_name: str) -> None:
+def test_parameter_groups_with_different_options(strategy_name: str) -> None:
     """Groups in any order, one without momentum: FusedSGD and torch.optim.SGD agree."""
     ends = []
     for make in (FusedSGD, torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""The gradient that a loop sees: accumulated, averaged, and after a pass that failed."""
+"""The gradients after accumulation, after averaging, and after a failed pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers import training
 @pytest.mark.parametrize("optimizer_name", ["fused", "sgd"])
 @pytest.mark.parametrize("how", ["no_sync", "backwards"])
 def test_accumulation_is_one_big_batch(how: str, optimizer_name: str) -> None:
-    """ssgd in three micro-batches a step, synchronised once or three times, and one learner on all samples."""
+    """ssgd with three micro-batches a step, averaged once or three times, against one learner on all samples."""
     model, plain = training.mlp(), training.mlp()
     optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
     twin = training.OPTIMIZERS["sgd"](plain.parameters())
@@ -70,7 +70,7 @@ def test_gradients_are_the_mean_right_after_backward() -> None:
 
 
 def test_an_error_inside_backward_leaves_the_next_step_sound() -> None:
-    """A backward pass that dies halfway must not stop the averaging of all that follow."""
+    """Later backward passes must average after a backward pass that failed halfway."""
 
     def explode(grad: Tensor) -> None:
         raise ArithmeticError("boom")
@@ -83,7 +83,7 @@ def test_an_error_inside_backward_leaves_the_next_step_sound() -> None:
     with pytest.raises(ArithmeticError, match="boom"):
         training.loss_of(handle.model(inputs), labels).backward()
     hook.remove()
-    assert model[2].bias.grad is not None, "the pass must fail after the first gradient, or this test tries nothing"
+    assert model[2].bias.grad is not None, "the pass must fail after the first gradient, or this test tests nothing"
     optimizer.zero_grad()
     training.loss_of(handle.model(inputs), labels).backward()
     for parameter in model.parameters():
@@ -97,7 +97,7 @@ def test_an_error_inside_backward_leaves_the_next_step_sound() -> None:
 
 
 def test_a_branch_used_only_under_no_sync() -> None:
-    """Both branches get a gradient each step, in micro-batches of which only the last is synchronised."""
+    """Both branches get a gradient in each step. Only the last micro-batch averages."""
     torch.manual_seed(0)
     model = training.Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -116,11 +116,11 @@ def test_a_branch_used_only_under_no_sync() -> None:
 
 
 def test_momentum_survives_a_first_step_without_synchronisation() -> None:
-    """The parameters are laid out anew after the first synchronised backward: momentum must move along."""
+    """The first averaging backward pass changes the layout of the parameters: momentum must move with them."""
     ends = []
     for make in (FusedSGD, torch.optim.SGD):
         model = training.mlp()
-        # Registered the other way round than used, so that the new order is another one.
+        # Registered in the reverse of the order of use, so that the layout changes.
         model = nn.ModuleDict({"last": model[2], "first": model[0]})
         optimizer = make(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -1,4 +1,4 @@
-"""What a user may do to a distributed model that must not go wrong in silence."""
+"""Misuse of a distributed model, which must work or raise an error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_weights_that_leave_the_flat_buffer_are_refused() -> None:
 def test_weights_that_change_while_neighbours_read_them_are_refused() -> None:
     model, optimizer, handle = make(strategy=ddpcore.DPSGD(ddpcore.Complete()))
     train(handle, optimizer)
-    handle.model(torch.zeros(L, 1, 5))  # trains, so an exchange starts, but no step follows
+    handle.model(torch.zeros(L, 1, 5))  # starts an exchange, but no step follows
     with torch.no_grad():
         model[0].weight.zero_()
     with pytest.raises(RuntimeError, match="weights were changed"):
@@ -100,7 +100,7 @@ def test_strategies_and_optimizers_serve_once() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ssgd", ddpcore.SSGD, None])
-def test_what_is_no_strategy_is_refused(strategy: Any) -> None:
+def test_a_wrong_strategy_type_is_refused(strategy: Any) -> None:
     model = net()
     with pytest.raises(ValueError, match=r"strategy is .*: pass an instance, such as"):
         ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, learners=L)
@@ -108,14 +108,14 @@ def test_what_is_no_strategy_is_refused(strategy: Any) -> None:
 
 @pytest.mark.parametrize("make_strategy", [ddpcore.DPSGD, ddpcore.PushSum])
 @pytest.mark.parametrize("topology", ["ring", ddpcore.Ring])
-def test_what_is_no_topology_is_refused(make_strategy: Any, topology: Any) -> None:
+def test_a_wrong_topology_type_is_refused(make_strategy: Any, topology: Any) -> None:
     with pytest.raises(ValueError, match=r"topology is .*: pass an instance, such as"):
         make_strategy(topology)
 
 
 @pytest.mark.parametrize("second", [ddpcore.LocalSGD, ddpcore.DDP, ddpcore.Single])
 def test_models_serve_once(second: Any) -> None:
-    """The hooks of the first call would go on beside those of the second. A part of the model is the model too."""
+    """The hooks of the first call would run beside those of the second, also for a part of the model."""
     model, optimizer, handle = make(strategy=ddpcore.SSGD())
     train(handle, optimizer)
     for one in (model, model[2], nn.Sequential(model)):
@@ -132,11 +132,11 @@ def test_a_run_goes_on_under_another_strategy_with_the_averaged_copy() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=1000), learners=L)
     train(local, optimizer)
-    assert local.consensus_distance() > 0, "nothing but the second strategy acts"
+    assert local.consensus_distance() > 0, "the hooks of the first strategy still run"
 
 
-def test_a_model_outlives_its_handle_and_is_refused_all_the_same() -> None:
-    """Its parameters are stacks, and stay so."""
+def test_a_model_is_refused_after_its_handle_is_gone() -> None:
+    """Its parameters are still stacks."""
     model, optimizer, handle = make()
     del optimizer, handle
     gc.collect()
@@ -146,7 +146,7 @@ def test_a_model_outlives_its_handle_and_is_refused_all_the_same() -> None:
 
 @pytest.mark.parametrize("make_strategy", [ddpcore.SSGD, ddpcore.NoisySSGD, partial(ddpcore.LocalSGD, switch_step=9)])
 def test_handles_are_freed(make_strategy: Any) -> None:
-    """Although parameters have hooks that tell of gradients, and Python collects no cycle through these."""
+    """Although parameters hold hooks of gradients, and Python collects no cycle through them."""
     model, optimizer, handle = make(strategy=make_strategy())
     train(handle, optimizer, 2)
     known = weakref.ref(handle), weakref.ref(handle.learner.flat)
@@ -169,8 +169,8 @@ def test_handles_are_freed(make_strategy: Any) -> None:
         (ddpcore.SSGD, {"bucket_bytes": -1}, "bucket"),
     ],
 )
-def test_what_is_refused_is_left_as_it_was(make_strategy: Any, options: dict[str, Any], message: str) -> None:
-    """Model, strategy and optimizer serve another call."""
+def test_a_refused_call_changes_nothing(make_strategy: Any, options: dict[str, Any], message: str) -> None:
+    """Model, strategy and optimizer can be used in another call."""
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     optimizer, strategy = FusedSGD(model.parameters(), lr=0.1), make_strategy()
     before = [(tensor.shape, tensor.data_ptr()) for tensor in (*model.parameters(), *model.buffers())]
@@ -188,7 +188,7 @@ def test_what_is_refused_is_left_as_it_was(make_strategy: Any, options: dict[str
     "options",
     [{"bucket_bytes": 1}, {"first_bucket_bytes": 1}, {"timeout": -5.0}, {"vectorize": True}, {"transport": "pg"}],
 )
-def test_baselines_ignore_no_option(options: dict[str, Any], make_baseline: Any) -> None:
+def test_baselines_refuse_options(options: dict[str, Any], make_baseline: Any) -> None:
     model = net()
     with pytest.raises(ValueError, match=f"runs without any of that: leave {next(iter(options))}= out"):
         ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), make_baseline(), **options)
@@ -217,7 +217,7 @@ def test_ranks_take_no_vectorize() -> None:
     ],
 )
 def test_float64_is_refused_where_kernels_mix(make_strategy: Any, name: str) -> None:
-    """In the call, and not in the first step; strategies that average alone take the model."""
+    """By distribute(), not by the first step. Strategies that only average accept float64."""
     model = net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=rf"^{name} mixes float32, .* parameters are float64: call model\.float\(\)"):
@@ -227,7 +227,7 @@ def test_float64_is_refused_where_kernels_mix(make_strategy: Any, name: str) -> 
     optimizer.step()
 
 
-def test_autograd_knows_that_weights_moved() -> None:
+def test_autograd_refuses_a_graph_of_old_weights() -> None:
     layer = nn.Linear(4, 4)
     optimizer = FusedSGD(layer.parameters(), lr=0.1)
     inputs = torch.ones(2, 4, requires_grad=True)
@@ -238,7 +238,7 @@ def test_autograd_knows_that_weights_moved() -> None:
         loss.backward()
 
 
-def test_copies_and_saved_models_have_no_part_in_the_run() -> None:
+def test_copies_and_saved_models_call_no_strategy() -> None:
     _, optimizer, handle = make(strategy=ddpcore.DPSGD(ddpcore.Complete()))
     train(handle, optimizer)
     learner = handle.learner
@@ -260,7 +260,7 @@ def test_gradients_of_gradients() -> None:
 
 
 def test_sparse_gradients_are_refused() -> None:
-    """Where they would have to lie in the flat buffer; gossip beside an optimizer that takes them has no need of it."""
+    """If they must be copied to the flat buffer. Gossip with an optimizer that supports them does not need that."""
     weights = []
     for build, strategy, is_sparse in [
         (FusedSGD, ddpcore.DPSGD(ddpcore.Complete()), True),
@@ -283,7 +283,7 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 def test_gradients_that_nothing_has_averaged() -> None:
-    """Set by hand, they would move learners apart without a word."""
+    """Gradients that are set by hand would let learners diverge without an error."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)

@@ -1,4 +1,4 @@
-"""What may stand in the optimizer and in the model of distribute(), and what is refused."""
+"""The parameters of model and optimizer that distribute() supports, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helpers import training
 @pytest.mark.parametrize("make", [FusedSGD, torch.optim.SGD], ids=["fused", "torch"])
 @pytest.mark.parametrize("strategy_name", training.STRATEGIES)
 def test_frozen_parameters(strategy_name: str, make: Any, listed: bool) -> None:
-    """They stay as they are, and the others train as if they were not there."""
+    """They do not change, and the others train as without them."""
     model = training.mlp()
     model[0].requires_grad_(False)
     frozen = copy.deepcopy(model[0].state_dict())
@@ -64,7 +64,7 @@ def test_frozen_parameters(strategy_name: str, make: Any, listed: bool) -> None:
 @pytest.mark.parametrize("make", [FusedSGD, torch.optim.SGD], ids=["fused", "torch"])
 @pytest.mark.parametrize("strategy_name", training.STRATEGIES)
 def test_parameters_that_no_learner_uses(strategy_name: str, make: Any) -> None:
-    """Their gradient stays None and weight decay does not touch them, as in plain torch."""
+    """Their gradient stays None and weight decay does not change them, as in plain torch."""
     torch.manual_seed(0)
     model = training.Branches()
     start = copy.deepcopy(model.second.state_dict())
@@ -157,7 +157,7 @@ def test_optimizer_and_model_must_hold_the_same_parameters() -> None:
     foreign = [*model.parameters(), nn.Parameter(torch.zeros(2))]
     with pytest.raises(ValueError, match="not in the model"):
         ddpcore.distribute(model, torch.optim.SGD(foreign, lr=0.1), ddpcore.SSGD(), learners=2)
-    assert next(model.parameters()).shape == (7, 5), "a refused model is left alone"
+    assert next(model.parameters()).shape == (7, 5), "a refused model does not change"
 
 
 @pytest.mark.parametrize("learners", [0, -1])
@@ -174,7 +174,7 @@ def test_real_ranks_need_a_process_group() -> None:
             ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
 
 
-def test_a_topology_that_does_not_fit_is_refused_before_anything_moves() -> None:
+def test_a_topology_that_does_not_fit_leaves_the_model_unchanged() -> None:
     model = training.mlp()
     strategy = ddpcore.DPSGD(ddpcore.FromMatrix(np.full((2, 2), 0.5)))
     with pytest.raises(ValueError, match="2 learners"):
@@ -198,7 +198,7 @@ def backward_once(handle: Any, optimizer: torch.optim.Optimizer, inputs: Tensor,
 
 @pytest.mark.parametrize("strategy_name", training.STRATEGIES)
 def test_a_closure_is_one_step_or_refused(strategy_name: str) -> None:
-    """step(closure) gives what backward() and step() give, or a clear error; never something in between."""
+    """step(closure) gives the same as backward() and step(), or an error."""
     ends = []
     for by_closure in (False, True):
         model = training.mlp()

@@ -46,7 +46,7 @@ def test_real_clipping_after_backward(seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
 def test_real_unused_parameters(fused: bool, seen: list[dict[str, Any]]) -> None:
-    """A layer that rank 0 alone uses, and one that nobody uses."""
+    """A layer that only rank 0 uses, and a layer that no rank uses."""
     ssgd = [rank[f"unused_ssgd_{fused}"] for rank in seen]
     for name, value in ssgd[0]["end"].items():
         assert torch.equal(value, ssgd[1]["end"][name]), f"{name} differs between the ranks of ssgd"
@@ -93,7 +93,7 @@ def test_real_evaluation_model_of_ddp(seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", ["ssgd", "ddp", "grid"])
 def test_real_recalibrated_statistics_are_those_of_all_batches(name: str, seen: list[dict[str, Any]]) -> None:
-    """As if one rank had seen the batches of all as one."""
+    """They equal those of one rank on the union of all batches."""
     ranks_seen = [rank[f"recalibrated_{name}"] for rank in seen]
     batches = torch.cat([batch for rank in ranks_seen for batch in rank["batches"]])
     for rank in ranks_seen:
@@ -105,7 +105,7 @@ def test_real_recalibrated_statistics_are_those_of_all_batches(name: str, seen: 
 
 
 def test_real_ssgd_is_torch_ddp(seen: list[dict[str, Any]]) -> None:
-    """Two ranks: one addition, so the same bits as DistributedDataParallel up to where it divides."""
+    """Two ranks give the bits of DistributedDataParallel, except for the place of the division."""
     for rank in seen:
         training.assert_near(rank["ddp_twin"]["ssgd"], rank["ddp_twin"]["ddp"], ulps=4)
         assert torch.equal(rank["ddp_twin"]["ddp"], seen[0]["ddp_twin"]["ddp"])
@@ -113,7 +113,7 @@ def test_real_ssgd_is_torch_ddp(seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("make", ["fused", "torch"])
 def test_real_frozen_parameters(make: str, seen: list[dict[str, Any]]) -> None:
-    """A frozen layer that stands in the optimizer: DPSGD over everyone still averages the others each step."""
+    """A frozen layer in the optimizer: DPSGD over all ranks still averages the other layers in each step."""
     start = training.mlp()
     ends, gradients = [rank["frozen"][make] for rank in seen], [rank["frozen"][f"{make}_grads"] for rank in seen]
     rows = [training.flat_weights(start[2])] * 2
@@ -128,7 +128,7 @@ def test_real_frozen_parameters(make: str, seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("how", ["shm", "pg", "grid"])
 def test_frozen_parameters_start_alike(how: str, seen: list[dict[str, Any]]) -> None:
-    """All have rank 0's, in the memory format that they had; the evaluation model has them too."""
+    """All ranks get those of rank 0 and keep the memory format, also in the evaluation model."""
     first = seen[0][f"frozen_start_{how}"]
     assert not torch.equal(first["own"]["0.weight"], seen[1][f"frozen_start_{how}"]["own"]["0.weight"])
     for rank in seen:
@@ -141,7 +141,7 @@ def test_frozen_parameters_start_alike(how: str, seen: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("make", ["fused", "torch"])
 def test_real_ranks_still_average_after_a_state_was_loaded(make: str, seen: list[dict[str, Any]]) -> None:
-    """Weights 0 and 1 become one half, at the first step and at one that finds momentum in the loaded state."""
+    """Weights 0 and 1 become one half, at the first step and at a step with loaded momentum."""
     for rank in seen:
         for step in range(2):
             got = rank["reloaded"][f"{make}_{step}"]

@@ -1,4 +1,4 @@
-"""Between the steps: saved state, averages over learners, and the baselines."""
+"""State between steps: checkpoints, averages over learners, and the baselines."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ STATEFUL = {
 @pytest.mark.parametrize("strategy_name", STATEFUL)
 @pytest.mark.parametrize("fresh", [False, True], ids=["same process", "new process"])
 def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: bool) -> None:
-    """State dicts taken after three steps, loaded into the run that went astray or into a new one: steps 4 to 6 are the
-    same, bit for bit.
-    """
+    """State dicts of step 3, loaded into the same run or into a new one, give steps 4 to 6 bit for bit."""
 
     def make() -> tuple[Any, Any, Any]:
         model = training.mlp()
@@ -72,8 +70,8 @@ def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: b
 
 
 @pytest.mark.parametrize("strategy_name", STATEFUL)
-def test_loading_forgets_what_was_begun(strategy_name: str) -> None:
-    """A forward pass, also with a backward pass, before the state is loaded: the run goes on as if there were none."""
+def test_loading_discards_an_unfinished_step(strategy_name: str) -> None:
+    """A forward pass, or a forward and a backward pass, before the load has no effect on the run."""
     ends = []
     for begun in ("nothing", "forward", "backward"):
         model = training.mlp()
@@ -106,7 +104,7 @@ def test_loading_forgets_what_was_begun(strategy_name: str) -> None:
 
 
 def test_a_parameter_that_rests_after_a_restart_is_stepped_as_before() -> None:
-    """Which parameters are in use is part of the state: one that another backward pass used gets its zero gradient."""
+    """The set of used parameters is part of the state: after a restart an unused one still gets a zero gradient."""
     ends = []
     for restart in (False, True):
         torch.manual_seed(0)
@@ -159,7 +157,7 @@ def pair(own: float) -> ddpcore.FromMatrix:
     ],
 )  # fmt: skip
 def test_the_state_of_other_settings_is_refused(mine: ddpcore.Strategy, other: ddpcore.Strategy) -> None:
-    """Although their names are the same."""
+    """Although the names of the strategies are equal."""
     handles = []
     for strategy in (mine, other, mine):
         model = training.mlp()
@@ -181,7 +179,7 @@ def test_the_state_of_another_model_is_refused() -> None:
 
 
 def test_state_goes_to_and_from_torch() -> None:
-    """Two steps of FusedSGD, then torch.optim.SGD with its state, and the other way round."""
+    """Two steps of FusedSGD, then torch.optim.SGD with its state, and the reverse."""
     ends = []
     for first, second in ((FusedSGD, torch.optim.SGD), (torch.optim.SGD, FusedSGD), (torch.optim.SGD, torch.optim.SGD)):
         model = training.mlp()
@@ -242,13 +240,13 @@ def test_consensus_distance_of_known_weights() -> None:
     handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(8), learners=2)
     assert handle.consensus_distance() == 0.0
     model.weight.data.copy_(torch.tensor([[[3.0, 0.0]], [[-3.0, 8.0]]]))
-    # The mean is (0, 4): both are sqrt(9 + 16) away.
+    # The mean is (0, 4), at distance sqrt(9 + 16) from both.
     assert handle.consensus_distance() == pytest.approx(5.0)
     model.weight.data.copy_(torch.tensor([[[1.0, 1.0]], [[1.0, 1.0]]]))
     assert handle.consensus_distance() == 0.0
 
 
-def test_consensus_distance_weighs_learners_alike() -> None:
+def test_consensus_distance_weights_learners_equally() -> None:
     model = nn.Linear(1, 1, bias=False)
     handle = ddpcore.distribute(
         model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.LocalSGD(8), learners=4, vectorize=False
@@ -258,7 +256,7 @@ def test_consensus_distance_weighs_learners_alike() -> None:
 
 
 def test_evaluation_model_of_virtual_learners() -> None:
-    """The mean of weights and of floating buffers; the model in training and its hooks are left as they are."""
+    """The mean of weights and floating-point buffers. The model in training and its hooks do not change."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -306,7 +304,7 @@ def test_evaluation_model_keeps_buffers_out_of_the_state_that_were_out_of_it() -
     assert list(handle.evaluation_model().state_dict()) == list(plain.state_dict())
 
 
-def test_single_leaves_everything_alone() -> None:
+def test_single_changes_nothing() -> None:
     model = training.mlp()
     pointers = [p.data_ptr() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -325,7 +323,7 @@ def test_single_leaves_everything_alone() -> None:
 
 @pytest.mark.parametrize("baseline", [ddpcore.Single, ddpcore.DDP])
 def test_baselines_take_no_virtual_learners(baseline: Any) -> None:
-    """learners= is not silently dropped."""
+    """learners= is not ignored silently."""
     model = training.mlp()
     with pytest.raises(ValueError, match=r"learners|real ranks"):
         ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), baseline(), learners=4)

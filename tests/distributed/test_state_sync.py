@@ -1,4 +1,4 @@
-"""What becomes of momentum, batch normalisation, scaler and random numbers when learners meet."""
+"""Policies for momentum, batch normalisation, scaler and random numbers when learners average."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def states(model: Any, optimizer: Any, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
 def test_momentum(kind: Any) -> None:
-    """Beside learners that keep theirs: the same momentum, then averaged, mixed with the ring's matrix, or gone."""
+    """Against learners that keep their momentum: it is averaged, mixed with the matrix of the ring, or zeroed."""
     seen = {}
     for policy in ("keep", "average", "gossip", "reset"):
         model, optimizer, handle = make(DPSGD(Ring()), Policies(momentum=policy), kind)
@@ -54,7 +54,7 @@ def test_momentum(kind: Any) -> None:
 
 
 def test_momentum_of_adam() -> None:
-    """Every buffer of the parameter's shape, not the step count; a reset forgets that too."""
+    """Policies change all states of the parameter's shape, but not the step count. A reset zeroes that too."""
     seen = {}
     for policy in ("keep", "average", "reset"):
         model, optimizer, handle = make(LocalSGD(2), Policies(momentum=policy), torch.optim.Adam, lr=0.01)
@@ -68,7 +68,7 @@ def test_momentum_of_adam() -> None:
         assert not forgotten.any()
 
 
-def test_policies_act_only_where_learners_meet() -> None:
+def test_policies_act_only_in_steps_that_average() -> None:
     model, optimizer, handle = make(LocalSGD(3), Policies(momentum="average"))
     for count in range(1, 7):
         step(handle, optimizer, count)
@@ -88,7 +88,7 @@ def test_policies_act_while_post_local_sgd_is_synchronous() -> None:
 @pytest.mark.parametrize("age", ["new", "old"])
 @pytest.mark.parametrize("name", ["momentum", "batch_norm", "rng", "scaler"])
 def test_a_resumed_run_resets_to_the_beginning_of_the_first(name: str, age: str) -> None:
-    """To the bit, although the model and the seed of the second process are others; states of old kind still load."""
+    """Bit for bit, although the second process has another model and seed. States of older versions still load."""
 
     def begin(seed: int) -> tuple[Any, Any, Any, Any]:
         torch.manual_seed(seed)
@@ -129,7 +129,7 @@ def test_a_resumed_run_resets_to_the_beginning_of_the_first(name: str, age: str)
     torch.set_rng_state(rng)
     train(range(3, 7))
     found = [*model.state_dict().values(), torch.rand(1), torch.tensor(scaler.get_scale())]
-    if age == "new" or name == "momentum":  # which needs no memory of the beginning
+    if age == "new" or name == "momentum":  # momentum is reset to zero, without a saved value
         assert all(map(torch.equal, found, ends))
     else:
         assert handle.learner.step == 7
@@ -170,7 +170,7 @@ def test_scaler() -> None:
     handle = ddpcore.distribute(
         model, optimizer, DPSGD(Ring()), learners=2, policies=Policies(scaler="reset"), scaler=scaler
     )
-    for _ in range(2):  # the loop of torch's documentation
+    for _ in range(2):  # the loop in torch's documentation
         optimizer.zero_grad()
         scaler.scale(handle.model(torch.ones(2, 4, 5)).sum()).backward()
         scaler.step(optimizer)
@@ -205,9 +205,7 @@ def test_what_a_policy_needs() -> None:
     with pytest.raises(ValueError, match="local_sgd has none: take average"):
         make(LocalSGD(2), Policies(momentum="gossip"))
     for kind in ("momentum", "batch_norm"):
-        with pytest.raises(
-            ValueError, match="policy gossip takes averages and the mixing of push_sum is none: take av"
-        ):
+        with pytest.raises(ValueError, match="policy gossip needs averages and push_sum mixes by sums: take average"):
             make(PushSum(Ring()), Policies(**{kind: "gossip"}))
     with pytest.raises(ValueError, match=r"pass distribute\(..., scaler=\)"):
         make(SSGD(), Policies(scaler="average"))
@@ -222,7 +220,7 @@ def test_what_a_policy_needs() -> None:
 
 
 def test_a_scaler_needs_steps_that_all_learners_take() -> None:
-    """A learner that skips its step would leave its neighbours waiting."""
+    """A learner that skips its step would let its neighbours wait."""
     model = nn.Linear(2, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     assert not scales_inside(plain)

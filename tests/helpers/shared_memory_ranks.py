@@ -277,7 +277,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (leaves, 3),
     (stays_away, 3),
     (is_slow, 3),
-    *((reads_slowly, 2, call) for call in ("exchange", "lend")),
+    *((reads_slowly, 2, call) for call in ("exchange", "exchange_in_place")),
     *((lends, world_size) for world_size in (2, 3, 4)),
     (misses_a_gradient, 3),
     (freezes_and_saves, 2),

@@ -19,7 +19,7 @@ ROLLED = FromMatrix(0.7 * np.eye(4) + 0.3 * np.roll(np.eye(4), 1, axis=0))
 @pytest.mark.parametrize("topology", [Complete(), Ring(), RandomPair(7), OnePeerExponential(), ROLLED], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_equation(topology: Any, accumulate: int) -> None:
-    """Quadratics of four learners that start apart; the equation in float64. Accumulation changes nothing of it."""
+    """Quadratics of four learners with different start weights, also with accumulation. The equation is in float64."""
     n = 4
     torch.manual_seed(0)
     inputs, targets = torch.randn(n, 6, 4), torch.randn(n, 6, 2)
@@ -58,7 +58,7 @@ def test_mixing_alone_keeps_the_mean_and_shrinks_the_distance() -> None:
 
 
 def test_a_step_without_forward_still_mixes() -> None:
-    """Gradients that come from elsewhere: the exchange is made up for."""
+    """Gradients that are set without a forward pass: the step starts the exchange."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ddpcore.distribute(model, optimizer, DPSGD(Complete()), learners=2)

@@ -20,7 +20,7 @@ N = 4
 
 
 class Quadratics:
-    """One least-squares problem a learner, and gradients at any weights ``[n, 2, 4]``."""
+    """One least-squares problem for each learner, and its gradients at weights ``[n, 2, 4]``."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_the_order(order: str, accumulate: int, topology: Any) -> None:
 
 @pytest.mark.parametrize("topology", [Ring(), RandomPair(7), OnePeerExponential(), ROLLED], ids=str)
 def test_staleness_one(topology: Any) -> None:
-    """w(t+1) = w(t) + 1/2 (W(t-1) - I) w(t-1) - a g(w(t)); nothing has arrived in the first step."""
+    """w(t+1) = w(t) + 1/2 (W(t-1) - I) w(t-1) - a g(w(t)), without an average in the first step."""
     problem = Quadratics()
     seen = train(DPSGD(topology, staleness=1), sgd, 7, 2, apart())
     w, before = seen[0].double(), None
@@ -99,7 +99,7 @@ def test_staleness_one(topology: Any) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_stale_gossip_keeps_the_mean_and_contracts(staleness: int) -> None:
-    """Two learners as a pair for ever, W of eigenvalue 0, and a ring of four with one of -1/3: the hardest of both."""
+    """The hardest cases: two learners that are always a pair (eigenvalue 0 of W), a ring of four (eigenvalue -1/3)."""
     for topology in (FromMatrix(np.full((4, 4), 0.25)), Ring()):
         still = train(DPSGD(topology, staleness=staleness), lambda p: torch.optim.SGD(p, lr=0.0), 60, start=apart())
         torch.testing.assert_close(still[-1].mean(0), still[0].mean(0), rtol=1e-5, atol=1e-6)
@@ -118,9 +118,9 @@ def test_compressed_gossip_stays_near_the_plain_one(topology: Any, order: str, c
 
 @pytest.mark.parametrize("codec", [BFloat16(), Int8(), Int8(error_feedback=True), TopK(ratio=0.25)], ids=str)
 def test_compressed_gossip_does_not_move_the_mean(codec: Any) -> None:
-    """Learners move by differences of published rows: what a codec loses, it loses twice, with both signs.
+    """Learners move by differences of published rows, so the loss of a codec occurs twice, with opposite signs.
 
-    Averages of rounded rows do move it, and more than ten times as far: shown beside.
+    Plain averages of rounded rows move the mean more than ten times as far.
     """
     start = apart()
     seen = train(DPSGD(Ring(), compression=codec), lambda p: torch.optim.SGD(p, lr=0.0), 100, start=start)
@@ -137,7 +137,7 @@ def test_compressed_gossip_does_not_move_the_mean(codec: Any) -> None:
 @pytest.mark.parametrize("topology", [Ring(), Complete()], ids=str)
 @pytest.mark.parametrize("n", [4, 8])
 def test_codecs_of_differences_reach_consensus(n: int, topology: Any, codec: Any) -> None:
-    """2000 parameters, as many problems as learners; from the moment that gradients stop, differences only shrink."""
+    """2000 parameters, one problem for each learner. When gradients stop, differences only shrink."""
     model = nn.Linear(2000, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     handle = ddpcore.distribute(model, optimizer, DPSGD(topology, compression=codec), learners=n)
@@ -162,7 +162,7 @@ def test_codecs_of_differences_reach_consensus(n: int, topology: Any, codec: Any
 
 
 def test_error_feedback_leaves_no_residual() -> None:
-    """Rounded weights keep learners a little apart for ever; rounded differences do not."""
+    """Rounded weights never reach consensus; rounded differences do."""
     ends = {}
     for feedback in (False, True):
         model = nn.Linear(300, 1, bias=False)
@@ -182,7 +182,7 @@ def test_error_feedback_leaves_no_residual() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_do_not_move_the_mean(dtype: torch.dtype, order: str) -> None:
-    """Averages of rounded weights do: shown beside. What rounding took is given to the next average."""
+    """Plain averages of rounded weights move the mean. DPSGD adds the rounding error to the next average."""
     start = torch.randn(N, 64, 8, generator=torch.Generator().manual_seed(3)).to(dtype)
     model = nn.Linear(8, 64, bias=False).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -238,7 +238,7 @@ def test_fused_and_torch_optimizers_agree(order: str, codec: Any, staleness: int
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": "combine"}, "unknown order 'combine'"),
+        ({"order": "combine"}, "order is 'combine': choose from average_while"),
         ({"staleness": 2}, "staleness is 2"),
         ({"staleness": 1, "order": ORDERS[1]}, "waits for its neighbours"),
         ({"staleness": 1, "compression": TopK()}, "need staleness 0"),
@@ -266,7 +266,7 @@ def test_a_directed_topology_may_not_bear_staleness() -> None:
 
 
 def test_training_in_eval_mode_keeps_the_order() -> None:
-    """Frozen batch normalisation: the forward pass combines all the same."""
+    """With frozen batch normalisation the forward pass still combines."""
     ends = []
     for mode in (True, False):
         problem = Quadratics()

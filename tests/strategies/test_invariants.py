@@ -1,7 +1,7 @@
-"""What holds of gossip whatever the topology, world, order, codec and staleness.
+"""Invariants of gossip for every topology, number of learners, order, codec and staleness.
 
-Matrices alone are tried in ``tests/topology``; here whole training steps of virtual learners are, with a learning rate
-of zero.
+``tests/topology`` tests the matrices alone. These tests run whole training steps of virtual learners with a learning
+rate of zero.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORLDS = st.integers(1, 9)
 
 @st.composite
 def digraphs(draw: Any) -> nx.DiGraph:
-    """Strongly connected: a cycle and some more edges."""
+    """A strongly connected graph: a cycle and some more edges."""
     n = draw(st.integers(2, 8))
     graph = nx.cycle_graph(n, create_using=nx.DiGraph)
     graph.add_edges_from(draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=8)))
@@ -48,7 +48,7 @@ def gossip(strategy: Strategy, n: int, seed: int) -> tuple[Any, list[Tensor], li
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     try:
         handle = ddpcore.distribute(model, optimizer, strategy, learners=n, vectorize=False)
-    except ValueError:  # what does not go together is refused: see the tests of each
+    except ValueError:  # an unsupported combination: see the tests of the options
         assume(False)
     with torch.no_grad():
         model.weight.add_(torch.randn(n, 1, NUMEL, generator=torch.Generator().manual_seed(seed)))
@@ -63,10 +63,10 @@ def gossip(strategy: Strategy, n: int, seed: int) -> tuple[Any, list[Tensor], li
 
 
 def rounding(seen: list[Tensor], n: int) -> float:
-    """How far rounding moves an element in all steps.
+    """A bound on the rounding error of an element over all steps.
 
-    A step adds at most n + 1 terms, each no larger than twice the largest weight (a weight, or what was published of
-    it), times a factor that is rounded too: an epsilon each.
+    A step adds at most n + 1 terms. Each is at most twice the largest weight (a weight or a published weight), times a
+    rounded factor, so each term adds one epsilon.
     """
     largest = max(rows.abs().max().item() for rows in seen)
     return NUM_STEPS * (n + 1) * 2 * EPS * 2 * largest
@@ -75,7 +75,7 @@ def rounding(seen: list[Tensor], n: int) -> float:
 @SETTINGS
 @given(TOPOLOGIES, WORLDS, st.sampled_from(ORDERS), st.none() | CODECS, st.integers(0, 1), st.integers(0, 2**31))
 def test_the_mean_stays(chosen: Topology, n: int, order: str, codec: Any, staleness: int, seed: int) -> None:
-    """With every codec too: what it loses is there twice, with both signs."""
+    """Also with every codec, whose loss occurs twice, with opposite signs."""
     try:
         strategy = DPSGD(chosen, order=order, compression=codec, staleness=staleness)
     except ValueError:
@@ -88,8 +88,8 @@ def test_the_mean_stays(chosen: Topology, n: int, order: str, codec: Any, stalen
 
 @SETTINGS
 @given(TOPOLOGIES, WORLDS, st.sampled_from(ORDERS), st.integers(0, 2**31))
-def test_learners_come_together_as_fast_as_the_gap_says(chosen: Topology, n: int, order: str, seed: int) -> None:
-    """By (1 - gap)^T over a period of T steps; by anything at all, but never apart, where pairs are drawn."""
+def test_distances_shrink_by_the_spectral_gap(chosen: Topology, n: int, order: str, seed: int) -> None:
+    """By (1 - gap)^T over a period of T steps. Random pairs never increase the distance."""
     _, seen, distances = gossip(DPSGD(chosen, order=order), n, seed)
     slack = rounding(seen, n) * NUMEL**0.5
     for before, after in pairwise(distances):
@@ -104,20 +104,20 @@ def test_learners_come_together_as_fast_as_the_gap_says(chosen: Topology, n: int
 @SETTINGS
 @given(digraphs(), st.integers(0, 2**31))
 def test_push_sum_keeps_the_average_that_it_evaluates(graph: nx.DiGraph, seed: int) -> None:
-    """On a graph whose columns alone sum to one: that of the start, by push weights, whatever the graph."""
+    """On any graph whose columns sum to one, push weights preserve the average of the start."""
     n = len(graph)
     handle, seen, _ = gossip(PushSum(FromGraph(graph)), n, seed)
     average = handle.evaluation_model().weight.detach().double().view(-1)
-    # Quotients and products by push weights, of at most n, are an epsilon more each step, and the average n + 1 more.
+    # Products and quotients with push weights, at most n, add one epsilon each step, and the average adds n + 1.
     allowed = n * (rounding(seen, n) + 4 * (NUM_STEPS + n + 1) * EPS * max(rows.abs().max().item() for rows in seen))
     assert (average - seen[0].double().mean(0)).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES.names())
 def test_every_send_has_its_receive(name: str) -> None:
-    """In every world of up to 33 that the topology takes, over a period or 8 steps: one message an edge, known to both.
+    """For every number of learners up to 33, over a period or 8 steps: sender and receiver agree on each message.
 
-    Ranks over a process group post sends and receives from their own round alone: one too many waits for ever.
+    Over a process group each rank derives its sends and receives from its own round: an extra one would hang.
     """
     chosen, num_worlds = TOPOLOGIES.build(name, seed=3), 0
     for n in range(1, LARGEST + 1):
@@ -143,7 +143,7 @@ def test_every_send_has_its_receive(name: str) -> None:
 @pytest.mark.parametrize("make", [lambda: ddpcore.LocalSGD(1), lambda: ddpcore.SlowMo(None, period=1), ddpcore.SSGD])
 @pytest.mark.parametrize("n", [3, 32])
 def test_sixteen_bit_learners_that_agree_stay(n: int, make: Any) -> None:
-    """Averages of what is alike: of weights step by step, of the evaluation model, and for the consensus distance."""
+    """Averages of equal weights: in each step, in the evaluation model and for the consensus distance."""
     torch.manual_seed(0)
     model = nn.Linear(16, 16).bfloat16()
     start = model.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Local SGD against its equation: steps alone, and the mean of the weights after every H-th."""
+"""Local SGD against its equation: local steps, and the mean of the weights after every H-th."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpcore import LocalSGD
 
 @pytest.mark.parametrize("period", [1, 2, 3, 10])
 def test_the_equation(period: int) -> None:
-    """With momentum, which stays local; the equation in float64."""
+    """With local momentum, against the equation in float64."""
     n = 3
     torch.manual_seed(0)
     inputs, targets = torch.randn(n, 6, 4), torch.randn(n, 6, 2)
@@ -45,7 +45,7 @@ def test_impossible_periods(period: int) -> None:
 
 
 class Run:
-    """Three learners on least squares; the equation in float64 is stepped beside by ``plain_step``."""
+    """Three learners on least squares. ``plain_step`` steps the equation in float64."""
 
     def __init__(self, strategy: LocalSGD, n: int = 3, outputs: int = 2) -> None:
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_warm_up_doubles_the_period() -> None:
 
 
 def test_outer_optimizer_is_diloco() -> None:
-    """Nesterov outer steps on the way that the learners went together; the equation in float64."""
+    """Nesterov outer steps along the mean change of the learners, against the equation in float64."""
     run = Run(LocalSGD(3, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)))
     anchor, momentum = run.w[0].clone(), torch.zeros_like(run.w[0])
     for step in range(9):
@@ -123,7 +123,7 @@ def test_outer_sgd_of_rate_one_is_the_average() -> None:
 
 @pytest.mark.parametrize("outer", [None, lambda p: torch.optim.SGD(p, lr=1.0)], ids=["average", "outer"])
 def test_fragments_are_averaged_at_their_own_time(outer: object) -> None:
-    """16 columns in two fragments, a period of four: one after steps 4, 8, the other after 2, 6, 10."""
+    """16 columns in two fragments, a period of four: one is averaged after steps 4, 8, the other after 2, 6, 10."""
     run = Run(LocalSGD(4, fragments=2, outer=outer), outputs=4)
     flat = run.handle.learner.flat
     assert flat.numel == 16
@@ -151,7 +151,7 @@ class Crossed(nn.Module):
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_fragments_are_the_same_whatever_the_order_of_gradients(fragments: int) -> None:
-    """Which synchronous steps make the layout otherwise, and which virtual learners have otherwise than real ranks."""
+    """Synchronous steps change the layout otherwise, and virtual learners would have another layout than real ranks."""
     model = Crossed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     strategy = LocalSGD(4, switch_step=2, fragments=fragments)
@@ -171,7 +171,7 @@ def test_fragments_are_the_same_whatever_the_order_of_gradients(fragments: int) 
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"switch_step": -2}, "switch_step is -2"),
         ({"fragments": 0}, "fragments is 0"),
-        ({"fragments": 9}, "fragments is 9, it must be from 1 to the period, 8"),
+        ({"fragments": 9}, "fragments is 9: it must be at least 1 and at most 8"),
         ({"fragments": 2, "warmup_steps": 4}, "leave warmup_steps out"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Noise in the weights, shared or per learner, against its equations."""
+"""Weight noise, shared or per learner, against its equations."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_streams_of_learners_and_seeds_are_all_different() -> None:
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_forward_pass_without_a_backward_pass_leaves_no_noise(mode: bool) -> None:
-    """Neither where somebody looks at the weights nor in the next step, and none of it comes over loaded weights."""
+    """Not when the weights are read, not in the next step, and not in loaded weights."""
     handle, seen = trained(NoisySSGD(0.1, where="per_learner"), num_steps=2)
     inputs, targets = problem()
     handle.model.train(mode)
     handle.model(inputs)
     weight = handle.learner.flat.parameters[0]
-    assert not torch.equal(weight.detach(), seen[-1]), "also in eval mode, with gradients, it looks a little way off"
+    assert not torch.equal(weight.detach(), seen[-1]), "in both modes a forward pass that records gradients adds noise"
     assert handle.consensus_distance() < 1e-6
     assert torch.equal(weight.detach(), seen[-1])
     handle.model(inputs)
@@ -120,7 +120,7 @@ def test_nothing_is_sent_for_the_noise() -> None:
         ({"std": -0.1}, "std is -0.1"),
         ({"std": math.nan}, "std is nan"),
         ({"seed": -1}, "seed is -1"),
-        ({"where": "gradient"}, "unknown where 'gradient': choose from shared, per_learner"),
+        ({"where": "gradient"}, "where is 'gradient': choose from shared, per_learner"),
     ],
 )
 def test_impossible_options(options: dict, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Real ranks and virtual learners are one algorithm: every strategy, topology and number of learners, both ways."""
+"""Real ranks against virtual learners, for every strategy, topology and number of learners."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[Any, Any]]:
-    """What each of six ranks saw of every case in which it took part."""
-    return ranks.run("oracle", oracle.LARGEST, timeout=900.0)  # a minute or two, but where others are at work
+    """The results of six ranks in the cases that each of them runs."""
+    return ranks.run("oracle", oracle.LARGEST, timeout=900.0)  # one or two minutes on an idle machine
 
 
-GOSSIPING = tuple(name for name in oracle.GOSSIP if name != "slowmo")  # and nothing but
-APART = ("local_sgd", "dpsgd", "dpsgd_cta", "dpsgd_stale")  # also after the last step
+GOSSIPING = tuple(name for name in oracle.GOSSIP if name != "slowmo")  # without other averages
+APART = ("local_sgd", "dpsgd", "dpsgd_cta", "dpsgd_stale")  # learners differ after the last step
 
 
 def ulps(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference, in units of the last place of the largest weight."""
+    """The largest difference, in units of the last place of the largest weight."""
     unit = torch.finfo(torch.float32).eps * theirs.abs().max()
     return ((ours - theirs).abs().max() / unit).item()
 
 
 @pytest.fixture(scope="module")
 def virtual() -> dict[Any, Any]:
-    """The same of virtual learners."""
+    """The results of virtual learners in the same case."""
     return {case: oracle.train(case) for case in oracle.CASES}
 
 
 def is_bitwise(case: Any, transport: str) -> bool:
-    """Whether a case has the same arithmetic in both worlds.
+    """Whether real and virtual learners do the same arithmetic in a case.
 
-    A gossip average adds its own weights first and then the neighbours' by ascending rank, in both. So does the mean of
-    gathered rows, and of rows in shared memory, all of them ascending. An all-reduce of gloo adds in an order of its
-    own, which changes rounding from three learners on.
+    A gossip average adds a learner's own weights first, and then those of its neighbours by ascending rank. A mean of
+    gathered rows, or of rows in shared memory, adds all rows by ascending rank. An all-reduce of gloo adds in another
+    order, which changes the rounding for three or more learners.
     """
     return transport == "shm" or case.topology != "all_reduce" or case.world_size <= 2
 
@@ -73,7 +73,7 @@ def test_weights_and_losses(case: Any, transport: str, real: list[dict[Any, Any]
 
 @pytest.mark.parametrize(("case", "num_rows"), oracle.GRIDS, ids=str)
 def test_several_learners_a_rank(case: Any, num_rows: int, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
-    """Two or three virtual learners on each of fewer ranks: as all in one process, bit for bit if gathered."""
+    """Two or three virtual learners on each rank, against all in one process: bit for bit if averages are gathered."""
     seen = [rank[("grid", num_rows, *case)] for rank in real[: case.world_size // num_rows]]
     weights = torch.cat([one["weights"] for one in seen])
     if is_bitwise(case, "pg"):
@@ -91,9 +91,9 @@ def test_several_learners_a_rank(case: Any, num_rows: int, real: list[dict[Any, 
 def test_average_distance_and_bytes(
     case: Any, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]
 ) -> None:
-    """The evaluation model is the mean on every rank, weighted in push_sum; distances and bytes are counted alike.
+    """The evaluation model is the mean on every rank, weighted in push_sum. Distances and bytes are equal.
 
-    Within 4 ULPs for three and more learners, as the mean may be an all-reduce of gloo.
+    For three or more learners they may differ by 4 ULPs, because the mean may be an all-reduce of gloo.
     """
     expected, weights = virtual[case], virtual[case]["weights"].double()
     shares = torch.ones(case.world_size).double() if expected["shares"] is None else expected["shares"]
@@ -103,7 +103,7 @@ def test_average_distance_and_bytes(
     assert ulps(expected["average"], mean) <= 4
     weights, mean = (rows[..., : expected["num_weights"]] for rows in (weights, mean))
     distance = (weights - mean).square().sum(dim=1).mean().sqrt().item()
-    # The mean is rounded to fp32, so each weight's distance to it errs by at most 4 ULPs of the largest.
+    # The mean is rounded to fp32: the error of each distance is at most 4 ULPs of the largest weight.
     error = 4 * torch.finfo(torch.float32).eps * weights.abs().max().item() * weights.shape[1] ** 0.5
     assert expected["consensus"] == pytest.approx(distance, abs=error)
     if case.strategy in APART and case.world_size > 1:
@@ -127,9 +127,9 @@ def test_fused_and_torch_optimizers_agree(case: Any, virtual: dict[Any, Any]) ->
 
 
 def test_strategies_differ(virtual: dict[Any, Any]) -> None:
-    """No strategy stands in for another: on a ring of five all end with different weights.
+    """Strategies are not interchanged: on a ring of five all end with different weights.
 
-    But push_sum: where W is doubly stochastic, all push weights are 1 and it is dpsgd_atc.
+    Except push_sum: where W is doubly stochastic, all push weights are 1, and it equals dpsgd_atc.
     """
     alike = [case for case in oracle.CASES if case.world_size == 5 and case.topology in ("ring", "all_gather")]
     alike = [case for case in alike if case.optimizer == "fused" and case.strategy != "push_sum"]
@@ -140,7 +140,7 @@ def test_strategies_differ(virtual: dict[Any, Any]) -> None:
 
 
 def test_topologies_differ(virtual: dict[Any, Any]) -> None:
-    """No topology stands in for another: with five learners all end with different weights."""
+    """Topologies are not interchanged: with five learners all end with different weights."""
     alike = [case for case in COMPARED if case.world_size == 5 and case.strategy == "dpsgd"]
     ends = [virtual[case]["weights"] for case in alike]
     assert len(ends) == sum(oracle.fits(topology, 5) for topology in oracle.TOPOLOGIES)

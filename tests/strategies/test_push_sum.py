@@ -64,7 +64,7 @@ def test_the_equations(topology: Any) -> None:
 
 
 def test_learners_agree_on_the_true_mean() -> None:
-    """Plain averages over the same matrix agree on another number, or on none."""
+    """Plain averages over the same matrix reach another consensus, or none."""
     handle, _, seen = trained(PushSum(Digraph()), 60, 0.0)
     mean = seen[0].mean(0)
     torch.testing.assert_close(seen[-1], mean.expand(N, -1, -1), rtol=1e-4, atol=1e-5)
@@ -77,7 +77,7 @@ def test_learners_agree_on_the_true_mean() -> None:
 
 
 def test_the_average_counts_by_push_weights() -> None:
-    """Mixing moves the plain mean of z and not the average of x, of which evaluation and consensus tell."""
+    """Mixing moves the plain mean of z, but not the average of x, which evaluation and consensus distance use."""
     handle, _, seen = trained(PushSum(Digraph()), 2, 0.0)
     start, weights = seen[0].double().mean(0), seen[-1].double()
     push = torch.ones(N, dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_the_average_counts_by_push_weights() -> None:
         distance = (weights - average).square().sum((1, 2)).mean().sqrt().item()
         assert handle.consensus_distance() == pytest.approx(distance, rel=1e-5)
         state = handle.state_dict()
-        handle.learner.shares = None  # a state brings them back
+        handle.learner.shares = None  # loading the state sets it again
         handle.load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""Slow momentum against its equation, alone and around gossip."""
+"""Slow momentum against its equation, with local steps and with gossip."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_without_slow_momentum_it_is_local_sgd() -> None:
     torch.testing.assert_close(slow[-1], local[-1], rtol=1e-6, atol=1e-6)
 
 
-def test_when_learners_meet() -> None:
+def test_steps_that_average() -> None:
     assert [step for step in range(1, 9) if SlowMo(period=4).averages_weights_at(step)] == [4, 8]
     assert all(SlowMo(DPSGD(), period=4).averages_weights_at(step) for step in range(1, 9))
 
@@ -68,12 +68,12 @@ def test_when_learners_meet() -> None:
     ("options", "message"),
     [
         ({"period": 0}, "period is 0"),
-        ({"slow_momentum": 1.0}, r"slow_momentum is 1.0, it must be in \[0, 1\)"),
+        ({"slow_momentum": 1.0}, "slow_momentum is 1.0: it must be at least 0 and below 1"),
         ({"slow_lr": 0.0}, "slow_lr is 0.0"),
         ({"base": DPSGD(Ring(), staleness=1)}, "staleness 0"),
         ({"base": SSGD()}, r"base is SSGD\(.*\): take gossip, a DPSGD, or None"),
         ({"base": LocalSGD(4)}, r"base is LocalSGD\(.*\): take gossip"),
-        ({"base": DPSGD(Ring(), compression=TopK())}, "topk cannot follow"),
+        ({"base": DPSGD(Ring(), compression=TopK())}, "differences by topk, which do not hold the slow step"),
     ],
 )
 def test_impossible_options(options: dict, message: str) -> None:

@@ -12,7 +12,7 @@ from ddpcore import SSGD
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_the_equation(n: int) -> None:
-    """Quadratics 0.5 |w x - y|^2, one a learner; the equation in float64."""
+    """Quadratics 0.5 |w x - y|^2, one for each learner, against the equation in float64."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(n, 6, 4), torch.randn(n, 6, 2)
     model = nn.Linear(4, 2, bias=False)
@@ -43,7 +43,7 @@ def test_bytes_are_one_average_a_step() -> None:
 
 
 def test_a_graph_that_was_kept_from_a_backward_pass_that_died_is_refused() -> None:
-    """Its averages are under way on the buffer that gradients go to; the next forward pass begins anew."""
+    """Its averages still write to the gradient buffer. The next forward pass finishes them and starts again."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = {"bucket_bytes": 64, "first_bucket_bytes": 64}
@@ -60,7 +60,7 @@ def test_a_graph_that_was_kept_from_a_backward_pass_that_died_is_refused() -> No
     with pytest.raises(ArithmeticError, match="boom"):
         loss.backward(retain_graph=True)
     is_broken = False
-    with pytest.raises(RuntimeError, match="a graph that was kept from one that died"):
+    with pytest.raises(RuntimeError, match="on the graph of an earlier pass that failed"):
         loss.backward(retain_graph=True)
     optimizer.zero_grad()
     handle.model(inputs).sum().backward()

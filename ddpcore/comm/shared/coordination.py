@@ -1,11 +1,10 @@
-"""Where the ranks of one host meet: who is how far, who is gone, and what went wrong.
+"""Coordination of the ranks of one host: progress counters, and the detection of dead ranks and of faults.
 
-Every rank calls the same operations in the same order, so an operation has the same number everywhere. A rank owns a
-control segment: two counters that it alone posts and all others read, the texts of its latest operations, and room for
-a fault.
+All ranks call the same operations in the same order, so an operation has the same number on every rank. Each rank owns
+a control segment that the others can read: two counters, the texts of its latest operations, and a fault message.
 
-``arrived``: what this rank gives to operation i, and all before, may be read once the counter is above i.
-``finished``: this rank needs nothing more of operation i, and has written all its share of it.
+``arrived``: once the counter is above i, other ranks may read this rank's data of operation i and all earlier ones.
+``finished``: once the counter is above i, this rank has read all data of operation i and written its share of it.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from ddpcore.comm.process import gather_objects
 from ddpcore.comm.shared import memory
 from ddpcore.comm.shared.flags import LINE_BYTES, Flags
 
-ARRIVED, FINISHED, FAULT = 0, 1, 2  # flags, a line each
-_TOKEN, _HANDLE, _WHY, _TEXTS = 3 * LINE_BYTES, 256, 1280, 2048  # offsets
+ARRIVED, FINISHED, FAULT = 0, 1, 2  # flags, one cache line each
+_TOKEN, _HANDLE, _WHY, _TEXTS = 3 * LINE_BYTES, 256, 1280, 2048  # offsets in bytes
 _TEXT_BYTES, NUM_TEXTS = 128, 512
 _CONTROL_BYTES = _TEXTS + _TEXT_BYTES * NUM_TEXTS
-SLICE_SECONDS = 0.2  # of waiting, after which a rank looks whether the others live
-DYING_SECONDS = 2.0  # between the first file that a dying process lost and its lock
+SLICE_SECONDS = 0.2  # a waiting rank checks this often whether the others are alive
+DYING_SECONDS = 2.0  # longest time between the first file that a dying process loses and the release of its lock
 
 
 class Unreachable(ValueError):
-    """The ranks of a group do not reach each other's memory; on every rank alike."""
+    """The ranks of a group cannot reach each other's memory. It is raised on every rank."""
 
 
 class _ControlAddress(NamedTuple):
@@ -44,7 +44,7 @@ class _ControlAddress(NamedTuple):
 
 
 def host_id() -> str:
-    """The same in all processes of a running machine, and in no other."""
+    """Return a text that is equal in all processes of a running machine and differs between machines."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -52,14 +52,14 @@ def host_id() -> str:
 
 
 class Coordinator:
-    """The ranks of a group that share a host. Making one is collective.
+    """Coordinates the ranks of a group on one host. The constructor is collective.
 
     Args:
-        group: an initialised process group; used here only.
-        timeout: seconds that a rank which lives may let the others wait.
+        group: an initialised process group, used only by the constructor.
+        timeout: seconds that a living rank may let the others wait.
 
     Raises:
-        Unreachable: on every rank alike; they are not all on one host, or cannot reach each other's memory.
+        Unreachable: on every rank: they are not on one host, or cannot reach each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -70,48 +70,48 @@ class Coordinator:
         self.num_operations = 0
         self._fault = ""
         token = secrets.token_bytes(16)
-        why, place = "", _ControlAddress(host_id(), os.getpid(), -1, token)
+        why, address = "", _ControlAddress(host_id(), os.getpid(), -1, token)
         try:
-            place = self._create(place)
+            address = self._create(address)
         except (OSError, AttributeError, ImportError) as error:  # AttributeError: no memfd_create on this system
             why = f"rank {self.rank} cannot make shared memory ({error})"
-        places = _gather(group, place)
-        hosts = {other.host for other in places}
+        addresses = gather_objects(group, address)
+        hosts = {other.host for other in addresses}
         if len(hosts) > 1 and not why:
             why = f"the {self.num_ranks} ranks are on {len(hosts)} hosts"
-        self.pids = [other.pid for other in places]
+        self.pids = [other.pid for other in addresses]
         self._controls: list[mmap.mmap] = []
         try:
             if not why:
-                self._controls = [self._open(rank, other) for rank, other in enumerate(places)]
+                self._controls = [self._open(rank, other) for rank, other in enumerate(addresses)]
                 self._flags = [Flags(control) for control in self._controls]
         except OSError as error:
             why = f"rank {self.rank} cannot open the memory of another ({error})"
-        reasons = [reason for reason in _gather(group, why) if reason]
+        reasons = [reason for reason in gather_objects(group, why) if reason]
         if reasons:
             self.close()
             raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
 
-    def _create(self, place: _ControlAddress) -> _ControlAddress:
+    def _create(self, address: _ControlAddress) -> _ControlAddress:
         descriptor = memory.create_file(_CONTROL_BYTES)
         self._descriptors[self.rank] = descriptor
         self._own = mmap.mmap(descriptor, _CONTROL_BYTES)
-        self._own[_TOKEN : _TOKEN + len(place.token)] = place.token
+        self._own[_TOKEN : _TOKEN + len(address.token)] = address.token
         memory.hold(descriptor)
-        return place._replace(descriptor=descriptor)
+        return address._replace(descriptor=descriptor)
 
-    def _open(self, rank: int, place: _ControlAddress) -> mmap.mmap:
+    def _open(self, rank: int, address: _ControlAddress) -> mmap.mmap:
         if rank == self.rank:
             return self._own
-        descriptor = memory.open_file(place.pid, place.descriptor)
+        descriptor = memory.open_file(address.pid, address.descriptor)
         self._descriptors[rank] = descriptor
         control = mmap.mmap(descriptor, _CONTROL_BYTES)
-        if control[_TOKEN : _TOKEN + len(place.token)] != place.token:  # another process has that id here
-            raise OSError(f"process {place.pid} is not rank {rank}: another container?")
+        if control[_TOKEN : _TOKEN + len(address.token)] != address.token:  # in another PID namespace
+            raise OSError(f"process {address.pid} is not rank {rank}: another container?")
         return control
 
     def close(self) -> None:
-        """Leave: the others see this rank as gone."""
+        """Close the control files. The other ranks then see this rank as gone."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
@@ -121,7 +121,7 @@ class Coordinator:
     # --- operations ----------------------------------------------------------------------------------------------
 
     def arrive(self, text: str, handle: bytes = b"") -> int:
-        """Come to the next operation, which ``text`` describes to all alike; returns its number."""
+        """Begin the next operation and return its number. ``text`` describes it and is equal on all ranks."""
         if self._fault:
             raise RuntimeError(self._fault)
         number = self.num_operations
@@ -133,19 +133,19 @@ class Coordinator:
         return number
 
     def have_arrived(self, number: int) -> bool:
-        """Whether all ranks have come to this operation."""
+        """Return whether all ranks have begun this operation."""
         return all(flags.wait(ARRIVED, number + 1, 0.0) for flags in self._flags)
 
     def await_arrived(self, ranks: Iterable[int], number: int) -> None:
-        """Return when these ranks have come to this operation, and to the same as this rank.
+        """Wait until these ranks have begun this operation, and check that it is the same operation.
 
         Raises:
-            RuntimeError: one is gone, does not come, or calls something else; it names the rank and the operation.
+            RuntimeError: a rank is gone, does not arrive in time, or calls another operation. It names both.
         """
         mine = self._text(self.rank, number)
         arrived = self._wait(ranks, ARRIVED, number)
         if self.num_operations - number > NUM_TEXTS // 2:
-            return  # an exchange, so long ago that its texts may be gone: others have been compared since
+            return  # an old exchange, whose texts may be overwritten; the texts of later operations were compared
         for rank in arrived:
             theirs = self._text(rank, number)
             if theirs != mine:
@@ -155,25 +155,25 @@ class Coordinator:
                 )
 
     def finish(self, number: int) -> None:
-        """Say that this rank is through with this operation and with all before."""
+        """Tell the others that this rank has finished this operation and all earlier ones."""
         self._flags[self.rank].post(FINISHED, number + 1)
 
     def await_passed(self, ranks: Iterable[int], number: int) -> None:
-        """Return when these ranks have come as far as this operation, whatever they came with."""
+        """Wait until these ranks have begun this operation, without a check that it is the same."""
         self._wait(ranks, ARRIVED, number)
 
     def await_finished(self, number: int, ranks: Iterable[int] | None = None) -> None:
-        """Return when these ranks, or all, are through with this operation."""
+        """Wait until these ranks, or for None all, have finished this operation."""
         self._wait(self.others if ranks is None else ranks, FINISHED, number)
 
     def handle_of(self, rank: int) -> bytes:
-        """What a rank last gave to ``arrive``."""
+        """Return the last handle that a rank passed to :meth:`arrive`."""
         return _read(self._controls[rank], _HANDLE)
 
-    def lose(self, rank: int, number: int, error: Exception) -> NoReturn:
-        """Raise, on all ranks: what a rank gave to an operation cannot be reached, as a rule because it is gone."""
+    def fail_to_read(self, rank: int, number: int, error: Exception) -> NoReturn:
+        """Raise on all ranks that the memory of a rank cannot be opened, usually because the rank died."""
         deadline = time.monotonic() + DYING_SECONDS
-        while memory.is_held(self._descriptors[rank]):  # a process that is being killed loses file after file
+        while memory.is_held(self._descriptors[rank]):  # a process that is being killed loses its files one by one
             if time.monotonic() > deadline:
                 self._fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
             time.sleep(0.01)
@@ -189,7 +189,7 @@ class Coordinator:
         deadline = time.monotonic() + self.timeout
         for rank in ranks:
             while not self._flags[rank].wait(flag, number + 1, SLICE_SECONDS):
-                self._look_round(ranks, lambda other: self._flags[other].wait(flag, number + 1, 0.0), number)
+                self._check_others(ranks, lambda other: self._flags[other].wait(flag, number + 1, 0.0), number)
                 if time.monotonic() > deadline:
                     self._fail(
                         f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
@@ -197,8 +197,8 @@ class Coordinator:
                     )
         return ranks
 
-    def _look_round(self, ranks: Sequence[int], has_come: Callable[[int], bool], number: int) -> None:
-        # In this order, so that what a rank did before it died is seen: its life, its flags, its fault.
+    def _check_others(self, ranks: Sequence[int], has_come: Callable[[int], bool], number: int) -> None:
+        # The order matters: lock, flags, fault. So the flags and the fault that a rank wrote before it died count.
         gone = [rank for rank in ranks if rank != self.rank and not memory.is_held(self._descriptors[rank])]
         gone = [rank for rank in gone if not has_come(rank)]
         for rank in self.others:
@@ -212,17 +212,11 @@ class Coordinator:
         return f"rank {rank} is gone (it died or left) before the end of operation {number}, {what}"
 
     def _fail(self, why: str) -> NoReturn:
-        """Raise, here and, when they next wait, on all other ranks."""
+        """Raise here, and on every other rank when it waits next."""
         self._fault = why
         _write(self._own, _WHY, why.encode(), _TEXTS - _WHY)
         self._flags[self.rank].post(FAULT, 1)
         raise RuntimeError(why)
-
-
-def _gather(group: dist.ProcessGroup, value: object) -> list:
-    values: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _write(control: mmap.mmap, offset: int, content: bytes, num_bytes: int) -> None:

@@ -9,72 +9,67 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from ddpcore.comm.process import default_group
 from ddpcore.comm.shared.host import TIMEOUT_SECONDS
+from ddpcore.comm.shared.memory import Memory
 from ddpcore.comm.shared.segments import SegmentCommunicator
 from ddpcore.runtime import launch
 
 SHARED_MEMORY = Path("/dev/shm")
-COUNTER = 4  # the place of the counters' name in what torch says of memory that is shared
+COUNTER = 4  # index of the name of torch's reference counter file in a handle of shared memory
 _counters: set[str] = set()
 
 
-class CudaMemory:
-    """Device memory. Flags are the host's, so what they stand for is done before they are posted.
+class CudaMemory(Memory):
+    """Device memory. Flags are in host memory, so the device must finish its writes before a flag is posted.
 
     Args:
-        device: the GPU of this rank. The others' memory is opened on it too: it is then read and written over NVLink or
-            PCIe by kernels that run here.
+        device: the GPU of this rank. The memory of the other ranks is opened on it too, and kernels of this GPU read
+            and write it over NVLink or PCIe.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @override
     def allocate(self, num_bytes: int) -> tuple[Tensor, bytes]:
-        """See :class:`~ddpcore.comm.shared.memory.Memory`."""
         own = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        _synchronize(self.device)  # the zeros are there before anybody opens them
+        _synchronize(self.device)  # the zeros must be written before another rank opens the buffer
         handle = _share(own)
         _counters.add(os.fsdecode(handle[COUNTER]))
         return own, pickle.dumps(handle)
 
+    @override
     def open(self, pid: int, handle: bytes, num_bytes: int) -> Tensor:
-        """See :class:`~ddpcore.comm.shared.memory.Memory`. The handle names the memory in any process."""
-        _, *rest = pickle.loads(handle)
+        _, *rest = pickle.loads(handle)  # a handle is valid in every process, so pid is not needed
         return _open(self.device, *rest)[:num_bytes]
 
+    @override
     def publish(self) -> None:
-        """Wait for the stream: a neighbour's kernels cannot wait for this one's."""
-        _synchronize(self.device)
-
-    def follow(self, rank: int) -> None:
-        """Nothing: the other has waited for its stream before it posted."""
+        _synchronize(self.device)  # kernels of another process cannot wait for this stream
 
 
 class CudaIpcCommunicator(SegmentCommunicator):
-    """Learner j is rank j of the group; every rank has a GPU of one host, and the GPUs reach each other.
+    """Learner j is rank j of the group. Every rank has a GPU of the same host, and the GPUs reach each other.
 
     Args:
-        group: a process group, for setting up; None is the default one, which must be initialised.
+        group: a process group, used only for setting up; None is the default group, which must be initialised.
         device: the GPU of this rank.
-        timeout: seconds that a rank which lives may let the others wait. One that is gone is noticed within a second.
+        timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
 
     Raises:
-        ValueError: the ranks do not reach each other's memory, on every rank alike; there is no process group.
+        ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float = TIMEOUT_SECONDS) -> None:
-        group = default_group(group)
-        super().__init__(
-            group, CudaMemory(device), timeout, f"CUDA IPC on one host, {dist.get_world_size(group)} ranks"
-        )
+        super().__init__(group, CudaMemory(device), timeout, "CUDA IPC on one host")
 
 
 def forget() -> None:
-    """Remove the files in which torch counts who has memory of this process open; for one that ends by ``os._exit``.
+    """Remove the files in which torch counts the readers of this process's memory, before ``os._exit``.
 
-    torch does so itself where a process ends in its own way, and takes a missing file for an error there.
+    A process that ends normally must not call this: there torch removes the files, and a missing one is an error.
     """
     while _counters:
         (SHARED_MEMORY / _counters.pop().lstrip("/")).unlink(missing_ok=True)
@@ -83,7 +78,7 @@ def forget() -> None:
 launch.before_exit.append(forget)
 
 
-# The three calls of CUDA, apart so that tests can stand in for them.
+# The three CUDA calls are functions of their own, so that tests can replace them.
 
 
 def _share(own: Tensor) -> tuple:

@@ -1,7 +1,7 @@
-"""Counters in memory that several processes map: one posts, the others wait.
+"""Counters in shared memory: one process posts, the others wait.
 
-``Flags`` is the one of ``ddpcore._flags`` (futex waits, the GIL free meanwhile), or where that cannot be loaded the one
-below, which asks again and again.
+``Flags`` is ``ddpcore._flags.Flags`` (futex waits that release the GIL). If that is not compiled, it is
+:class:`PollingFlags`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import platform
 import time
 from typing import Any
 
-LINE_BYTES = 64  # a flag has a cache line of its own
+LINE_BYTES = 64  # each flag has its own cache line
 _SLEEP_SECONDS = 50e-6
 
 
 class PollingFlags:
-    """What ``ddpcore._flags.Flags`` does, in Python; one flag in each 64 bytes of a buffer.
+    """``ddpcore._flags.Flags`` in Python: one flag in each 64 bytes of a buffer, and waits that poll.
 
-    Flags are 32-bit counters that only grow and may wrap round: a value is reached if it is less than 2^31 behind.
+    A flag is a 32-bit counter that grows and may wrap around. It has reached a target that is less than 2^31 below.
 
     Args:
         buffer: writable bytes.
 
     Raises:
-        ImportError: this processor may show one process's stores to another in a different order. x86 does not.
+        ImportError: the processor is not x86. Other processors may reorder the stores that another process sees.
     """
 
     def __init__(self, buffer: Any) -> None:
@@ -36,11 +36,11 @@ class PollingFlags:
         return self._words[index * LINE_BYTES // 4]
 
     def post(self, index: int, value: int) -> None:
-        """Set a flag. What this process wrote before is seen by whoever reads this value."""
+        """Set a flag. A process that reads the new value also sees all earlier writes of this process."""
         self._words[index * LINE_BYTES // 4] = value % 2**32
 
     def wait(self, index: int, target: int, seconds: float) -> bool:
-        """Whether the flag reached the target within that time."""
+        """Return whether the flag reaches the target within that time."""
         deadline = time.monotonic() + seconds
         while (self.read(index) - target) % 2**32 >= 2**31:
             if time.monotonic() >= deadline:

@@ -1,8 +1,8 @@
-"""Memory that the processes of one host share, without a name: it is gone with the last process that maps it.
+"""Memory that the processes of one host share. It has no name, and is freed with the last process that maps it.
 
-``memfd_create`` and not ``shm_open``: a file that never had a name cannot be left behind, whenever its ranks are
-killed, nobody can guess it, and the size of ``/dev/shm`` (64 MB in many containers) does not limit it. Others open it
-as ``/proc/<pid>/fd/<number>``, which the kernel grants to the same user alone.
+It is made by ``memfd_create``, not by ``shm_open``: a file without a name cannot remain after its processes are killed,
+no process can guess it, and the size of ``/dev/shm`` (64 MB in many containers) does not limit it. Other processes open
+it as ``/proc/<pid>/fd/<number>``, which the kernel allows only to the same user.
 """
 
 from __future__ import annotations
@@ -12,36 +12,32 @@ import fcntl
 import mmap
 import os
 import weakref
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise(2), Linux 5.14
 
 
-class Memory(Protocol):
-    """Where buffers lie that all ranks of a host reach, and what makes a write visible to them."""
+class Memory(ABC):
+    """Buffers that all ranks of a host can read and write."""
 
+    @abstractmethod
     def allocate(self, num_bytes: int) -> tuple[Tensor, bytes]:
-        """Zeros ``[num_bytes]`` uint8, and what the others open them with."""
+        """Return zeros ``[num_bytes]`` uint8, and the handle with which other processes open them."""
 
+    @abstractmethod
     def open(self, pid: int, handle: bytes, num_bytes: int) -> Tensor:
-        """The buffer of another process.
-
-        Raises:
-            OSError: it cannot be reached.
-        """
+        """Return the buffer of another process. OSError: this process cannot reach it."""
 
     def publish(self) -> None:
-        """Before a flag is posted: what was written so far comes with it."""
-
-    def follow(self, rank: int) -> None:
-        """After a flag of this rank was seen: what comes next sees what the rank wrote."""
+        """Make all writes so far visible to other ranks. It is called before a flag is posted."""
 
 
 def create_file(num_bytes: int) -> int:
-    """A nameless file in memory, of zeros, for this user alone; its descriptor."""
+    """Create a file of zeros in memory, without a name, that only this user may open. Returns its descriptor."""
     descriptor = os.memfd_create("ddpcore", os.MFD_CLOEXEC)
     os.fchmod(descriptor, 0o600)
     os.ftruncate(descriptor, num_bytes)
@@ -49,33 +45,33 @@ def create_file(num_bytes: int) -> int:
 
 
 def map_file(descriptor: int, num_bytes: int, *, ours: bool) -> mmap.mmap:
-    """Map a file for reading and writing, with its pages: the owner's first touch puts them near its core."""
+    """Map a file for reading and writing, and touch its pages, so that they are on the NUMA node of the owner."""
     mapped = mmap.mmap(descriptor, num_bytes)
-    with contextlib.suppress(OSError):  # an older kernel: pages come when they are touched
+    with contextlib.suppress(OSError):  # older kernels: pages are allocated when they are used
         mapped.madvise(_POPULATE_WRITE if ours else _POPULATE_READ)
     return mapped
 
 
 def open_file(pid: int, descriptor: int) -> int:
-    """The file of another process, by the number that it has there.
+    """Open a file by its descriptor in another process.
 
     Raises:
-        OSError: no such process or file here, or not of this user.
+        OSError: no such process or file, or it belongs to another user.
     """
     return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def hold(descriptor: int) -> None:
-    """Lock a file of one's own for as long as this process lives.
+    """Lock a file of this process until the process ends or closes the file.
 
-    A POSIX lock: the kernel releases it when the process dies, before anybody waits for it, so a zombie counts as dead;
-    and children of a fork (data loaders) do not hold it. It ends with the first close of the file in this process.
+    It is a POSIX lock. The kernel releases it when the process dies, so a zombie counts as dead, and children of a fork
+    (data loaders) do not hold it. The first close of the file in this process releases it too.
     """
     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_held(descriptor: int) -> bool:
-    """Whether the process that locked this file lives."""
+    """Whether the process that locked this file is alive."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -84,26 +80,20 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
-class HostMemory:
-    """Memory of the CPU. Stores become visible in order, and a flag is released and acquired, so nothing is to do."""
+class HostMemory(Memory):
+    """Memory of the CPU. Flags are posted with release and read with acquire, so :meth:`publish` has nothing to do."""
 
+    @override
     def allocate(self, num_bytes: int) -> tuple[Tensor, bytes]:
-        """See :class:`Memory`."""
         descriptor = create_file(num_bytes)
         mapped = map_file(descriptor, num_bytes, ours=True)
         weakref.finalize(mapped, os.close, descriptor)
         return torch.frombuffer(mapped, dtype=torch.uint8), str(descriptor).encode()
 
+    @override
     def open(self, pid: int, handle: bytes, num_bytes: int) -> Tensor:
-        """See :class:`Memory`."""
         descriptor = open_file(pid, int(handle))
         try:
             return torch.frombuffer(map_file(descriptor, num_bytes, ours=False), dtype=torch.uint8)
         finally:
             os.close(descriptor)
-
-    def publish(self) -> None:
-        """Nothing."""
-
-    def follow(self, rank: int) -> None:
-        """Nothing."""

@@ -1,4 +1,4 @@
-"""Learners whose ranks reach each other's memory: they read neighbours' weights and add gradients where these lie.
+"""Learners on ranks that share memory: they read neighbours' weights and average gradients in place.
 
 Shapes: n learners, P elements of a learner's row. Every rank holds one learner (L = 1).
 """
@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
 from ddpcore.comm.errors import at, size_of
+from ddpcore.comm.process import default_group
 from ddpcore.comm.reductions import average_half_, average_share_
 from ddpcore.comm.shared.coordination import NUM_TEXTS, Coordinator
 from ddpcore.comm.shared.memory import Memory
@@ -25,12 +27,12 @@ from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
-STAGING_BYTES = 4 * 2**20  # of each rank, through which go tensors that no other rank can reach, in pieces
+STAGING_BYTES = 4 * 2**20  # a shared area of each rank: tensors in private memory are copied through it in pieces
 
 
 @dataclass
 class _Shared:
-    """A buffer that every rank has allocated: where this rank's lies, and those of all (None for its own)."""
+    """A buffer that every rank has allocated: the address of this rank's, and the others' (None for its own)."""
 
     start: int
     num_bytes: int
@@ -39,12 +41,12 @@ class _Shared:
 
 @dataclass
 class _Snapshot:
-    """Room for rows that neighbours read: of each rank one. ``used`` is the operation before which reading ended."""
+    """A buffer on each rank for a row that neighbours read."""
 
-    views: list[Tensor]
-    readers: Sequence[int] = ()
-    is_handed_out: bool = False
-    used: int | None = None  # None: under way
+    views: list[Tensor]  # the row of each rank
+    readers: Sequence[int] = ()  # the ranks that read this rank's row
+    is_handed_out: bool = False  # whether the average that reads the others' rows was returned to the caller
+    used: int | None = None  # this rank finished reading before this operation; None while an exchange is in progress
 
 
 _Kind = tuple[int, torch.dtype, torch.device]
@@ -55,50 +57,51 @@ def _kind_of(weights: Tensor) -> _Kind:
 
 
 class SegmentCommunicator(Communicator):
-    """Learner j is rank j of the group, and reads the others' memory.
+    """Learner j is rank j of the group. Ranks read and write each other's memory.
 
-    An exchange copies the rows into a snapshot, and neighbours mix from it where it lies. Two take turns, more where
-    several exchanges are under way. A rank overwrites one that it has itself done with reading from, once the readers
-    have come to a later operation: they call the same in the same order, so they have done with it too.
+    An exchange copies the row into a snapshot, and neighbours average from that memory. Snapshots are double-buffered,
+    with more buffers if several exchanges are in progress. A rank overwrites a snapshot when it has read the others'
+    rows of it and all readers of its own row have begun a later operation. All ranks call the same operations in the
+    same order, so the readers have finished too.
 
-    Weights that are lent are not copied: they live in a snapshot, and the step that mixes them writes the new ones into
-    the next. On CUDA they are copied all the same, since captured graphs know weights by their address.
+    Weights that are exchanged in place are not copied: they lie in a snapshot, and the step that averages them writes
+    the new weights into the next snapshot. On CUDA they are copied, because captured graphs hold addresses of weights.
 
-    An average of columns that lie in memory from :meth:`allocate` waits until all ranks came to it; then each rank
-    forms the mean of one share of the columns, adding in ascending order, writes it into everyone's row, and waits
-    until all have. Other tensors go through a staging area.
+    An average of columns in memory from :meth:`allocate` waits until all ranks have begun it. Then each rank averages
+    one share of the columns, added in ascending order, writes it into the rows of all ranks, and waits for the others.
+    Other tensors are copied through a staging area.
 
     Args:
-        group: the process group, for setting up.
-        memory: how ranks reach each other's buffers.
-        timeout: seconds that a rank which lives may let the others wait; one that is gone is noticed at once.
-        description: see :class:`Communicator`.
+        group: a process group, used only for setting up; None is the default group.
+        memory: the shared memory.
+        timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
+        transport: the first words of ``description``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, memory: Memory, timeout: float, description: str) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, memory: Memory, timeout: float, transport: str) -> None:
+        group = default_group(group)
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
         self._coordinator = Coordinator(group, timeout)
         self._memory = memory
         self.rank, self.num_learners = self._coordinator.rank, self._coordinator.num_ranks
         self.learners = (self.rank,)
-        self.description = description
+        self.description = f"{transport}, {self.num_learners} ranks"
         self._shared: dict[int, _Shared] = {}
-        self._num_shared = 0
+        self._numbers = count()  # of shared buffers
         self._pending: deque[_Average] = deque()
-        own, views = self._allocate(STAGING_BYTES)
-        self._staging: list[Tensor] = [own if view is None else view for view in views]
+        self._staging = self._allocate(STAGING_BYTES)
         self._snapshots: dict[_Kind, list[_Snapshot]] = {}
-        self._next: dict[_Kind, _Snapshot] = {}  # where weights that are lent live, until they are lent again
+        self._next: dict[_Kind, _Snapshot] = {}  # where weights lie between two exchanges in place
 
     @override
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        own, views = self._allocate(num_bytes)
-        number = self._num_shared
-        self._num_shared += 1
+        buffers = self._allocate(num_bytes)
+        own, number = buffers[self.rank], next(self._numbers)
+        views = [None if buffer is own else buffer for buffer in buffers]
         self._shared[number] = _Shared(own.data_ptr(), num_bytes, views)
-        # The others' memory is held exactly as long as one's own, so that a layout that was given up is freed.
+        # The others' buffers are unmapped when this rank's buffer is freed.
         weakref.finalize(own.untyped_storage(), self._shared.pop, number, None).atexit = False
         return own[:num_bytes].view(dtype).view(shape)
 
@@ -110,16 +113,16 @@ class SegmentCommunicator(Communicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Learners are added in ascending order. Of shared memory nothing waits here."""
+        """Learners are added in ascending order. ``wait`` computes an average in shared memory."""
         if self.num_learners == 1:
             return Done()
-        self.bytes_sent += all_reduce_bytes(rows.numel() * rows.element_size(), self.num_learners)
+        self.bytes_sent += all_reduce_bytes(rows.nbytes, self.num_learners)
         found = self._find(rows)
         if found is None:
             for _, staged in self._staged(f"average{at(step)}", rows, comes_back=True):
                 average_share_([area.view(rows.dtype) for area in staged], self.rank)
             return Done()
-        if len(self._pending) >= NUM_TEXTS // 2:  # the others must still be able to read what they came to
+        if len(self._pending) >= NUM_TEXTS // 2:  # the others must still be able to read its text
             self.complete(self._pending[0].number)
         where, columns = found
         self._memory.publish()
@@ -130,28 +133,28 @@ class SegmentCommunicator(Communicator):
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        weights, plan = weights_LP[0], topology.round(step, self.rank, self.num_learners)
+        weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
         if self.num_learners == 1:
-            return _SnapshotExchange(self, -1, weights, plan, _Snapshot([weights]))
+            return _SnapshotExchange(self, -1, weights, round_, _Snapshot([weights]))
         self._note_used()
         snapshot = self._free_snapshot(weights)
-        return _SnapshotExchange(self, self._publish(weights, plan, snapshot, step), weights, plan, snapshot)
+        return _SnapshotExchange(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
 
     @override
     def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        weights, plan = weights_LP[0], topology.round(step, self.rank, self.num_learners)
+        weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
         if self.num_learners == 1 or weights.is_cuda:
             return self.exchange(weights_LP, topology, step)
         self._note_used()
         snapshot = self._next.pop(_kind_of(weights), None) or self._free_snapshot(weights)
-        return _InPlaceExchange(self, self._publish(weights, plan, snapshot, step), weights, plan, snapshot)
+        return _InPlaceExchange(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
 
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
-        """Two that take the mean of both form half of it each, where both weights lie."""
+        """If all learners average in pairs, each of the two writes one half of the mean into both rows."""
         found = self._find(weights_LP)
         rounds = topology.rounds(step, self.num_learners)
-        if found is None or not all(map(_has_at_most_a_partner, rounds)):  # on all ranks alike
+        if found is None or not all(map(_is_pair_or_idle, rounds)):  # the same on all ranks
             super().mix_(weights_LP, topology, step)
             return
         self._complete_all()
@@ -160,12 +163,12 @@ class SegmentCommunicator(Communicator):
         number = self._coordinator.arrive(f"the average in pairs of {size_of(weights_LP)} at step {step} {where}")
         partners = rounds[self.rank].sources
         for partner in partners:
-            self.arrived([partner], number)
+            self._coordinator.await_arrived([partner], number)
             average_half_(columns[self.rank], columns[partner], lower=self.rank < partner)
-            self.bytes_sent += weights_LP.numel() * weights_LP.element_size()
+            self.bytes_sent += weights_LP.nbytes
         self._memory.publish()
         self._coordinator.finish(number)
-        self._finished(number, partners)
+        self._coordinator.await_finished(number, partners)
 
     @override
     def gather(self, values: Tensor) -> Tensor:
@@ -179,92 +182,65 @@ class SegmentCommunicator(Communicator):
             begin += len(piece)
         return result
 
-    # --- for the works ---------------------------------------------------------------------------------------------
-
     def complete(self, number: int) -> None:
-        """Finish the averages that were started, up to an operation, and what others need of later ones already."""
-        meeting = self._coordinator
-        while self._pending and (self._pending[0].number <= number or meeting.have_arrived(self._pending[0].number)):
-            work = self._pending[0]
-            self.arrived(range(self.num_learners), work.number)
-            average_share_(work.columns, self.rank)
+        """Finish the averages up to an operation, and the later ones that all ranks have begun."""
+        coordinator, pending = self._coordinator, self._pending
+        while pending and (pending[0].number <= number or coordinator.have_arrived(pending[0].number)):
+            coordinator.await_arrived(range(self.num_learners), pending[0].number)
+            average_share_(pending[0].columns, self.rank)
             self._memory.publish()
-            meeting.finish(work.number)
-            self._pending.popleft()
-        self._finished(number)
+            coordinator.finish(pending[0].number)
+            pending.popleft()
+        coordinator.await_finished(number)
 
-    def arrived(self, ranks: Sequence[int], number: int) -> None:
-        """Return when what these ranks gave to an operation can be read."""
-        self._coordinator.await_arrived(ranks, number)
-        for rank in ranks:
-            self._memory.follow(rank)
-
-    def next_place(self, weights: Tensor) -> Tensor:
-        """Where weights that are lent live on, and where the next time finds them."""
-        snapshot = self._next[_kind_of(weights)] = self._free_snapshot(weights)
-        return snapshot.views[self.rank]
-
-    def take_back(self, weights: Tensor, snapshot: _Snapshot) -> None:
-        """Weights that were lent for nothing are where they were."""
-        self._next[_kind_of(weights)] = snapshot
-
-    # --- parts -----------------------------------------------------------------------------------------------------
-
-    def _publish(self, weights: Tensor, plan: Round, snapshot: _Snapshot, step: int) -> int:
+    def _publish(self, weights: Tensor, round_: Round, snapshot: _Snapshot, step: int) -> int:
         own = snapshot.views[self.rank]
-        if plan.destinations and own.data_ptr() != weights.data_ptr():
+        if round_.destinations and own.data_ptr() != weights.data_ptr():
             own.copy_(weights)
         self._memory.publish()
         number = self._coordinator.arrive(f"the exchange of {size_of(weights)} at step {step}")
-        snapshot.readers = plan.destinations
-        self.bytes_sent += len(plan.destinations) * weights.numel() * weights.element_size()
+        snapshot.readers = round_.destinations
+        self.bytes_sent += len(round_.destinations) * weights.nbytes
         return number
 
     def _complete_all(self) -> None:
         if self._pending:
             self.complete(self._pending[-1].number)
 
-    def _finished(self, number: int, ranks: Sequence[int] | None = None) -> None:
-        ranks = self._coordinator.others if ranks is None else ranks
-        self._coordinator.await_finished(number, ranks)
-        for rank in ranks:
-            self._memory.follow(rank)
-
-    def _allocate(self, num_bytes: int) -> tuple[Tensor, list[Tensor | None]]:
-        """A buffer of this rank, zeros, and those of all others. Collective."""
-        self._complete_all()  # to be through with this is to be through with all before
-        num_bytes = max(num_bytes, 1)  # what is empty cannot be mapped
+    def _allocate(self, num_bytes: int) -> list[Tensor]:
+        """Allocate a buffer of zeros on each rank, and return the buffers of all ranks. Collective."""
+        self._complete_all()  # because finishing this operation declares all earlier ones finished
+        num_bytes = max(num_bytes, 1)  # an empty file cannot be mapped
         own, handle = self._memory.allocate(num_bytes)
         number = self._coordinator.arrive(f"the allocation of {num_bytes} bytes", handle)
         self._coordinator.await_arrived(range(self.num_learners), number)
-        views: list[Tensor | None] = [None] * self.num_learners
+        views = [own] * self.num_learners
         for rank in self._coordinator.others:
             handle = self._coordinator.handle_of(rank)
             try:
                 views[rank] = self._memory.open(self._coordinator.pids[rank], handle, num_bytes)
-            except (OSError, ValueError) as error:  # it came, and died before it was read
-                self._coordinator.lose(rank, number, error)
+            except (OSError, ValueError) as error:  # the rank died after it arrived
+                self._coordinator.fail_to_read(rank, number, error)
         self._coordinator.finish(number)
         self._coordinator.await_finished(number)
-        return own, views
+        return views
 
     def _note_used(self) -> None:
+        """Mark the snapshots that were handed out as used: a mixture is used before the next exchange starts."""
         for snapshots in self._snapshots.values():
             for one in snapshots:
-                if one.is_handed_out:  # and used by now: a mixture is used before the next exchange starts
+                if one.is_handed_out:
                     one.is_handed_out, one.used = False, self._coordinator.num_operations
 
     def _free_snapshot(self, like: Tensor) -> _Snapshot:
-        """One that nobody reads any more, now under way; a new one, made by all ranks alike, where there is none."""
+        """Return a snapshot that no rank reads, and mark it as in progress. Without one, all ranks make a new one."""
         now = self._coordinator.num_operations
         known = self._snapshots.setdefault(_kind_of(like), [])
-        # What was read until this very operation is not free: its readers would wait for us, and we for them.
+        # A snapshot that was read until this very operation is not free: its readers and this rank would deadlock.
         free = [one for one in known if one.used is not None and one.used < now]
         if free:
             snapshot = min(free, key=lambda one: one.used or 0)
             self._coordinator.await_passed(snapshot.readers, snapshot.used or 0)
-            for reader in snapshot.readers:
-                self._memory.follow(reader)
         else:
             new = [self._new_snapshot(like) for _ in range(1 if known else 2)]
             known += new
@@ -273,13 +249,12 @@ class SegmentCommunicator(Communicator):
         return snapshot
 
     def _new_snapshot(self, like: Tensor) -> _Snapshot:
-        """In a storage of its own: whoever saves a parameter saves all that its storage holds."""
-        own, views = self._allocate(like.numel() * like.element_size())
-        return _Snapshot([(own if view is None else view)[: like.nbytes].view(like.dtype) for view in views], used=-1)
+        """Allocate a snapshot. It has its own storage, because saving a parameter saves its whole storage."""
+        return _Snapshot([view[: like.nbytes].view(like.dtype) for view in self._allocate(like.nbytes)], used=-1)
 
     def _find(self, rows: Tensor) -> tuple[str, list[Tensor]] | None:
-        """Where in a shared buffer a row lies, and the same columns of all ranks; None where in none."""
-        first, num_bytes = rows.data_ptr(), rows.numel() * rows.element_size()
+        """Return the place of a row in a shared buffer, as text, and the same columns of all ranks; else None."""
+        first, num_bytes = rows.data_ptr(), rows.nbytes
         for number, shared in self._shared.items():
             start = first - shared.start
             if start >= 0 and start + num_bytes <= shared.num_bytes and num_bytes > 0:
@@ -291,9 +266,9 @@ class SegmentCommunicator(Communicator):
         return None
 
     def _staged(self, what: str, rows: Tensor, *, comes_back: bool = False) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Piece by piece, as bytes: one's own, and the same of every rank in the staging area. Collective.
+        """Yield pieces of ``rows`` as bytes, each with the same piece of every rank in the staging area. Collective.
 
-        Where it ``comes_back``, one's own becomes what all together made of it there.
+        With ``comes_back`` each piece of ``rows`` is then overwritten with this rank's staged piece.
         """
         self._complete_all()
         own = rows.view(-1).view(torch.uint8)
@@ -302,11 +277,11 @@ class SegmentCommunicator(Communicator):
             staged[self.rank].copy_(piece)
             self._memory.publish()
             number = self._coordinator.arrive(f"a piece of {len(piece)} bytes of the {what} of {size_of(rows)}")
-            self.arrived(range(self.num_learners), number)
+            self._coordinator.await_arrived(range(self.num_learners), number)
             yield piece, staged
             self._memory.publish()
             self._coordinator.finish(number)
-            self._finished(number)
+            self._coordinator.await_finished(number)
             if comes_back:
                 piece.copy_(staged[self.rank])
 
@@ -328,7 +303,7 @@ class _SnapshotExchange(PeerExchange):
 
     @override
     def received(self) -> Mapping[int, Tensor]:
-        self._comm.arrived(self._round.sources, self._number)
+        self._comm._coordinator.await_arrived(self._round.sources, self._number)
         self._snapshot.is_handed_out = True
         return {source: self._snapshot.views[source] for source in self._round.sources}
 
@@ -342,14 +317,15 @@ class _InPlaceExchange(_SnapshotExchange):
     def mixture(self) -> WeightAverage:
         mixture = super().mixture()
         assert isinstance(mixture, Mixture)
-        return replace(mixture, out=self._comm.next_place(self._weights))
+        snapshot = self._comm._next[_kind_of(self._weights)] = self._comm._free_snapshot(self._weights)
+        return replace(mixture, out=snapshot.views[self._comm.rank])
 
     @override
     def abandon(self) -> None:
-        self._comm.take_back(self._weights, self._snapshot)
+        self._comm._next[_kind_of(self._weights)] = self._snapshot
 
 
-def _has_at_most_a_partner(plan: Round) -> bool:
-    """Idle, or half and half with one who does the same."""
-    half = plan.self_weight == 0.5 and plan.weights == (0.5,) and plan.sources == plan.destinations
-    return half or (not plan.sources and not plan.destinations)
+def _is_pair_or_idle(round_: Round) -> bool:
+    """Whether a learner is idle, or averages half and half with one learner that does the same."""
+    half = round_.self_weight == 0.5 and round_.weights == (0.5,) and round_.sources == round_.destinations
+    return half or (not round_.sources and not round_.destinations)

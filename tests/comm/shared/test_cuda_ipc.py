@@ -1,4 +1,4 @@
-"""Device memory between GPUs: with a stand-in for CUDA's handles on the CPU, and with two processes on one GPU."""
+"""Device memory shared between processes: with replaced CUDA calls on the CPU, and with two processes on one GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ddpcore.comm.shared.cuda_ipc import CudaMemory
 from helpers import ranks
 
 
-def test_what_is_done_before_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The stream is waited for after the zeros and before each flag; a handle loses only the device it came from.
+def test_the_stream_is_synchronized_before_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Allocation and ``publish`` synchronize the stream. A handle is passed on without the device of its owner.
 
-    A process that ends by ``os._exit`` leaves no file of torch's behind.
+    ``forget`` removes torch's counter files of this process and no others.
     """
     calls: list[Any] = []
     monkeypatch.setattr(ipc, "_synchronize", lambda device: calls.append("synchronize"))
@@ -43,12 +43,12 @@ def test_what_is_done_before_a_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "torch_of_another").touch()
     ipc.forget()
     assert [path.name for path in tmp_path.iterdir()] == ["torch_of_another"]
-    ipc.forget()  # once is enough
+    ipc.forget()  # a second call does nothing
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_ranks(device: str) -> None:
-    """Every call of the connection, with weights and gradients where the other reads and writes them."""
+    """Every method of the connection, with weights and gradients in shared memory."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip(f"torch {torch.__version__} sees no CUDA device")
     before = set(os.listdir("/dev/shm"))

@@ -1,4 +1,4 @@
-"""Counters in shared memory: the compiled ones and their stand-in."""
+"""Counters in shared memory: the compiled class and the polling class."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_values(make: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 5])
-def test_values_wrap_round(make: Any, value: int) -> None:
+def test_values_wrap_around(make: Any, value: int) -> None:
     one = make(memory())
     one.post(0, value)
     assert one.read(0) == value % 2**32
@@ -57,7 +57,7 @@ def test_no_such_flag(make: Any) -> None:
 
 
 def test_other_threads_run_during_a_wait(make: Any) -> None:
-    """The thread that posts needs the GIL, which a wait must not hold."""
+    """The thread that posts needs the GIL, so a wait must release it."""
     one = make(memory())
     poster = threading.Thread(target=lambda: (time.sleep(0.05), one.post(0, 1)))
     poster.start()
@@ -76,7 +76,7 @@ def _answer(shared: mmap.mmap, make: Any, rounds: int) -> None:
 
 
 def test_two_processes_take_turns(make: Any) -> None:
-    """No wake-up is lost, and what was written before a flag is seen after it."""
+    """No wake-up is lost, and data written before a flag is visible after it."""
     shared, rounds = memory(), 300
     child = multiprocessing.get_context("fork").Process(target=_answer, args=(shared, make, rounds))
     child.start()

@@ -1,6 +1,6 @@
-"""Ranks that share memory: the same bits as over a process group, and what happens where not all do well.
+"""Ranks that share memory: the same bits as over a process group, and the errors of dead, late and wrong ranks.
 
-The trials, and what each rank does in them, are in helpers/shared_memory_ranks.py.
+The functions that the ranks run are in helpers/shared_memory_ranks.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_same_bits_as_over_the_process_group(world_size: int, outcome: Callable[
 def test_a_rank_that_is_gone_is_named(
     function: Any, world_size: int, lost: int, operation: str, outcome: Callable[..., Outcome]
 ) -> None:
-    """By all others, though some wait only for ranks that live. The timeout is a minute: it was not waited for."""
+    """By all other ranks, also those that wait only for living ranks, and long before the timeout of a minute."""
     seen = outcome(function, world_size)
     assert seen[lost] == ((0 if function is trials.leaves else KILLED), "")
     for rank, (status, output) in enumerate(seen):
@@ -75,7 +75,7 @@ def test_a_rank_that_is_gone_is_named(
             assert operation in output
 
 
-def test_a_rank_that_does_not_come_is_named(outcome: Callable[..., Outcome]) -> None:
+def test_a_rank_that_does_not_arrive_is_named(outcome: Callable[..., Outcome]) -> None:
     for _, output in [outcome(trials.stays_away, 3)[rank] for rank in (0, 2)]:
         assert "rank 1 did not arrive within 1 s at operation 4, the exchange of 5000 float32 at step 1" in output
 
@@ -84,21 +84,21 @@ def test_a_slow_rank_is_waited_for(outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.is_slow, 3) == [(0, "[1.0]\n")] * 3
 
 
-@pytest.mark.parametrize("call", ["exchange", "lend"])
-def test_a_slow_reader_reads_what_it_was_given(call: str, outcome: Callable[..., Outcome]) -> None:
+@pytest.mark.parametrize("call", ["exchange", "exchange_in_place"])
+def test_a_slow_reader_reads_the_row_of_its_step(call: str, outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.reads_slowly, 2, call)[1] == (0, f"{[[float(step)] for step in range(6)]}\n")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_weights_that_are_lent_need_no_copy(world_size: int, outcome: Callable[..., Outcome]) -> None:
+def test_weights_exchanged_in_place_need_no_copy(world_size: int, outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.lends, world_size) == [(0, "2\n")] * world_size
 
 
-def test_a_gradient_that_one_rank_misses(outcome: Callable[..., Outcome]) -> None:
+def test_a_gradient_that_one_rank_does_not_have(outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.misses_a_gradient, 3) == [(0, "shm True\npg True\npg True\nTrue\n")] * 3
 
 
-def test_a_group_that_was_taken_out_and_a_saved_model(outcome: Callable[..., Outcome]) -> None:
+def test_a_removed_parameter_group_and_a_saved_model(outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.freezes_and_saves, 2) == [(0, "True\n")] * 2
 
 
@@ -112,7 +112,7 @@ def test_other_calls_are_named(outcome: Callable[..., Outcome]) -> None:
         assert "an average of 5000 float32" in output and "the exchange of 5000 float32 at step 1" in output
 
 
-def test_ranks_that_cannot_share_are_told_so(outcome: Callable[..., Outcome]) -> None:
+def test_ranks_that_cannot_share_memory(outcome: Callable[..., Outcome]) -> None:
     why = "shared memory does not connect these ranks: rank 1 cannot open the memory of another (not yours)"
     for status, output in outcome(trials.is_refused, 2):
         taken, refused = output.splitlines()
@@ -123,13 +123,13 @@ def test_ranks_that_cannot_share_are_told_so(outcome: Callable[..., Outcome]) ->
         assert "the 3 ranks are on 2 hosts: use --transport pg" in output
 
 
-def test_what_is_given_up_is_freed(outcome: Callable[..., Outcome]) -> None:
+def test_unused_memory_is_freed(outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.frees, 2) == [(0, "freed\n")] * 2
 
 
 @pytest.mark.parametrize("trial", [one for one in trials.TRIALS if one[0] is trials.is_killed_somewhere])
 def test_killed_at_any_moment(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
-    """Those that live say so and end; nothing had to be ended, and the fixture finds nothing left behind."""
+    """The other ranks raise and end by themselves. The fixture checks that no file remains."""
     seen = outcome(*trial)
     assert seen[1][0] == KILLED
     for status, output in seen:
@@ -143,7 +143,7 @@ def test_killed_at_any_moment(trial: tuple[Any, ...], outcome: Callable[..., Out
     ids=lambda trial: "-".join(map(str, trial[1:])),
 )
 def test_ranks_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
-    """On every rank and over every transport: the check is made before there is one."""
+    """On every rank and over every transport, because the check runs before the ranks connect."""
     facts = {
         "shape": "parameter 0.weight is float32 [8, 5] on rank 1 and float32 [7, 5] on rank 0",
         "dtype": "parameter 0.weight is float64 [7, 5] on rank 1",
@@ -160,13 +160,13 @@ def test_ranks_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[.
         assert facts[trial[2]] in output
 
 
-# --- parts that need no other rank -------------------------------------------------------------------------------
+# --- without other ranks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numel", [1, 15, 64, 65, 1000, 3 * CHUNK + 7])
 @pytest.mark.parametrize("num_rows", [2, 3, 5])
 def test_shares_make_up_the_mean(numel: int, num_rows: int) -> None:
-    """Every element once, added in ascending order, also where there is less than a share for each; 16 bits in fp32."""
+    """Each element is averaged once, in ascending order, also if some shares are empty; 16 bits are added in fp32."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         rows = torch.randn(num_rows, numel).to(dtype)
         wide = rows.float() if dtype == torch.bfloat16 else rows
@@ -189,4 +189,4 @@ def test_a_segment_is_nameless_and_private() -> None:
     assert own.eq(3).all()
     del own
     assert not os.path.exists(path)
-    assert other.eq(3).all(), "a reader keeps what it reads"
+    assert other.eq(3).all(), "a reader keeps its mapping"
