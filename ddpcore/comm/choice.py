@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from ddpcore.options.typed import check_choice
-
 BACKENDS = ("auto", "nccl", "gloo", "virtual")
 TRANSPORTS = ("auto", "shm", "ipc", "pg")
 
@@ -31,7 +29,8 @@ def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: in
     Raises:
         ValueError: the requested backend cannot run here; the message names the flag that helps.
     """
-    check_choice("backend", requested, BACKENDS)
+    if requested not in BACKENDS:
+        raise ValueError(f"backend is {requested!r}: choose from {', '.join(BACKENDS)}")
     if requested == "nccl" and device != "cuda":
         raise ValueError("--backend nccl needs a GPU for each rank and the model is on the CPU: use --backend gloo")
     if requested == "nccl" and num_gpus < world_size:
@@ -68,7 +67,8 @@ def choose_transport(requested: str, *, world_size: int, device: str, num_hosts:
     Raises:
         ValueError: the requested transport cannot connect these ranks; the message names the flag that helps.
     """
-    check_choice("transport", requested, TRANSPORTS)
+    if requested not in TRANSPORTS:
+        raise ValueError(f"transport is {requested!r}: choose from {', '.join(TRANSPORTS)}")
     for name, wanted in (("shm", "cpu"), ("ipc", "cuda")):
         if requested == name and device != wanted:
             raise ValueError(

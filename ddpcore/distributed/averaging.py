@@ -55,7 +55,7 @@ def average_buffers(model: nn.Module, comm: Communicator) -> None:
     """Overwrite floating-point buffers with their mean over the ranks. Collective."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            rows = row_of(buffer).repeat(len(comm.learners), 1)  # equal for all learners of a rank
+            rows = rows_of(buffer, comm)
             comm.average_(rows).wait()
             buffer.data = rows[0].view(buffer.shape)
 
@@ -135,6 +135,6 @@ def _set_statistics(norm: _BatchNorm, moments: Tensor | None, comm: Communicator
         norm.running_var.copy_(squares / (num - 1).clamp(min=1))
 
 
-def row_of(buffer: Tensor) -> Tensor:
-    """A buffer of any shape and strides as one contiguous row ``[1, n]``: a view if the buffer is contiguous."""
-    return buffer.contiguous().view(1, -1)
+def rows_of(buffer: Tensor, comm: Communicator) -> Tensor:
+    """``[L, n]``: the elements of a buffer, as one row for each learner of this rank. The rows are equal."""
+    return buffer.contiguous().view(1, -1).repeat(len(comm.learners), 1)

@@ -17,7 +17,7 @@ from ddpcore.comm.link import Link
 from ddpcore.comm.process import ProcessGroupCommunicator, default_group
 from ddpcore.comm.shared.host import TIMEOUT_SECONDS
 from ddpcore.comm.virtual import VirtualCommunicator
-from ddpcore.distributed.averaging import row_of
+from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.hooks import Distributed, HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.parameters.flat import FlatParameters, MiB
@@ -173,7 +173,7 @@ def _start_alike(model: nn.Module, learner: Learner, vectorize: bool | str | Non
 
 def _first_of(tensor: Tensor, comm: Communicator) -> Tensor:
     """Learner 0's values of a tensor that is no part of the flat buffer."""
-    rows = row_of(tensor).repeat(len(comm.learners), 1)  # alike for all learners of a rank
+    rows = rows_of(tensor, comm)
     comm.broadcast_(rows)
     return rows[0].view(tensor.shape)
 

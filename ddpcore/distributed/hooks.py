@@ -28,7 +28,6 @@ from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.state_sync import StateSync
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
-from ddpcore.options.typed import check_choice
 from ddpcore.parameters.buckets import GradientBuckets
 from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.base import Strategy
@@ -73,7 +72,8 @@ class Distributed:
         Raises:
             ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
         """
-        check_choice("batch_norm", batch_norm, BATCH_NORM)
+        if batch_norm not in BATCH_NORM:
+            raise ValueError(f"batch_norm is {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
         if (batch_norm == "recalibrate") != (batches is not None):
             raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
         model = self._copy(batch_norm)

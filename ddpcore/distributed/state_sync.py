@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcore.options.typed import check_choice
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.push_sum import PushSum
@@ -50,7 +49,8 @@ class Policies:
     def __post_init__(self) -> None:
         for field in fields(self):
             allowed = {"scaler": (KEEP, AVERAGE, RESET), "rng": (KEEP, RESET)}.get(field.name, _NUMBERS)
-            check_choice(f"policy {field.name}", getattr(self, field.name), allowed)
+            if (value := getattr(self, field.name)) not in allowed:
+                raise ValueError(f"policy {field.name} is {value!r}: choose from {', '.join(allowed)}")
 
     def check(self, strategy: Strategy, scaler: torch.amp.GradScaler | None) -> None:
         """Raise ValueError if a policy needs neighbours or a scaler that are missing."""

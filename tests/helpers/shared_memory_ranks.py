@@ -172,6 +172,18 @@ def is_refused(rank: int) -> None:
         print(handle.comm.description)
 
 
+def lacks_flags(rank: int) -> None:
+    """Rank 1 cannot make flags, as on a processor without the compiled library: auto takes the process group."""
+
+    def refuse(buffer: object) -> None:
+        raise ImportError("no flags")
+
+    if rank == 1:
+        ddpcore.comm.shared.coordination.Flags = refuse
+    model = nn.Linear(5, 3)
+    print(ddpcore.distribute(model, FusedSGD(model.parameters()), ddpcore.SSGD()).comm.description)
+
+
 def is_on_another_host(rank: int) -> None:
     ddpcore.comm.shared.coordination.host_id = lambda: f"host {rank % 2}"
     connect()
@@ -285,6 +297,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (calls_something_else, 3),
     (is_refused, 2),
     (is_on_another_host, 3),
+    (lacks_flags, 2),
     (frees, 2),
     *((trains, world_size) for world_size in (1, 2, 3, 6)),
     *((is_killed_somewhere, 3, seed) for seed in range(12)),

@@ -73,7 +73,7 @@ class Coordinator:
         why, address = "", _ControlAddress(host_id(), os.getpid(), -1, token)
         try:
             address = self._create(address)
-        except (OSError, AttributeError, ImportError) as error:  # AttributeError: no memfd_create on this system
+        except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
             why = f"rank {self.rank} cannot make shared memory ({error})"
         addresses = gather_objects(group, address)
         hosts = {other.host for other in addresses}
@@ -85,7 +85,7 @@ class Coordinator:
             if not why:
                 self._controls = [self._open(rank, other) for rank, other in enumerate(addresses)]
                 self._flags = [Flags(control) for control in self._controls]
-        except OSError as error:
+        except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
         reasons = [reason for reason in gather_objects(group, why) if reason]
         if reasons:

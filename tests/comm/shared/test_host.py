@@ -121,6 +121,10 @@ def test_ranks_that_cannot_share_memory(outcome: Callable[..., Outcome]) -> None
         assert refused == f"Unreachable: {why}: use --transport pg"
     for _, output in outcome(trials.is_on_another_host, 3):
         assert "the 3 ranks are on 2 hosts: use --transport pg" in output
+    for status, output in outcome(trials.lacks_flags, 2):
+        assert status == 0
+        assert "gloo (shared memory does not connect these ranks: rank 1 cannot open" in output
+        assert "(no flags)" in output
 
 
 def test_unused_memory_is_freed(outcome: Callable[..., Outcome]) -> None:
