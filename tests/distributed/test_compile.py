@@ -48,7 +48,7 @@ def trained(strategy: ddpcore.Strategy, compiled: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled", [wrapped, in_place])
-@pytest.mark.parametrize("order", ["ssgd", *ddpcore.strategies.ORDERS])
+@pytest.mark.parametrize("order", ["ssgd", *ddpcore.strategies.dpsgd.ORDERS])
 def test_compile_first(order: str, compiled: Any) -> None:
     """Whole graphs give the bits of a model that is not compiled. combine_then_adapt changes weights in the hook."""
     strategies = [ddpcore.SSGD() if order == "ssgd" else ddpcore.DPSGD(ddpcore.Ring(), order=order) for _ in range(2)]

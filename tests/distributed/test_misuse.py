@@ -158,9 +158,9 @@ def test_handles_are_freed(make_strategy: Any) -> None:
 @pytest.mark.parametrize(
     ("make_strategy", "options", "message"),
     [
-        (lambda: ddpcore.DPSGD(ddpcore.topology.Hypercube()), {}, "power of two"),
-        (lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.topology.Hypercube())), {}, "power of two"),
-        (lambda: ddpcore.PushSum(ddpcore.topology.Hypercube()), {}, "power of two"),
+        (lambda: ddpcore.DPSGD(ddpcore.Hypercube()), {}, "power of two"),
+        (lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Hypercube())), {}, "power of two"),
+        (lambda: ddpcore.PushSum(ddpcore.Hypercube()), {}, "power of two"),
         (ddpcore.SSGD, {"policies": ddpcore.Policies(momentum="gossip")}, "gossip needs neighbours"),
         (ddpcore.SSGD, {"policies": ddpcore.Policies(scaler="average")}, "needs the scaler"),
         (ddpcore.SSGD, {"vectorize": "fast"}, "unknown vectorize"),
