@@ -1,4 +1,4 @@
-"""The options of a bench run as one frozen value, and that value resolved on a machine."""
+"""The options of a bench as a frozen dataclass, and its resolution on a machine."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ddpcore.training.config import DEVICES
 
 DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
 BASELINES = (Single.name, DDP.name)
-SHARED = (  # fields that a TrainConfig has, too
+SHARED = (  # fields that TrainConfig has too
     "model", "dataset", "data_dir", "download", "normalize", "augment", "batch_size", "steps", "lr", "topology", "seed",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a command, whose docstrings are the command's description.
+    """Options of a command. The docstring of a subclass is the description of its command.
 
-    The constructor checks everything that can be known before data are read or ranks start.
+    The constructor checks all that can be checked before data are read or ranks start.
 
     Raises:
         ValueError: one line that says what is wrong and what to do.
@@ -49,7 +49,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(Options):
-    """Train one model with several strategies, interleaved, and print what each costs and reaches."""
+    """Train one model with several strategies, interleaved, and print the speed and the loss of each."""
 
     world_size: int | None = option(None, "number of learners (4, or torchrun's)", least=1)
     strategies: tuple[str, ...] | None = option(
@@ -83,22 +83,20 @@ class BenchConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, hints in (
-            ("model_options", MODELS.hints(self.model)),
-            ("dataset_options", DATASETS.hints(self.dataset)),
-        ):
+        model_hints, dataset_hints = MODELS.hints(self.model), DATASETS.hints(self.dataset)
+        for name, hints in (("model_options", model_hints), ("dataset_options", dataset_hints)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, fitted(flag(name), getattr(self, name), hints))
         for name in (*(self.strategies or DEFAULT_STRATEGIES), DPSGD.name):  # dpsgd has options on the command line
             self.train_config(name)
 
     def train_config(self, strategy: str, **more: Any) -> TrainConfig:
-        """The training run of one strategy. ``more`` are fields of it that depend on the machine, such as ``learners``.
+        """The training run of one strategy; ``more`` are fields that depend on the machine, such as ``learners``.
 
-        Baselines take torch's SGD, which a user would otherwise run, and the other strategies ddpcore's.
+        Baselines use torch's SGD, as users of torch do; the other strategies use ddpcore's.
 
         Raises:
-            ValueError: the options do not go together.
+            ValueError: the options do not fit together.
         """
         values = {name: getattr(self, name) for name in ("period", "order", "staleness", "compression")}
         values["std"] = self.noise_std
@@ -119,24 +117,24 @@ class BenchConfig(Options):
 
 
 def fitted(name: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with the types of their hints; one number may stand for a list of one.
+    """Options with the types of their hints; a single number becomes a list of one if the hint is a list.
 
-    Options without a hint pass through; what they are options of refuses them.
+    Unknown options pass through; the builder rejects them.
 
     Raises:
-        ValueError: a value is of another type.
+        ValueError: a value has another type.
     """
-    found = {}
+    found = dict(given)
     for key, value in given.items():
-        is_single = get_origin(hints.get(key)) is tuple and type(value) in (int, float)
-        value = (value,) if is_single else value
-        found[key] = typed(f"{name} {key}", value, hints[key]) if key in hints else value
+        if key in hints:
+            is_single = get_origin(hints[key]) is tuple and type(value) in (int, float)
+            found[key] = typed(f"{name} {key}", (value,) if is_single else value, hints[key])
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """A config with everything that depends on the machine resolved: every rank is given the same.
+    """A config in which all that depends on the machine is resolved; every rank receives the same.
 
     Attributes:
         transport: None for virtual learners.
@@ -173,17 +171,24 @@ class ResolvedConfig:
         return self.config.train_config(strategy, **{**here, **more})
 
 
+def resolve_device(device: str, num_gpus: int) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is cuda if there is a GPU.
+
+    Raises:
+        ValueError: cuda was requested and there is no GPU.
+    """
+    if device == "cuda" and not num_gpus:
+        raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU: use --device cpu")
+    return ("cuda" if num_gpus else "cpu") if device == "auto" else device
+
+
 def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: int = 1) -> ResolvedConfig:
     """Choose the device, the connection and the strategies, and check that topology and batch fit the world size.
 
     Raises:
         ValueError: they do not fit, or this machine does not have what was requested.
     """
-    device = config.device
-    if device == "auto":
-        device = "cuda" if num_gpus else "cpu"
-    if device == "cuda" and not num_gpus:
-        raise ValueError("--device cuda: torch sees no GPU: use --device cpu")
+    device = resolve_device(config.device, num_gpus)
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)
     if choice.backend == "gloo" and device == "cuda" and num_gpus < world_size:
         raise ValueError(f"--backend gloo: {world_size} ranks would share {num_gpus} GPU: use --backend virtual")
@@ -199,7 +204,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         if config.strategies is not None:
             raise ValueError("ddp needs real ranks: leave it out of --strategies, or use --backend gloo or nccl")
         chosen = tuple(name for name in chosen if name != DDP.name)
-        notes.append("ddp needs real ranks and is left out: its ratio is not known")
+        notes.append("ddp needs real ranks and is left out: the ratio to it is unknown")
     for name in chosen:
         strategy = config.train_config(name).make_strategy()
         if isinstance(strategy, Strategy):

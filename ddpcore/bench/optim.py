@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ddpcore.bench.config import Options
+from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.environment import check_memory
 from ddpcore.bench.implementations import COMPARISONS, OURS, Comparison, Implementation
 from ddpcore.bench.shapes import LISTS, USUAL
@@ -42,16 +42,10 @@ class OptimConfig(Options):
     device: str = option("auto", choices=DEVICES)
     dtype: str = option("float32", "of parameters and gradients", choices=tuple(DTYPES))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU: use --device cpu")
-
     @property
     def resolved_device(self) -> str:
-        """``cpu`` or ``cuda``."""
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        return automatic if self.device == "auto" else self.device
+        """``cpu`` or ``cuda``; see :func:`ddpcore.bench.config.resolve_device` for errors."""
+        return resolve_device(self.device, torch.cuda.device_count())
 
 
 def prepare(config: OptimConfig, torchrun: World | None) -> Callable[[], None]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.bench.command import publish
-from ddpcore.bench.config import Options
+from ddpcore.bench.config import Options, resolve_device
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.distributed.distribute import distribute
 from ddpcore.models import MODELS
@@ -50,12 +50,11 @@ class StatsConfig(Options):
             raise ValueError(f"--world-size is {self.world_size}: the estimate needs two batches, take at least 2")
         if self.device == "cuda" and self.backend != "virtual":
             raise ValueError("--device cuda is for learners that share a GPU: use --backend virtual")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU: use --device cpu")
+        resolve_device(self.device, torch.cuda.device_count())
 
 
 def prepare(config: StatsConfig, torchrun: World | None) -> Callable[[], None]:
-    """What starts the ranks; the config needs no further check."""
+    """A function that starts the ranks; the config needs no further check."""
     return lambda: launch.run(run_rank, (config,), world_size=config.world_size, backend=config.backend)
 
 

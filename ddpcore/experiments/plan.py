@@ -1,4 +1,4 @@
-"""The runs of a command, checked before anything is written."""
+"""The jobs of a command, checked before any file is written."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Job:
     """One row with one seed.
 
     Attributes:
-        row: its name.
+        row: name of the row.
         seed: of all random numbers.
-        config: with that seed.
+        config: with this seed.
         path: folder of the run.
-        ranks: number of processes that are started for it; 0 trains in the process that runs the study.
-        hosts: number of machines that the ranks stand for.
+        ranks: number of processes to start; 0 trains in the process that runs the study.
+        hosts: number of machines that the ranks emulate.
         in_namespaces: whether each host is a network namespace, see :mod:`ddpcore.experiments.hosts`.
         kill_rank: see :class:`ddpcore.experiments.study.Row`.
-        recovered: how ranks died, one text for each time that the run went on after it.
+        recovered: the error of each rank failure from which the run resumed.
     """
 
     row: str
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def place(self) -> str:
-        """Where its learners run, as text for the results."""
+        """Where the learners run, as text for the results."""
         if not self.ranks:
             learners = self.config.learners
             return "1 process" if learners == 1 else f"{learners} virtual learners of 1 process"
@@ -73,14 +73,14 @@ class RunPlan:
 
 
 class Datasets:
-    """Builds the data set of a config, and keeps the last one for runs that need the same."""
+    """Builds the data set of a config, and reuses the last one if the next run needs the same."""
 
     def __init__(self) -> None:
         self._key: Any = None
         self._dataset: Dataset | None = None
 
     def of(self, placement: LearnerPlacement) -> Dataset:
-        """The result of :func:`ddpcore.training.build.build_dataset`, which has the errors. Collective."""
+        """The data set; see :func:`ddpcore.training.build.build_dataset` for errors. Collective."""
         config = placement.config
         shape = MODELS.spec(config.model).input_shapes[:1] if config.dataset == "synthetic" else None
         key = shape, *(repr(getattr(config, name)) for name in _DATASET_FIELDS)
@@ -108,7 +108,7 @@ def make_plan(
         rows: names; None selects the rows of the scale.
         scale: one of :data:`ddpcore.experiments.study.SCALES`.
         overrides: fields of all rows.
-        first_seed: the seeds are consecutive numbers from here.
+        first_seed: the seeds are consecutive numbers from this one.
         num_seeds: None is the number of the study.
         world_size: rows with this number of learners run on real ranks.
 
@@ -117,14 +117,12 @@ def make_plan(
     """
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
-    ranks = {}
-    for row in chosen:
-        learners = configs[row.name].learners
-        ranks[row.name] = learners if row.ranks or learners == world_size else 0
-    if world_size is not None and world_size not in ranks.values():
-        counts = sorted({config.learners for config in configs.values()})
-        raise ValueError(f"--world-size is {world_size}: these rows have {', '.join(map(str, counts))} learners")
-    seeds = [first_seed + number for number in range(study.seeds[scale] if num_seeds is None else num_seeds)]
+    learners = {name: config.learners for name, config in configs.items()}
+    if world_size is not None and world_size not in learners.values():
+        counts = ", ".join(map(str, sorted(set(learners.values()))))
+        raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
+    ranks = {row.name: learners[row.name] if row.ranks or learners[row.name] == world_size else 0 for row in chosen}
+    seeds = list(range(first_seed, first_seed + (num_seeds or study.seeds[scale])))
     jobs = [
         Job(
             row=row.name,
@@ -153,10 +151,7 @@ def make_plan(
 
 def check_data(plan: RunPlan, datasets: Datasets) -> None:
     """Raise ValueError if data are missing or damaged, do not fit a row, or its ranks cannot run here."""
-    first_seed = plan.jobs[0].seed
-    for job in plan.jobs:
-        if job.seed != first_seed:
-            continue
+    for job in [job for job in plan.jobs if job.seed == plan.jobs[0].seed]:
         try:
             check_parts(job.config, datasets.of(LearnerPlacement.of(job.config, None)))
             backend_of(job)
@@ -186,7 +181,7 @@ def backend_of(job: Job) -> str:
     device = "cuda" if num_gpus and job.config.device != "cpu" else "cpu"
     choice = choose_backend("auto", world_size=max(1, job.ranks), device=device, num_gpus=num_gpus)
     if job.ranks and choice.backend == "virtual":
-        raise ValueError(f"it takes {job.ranks} ranks and {choice.reason}: run it with --set device=cpu")
+        raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set device=cpu")
     return choice.backend
 
 

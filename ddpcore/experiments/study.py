@@ -42,8 +42,7 @@ class Row:
     Attributes:
         name: unique in its study.
         study: the name of the study, or its file.
-        layers: fields of :class:`ddpcore.training.TrainConfig`; later layers override earlier ones.
-        scales: further layers for each scale.
+        layers: for each scale, fields of :class:`ddpcore.training.TrainConfig`; later layers override earlier ones.
         published: numbers of the source, by metric.
         about: a description, where the name is not enough.
         ranks: each learner is a process, not a virtual learner.
@@ -53,8 +52,7 @@ class Row:
 
     name: str
     study: str
-    layers: Sequence[Mapping[str, Any]]
-    scales: Mapping[str, Sequence[Mapping[str, Any]]]
+    layers: Mapping[str, Sequence[Mapping[str, Any]]]
     published: Mapping[str, float]
     about: str = ""
     ranks: bool = False
@@ -69,7 +67,7 @@ class Row:
         """
         values: dict[str, Any] = {}
         try:
-            for layer in (*self.layers, *self.scales.get(scale, ()), overrides or {}):
+            for layer in (*self.layers[scale], overrides or {}):
                 values = merged(values, layer)
             config = TrainConfig.from_dict(values)
             if self.kill_rank is not None and not (self.ranks and self.kill_rank < config.learners):
@@ -211,12 +209,12 @@ def _row(
     check_keys(f"{where}, published", published, METRICS)
     parts = [*(groups[group] for group in entries.get("groups", ())), entries]
     own = {key: part[key] for part in parts for key in ("ranks", "hosts") if key in part}
-    layers_of = [scales, *(part.get("scales", {}) for part in parts)]
+    of_scales = [scales, *(part.get("scales", {}) for part in parts)]
+    layers = {scale: [shared, *parts, *(part.get(scale, {}) for part in of_scales)] for scale in SCALES}
     return Row(
         name=name,
         study=study,
-        layers=[shared, *(_run_fields(part) for part in parts)],
-        scales={scale: [_run_fields(layers[scale]) for layers in layers_of if scale in layers] for scale in SCALES},
+        layers={scale: [_run_fields(layer) for layer in found] for scale, found in layers.items()},
         published={metric: float(value) for metric, value in published.items()},
         about=entries.get("about", ""),
         kill_rank=entries.get("kill_rank"),
