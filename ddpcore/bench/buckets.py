@@ -114,7 +114,7 @@ class Candidate:
 
 
 def prepare(config: BucketsConfig, torchrun: World | None) -> Callable[[], None]:
-    """Check the config on this machine; returns what starts the ranks."""
+    """Check the config on this machine; return a function that starts the ranks."""
     resolved = resolve_ranks(config.bench(), torchrun)
     build_dataset(resolved, first=True)
     # At most: sizes beyond the model build the same buckets.

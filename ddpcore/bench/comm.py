@@ -57,7 +57,7 @@ def sizes(max_mib: float) -> list[int]:
 
 
 def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
-    """Check the config on this machine; returns what starts the ranks."""
+    """Check the config on this machine; return a function that starts the ranks."""
     num_ranks = config.world_size or (4 if torchrun is None else torchrun.world_size)
     bench = BenchConfig(world_size=config.world_size, device=config.device, batch_size=num_ranks)
     resolved = resolve_ranks(bench, torchrun)

@@ -38,7 +38,7 @@ class Options:
     The constructor checks all that can be checked before data are read or ranks start.
 
     Raises:
-        ValueError: one line that says what is wrong and what to do.
+        ValueError: an option is wrong; one line with the reason and what to do.
     """
 
     json: Path | None = option(None, "write the result to this file", is_file=True)
@@ -79,7 +79,7 @@ class BenchConfig(Options):
     seed: int = option(0, "of weights, batches and pairs", **SEED_RANGE)
     device: str = option("auto", choices=DEVICES)
     backend: str = option("auto", choices=BACKENDS)
-    transport: str = option("auto", "what carries bytes between ranks", choices=TRANSPORTS)
+    transport: str = option("auto", "how bytes are sent between ranks", choices=TRANSPORTS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -121,7 +121,7 @@ class Case:
 
 
 def prepare(config: PredictConfig, torchrun: World | None) -> Callable[[], None]:
-    """Check the config on this machine; returns what starts the ranks."""
+    """Check the config on this machine; return a function that starts the ranks."""
     runs = [resolve_ranks(bench, torchrun) for bench in config.benches()]
     first = runs[0]
     build_dataset(first, first=True)

@@ -41,7 +41,7 @@ GOSSIP = ("dpsgd", "slowmo", "push_sum")  # the strategies with a topology
 
 
 def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
-    """Check the config on this machine; returns what starts the ranks."""
+    """Check the config on this machine; return a function that starts the ranks."""
     resolved = resolve_here(config, torchrun)
     if config.download and torchrun is not None:
         raise ValueError("--download under torchrun: ranks would write the same files, run once without torchrun")

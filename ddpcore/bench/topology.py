@@ -46,7 +46,7 @@ class TopologyConfig(Options):
 
 
 def prepare(config: TopologyConfig, torchrun: World | None) -> Callable[[], None]:
-    """Check that a named topology exists and fits; returns a function that describes it, or all."""
+    """Check that a named topology exists and fits; return a function that describes it, or all."""
     chosen = config.topologies()
     if config.name != ALL:
         chosen[config.name].validate(config.world_size)

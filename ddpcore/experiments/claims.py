@@ -12,7 +12,7 @@ below. Its syntax tree is evaluated here, node by node; Python never runs the te
 - ``count(condition)``: the number of these seeds for which the condition holds. A seed that lacks one of the numbers,
   because its run diverged or did not get so far, does not count.
 - ``paired(row, other)``: the two-sided p-value of Wilcoxon's signed-rank test on the differences between two rows, seed
-  by seed. It needs six seeds that both rows have, and does not tell which row is larger.
+  by seed. It needs six seeds that both rows have, and does not show which row is larger.
 """
 
 from __future__ import annotations

@@ -43,13 +43,15 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     for path, other in entries:
         for key in ("title", "question", "source", "metrics"):
             if other[key] != manifest[key]:
-                raise ValueError(f"{path}: its {key} is another than in {first}: compare it alone")
+                raise ValueError(f"{path}: its {key} differs from that of {first}: compare it separately")
         for name, row in other["rows"].items():
             rows.setdefault(name, row)
         numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}
         for name, values in numbers.items():
             if published.setdefault(name, values) != values:
-                raise ValueError(f"{path}: row {name} has other published numbers than in {first}: compare it alone")
+                raise ValueError(
+                    f"{path}: row {name} has other published numbers than in {first}: compare it separately"
+                )
     results = [Folder(path).results() for path, _ in entries]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},

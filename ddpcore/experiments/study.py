@@ -44,9 +44,9 @@ class Row:
         study: the name of the study, or its file.
         layers: for each scale, fields of :class:`ddpcore.training.TrainConfig`; later layers override earlier ones.
         published: numbers of the source, by metric.
-        about: a description, where the name is not enough.
+        about: a description, if the name is not enough.
         ranks: each learner is a process, not a virtual learner.
-        hosts: number of machines that the ranks stand for.
+        hosts: number of machines that the ranks emulate.
         kill_rank: rank that is killed once, after the first checkpoint; the run then resumes from there.
     """
 
@@ -104,12 +104,12 @@ class Study:
         title: one line.
         question: that the study asks.
         source: document and table of the published numbers.
-        notes: what the document leaves open, and what was chosen here.
+        notes: details that the document does not specify, and the choices made here.
         metrics: to compare; claims are about the first.
         seeds: number of seeds at each scale.
         selections: names of the rows to run at each scale; None selects all.
         rows: by name.
-        claims: of the source or of this project; ``source`` tells which.
+        claims: of the source or of this project; see ``source`` of each.
     """
 
     name: str

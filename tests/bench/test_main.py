@@ -338,7 +338,7 @@ def test_one_step_and_one_learner(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges(tmp_path: Path) -> None:
-    """null in strict JSON, a word in the table, exit code 0."""
+    """A diverged loss is null in strict JSON and a word in the table; the exit code is 0."""
     _, rows, text = rows_of("--world-size 2 --steps 6 --batch-size 16 --lr 1e30", tmp_path)
     for row in rows.values():
         assert row["loss_last"] is None

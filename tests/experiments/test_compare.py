@@ -89,7 +89,7 @@ def test_notes_and_claims_of_all_folders_appear_once(main: Main, tiny: Path, fol
     for name, value in (("question", "What?"), ("metrics", ["accuracy_pct"])):
         (other / "manifest.json").write_text(json.dumps(manifest | {name: value}))
         code, _, error = main("compare", folder.path, other)
-        assert code == 2 and f"its {name} is another than in" in error
+        assert code == 2 and f"its {name} differs from that of" in error
 
 
 def test_published_numbers_that_were_corrected(main: Main, tiny: Path, tmp_path: Path) -> None:
