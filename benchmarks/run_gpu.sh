@@ -101,7 +101,7 @@ build() {
 compiled() {
     if [ -z "$unbuilt$looked" ]; then
         looked=1
-        "$python" -c 'import sys; from ddpcore import machine; sys.exit(sys.argv[1] not in machine.kernels())' $device \
+        "$python" -c 'import sys; from ddpcore.runtime import machine; sys.exit(sys.argv[1] not in machine.kernels())' $device \
             > "$out/logs/kernels.log" 2>&1 || unbuilt="no kernels for $device can be loaded: see logs/kernels.log"
     fi
     [ -z "$unbuilt" ]

@@ -173,6 +173,14 @@ def test_nothing_is_measured_without_kernels(arguments: list[str], case: str, wh
     assert status == dict.fromkeys(arguments[1:] or ["tests", "sanitizer", "bench"], ("skipped", why))
 
 
+def test_the_check_for_kernels_runs_on_the_package() -> None:
+    """Its code runs with the real package. Every other test replaces the interpreter."""
+    code = re.search(r"-c '(.*machine\.kernels.*)' \$device", SCRIPT.read_text())
+    assert code is not None
+    done = subprocess.run([sys.executable, "-c", code[1], "none"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_the_tests_are_linked_with_the_objects_of_this_interpreter(tmp_path: Path) -> None:
     """Not with those of CMake, of another Python, or of a source that is no more."""
     for name in ("benchmarks/run_gpu.sh", "csrc/cpu/sgd.cpp", "csrc/cuda/sgd.cu", "tests/cpp/test_cuda_kernels.cpp"):
