@@ -1,4 +1,4 @@
-"""Numbers about training, beside it: they read a learner and change nothing."""
+"""Statistics of gradients, weights and curvature; they read a learner and change nothing."""
 
 from .dynamics import Dynamics, Spread
 from .estimates import NoiseScale, noise_scale

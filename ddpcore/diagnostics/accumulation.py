@@ -1,4 +1,4 @@
-"""One device: the gradient of each backward pass of a step, told apart from what had accumulated before it."""
+"""Statistics of one device: squared norms of the gradient of each backward pass of a step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ddpcore.diagnostics.passes import noise_sums, unscale_squared
 from ddpcore.diagnostics.record_buffer import Measured, RecordBuffer
 from ddpcore.diagnostics.series import MEASURED
 
-APART = (
-    "backward passes of this step reached different parameters, and are no batches each: one pass a batch, and "
-    "use_reentrant=False where it is checkpointed"
+DISJOINT = (
+    "backward passes of this step reached different parameters, so a pass is not a batch: use one pass a batch, and "
+    "use_reentrant=False for checkpointing"
 )
 
 
 class PassStatistics:
-    """``NoiseStatistics`` of one device: in measured steps the backward passes are what learners are otherwise."""
+    """``NoiseStatistics`` of one device: in a measured step each backward pass counts as a learner."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class PassStatistics:
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove all hooks."""
         self._passes.remove()
         self._hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps so far."""
+        """The number of steps so far."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore :meth:`state_dict`."""
         self._step = state["step"]
         self._passes.begin_step()
 
@@ -56,7 +56,7 @@ class PassStatistics:
         if self._step % self._every == 0:
             begin = self._record_buffer.begin()
             result = Measured(self._step, self._passes.num_passes, MEASURED)
-            result.reason = APART if self._passes.apart else ""
+            result.reason = DISJOINT if self._passes.disjoint else ""
             if self._passes.num_passes > 1:
                 own, mean = self._passes.sums()
                 unscale = unscale_squared(self._scaler, own) * self._divisor**2
@@ -68,18 +68,17 @@ class PassStatistics:
 class MicroBatches:
     """Squared norms of the gradients of several backward passes, and of their mean.
 
-    Gradients accumulate in ``.grad``: the last pass's is the difference to the one before. The copy that this takes is
-    made only where ``wanted()`` says so. Where something else than a backward pass has written a gradient in between
-    (``zero_grad()`` before another attempt), the passes before it are forgotten. Gradients must be zero, or None,
-    before the first pass of a step.
+    Gradients accumulate in ``.grad``, so the gradient of a pass is the difference to a copy from before it; only
+    measured steps make the copy. If something else writes a gradient between two passes (``zero_grad()`` before the
+    batch is repeated), earlier passes are discarded. Gradients must be zero or None before the first pass of a step.
 
     Args:
         parameters: all of one dtype and device.
         wanted: whether this step is measured.
 
     Attributes:
-        num_passes: of this step so far.
-        apart: whether two of them reached no parameter in common, so that they are not passes of one whole each.
+        num_passes: backward passes of this step so far.
+        disjoint: whether two consecutive passes had no parameter in common, so a pass is not a whole batch.
     """
 
     def __init__(self, parameters: Sequence[Parameter], wanted: Callable[[], bool]) -> None:
@@ -92,25 +91,24 @@ class MicroBatches:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the passes so far."""
+        """Discard the passes so far."""
         self.num_passes = 0
-        self.apart = False
-        self._reached: set[int] = set()  # by this pass, and by the one before
+        self.disjoint = False
+        self._reached: set[int] = set()  # ids of parameters that this pass reached, and the previous one
         self._reached_before: set[int] = set()
-        self._versions: dict[int, int] = {}  # of gradients, as each one's last pass left it
+        self._versions: dict[int, int] = {}  # of each gradient after its last pass
         self._was_written = False
         self._before: Tensor | None = None
         self._squares: Tensor | None = None
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks of the parameters."""
         for handle in self._handles:
             handle.remove()
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Mean over passes of the squared norm of a gradient, and squared norm of the mean: each float64 ``[S]``."""
-        assert self._before is not None
-        assert self._squares is not None
+        assert self._before is not None and self._squares is not None
         mean = noise_sums([self._before], self.bounds)[:, 0, 0]
         return self._squares / self.num_passes, mean / self.num_passes**2
 
@@ -119,9 +117,7 @@ class MicroBatches:
             return
         assert parameter.grad is not None
         key, version = id(parameter), parameter.grad._version
-        if (
-            not parameter.grad._is_view()
-        ):  # views count together; else a pass counts one, and a new tensor begins at none
+        if not parameter.grad._is_view():  # a pass adds one to the version; all views of a tensor share its version
             self._was_written |= key in self._versions and version != self._versions[key] + 1
         self._versions[key] = version
         current = torch._C._current_graph_task_id()
@@ -136,7 +132,7 @@ class MicroBatches:
             reached, versions = self._reached, self._versions
             self.begin_step()
             self._reached, self._versions = reached, versions
-        self.apart |= self.num_passes > 0 and self._reached.isdisjoint(self._reached_before)
+        self.disjoint |= self.num_passes > 0 and self._reached.isdisjoint(self._reached_before)
         self._reached, self._reached_before = set(), self._reached
         parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters]
         row = torch.cat(parts)

@@ -1,19 +1,20 @@
 r"""Gradient noise scale, AdaScale gain and Pollux efficiency from sums of squares, with confidence intervals.
 
-n learners draw b samples each; G is the full gradient, S the covariance of one sample's. With ``s = 1/n sum_j |g_j|^2``
-and ``l = |1/n sum_j g_j|^2`` of a step (McCandlish et al. 2018, appendix A.1, with B_small = b and B_big = n b):
+n learners draw b samples each. G is the full gradient and S the covariance of the gradient of one sample. A step has
+``s = 1/n sum_j |g_j|^2`` and ``l = |1/n sum_j g_j|^2``. McCandlish et al. 2018, appendix A.1, with B_small = b and
+B_big = n b:
 
     |G|^2 = (n l - s) / (n - 1),    tr S = b n (s - l) / (n - 1),    noise scale B = tr S / |G|^2
 
-are unbiased, numerator and denominator. Both are averaged over steps first and divided last: their ratio in one step
-has no mean. With B come the gain of AdaScale, ``r = n (B + b) / (B + n b)`` (Johnson et al. 2020, section 3), by which
-a step with n learners is worth more than one with one, and Pollux's statistical efficiency r / n (Qiao et al. 2021,
-equation 7).
+The estimates of numerator and denominator are unbiased. Both are averaged over steps before the division, because the
+ratio of one step has no expectation. B gives the gain of AdaScale, ``r = n (B + b) / (B + n b)`` (Johnson et al. 2020,
+section 3): a step with n learners is worth r steps with one. It also gives Pollux's statistical efficiency r / n (Qiao
+et al. 2021, equation 7).
 
-Batches of an epoch's permutation share no sample, which sets them a little apart: the mean of two batches' inner
-product is ``|G|^2 - tr S / N``, N the samples of the set and S their covariance with divisor N - 1. So ``tr S / N`` is
-added where N is given; without it B would come out as ``B / (1 - B / N)``. Of noise that a sample draws anew each time
-(augmentation, dropout) no part belongs there: with variance W of it in tr S, ``W / N`` is added too much.
+Batches from one permutation of an epoch share no sample, so they are slightly correlated: the expected inner product of
+two batches is ``|G|^2 - tr S / N``, with N samples in the data set and their covariance S with divisor N - 1. So
+``tr S / N`` is added if N is given; without it the estimate would be ``B / (1 - B / N)``. The correction is ``W / N``
+too large if tr S contains a variance W that is drawn anew each time a sample is used (augmentation, dropout).
 
 Shapes: T steps, S segments.
 """
@@ -30,20 +31,20 @@ from scipy.special import stdtrit
 Array = NDArray[np.float64]
 Interval = tuple[float, float]
 
-NUM_BATCHES = 10  # of steps, whose means stand for independent ones
-FEWEST_BATCHES = 3  # below, there is no interval
+NUM_BATCHES = 10  # of steps, whose means are treated as independent
+FEWEST_BATCHES = 3  # with fewer steps there is no interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """What the gradients of some steps say of one part of the model, or of all of it.
+    """The estimate for one segment of the model, or for the whole model.
 
     Attributes:
-        grad_squared: estimate of ``|G|^2``; below zero where noise is all there is.
-        trace: estimate of ``tr S``, of one sample's gradient (or one batch's, where the batch size was left at 1).
-        noise_scale: B, in samples; infinite where ``grad_squared`` is not above zero.
-        interval: 95 % confidence interval of B (Fieller 1954, on means of batches of steps); its upper end is infinite
-            where ``|G|^2`` may be zero. None with fewer than FEWEST_BATCHES steps.
+        grad_squared: estimate of ``|G|^2``; it can be negative if noise dominates.
+        trace: estimate of ``tr S``, for the gradient of one sample (of one batch if ``batch_size`` was left at 1).
+        noise_scale: B, in samples; infinite if ``grad_squared`` is not above zero.
+        interval: 95 % confidence interval of B (Fieller 1954, on means of batches of steps). Its upper end is infinite
+            if ``|G|^2`` may be zero. None with fewer than FEWEST_BATCHES steps.
         gain: r, from 1 to n.
         efficiency: r / n.
     """
@@ -56,7 +57,7 @@ class NoiseScale:
     efficiency: float
 
     def gain_interval(self, num_learners: int, batch_size: int) -> Interval | None:
-        """The interval of the gain: it grows with B."""
+        """The confidence interval of the gain, which is monotonic in B."""
         if self.interval is None:
             return None
         low, high = (gain_of(scale, num_learners, batch_size) for scale in self.interval)
@@ -64,7 +65,7 @@ class NoiseScale:
 
 
 def gain_of(noise_scale: float, num_learners: int, batch_size: int) -> float:
-    """r = n (B + b) / (B + n b); n where B is infinite."""
+    """r = n (B + b) / (B + n b); n if B is infinite."""
     if math.isinf(noise_scale):
         return float(num_learners)
     return num_learners * (noise_scale + batch_size) / (noise_scale + num_learners * batch_size)
@@ -80,10 +81,10 @@ def noise_scale(
         mean_T: l of each step: squared norm of the mean gradient.
         num_learners: n.
         batch_size: b.
-        population: N, samples that the batches are drawn from without replacement, as from an epoch's permutation.
+        population: N, number of samples that batches are drawn from without replacement; None: no correction.
 
     Raises:
-        ValueError: fewer than two learners, no steps, or numbers that are not finite.
+        ValueError: there are fewer than two learners or no steps, or a number is not finite.
     """
     if num_learners < 2:
         raise ValueError("the estimate needs two batches: take more learners, or accumulate gradients")
@@ -108,10 +109,10 @@ def noise_scale(
 
 
 def ratio_interval(numerator_T: Array, denominator_T: Array, level: float = 0.95) -> Interval | None:
-    """Fieller's interval of E(numerator) / E(denominator), both of one sign or zero, from batch means.
+    """Fieller's confidence interval of E(numerator) / E(denominator), which must not be negative, from batch means.
 
-    The ratio R of the means satisfies ``(x - R y)^2 <= t^2 var(x - R y)`` with the given probability, whatever R is. So
-    the interval is where this quadratic in R holds. Where y may be zero it has no upper end.
+    The ratio R of the means x and y satisfies ``(x - R y)^2 <= t^2 var(x - R y)`` with probability ``level``. The
+    interval contains all R for which this quadratic inequality holds. It has no upper end if y may be zero.
     """
     num_batches = min(NUM_BATCHES, len(numerator_T))
     if num_batches < FEWEST_BATCHES:
@@ -124,6 +125,6 @@ def ratio_interval(numerator_T: Array, denominator_T: Array, level: float = 0.95
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0 and y > 0:
         return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
-    if a < 0 < c:  # y may be zero, x may not: all from the positive root on
+    if a < 0 < c:  # y may be zero, x may not: R is at least the positive root
         return (b - root) / a, math.inf
     return 0.0, math.inf

@@ -1,18 +1,18 @@
-r"""How flat the training loss is around a solution, by measures that a mere change of scale cannot move.
+r"""Flatness of the training loss around a solution, by measures that do not depend on the scale of the weights.
 
-A network with ReLU computes the same function when the weights and biases of a layer are multiplied by c and the
-weights of the next one divided by it, yet any eigenvalue of the Hessian H can be had in this way (Dinh et al. 2017,
-section 4). So changes of the weights w are taken in proportion to them, each weight to its own size, as ASAM takes
-them with the normalization operator ``T_w = diag|w|`` (Kwon et al. 2021, sections 3 and 4): ``w + diag|w| e``. To
-second order this adds ``1/2 e^T A e`` with ``A = diag|w| H diag|w|``, which the rescaling leaves as it is:
+A network with ReLU computes the same function if the weights and biases of a layer are multiplied by c and the weights
+of the next layer are divided by c. This can give the Hessian H any eigenvalue (Dinh et al. 2017, section 4). So the
+weights w are perturbed in proportion to their own size, ``w + diag|w| e``, as ASAM does with the normalization operator
+``T_w = diag|w|`` (Kwon et al. 2021, sections 3 and 4). To second order this adds ``1/2 e^T A e`` to the loss, with
+``A = diag|w| H diag|w|``, which the rescaling does not change:
 
     relative_eigenvalue = max_i lambda_i(A)                  the worst direction
     relative_trace      = tr A = sum_k w_k^2 H_kk            all directions: noise of strength s adds s^2 / 2 tr A
-    loss_increase       = E_x L(w (1 + s x)) - L(w)          x standard normal; the same, not to second order
+    loss_increase       = E_x L(w (1 + s x)) - L(w)          x standard normal; the same without the approximation
 
-The last is the expected sharpness of PAC-Bayesian bounds with noise in proportion to the weights (Neyshabur et al.
-2017a, section 2.3). Beside them stands ``hessian_eigenvalue = max_i lambda_i(H)``, the usual one (Keskar et al. 2016),
-which does depend on the scale.
+The last one is the expected sharpness of PAC-Bayesian bounds with noise in proportion to the weights (Neyshabur et al.
+2017a, section 2.3). ``hessian_eigenvalue = max_i lambda_i(H)`` is the usual measure (Keskar et al. 2016), which depends
+on the scale.
 
 Shapes: P elements of all parameters that need a gradient.
 """
@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from ddpcore.diagnostics.passes import Loss, as_it_was, part_product, parts_of, twice_differentiable
 
 STRENGTH = 0.1  # s
-NUM_PROBES = 16  # of the trace, and of the noise
-TOLERANCE = 1e-3  # of eigenvalues, relative: far below what differs from seed to seed
+NUM_PROBES = 16  # random vectors for the trace, and for the noise
+TOLERANCE = 1e-3  # of eigenvalues, relative: far below the differences between seeds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flatness:
-    """The equations above.
+    """The quantities of the equations above.
 
     Attributes:
         loss: L(w).
@@ -45,7 +45,7 @@ class Flatness:
         relative_eigenvalue: the largest of A.
         relative_trace: tr A, by Hutchinson's estimate.
         relative_trace_error: its standard error.
-        loss_increase: see above, mean over NUM_PROBES draws.
+        loss_increase: mean over NUM_PROBES draws of x.
         loss_increase_error: its standard error.
     """
 
@@ -59,21 +59,22 @@ class Flatness:
 
 
 def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
-    """The measures of a model, whose weights, buffers and random numbers are as they were when this returns, or raises.
-
-    Where the loss or its curvature is not finite the numbers are NaN.
+    """Measure a model. Weights, buffers and global random generators are restored, also after an exception.
 
     Costs about 100 Hessian-vector products, each about three passes over the samples of the loss.
 
     Args:
-        model: in the mode in which its loss is meant, with second derivatives. Where it draws random numbers, as of
-            dropout in training mode, the measures are of the loss with one draw, that which the global generators give
-            as they stand: every evaluation of the loss begins with them so.
-        loss: computes the loss with the model as it stands, or yields parts of it that add up.
+        model: has second derivatives; its mode (train or eval) is not changed. If it draws random numbers, as dropout
+            does in training mode, every evaluation of the loss uses the same ones: it starts with the current state of
+            the global generators.
+        loss: computes the loss with the model's current weights, or yields parts whose sum is the loss.
         seed: of probes and noise.
 
+    Returns:
+        The measures; NaN if the loss or its curvature is not finite.
+
     Raises:
-        ValueError: nothing needs a gradient, or the loss is no number with a graph.
+        ValueError: no parameter needs a gradient, or the loss is not one number with a graph.
     """
     curvature = _Curvature(model, loss)
     with twice_differentiable():
@@ -83,10 +84,10 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
 def _measures(curvature: _Curvature, seed: int) -> Flatness:
     ones_P, sizes_P = torch.ones_like(curvature.weights_P), curvature.weights_P.abs()
     draw: Any = {"size": sizes_P.shape, "generator": torch.Generator().manual_seed(seed), "device": "cpu"}
-    signs = [_like(torch.randint(2, **draw) * 2.0 - 1, sizes_P) for _ in range(NUM_PROBES)]
+    signs = [(torch.randint(2, **draw) * 2.0 - 1).to(sizes_P) for _ in range(NUM_PROBES)]
     traces = [float(sign_P.double() @ curvature.product(sign_P, sizes_P).double()) for sign_P in signs]
     before = curvature.loss_at(curvature.weights_P)
-    noises = [_like(torch.randn(**draw), sizes_P) for _ in range(NUM_PROBES)]
+    noises = [torch.randn(**draw).to(sizes_P) for _ in range(NUM_PROBES)]
     increases = [curvature.loss_at(curvature.weights_P + STRENGTH * sizes_P * x_P) - before for x_P in noises]
     start = np.random.Generator(np.random.PCG64(seed)).standard_normal(len(sizes_P))
     return Flatness(
@@ -101,7 +102,7 @@ def _measures(curvature: _Curvature, seed: int) -> Flatness:
 
 
 class _Curvature:
-    """The loss around the weights of a model: one function, whose every evaluation leaves all as it was."""
+    """The loss as a function of the weights of a model; each evaluation restores the model's state."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -122,7 +123,7 @@ class _Curvature:
         return scale_P * result_P
 
     def loss_at(self, weights_P: Tensor) -> float:
-        """The loss with other weights in the place of the model's."""
+        """The loss with other weights than the model's."""
         own = [parameter.data for parameter in self._parameters]
         try:
             for parameter, view in zip(self._parameters, self._views(weights_P), strict=True):
@@ -139,23 +140,19 @@ class _Curvature:
 
 
 def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, start: np.ndarray) -> float:
-    """By Lanczos's method (ARPACK): the largest, not the largest in magnitude."""
+    """The largest eigenvalue (not the largest in magnitude), by the Lanczos method of ARPACK."""
     num = len(like_P)
 
     def matvec(vector: np.ndarray) -> np.ndarray:
-        return product(_like(torch.from_numpy(vector.reshape(-1)), like_P)).double().cpu().numpy()
+        return product(torch.from_numpy(vector.reshape(-1)).to(like_P)).double().cpu().numpy()
 
-    along = matvec(start)
-    if not np.isfinite(along).all():
+    first = matvec(start)
+    if not np.isfinite(first).all():
         return float("nan")
-    if not along.any():  # ARPACK takes no zero for a beginning: the loss is as good as linear
+    if not first.any():  # the loss is linear; ARPACK does not accept a zero start vector
         return 0.0
     if num < 3:  # too small for ARPACK
         return float(np.linalg.eigvalsh(np.stack([matvec(row) for row in np.eye(num)])).max())
     operator = LinearOperator((num, num), matvec=matvec, dtype=np.float64)
     values = eigsh(operator, k=1, which="LA", v0=start, tol=TOLERANCE, return_eigenvectors=False)
     return float(values[0])
-
-
-def _like(row: Tensor, like_P: Tensor) -> Tensor:
-    return row.to(like_P)

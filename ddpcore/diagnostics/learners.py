@@ -1,4 +1,4 @@
-"""What is measured of learners that train together, and how: ``NoiseStatistics`` on the engine of ``distribute``.
+"""``NoiseStatistics`` of learners that ``distribute`` connects.
 
 Shapes: L learners held by this process, n in all, P elements of a learner's row, S segments, T steps.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ddpcore.diagnostics import dynamics, passes
 from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of, unscale_squared
@@ -24,7 +25,7 @@ from ddpcore.strategies.learner import Learner
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementConfig:
-    """What to measure; see :class:`ddpcore.diagnostics.NoiseStatistics`."""
+    """The arguments of :class:`ddpcore.diagnostics.NoiseStatistics` that decide what is measured."""
 
     every: int
     loss: Loss | None
@@ -36,8 +37,12 @@ class MeasurementConfig:
     scaler: torch.amp.GradScaler | None
 
 
+_Sums = tuple[Tensor, Tensor]
+"""Squared norms of a step, float64: of each learner's gradient ``[L, S]`` and of their mean ``[S]``."""
+
+
 class LearnerStatistics(Observer):
-    """Squares of gradients of every step that averages them, and all else of the measured ones."""
+    """Squared norms of every step that averages gradients, and the other quantities of measured steps."""
 
     def __init__(self, handle: HookedDistributed, config: MeasurementConfig, record_buffer: RecordBuffer) -> None:
         self._handle, self._config, self._record_buffer = handle, config, record_buffer
@@ -47,44 +52,44 @@ class LearnerStatistics(Observer):
         self._mean: Tensor | None = None  # [S]
         self._num_passes = 0
         self._random: RandomState | None = None  # before this step's first forward pass
-        self._steps: list[tuple[Tensor, Tensor]] = []  # own and mean, since the last record
+        self._steps: list[_Sums] = []  # since the last record
         self._num_skipped = 0
         self._layout: Layout | None = None
         handle.observers.append(self)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop observing."""
         if self in self._handle.observers:
             self._handle.observers.remove(self)
 
     def directions(self, num: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`NoiseStatistics.directions`."""
+        """Implements :meth:`NoiseStatistics.directions`."""
         learner = self._handle.learner
         weights_LP = learner.flat.param_LP
         return dynamics.directions(weights_LP, self._average(learner, weights_LP)[0], learner.comm, num)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the steps since the last record."""
+        """The sums of the steps since the last record."""
         return {"steps": self._steps, "num_skipped": self._num_skipped}
 
     def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore :meth:`state_dict`; ``order`` holds the saved index of each segment."""
         columns = list(order)
         self._steps = [(own[:, columns], mean[columns]) for own, mean in state["steps"]]
         self._num_skipped = state["num_skipped"]
 
     # ---- events of a step ----
 
+    @override
     def before_forward(self, learner: Learner) -> None:
-        """See :class:`Observer`."""
         if self._config.loss is None or self._random is not None or not self._is_measured(learner):
             return
         device = learner.flat.param_LP.device
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self._random = RandomState(device)
 
+    @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """See :class:`Observer`."""
         flat = learner.flat
         begin = int(columns.storage_offset()) - int(flat.grad_LP.storage_offset())
         bounds, numbers = self._layout_of(learner).part(begin, begin + columns.shape[1])
@@ -93,13 +98,13 @@ class LearnerStatistics(Observer):
         sums = noise_sums(list(columns.unbind()), bounds)
         self._own.index_add_(1, numbers, sums.diagonal(dim1=1, dim2=2).T)
 
+    @override
     def gradients_averaged(self, learner: Learner) -> None:
-        """See :class:`Observer`."""
         self._mean = self._squares(learner, learner.flat.grad_LP[:1])[0]
         self._num_passes += 1
 
+    @override
     def before_step(self, learner: Learner) -> None:
-        """See :class:`Observer`."""
         num_passes, own, mean, random = self._num_passes, self._own, self._mean, self._random
         self._num_passes, self._own, self._mean, self._random = 0, None, None, None
         steps, num_skipped = self._steps, self._num_skipped
@@ -112,7 +117,7 @@ class LearnerStatistics(Observer):
         if self._is_measured(learner):
             self._measure(learner, steps, num_skipped, is_full, random)
             steps, num_skipped = [], 0
-        self._steps, self._num_skipped = steps, num_skipped  # unless measuring has failed, and the step is taken again
+        self._steps, self._num_skipped = steps, num_skipped  # not if measuring raised: the step is repeated then
 
     def _is_measured(self, learner: Learner) -> bool:
         return (learner.step + 1) % self._config.every == 0
@@ -120,12 +125,7 @@ class LearnerStatistics(Observer):
     # ---- a measured step ----
 
     def _measure(
-        self,
-        learner: Learner,
-        steps: list[tuple[Tensor, Tensor]],
-        num_skipped: int,
-        is_full: bool,
-        random: RandomState | None,
+        self, learner: Learner, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None
     ) -> None:
         begin, sent = self._record_buffer.begin(), learner.comm.bytes_sent
         strategy, step = self._handle.strategy, learner.step
@@ -135,10 +135,10 @@ class LearnerStatistics(Observer):
         result.at_mean = strategy.gradients_at_mean(step) or (not averages and self._config.loss is not None)
         try:
             if not averages:
-                squares = self._measure_apart(learner, result, random)
+                squares = self._measure_different(learner, result, random)
                 steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
             elif self._config.full_loss is not None:
-                self._measure_together(learner, result, random)
+                self._measure_identical(learner, result, random)
             if steps:
                 own_LTS = torch.stack([own for own, _ in steps], dim=1)
                 rows = own_LTS.flatten(1)
@@ -149,54 +149,51 @@ class LearnerStatistics(Observer):
             learner.comm.bytes_sent = sent
         self._record_buffer.end(result, begin)
 
-    def _measure_together(self, learner: Learner, result: Measured, random: RandomState | None) -> None:
-        """Learners hold the same weights and the mean of their gradients."""
-        what, weights_LP = self._config, learner.flat.param_LP
-        assert what.full_loss is not None
+    def _measure_identical(self, learner: Learner, result: Measured, random: RandomState | None) -> None:
+        """Measure learners that hold the same weights and the mean of their gradients."""
+        config, weights_LP = self._config, learner.flat.param_LP
+        assert config.full_loss is not None
         own_P = learner.flat.grad_LP[0] * self._unscale(learner.flat.grad_LP)
         mean_P = own_P
-        if not result.at_mean and what.loss is not None:  # their gradients are those of other weights
-            mean_P = self._average(learner, self._gradient_at(learner, weights_LP, what.loss, random)[0])[0]
-        full_P = self._full_gradient(learner, weights_LP, what.full_loss, result)
+        if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
+            mean_P = self._average(learner, self._gradient_at(learner, weights_LP, config.loss, random)[0])[0]
+        full_P = self._full_gradient(learner, weights_LP, config.full_loss, result)
         self._add_products(learner, result, own_P, mean_P, full_P)
-        result.hessian = torch.zeros(()) if what.hessian else None
+        result.hessian = torch.zeros(()) if config.hessian else None
 
-    def _measure_apart(self, learner: Learner, result: Measured, random: RandomState | None) -> tuple[Tensor, Tensor]:
-        """Learners hold different weights: gradients here and at the mean, and how far apart they are.
-
-        Returns the squares of this step's gradients.
-        """
-        what, flat, comm = self._config, learner.flat, learner.comm
+    def _measure_different(self, learner: Learner, result: Measured, random: RandomState | None) -> _Sums:
+        """Measure learners with different weights; returns the squared norms of this step's gradients."""
+        config, flat, comm = self._config, learner.flat, learner.comm
         mean_LP = learner.average_of(flat.param_LP)
         distances = [noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP]
         distance_L1 = torch.cat(distances)
         comm.average_(distance_L1).wait()
         result.distance = distance_L1[0, 0]
-        if what.directions:
+        if config.directions:
             products = dynamics.covariance_products(flat.param_LP, mean_LP[0], comm)
-            result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: what.directions] / comm.num_learners**2
+            result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: config.directions] / comm.num_learners**2
         own_LP = self._local_gradients(learner)
-        grad_LP = own_LP if what.loss is None else self._gradient_at(learner, mean_LP, what.loss, random)[0]
+        grad_LP = own_LP if config.loss is None else self._gradient_at(learner, mean_LP, config.loss, random)[0]
         average_LP = self._average(learner, grad_LP)
         squares = self._squares(learner, grad_LP), self._squares(learner, average_LP[:1])[0]
-        if what.full_loss is None:
+        if config.full_loss is None:
             return squares
-        if what.max_grad_norm is not None and what.loss is not None:
-            average_LP = self._average(learner, _clipped(grad_LP, what.max_grad_norm))
-        full_P = self._full_gradient(learner, mean_LP, what.full_loss, result)
+        if config.max_grad_norm is not None and config.loss is not None:
+            average_LP = self._average(learner, _clipped(grad_LP, config.max_grad_norm))
+        full_P = self._full_gradient(learner, mean_LP, config.full_loss, result)
         self._add_products(learner, result, self._average(learner, own_LP)[0], average_LP[0], full_P)
-        if what.hessian:
-            result.hessian = self._hessian_squares(learner, mean_LP, what.full_loss)
+        if config.hessian:
+            result.hessian = self._hessian_squares(learner, mean_LP, config.full_loss)
         return squares
 
     def _hessian_squares(self, learner: Learner, mean_LP: Tensor, loss: Loss) -> Tensor:
-        """``1/n sum_j |H (w_j - w_a)|^2``, float64, with H of all learners' shares of the full loss together."""
+        """``1/n sum_j |H (w_j - w_a)|^2``, float64, with the Hessian H of the full loss over all learners' shares."""
         flat, comm = learner.flat, learner.comm
-        n, ways_LP = comm.num_learners, flat.param_LP - mean_LP
-        result = torch.zeros((), dtype=torch.float64, device=ways_LP.device)
+        n, deviation_LP = comm.num_learners, flat.param_LP - mean_LP
+        result = torch.zeros((), dtype=torch.float64, device=deviation_LP.device)
         for share_n in dynamics.mixtures(n, learner.step):
-            shares = share_n[list(comm.learners)].tolist()  # numbers: the device is not waited for
-            mixed_LP = torch.stack([n * share * way_P for share, way_P in zip(shares, ways_LP, strict=True)])
+            shares = share_n[list(comm.learners)].tolist()  # Python numbers: no synchronization with the device
+            mixed_LP = torch.stack([n * share * row_P for share, row_P in zip(shares, deviation_LP, strict=True)])
             vector_LP = self._average(learner, mixed_LP)
             with passes.at_weights(self._handle.model, learner, mean_LP):
                 product_LP = passes.hessian_product(learner, loss, vector_LP, self._scale(flat))
@@ -218,7 +215,7 @@ class LearnerStatistics(Observer):
             return passes.gradient(learner, loss, self._scale(learner.flat))
 
     def _full_gradient(self, learner: Learner, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
-        """g ``[P]``, and into the result the full loss itself: means over all learners."""
+        """g ``[P]``, the mean over all learners; the mean of the full loss is stored in the result."""
         grad_LP, total = self._gradient_at(learner, weights_LP, loss)
         loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
         learner.comm.average_(loss_L1).wait()
@@ -259,12 +256,12 @@ class LearnerStatistics(Observer):
         return scale_of(self._config.scaler, flat.param_LP.device)
 
     def _unscale(self, like: Tensor) -> Tensor | float:
-        """What undoes the scale of gradients at the optimizer's step: only those that it unscales itself have one."""
+        """The inverse scale of gradients at the optimizer's step; 1 unless the optimizer itself unscales them."""
         scale = getattr(self._optimizer, "grad_scale", None)
         return 1.0 if scale is None else scale.reciprocal().to(like)
 
 
 def _clipped(rows_LP: Tensor, max_norm: float) -> Tensor:
-    """Each row no longer than this, as ``torch.nn.utils.clip_grad_norm_`` does it."""
+    """Each row with a norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` clips it."""
     norms_L1 = torch.linalg.vector_norm(rows_LP, dim=1, keepdim=True)
     return rows_LP * (max_norm / (norms_L1 + 1e-6)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""``NoiseStatistics``: why decentralized training wins, as numbers, on any loop."""
+"""``NoiseStatistics``: gradient noise and learner statistics for any training loop."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from ddpcore.diagnostics.record import NoiseRecord
 from ddpcore.diagnostics.record_buffer import RecordBuffer
 from ddpcore.diagnostics.series import Series
 from ddpcore.distributed.hooks import Distributed, HookedDistributed
+from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.push_sum import PushSum
 
-MOST_DIRECTIONS = 256  # learners whose inner products one kernel forms
+MOST_DIRECTIONS = 256  # most learners whose inner products one kernel computes
 
 
 class NoiseStatistics:
-    r"""Gradient noise scale, effective learning rate, noise strength and spread of the learners, every so many steps.
+    r"""Measures gradient noise scale, effective learning rate, noise and spread of the learners every few steps.
 
-    One line after ``distribute``; training has the same bits with and without it. See docs/noise_statistics.md.
+    Create it after ``distribute``; it does not change one bit of the training. See docs/noise_statistics.md.
 
-    - Where gradients are averaged (ssgd), the noise scale comes from every step, of buckets before and after the
-      average: two reads of the gradients, no host synchronisation, and one all-reduce of a few numbers a record.
-    - Where learners differ (dpsgd, local_sgd, slowmo), measured steps average a copy of gradients and weights.
-    - On one device, measured steps copy the gradients of each backward pass; a step must have two at least.
+    - If gradients are averaged (ssgd), every step contributes to the noise scale: two reads of the gradients, no host
+      synchronization, and one all-reduce of a few numbers a record.
+    - If learners differ (dpsgd, local_sgd, slowmo), measured steps average a copy of gradients and weights.
+    - On one device, measured steps copy the gradients of each backward pass; a step needs at least two passes.
 
     Args:
         handle: what ``distribute`` returned, or the model of a loop on one device.
-        optimizer: the loop's.
+        optimizer: the optimizer of the loop.
         every: steps from one record to the next.
-        batch_size: b, samples behind one learner's gradient (of one device: behind one backward pass). 1 gives noise
-            scales in such batches.
-        loss: recomputes the loss of the batch in hand, ``lambda: loss_fn(handle.model(x), y)``, of virtual learners
-            the sum over learners; called with the model at the mean weights, and with the random numbers of the step's
-            own forward pass. It must cut the batch as the step did: where that accumulates, yield the same parts. The
-            noise scale is then that of the mean weights in every strategy.
-        full_loss: the same on all data or on a large held batch, each rank its share. Turns on :class:`Dynamics`.
-        full_loss_of: what that is, for the record.
-        hessian: also equation 4, by n - 1 Hessian-vector products of ``full_loss`` a measured step, eight at most: it
-            is exact up to nine learners, and an estimate without bias beyond.
-        directions: how many eigenvalues of the weight covariance a record holds; every rank then receives all weights.
+        batch_size: b, samples of one learner's gradient (on one device: of one backward pass). 1 gives noise scales in
+            units of such batches.
+        loss: recomputes the loss of the current batch, ``lambda: loss_fn(handle.model(x), y)``; with virtual learners
+            the sum over learners. It is called at the mean weights, with the random state of the step's own forward
+            pass. If the step accumulates gradients, it must yield the same parts. With it the noise scale of every
+            strategy is that at the mean weights.
+        full_loss: the same loss on all data or on a large fixed batch, each rank its share. Enables :class:`Dynamics`.
+        full_loss_of: description of these data for the record.
+        hessian: also equation 4, by n - 1 (at most eight) Hessian-vector products of ``full_loss`` a measured step: it
+            is exact up to nine learners, and an unbiased estimate beyond.
+        directions: number of eigenvalues of the weight covariance in a record; every rank then receives all weights.
         per_segment: also the noise scale of each parameter.
-        scaler: of mixed precision: gradients are unscaled in the statistics, and further passes are scaled alike.
-        full_batch: whether the batch in hand has ``batch_size`` samples a learner; steps where it says no, as with the
-            last samples of an epoch, are left out of the noise scale.
-        population: samples, counted as in ``batch_size``, that batches are drawn from without replacement (an epoch's
-            permutation); None: with replacement, or of so many that it does not matter.
-        max_grad_norm: of a loop that clips each learner's gradient before the step: gradients at the mean are clipped
-            alike before they are compared. Not for optimizers that clip inside of the step.
-        loss_divisor: of one device: what each pass's loss was divided by, usually the number of passes.
+        scaler: of mixed precision: statistics use unscaled gradients, and the additional passes scale their losses.
+        full_batch: returns whether the current batch has ``batch_size`` samples a learner. Steps for which it returns
+            False, such as the last one of an epoch, are left out of the noise scale.
+        population: number of samples, in units of ``batch_size``, that batches are drawn from without replacement (an
+            epoch's permutation). None: with replacement, or so many that it does not matter.
+        max_grad_norm: for a loop that clips each learner's gradient before the step: gradients at the mean weights are
+            clipped in the same way. Not for optimizers that clip inside the step.
+        loss_divisor: on one device: the divisor of each pass's loss, usually the number of passes.
 
     Raises:
         ValueError: the arguments do not fit the loop; one line that says what to do.
@@ -78,17 +79,13 @@ class NoiseStatistics:
         max_grad_norm: float | None = None,
         loss_divisor: float = 1.0,
     ) -> None:
-        whole = {"every": every, "batch_size": batch_size, "directions": directions, "population": population}
-        for name, value in whole.items():
-            if value is None and name == "population":
-                continue
-            least = {"directions": 0, "population": 2}.get(name, 1)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least {least}")
+        for name, value, least in (("every", every, 1), ("batch_size", batch_size, 1), ("directions", directions, 0)):
+            check_range(name, typed(name, value, int), least=least)
+        check_range("population", typed("population", population, int | None), least=2)
+        check_range("loss_divisor", loss_divisor, above=0)
+        check_range("max_grad_norm", max_grad_norm, above=0)
         if hessian and full_loss is None:
             raise ValueError("hessian=True takes the curvature of the full loss: pass full_loss=")
-        if not loss_divisor > 0 or not (max_grad_norm is None or max_grad_norm > 0):
-            raise ValueError("loss_divisor and max_grad_norm must be above zero")
         self.every, self.batch_size = every, batch_size
         config = MeasurementConfig(
             every=every,
@@ -106,9 +103,8 @@ class NoiseStatistics:
         if not named:
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
         names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
-        self._record_buffer = RecordBuffer(
-            named[0][1].device, Series(batch_size, names, per_segment, population), full_loss_of
-        )
+        series = Series(batch_size, names, per_segment, population)
+        self._record_buffer = RecordBuffer(named[0][1].device, series, full_loss_of)
         self._source: LearnerStatistics | PassStatistics
         if hooked is None:
             parameters = [parameter for _, parameter in named]
@@ -118,32 +114,33 @@ class NoiseStatistics:
 
     @property
     def records(self) -> list[NoiseRecord]:
-        """All so far. Reading them waits for the device."""
+        """All records so far. Reading them waits for the device."""
         return self._record_buffer.records
 
     @torch.no_grad()
     def directions(self, num: int = 2) -> tuple[Tensor, Tensor]:
-        """Largest eigenvalues ``[K]`` of the weight covariance now, and their directions ``[K, P]``, rows like those of
-        ``learner.flat.param_LP``. Every rank must call this between two steps.
+        """The largest eigenvalues ``[K]`` of the current weight covariance, and their unit eigenvectors ``[K, P]``.
+
+        Collective: all ranks must call it between two steps. The columns are those of ``learner.flat.param_LP``.
 
         Raises:
-            ValueError: there is one learner alone.
+            ValueError: there is only one learner.
         """
         if isinstance(self._source, PassStatistics):
-            raise ValueError("one learner alone has no covariance: take more learners")
+            raise ValueError("one learner has no covariance: take more learners")
         return self._source.directions(num)
 
     def state_dict(self) -> dict[str, Any]:
-        """What later records depend on: sums of steps that later noise scales are averages over. Reads the records."""
-        _ = self.records
+        """The sums of past steps, which later noise scales average. Waits for the device."""
+        _ = self.records  # adds pending steps to the series
         series = self._record_buffer.series
         return {"names": list(series.names), "series": series.state_dict(), **self._source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave, between two steps; records begin anew.
+        """Restore :meth:`state_dict` between two steps; the list of records becomes empty.
 
         Raises:
-            ValueError: it is of a model with other parameters.
+            ValueError: the state belongs to a model with other parameters.
         """
         saved, series = list(state["names"]), self._record_buffer.series
         if sorted(saved) != sorted(series.names):
@@ -151,36 +148,34 @@ class NoiseStatistics:
         order = [saved.index(name) for name in series.names]
         series.load_state_dict(state["series"], order)
         self._source.load_state_dict(state, order)
-        self._record_buffer.start_anew()
+        self._record_buffer.clear()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop measuring and remove all hooks."""
         self._source.close()
 
 
 def _hooked(
     handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer, config: MeasurementConfig
 ) -> HookedDistributed | None:
-    """The hooked whose learners are compared; None where one device accumulates.
+    """The handle whose learners are compared; None for one device, whose backward passes are compared.
 
     Raises:
-        ValueError: this loop cannot be watched.
+        ValueError: this loop cannot be measured.
     """
     model = handle.model if isinstance(handle, Distributed) else handle
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("torch's DistributedDataParallel averages out of sight: take ddpcore.SSGD()")
+        raise ValueError("torch's DistributedDataParallel hides its averages: take ddpcore.SSGD()")
     if not isinstance(model, nn.Module):
         raise ValueError(f"a {type(handle).__name__} is no loop: pass what distribute() returned, or the model")
-    if not isinstance(handle, HookedDistributed) or handle.learner.comm.num_learners == 1:
-        if isinstance(handle, HookedDistributed) and handle.learner.optimizer is not optimizer:
-            raise ValueError("the optimizer is not the one of this handle: pass the one that distribute() was given")
-        if config.loss is not None or config.full_loss is not None:
-            raise ValueError("one learner alone has no mean model: leave loss= and full_loss= out")
-        return None
-    if handle.learner.optimizer is not optimizer:
+    if isinstance(handle, HookedDistributed) and handle.learner.optimizer is not optimizer:
         raise ValueError("the optimizer is not the one of this handle: pass the one that distribute() was given")
+    if not isinstance(handle, HookedDistributed) or handle.learner.comm.num_learners == 1:
+        if config.loss is not None or config.full_loss is not None:
+            raise ValueError("one learner has no mean model: leave loss= and full_loss= out")
+        return None
     if isinstance(handle.strategy, PushSum):
-        raise ValueError("the mean of push_sum's weights is no model that it trains: take dpsgd")
+        raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
     if config.directions and handle.learner.comm.num_learners > MOST_DIRECTIONS:
         raise ValueError(f"directions compares {MOST_DIRECTIONS} learners at most: leave it out")
     if config.full_loss is not None:

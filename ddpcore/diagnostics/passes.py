@@ -1,4 +1,4 @@
-"""Further forward and backward passes beside training, which leave everything as it was.
+"""Additional forward and backward passes, which restore all state of the training.
 
 Shapes: L learners held by this process, P elements of a learner's row.
 """
@@ -20,27 +20,27 @@ from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.strategies.learner import Learner
 
 Loss = Callable[[], Tensor | Iterator[Tensor]]
-"""Computes a loss anew with the model as it stands: the sum over the learners held here of their mean losses.
+"""Recomputes a loss with the model's current weights: the sum over this process's learners of their mean losses.
 
-May yield it in parts that add up, of samples that are too many for one graph.
+It may yield parts whose sum is the loss, if there are too many samples for one graph.
 """
 
 
 def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | None = None) -> Tensor:
-    """``ops.noise_sums``, of dtypes without a kernel by its twin."""
+    """``ops.noise_sums``, or its reference implementation for dtypes without a kernel."""
     kernels = ops if rows[0].dtype in KERNEL_DTYPES else reference
     return kernels.noise_sums(rows, bounds, origin)
 
 
 class RandomState:
-    """The global generators as they stand: torch's of the CPU and of one device, NumPy's and Python's."""
+    """The current state of the global generators: torch's for the CPU and one device, NumPy's and Python's."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = (device, torch.cuda.get_rng_state(device)) if device.type == "cuda" else None
         self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
     def restore(self) -> None:
-        """Make them stand so again."""
+        """Set the generators to this state."""
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda[1], self._cuda[0])
         torch.set_rng_state(self._cpu)
@@ -50,7 +50,7 @@ class RandomState:
 
 @contextmanager
 def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Afterwards buffers and the global generators are what they were before, also where a module took new tensors."""
+    """Restore buffers and global generators on exit, also if a module has replaced a buffer by a new tensor."""
     buffers = [
         (module._buffers, name, buffer, buffer.clone())
         for module in model.modules()
@@ -71,15 +71,15 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 def at_weights(
     model: nn.Module, learner: Learner, weights_LP: Tensor, random_state: RandomState | None = None
 ) -> Iterator[None]:
-    """Inside, the model's parameters are these weights. Weights in training stay where they are: others may read them.
+    """Inside, the model's parameters point to other weights, and the strategy's hooks are paused.
 
-    Buffers and random numbers are put back; no strategy hears of the passes.
+    The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
 
     Args:
-        model: the one that is trained.
+        model: the trained model.
         learner: its learners.
-        weights_LP: what to take in place of theirs.
-        random_state: what the passes begin with; None goes on with the generators as they stand.
+        weights_LP: the other weights.
+        random_state: initial random state of the passes; None: the current one.
     """
     flat = learner.flat
     own = [parameter.data for parameter in flat.parameters]
@@ -98,9 +98,9 @@ def at_weights(
 
 
 def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``[L, P]``, of each learner's own loss, and the loss. ``.grad`` is not touched, so no hook of it runs.
+    """The gradient ``[L, P]`` of each learner's own loss, and the loss. ``.grad`` and its hooks are not used.
 
-    With mixed precision small gradients vanish unless the loss is scaled: ``scale`` is taken back at the end.
+    In mixed precision small gradients underflow unless the loss is scaled; ``scale`` is removed from the result.
     """
     rows_LP = torch.zeros_like(learner.flat.grad_LP)
     parameters, views = _trained(learner, rows_LP)
@@ -112,10 +112,10 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
 
 
 def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Tensor | None = None) -> Tensor:
-    """``[L, P]``: each learner's Hessian, of its own loss, times its vector.
+    """The Hessian of each learner's own loss times its vector, ``[L, P]``.
 
     Raises:
-        ValueError: the loss goes through a compiled model, which has no second derivatives.
+        ValueError: the loss uses a compiled model, which has no second derivatives.
     """
     rows_LP = torch.zeros_like(vectors_LP)
     parameters, views = _trained(learner, rows_LP)
@@ -132,26 +132,26 @@ def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Ten
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
-    """Inside, attention goes by matrix products and a softmax: torch's fused kernels have no second derivatives."""
+    """Inside, attention uses matrix products and a softmax: torch's fused kernels have no second derivatives."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 def part_product(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """The Hessian of one part of a loss times a vector, both as tensors of the parameters' shapes (Pearlmutter 1994).
 
-    None for a parameter that the product is zero of, where autograd knows it. The part must have been computed inside
-    of :func:`twice_differentiable`.
+    None for a parameter if autograd knows that its product is zero. The part must be computed inside
+    :func:`twice_differentiable`.
     """
     gradients = torch.autograd.grad(part, parameters, create_graph=True, allow_unused=True)
     terms = [(g * v).sum() for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
-    if not terms:  # a loss that is linear in its weights
+    if not terms:  # the loss is linear in its weights
         return [None] * len(parameters)
     products: Sequence[Tensor | None] = torch.autograd.grad(torch.stack(terms).sum(), parameters, allow_unused=True)
     return products
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor | None:
-    """By what the loss is multiplied before a backward pass; None where by nothing."""
+    """The factor of the loss before a backward pass; None if it is not scaled."""
     if scaler is None or not scaler.is_enabled():
         return None
     scale = scaler.scale(torch.ones((), dtype=torch.float32, device=device))
@@ -160,29 +160,25 @@ def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tenso
 
 
 def unscale_squared(scaler: torch.amp.GradScaler | None, like: Tensor) -> Tensor | float:
-    """What undoes the scale of squares of gradients as the backward pass leaves them."""
+    """The factor that unscales squared gradients after the backward pass."""
     scale = scale_of(scaler, like.device)
     return 1.0 if scale is None else scale.double().square().reciprocal()
 
 
 def parts_of(loss: Loss) -> Iterator[Tensor]:
-    """The parts of a loss, each one number with a graph of its own.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The parts of a loss, each a scalar with its own graph. ValueError if one is something else."""
     result = loss()
     for part in result if isinstance(result, Iterator) else (result,):
         if not isinstance(part, Tensor) or part.numel() != 1 or not part.requires_grad:
             raise ValueError(
-                "loss= and full_loss= must return the loss as one number with a graph, or yield parts of it: call the "
+                "loss= and full_loss= must return the loss as one number with a graph, or yield its parts: call the "
                 "model inside"
             )
         yield part.reshape(())
 
 
 def _trained(learner: Learner, rows_LP: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that need a gradient, some may have been frozen on the way, and their places in these rows."""
+    """The parameters that now need a gradient (some may have been frozen), and their views of these rows."""
     pairs = zip(learner.flat.parameters, learner.flat.views_of(rows_LP), strict=True)
     chosen = [(parameter, view) for parameter, view in pairs if parameter.requires_grad]
     return [parameter for parameter, _ in chosen], [view for _, view in chosen]

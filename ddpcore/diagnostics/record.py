@@ -1,4 +1,4 @@
-"""What is written down of a measured step.
+"""The record of a measured step, and how it is timed and indexed.
 
 Shapes: T steps, L learners held by this process, S segments.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ddpcore.diagnostics.dynamics import Dynamics, Spread
 from ddpcore.diagnostics.estimates import NoiseScale
 from ddpcore.parameters.flat import Segment
 
-Mark = torch.cuda.Event | float
+Mark = Any  # a torch.cuda.Event, or seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +25,20 @@ class NoiseRecord:
     """The statistics at one step.
 
     Attributes:
-        step: optimizer steps taken, this one included.
-        valid: whether the numbers mean anything; ``reason`` says why not.
-        reason: empty where valid.
-        num_learners: n, or of one device the backward passes of a step.
-        batch_size: b, as it was given.
-        num_steps: steps that the noise scale is an average over.
-        num_skipped: steps left out since the last record: gradients not finite, or not of one full batch a learner.
-        at_mean: whether those gradients were all taken at the mean weights; else each at its learner's own.
-        whole: of all parameters.
-        segments: of each, by name; empty with ``per_segment=False``.
+        step: number of optimizer steps, including this one.
+        valid: whether the numbers are meaningful.
+        reason: why they are not; empty if ``valid``.
+        num_learners: n; on one device the number of backward passes of a step.
+        batch_size: b, as given.
+        num_steps: steps that the noise scale averages.
+        num_skipped: steps left out since the last record: a gradient was not finite, or not of one full batch.
+        at_mean: whether the gradients were computed at the mean weights; otherwise at each learner's own weights.
+        whole: noise scale of all parameters.
+        segments: noise scale of each parameter by name; empty with ``per_segment=False``.
         dynamics: None without ``full_loss``.
-        spread: None where learners hold the same weights.
-        seconds: that measuring took in this step, beyond what every step does.
-        share: of the time since the last record, from 0 to 1.
+        spread: None if learners hold the same weights.
+        seconds: time of measuring in this step, without the work that every step does.
+        share: ``seconds`` divided by the time since the last record, from 0 to 1.
     """
 
     step: int
@@ -56,33 +57,25 @@ class NoiseRecord:
     share: float
 
 
-class Clock:
-    """Times between marks, without waiting for the device until they are asked for."""
+def mark_on(device: torch.device) -> Mark:
+    """The current time; on CUDA an event of the current stream, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
 
-    def mark(self) -> Mark:
-        """Now; on CUDA, where the current stream stands."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @staticmethod
-    def between(begin: Mark, end: Mark) -> float:
-        """Seconds."""
-        if isinstance(begin, float) or isinstance(end, float):
-            assert isinstance(begin, float)
-            assert isinstance(end, float)
-            return end - begin
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Seconds between two marks on one device, after waiting for the second."""
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class Layout:
-    """Where segments lie in a row, and which number each has, whatever their order of the day is."""
+    """The columns of segments in a row, and the fixed number of each segment; their order in the row may change."""
 
     def __init__(self, segments: Sequence[Segment], numel: int, names: Sequence[str], device: torch.device) -> None:
         self.segments = segments
@@ -92,7 +85,7 @@ class Layout:
         self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}
 
     def part(self, begin: int, end: int) -> tuple[list[int], Tensor]:
-        """Of columns: bounds of the pieces of segments in them, counted from ``begin``, and the segments' numbers."""
+        """Bounds of the segments in columns ``begin`` to ``end``, relative to ``begin``, and the segments' numbers."""
         if (begin, end) not in self._parts:
             pieces = [
                 (max(first, begin), min(last, end), number)

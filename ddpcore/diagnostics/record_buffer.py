@@ -1,4 +1,4 @@
-"""Measured steps as they come, and the records that are made of them.
+"""A buffer of measured steps, and their conversion into records.
 
 Shapes: T steps, S segments.
 """
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddpcore.diagnostics.dynamics import Dynamics, Spread, dynamics
-from ddpcore.diagnostics.record import Clock, Mark, NoiseRecord
+from ddpcore.diagnostics.dynamics import Dynamics, Spread, dynamics_of
+from ddpcore.diagnostics.record import Mark, NoiseRecord, mark_on, seconds_between
 from ddpcore.diagnostics.series import Series
 
 TWO_BATCHES = "the estimate needs two batches: take more learners, or accumulate gradients over several backward passes"
 NO_STEP = "no step since the last record had finite gradients of one full batch a learner"
 NOT_FINITE = "a gradient of this step is not finite"
-UNLIKE_RATES = "an effective learning rate is one number, and parameter groups have several learning rates"
-NO_GRADIENT = "the full gradient is zero: it has vanished in low precision (pass scaler=), or there is nothing to learn"
+UNEQUAL_RATES = "an effective learning rate is one number, and parameter groups have several learning rates"
+NO_GRADIENT = "the full gradient is zero: it underflowed in low precision (pass scaler=), or there is nothing to learn"
 
-PENDING = 20  # records that stay on the device until somebody looks; older ones are long done
+PENDING = 20  # records that stay on the device until they are read; older ones have been computed
 
 
 @dataclass
 class Measured:
-    """One record's tensors, on their device until somebody looks."""
+    """The tensors of one record, on their device until the record is read."""
 
     step: int
     num_learners: int
-    kept: int  # steps that the noise scale is an average over, at most
+    kept: int  # most steps that the noise scale averages
     own_TS: Tensor | None = None
     mean_TS: Tensor | None = None
     num_skipped: int = 0
@@ -42,22 +42,22 @@ class Measured:
     hessian: Tensor | None = None
     distance: Tensor | None = None  # 1/n sum_j |w_j - w_a|^2
     eigenvalues: Tensor | None = None
-    reason: str = ""  # why the step means nothing, where that is known
+    reason: str = ""  # why the step is invalid, if this is already known
     marks: tuple[Mark, ...] = ()
 
     def record(self, series: Series, full_loss_of: str) -> NoiseRecord:
-        """As numbers; its steps join the series that the noise scale is an average of. Waits for the step."""
+        """Convert it to numbers, after waiting for the step, and add its steps to the series."""
         last, begin, end = self.marks
-        seconds, passed = Clock.between(begin, end), Clock.between(last, end)  # it is done when its end is
+        seconds, passed = seconds_between(begin, end), seconds_between(last, end)
         skipped, num_new = self.num_skipped, 0
         if self.own_TS is not None and self.mean_TS is not None and not self.reason:
             own_TS, mean_TS = _on_host(self.own_TS).numpy(), _on_host(self.mean_TS).numpy()
             left_out = series.add(own_TS, mean_TS, self.num_learners, self.at_mean, self.kept)
             skipped, num_new = skipped + left_out, len(own_TS) - left_out
-        moves = self._dynamics(full_loss_of)
+        dynamics = self._dynamics(full_loss_of)
         reason = self.reason or (TWO_BATCHES if self.num_learners < 2 else NO_STEP if num_new == 0 else "")
         if not reason and self.products is not None:
-            reason = self._reason_of(moves)
+            reason = self._reason_of(dynamics)
         return NoiseRecord(
             step=self.step,
             valid=not reason,
@@ -69,7 +69,7 @@ class Measured:
             at_mean=self.at_mean,
             whole=series.whole(),
             segments=series.segments(),
-            dynamics=moves,
+            dynamics=dynamics,
             spread=self._spread(),
             seconds=seconds,
             share=seconds / passed if passed > 0 else 0.0,
@@ -80,15 +80,15 @@ class Measured:
             return None
         hessian = None if self.hessian is None else float(_on_host(self.hessian))
         loss = float("nan") if self.full_loss is None else float(_on_host(self.full_loss))
-        return dynamics(_on_host(self.products), self.lr, loss, hessian, self.num_learners, full_loss_of)
+        return dynamics_of(_on_host(self.products), self.lr, loss, hessian, self.num_learners, full_loss_of)
 
-    def _reason_of(self, moves: Dynamics | None) -> str:
+    def _reason_of(self, dynamics: Dynamics | None) -> str:
         assert self.products is not None
         if not bool(_on_host(self.products).isfinite().all()):
             return NOT_FINITE
         if math.isnan(self.lr):
-            return UNLIKE_RATES
-        return "" if moves is not None and math.isfinite(moves.effective_lr) else NO_GRADIENT
+            return UNEQUAL_RATES
+        return "" if dynamics is not None and math.isfinite(dynamics.effective_lr) else NO_GRADIENT
 
     def _spread(self) -> Spread | None:
         if self.distance is None:
@@ -99,51 +99,50 @@ class Measured:
 
 
 class RecordBuffer:
-    """Measured steps as they come, and their records, which are made when somebody looks.
+    """Keeps measured steps on the device, and converts them to records when they are read.
 
     Args:
-        device: where steps are measured.
-        series: that they join.
-        full_loss_of: what the full gradient is of, for the records.
+        device: of the measured tensors.
+        series: collects the sums of the steps.
+        full_loss_of: description of the samples of the full gradient, for the records.
     """
 
     def __init__(self, device: torch.device, series: Series, full_loss_of: str) -> None:
-        self.series, self._full_loss_of = series, full_loss_of
-        self._clock = Clock(device)
+        self.series, self._full_loss_of, self._device = series, full_loss_of, device
         self._records: list[NoiseRecord] = []
         self._pending: list[Measured] = []
-        self._last = self._clock.mark()
+        self._last = mark_on(device)
 
     @property
     def records(self) -> list[NoiseRecord]:
-        """All so far. Waits for the device."""
-        return self._made(0)
+        """All records so far. Waits for the device."""
+        return self._convert(0)
 
     def begin(self) -> Mark:
-        """A step is about to be measured."""
-        return self._clock.mark()
+        """The mark at which measuring a step begins."""
+        return mark_on(self._device)
 
     def end(self, result: Measured, begin: Mark) -> None:
-        """It has been."""
-        end = self._clock.mark()
+        """Store a measured step."""
+        end = mark_on(self._device)
         result.marks = (self._last, begin, end)
         self._last = end
         self._pending.append(result)
-        self._made(PENDING)
+        self._convert(PENDING)
 
-    def start_anew(self) -> None:
-        """No records, and time counts from now."""
+    def clear(self) -> None:
+        """Discard all records; time counts from now."""
         self._records, self._pending = [], []
-        self._last = self._clock.mark()
+        self._last = mark_on(self._device)
 
-    def _made(self, pending: int) -> list[NoiseRecord]:
+    def _convert(self, pending: int) -> list[NoiseRecord]:
         while len(self._pending) > pending:
             self._records.append(self._pending.pop(0).record(self.series, self._full_loss_of))
         return self._records
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, past what the current stream has still to do: the tensor is known to be done."""
+    """A copy on the CPU of a tensor that is complete, without waiting for later work of the current stream."""
     if not tensor.is_cuda:
         return tensor
     with torch.cuda.stream(_side_stream(tensor.device)):

@@ -1,4 +1,4 @@
-"""The sums of the last steps, of which noise scales are averages.
+"""The sums of the last steps, which noise scales average.
 
 Shapes: T steps, S segments.
 """
@@ -13,17 +13,17 @@ import torch
 
 from ddpcore.diagnostics.estimates import Array, NoiseScale, noise_scale
 
-MEASURED = 20  # steps that are averaged, where only measured ones count
+MEASURED = 20  # steps that are averaged if only measured steps have sums
 
 
 class Series:
-    """The last steps' sums, as numbers, from which an estimate is made.
+    """The sums of the last steps, and the noise scales that they give.
 
     Args:
         batch_size: b.
         names: of the segments.
-        per_segment: whether to estimate each, too.
-        population: samples that batches are drawn from without replacement; None: with it, or of too many to matter.
+        per_segment: whether to estimate each segment too.
+        population: as of :class:`ddpcore.diagnostics.NoiseStatistics`.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Series:
         self._kind: tuple[int, bool] = (0, True)
 
     def add(self, own_TS: Array, mean_TS: Array, num_learners: int, at_mean: bool, kept: int) -> int:
-        """Take further steps of so many learners and keep the last; returns how many were left out, not being finite.
+        """Add steps and keep the last ``kept`` ones; returns the number of steps with sums that are not finite.
 
-        Steps of other learners, or of gradients that were taken elsewhere, say nothing of these and are forgotten.
+        If the number of learners or ``at_mean`` differs from earlier steps, those are discarded: they do not compare.
         """
         if (num_learners, at_mean) != self._kind:
             self._own, self._mean, self._kind = [], [], (num_learners, at_mean)
@@ -51,25 +51,23 @@ class Series:
         return len(self._own)
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps that are kept, as tensors, and what they are of."""
-        kept = {
-            name: [torch.from_numpy(row) for row in rows] for name, rows in (("own", self._own), ("mean", self._mean))
-        }
-        return {**kept, "num_learners": self._kind[0], "at_mean": self._kind[1]}
+        """The kept steps, as tensors."""
+        own, mean = ([torch.from_numpy(row) for row in rows] for rows in (self._own, self._mean))
+        return {"own": own, "mean": mean, "num_learners": self._kind[0], "at_mean": self._kind[1]}
 
     def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
-        """Take back what :meth:`state_dict` gave; ``order`` says where each segment stands in it."""
+        """Restore :meth:`state_dict`; ``order`` holds the saved index of each segment."""
         self._kind = state["num_learners"], state["at_mean"]
         self._own, self._mean = ([row.numpy()[list(order)] for row in state[name]] for name in ("own", "mean"))
 
     def whole(self) -> NoiseScale | None:
-        """Of all segments together; None before the first step, or of one learner."""
+        """The noise scale of all segments together; None before the first step, or with one learner."""
         if not self._own or self._kind[0] < 2:
             return None
         return self._scale(np.array(self._own).sum(axis=1), np.array(self._mean).sum(axis=1))
 
     def segments(self) -> dict[str, NoiseScale]:
-        """Of each."""
+        """The noise scale of each segment."""
         if not self._own or self._kind[0] < 2 or not self._per_segment:
             return {}
         own_TS, mean_TS = np.array(self._own), np.array(self._mean)

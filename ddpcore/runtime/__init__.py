@@ -1,1 +1,1 @@
-"""What a process runs on: its ranks, its machine, its memory, its signals."""
+"""The environment of a process: ranks, machine, memory and signals."""

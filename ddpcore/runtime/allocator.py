@@ -1,23 +1,24 @@
-"""Memory of large CPU tensors, kept for the next tensor instead of given back to the system."""
+"""An allocator setting that reuses the memory of large CPU tensors instead of returning it to the system."""
 
 from __future__ import annotations
 
 import ctypes
 
-# Of glibc's malloc.h; -1 is its word for never.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _NEVER = -1
 _TOP_PAD_BYTES = 64 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what freed tensors held, from now on: its size stays near its peak.
+    """Keep the memory of freed tensors in this process, whose size then stays near its peak.
 
-    glibc maps each tensor of more than 32 MiB anew and unmaps it when it is freed, and the system zeroes every page of
-    it at the first touch. With batches of some thousand images that is half of the time of a training step on a CPU.
+    glibc maps new memory for each tensor of more than 32 MiB and unmaps it when the tensor is freed, and the system
+    zeroes each page at the first access. With batches of some thousand images this is half of the time of a training
+    step on a CPU. torch's CUDA allocator already keeps freed memory.
 
     Returns:
-        Whether the C library is glibc; with another one nothing changes. GPU memory is kept by torch already.
+        Whether the C library is glibc; with another one nothing changes.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

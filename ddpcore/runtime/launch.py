@@ -1,7 +1,7 @@
-"""Starts ranks on one machine, or joins those that torchrun started. The only reader of the environment.
+"""Starts ranks on one machine, or joins the ranks of torchrun. No other module reads environment variables.
 
-The parent hosts the rendezvous store, so no port is guessed. A rank that dies takes the others down with it; a parent
-that dies, even by SIGKILL, takes its ranks along.
+The parent process hosts the rendezvous store, so the system chooses a free port. If a rank dies, the others are ended;
+if the parent dies, even by SIGKILL, its ranks end.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GRACE_SECONDS = 1.0  # for reports of ranks that fail together, so that the first cause is the one shown
-KILL_SECONDS = 3.0  # between asking a rank to end and ending it
+GRACE_SECONDS = 1.0  # wait for the reports of ranks that fail together, so that the first cause is shown
+KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
 
 before_exit: list[Callable[[], None]] = []
-"""What a rank calls before it ends, because it ends without the interpreter's clean-up."""
+"""Functions that a rank calls before it ends, because it ends without the interpreter's clean-up."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Where a process stands: its rank, how many there are, its rank on this machine, and that machine's rank count."""
+    """The rank of a process and the number of ranks, in total and on this machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,19 +44,19 @@ class World:
 
 
 class UsageError(ValueError):
-    """The processes cannot be started or joined as they were asked to be; the message is one line."""
+    """The arguments do not allow to start or join the ranks; the message is one line."""
 
 
 class RankFailed(Exception):
-    """A rank died. The message is its traceback, or the signal that ended it."""
+    """A rank failed. The message is its traceback, or the signal that ended it."""
 
 
 class Stopped(Exception):
-    """A worker raises this where a signal has asked it to stop and it has saved what it did; the message says what."""
+    """Raised by a worker that has saved its work after a signal; the message says what it saved."""
 
 
 def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None:
-    """The place that torchrun gave this process; None where it was not started by torchrun."""
+    """The world from torchrun's environment variables; None if torchrun did not start this process."""
     env = os.environ if environment is None else environment
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
@@ -73,21 +73,26 @@ def num_cores() -> int:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Compute threads of each rank: cores over ranks, at least one."""
+    """Compute threads of each rank: cores divided by ranks, at least one."""
     return max(1, num_cores() // local_world_size)
 
 
 def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, backend: str) -> None:
-    """Run ``worker(world, *args)`` on every rank, in a process group; ``backend`` ``none`` leaves them unconnected.
+    """Run ``worker(world, *args)`` on every rank.
 
-    SIGINT and SIGTERM are passed on to the ranks, as SIGTERM, and waited for: a worker may save its work. A second one
-    ends them. Under torchrun this process is one of the ranks. Otherwise ``world_size`` processes are started and
-    waited for; ``backend`` ``virtual`` needs one process and runs in this one.
+    SIGINT and SIGTERM are forwarded to the ranks as SIGTERM, and this process waits for them: a worker may save its
+    work. A second signal ends them. Under torchrun this process is one of the ranks.
+
+    Args:
+        worker: importable by name; it is called in every process.
+        args: picklable.
+        world_size: number of processes to start; torchrun must have started as many.
+        backend: of the process group; ``none``: no process group; ``virtual``: the worker runs in this process.
 
     Raises:
-        RankFailed: the first rank that failed, with its traceback; all ranks have ended.
-        Stopped: the ranks have, as a signal asked.
-        UsageError: torchrun's world is not the one that was asked for.
+        RankFailed: a rank failed; the first one, with its traceback. All ranks have ended.
+        Stopped: the ranks stopped after a signal.
+        UsageError: torchrun started another number of ranks.
     """
     joined = torchrun_world()
     if backend == "virtual":
@@ -116,7 +121,7 @@ def _run_rank(
     else:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size)
     worker(world, *args)
-    dist.destroy_process_group()  # not after a failure: it would fail the other ranks before this one has said why
+    dist.destroy_process_group()  # not after a failure: other ranks would fail before this one reports its error
 
 
 def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, backend: str) -> None:
@@ -143,7 +148,7 @@ def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, 
 def _child(
     worker: Callable[..., None], args: tuple[Any, ...], world: World, backend: str, port: int, report: Connection
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent forwards it
     _die_with_parent()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not resolve
@@ -156,8 +161,8 @@ def _child(
         report.send((time.time(), stopped, str(error) if stopped else traceback.format_exc()))
         report.close()
         code = 1
-    # At once, without the interpreter's clean-up: after a failure it would wait for ranks that are about to be ended,
-    # and after a success threads of the process group that outlive it were seen to abort the process.
+    # Exit without the interpreter's clean-up: after a failure it would wait for ranks that are about to be ended, and
+    # after a success threads that outlive the process group sometimes abort the process.
     sys.stdout.flush()
     sys.stderr.flush()
     for callback in before_exit:
@@ -167,11 +172,11 @@ def _child(
 
 @contextmanager
 def signals_passed_on(ranks: Sequence[BaseProcess | Popen[bytes]]) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM ask the ranks to stop; a second one does what it always did.
+    """Inside, the first SIGINT or SIGTERM terminates the ranks; a second one has its previous effect.
 
-    Where the ranks have ended for it without a word, the signal then does here what it always did, too.
+    If the ranks ended on the signal without an exception, it is raised again here on exit.
     """
-    heard: list[int] = []
+    received: list[int] = []
     before: dict[signal.Signals, Any] = {}
 
     def restore() -> None:
@@ -180,7 +185,7 @@ def signals_passed_on(ranks: Sequence[BaseProcess | Popen[bytes]]) -> Iterator[N
             signal.signal(number, handler)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
         restore()
         for process in ranks:
             process.terminate()
@@ -192,14 +197,14 @@ def signals_passed_on(ranks: Sequence[BaseProcess | Popen[bytes]]) -> Iterator[N
     try:
         yield
     except RankFailed:
-        if not heard:
+        if not received:
             raise
     finally:
         restore()
-    if heard:
+    if received:
         try:
-            signal.raise_signal(heard[0])
-        except BaseException as error:  # whatever the handler raises, how the ranks ended is no part of it
+            signal.raise_signal(received[0])
+        except BaseException as error:  # without the context of how the ranks ended
             raise error from None
 
 
@@ -217,7 +222,7 @@ def _die_with_parent() -> None:
 
 
 def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
-    """Return when all ranks have ended well. Raise Stopped when all have, RankFailed as soon as one has failed."""
+    """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped."""
     running = list(ranks)
     causes: list[Exception] = []
     while running:
@@ -226,7 +231,7 @@ def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
             running.remove(process)
             if process.exitcode != 0 and not causes:
                 causes.append(_first_cause(ranks, reports, process))
-        if causes and not isinstance(causes[0], Stopped):  # those that were asked to stop are given the time to save
+        if causes and not isinstance(causes[0], Stopped):  # ranks that stop get time to save their work
             break
     if causes:
         raise causes[0]
@@ -240,9 +245,9 @@ def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: Base
             if report.poll():
                 when, stopped, text = report.recv()
                 failures.append((when, rank, stopped, text))
-        except EOFError:  # it ended without a report
+        except EOFError:  # the rank ended without a report
             pass
-    for rank, process in enumerate(ranks):  # a killed rank comes first: the others only lost their connection to it
+    for rank, process in enumerate(ranks):  # a killed rank is the cause: the others only lost their connection to it
         if process.exitcode is not None and process.exitcode < 0:
             return RankFailed(f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}")
     if failures:
@@ -252,7 +257,7 @@ def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: Base
 
 
 def _end(ranks: list[BaseProcess]) -> None:
-    """End what still runs: ask first, then insist."""
+    """End the ranks that still run: SIGTERM, then SIGKILL after KILL_SECONDS."""
     for process in ranks:
         if process.is_alive():
             process.terminate()

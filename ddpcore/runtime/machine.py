@@ -1,4 +1,4 @@
-"""What a run ran on: the block that every record has."""
+"""A description of the machine and the software versions, for records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpcore.runtime.version import VERSION
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The part that every record has: device, whose kernels are compiled, versions, commit, date."""
+    """Device, compiled kernels, versions, commit and date, as every record holds them."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "device_type": device,
@@ -31,7 +31,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def kernels() -> list[str]:
-    """The device types that have compiled kernels; on all others the pure-torch twins run, several times slower."""
+    """The device types with compiled kernels; others use the reference implementations, which are much slower."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return [device for device in ("cpu", "cuda") if has_kernel("ddpcore::mix_", device.upper())]
 
@@ -47,7 +47,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package runs from; None for an installed package."""
+    """The commit of the checkout that contains this package; None for an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

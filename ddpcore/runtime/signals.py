@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 
 class StopSignal:
-    """While it is entered, SIGINT and SIGTERM are taken note of, and a second one does what it always did.
+    """A context manager that records the first SIGINT or SIGTERM; a second one has its previous effect.
 
-    Outside the main thread, and of signals that the process ignores, nothing is heard. One that is entered inside
-    another that was asked is asked from the start.
+    It records nothing outside the main thread, or for signals that the process ignores. A nested one inherits a signal
+    that the outer one has received.
 
     Attributes:
-        asked: whether a signal came.
+        asked: whether a signal was received.
         name: of the signal.
     """
 
@@ -34,7 +34,7 @@ class StopSignal:
             return self
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._hear)
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -43,11 +43,11 @@ class StopSignal:
             StopSignal._innermost = self._outer
 
     def pass_on(self) -> None:
-        """Send the signal again, after this one has been left, unless the one around it has heard it already."""
+        """Raise the signal again, after the context was left, unless the outer one has received it."""
         if self.asked and not (self._outer is not None and self._outer.asked):
             signal.raise_signal(signal.Signals[self.name])
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self.asked, self.name = True, signal.Signals(number).name
         self._restore()
 

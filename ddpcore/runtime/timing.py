@@ -1,4 +1,4 @@
-"""Interleaved timing: what is compared runs in turn, A B A B, so that a noisy machine disturbs all alike."""
+"""Interleaved timing: functions run alternately, A B A B, so that noise of the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 
-SHORTEST_SAMPLE = 2e-3  # seconds: short calls are repeated until a sample lasts as long
-FEWEST_SAMPLES = 3  # of each, whatever the time that they take
-PAUSE_RATIO = 1.5  # of a pause to the time in which the calls behind it are launched
+SHORTEST_SAMPLE = 2e-3  # seconds: short calls are repeated until a sample takes this long
+FEWEST_SAMPLES = 3  # of each function, even if they take long
+PAUSE_RATIO = 1.5  # length of a pause, divided by the time to launch the calls after it
 LONGEST_PAUSE = 0.05  # seconds
-CYCLES_PER_SECOND = 2e9  # of a GPU, about
-LARGEST_COPY = 2**29  # bytes read and written: beyond any cache, and more says no more
+CYCLES_PER_SECOND = 2e9  # of a GPU, approximately
+LARGEST_COPY = 2**29  # bytes read and written: larger than any cache
 
 Function = Callable[[], Any]
 
 
 def seconds_of(function: Function, num_calls: int, device: str, *, pause: float = 0.0) -> float:
-    """Mean time of a call, over one sample; on CUDA between two events of the stream.
+    """The mean time of ``num_calls`` calls in seconds; on CUDA between two events of the stream.
 
     Args:
         function: is called.
-        num_calls: so often.
+        num_calls: number of calls in this sample.
         device: ``cpu`` or ``cuda``.
-        pause: seconds, about, for which a GPU is kept busy first, while the calls queue up behind: then its own work is
-            timed, and not how fast the host launches it.
+        pause: approximate seconds for which a GPU is kept busy while the host launches the calls. Then the time is that
+            of the GPU's work, not of the launches.
     """
     if device == "cuda":
         if pause:
@@ -49,15 +49,15 @@ def seconds_of(function: Function, num_calls: int, device: str, *, pause: float 
 def interleaved(
     functions: Sequence[Function], device: str, repeats: int, seconds: float = math.inf, *, queued: bool = False
 ) -> list[list[float]]:
-    """Samples of each function, taken in turn after a warm-up.
+    """Samples (seconds a call) of each function, taken alternately after a warm-up.
 
     Args:
-        functions: what is compared.
+        functions: are compared.
         device: ``cpu`` or ``cuda``.
-        repeats: samples of each, at most.
+        repeats: most samples of each function.
         seconds: no further round begins after this time; ``min(repeats, FEWEST_SAMPLES)`` rounds are always taken.
-        queued: on CUDA time what the device does, behind a pause in which the host launches it; else what a caller
-            waits for, which of short calls is the launching.
+        queued: on CUDA measure the work of the device, after a pause in which the host launches it. Otherwise measure
+            the time that a caller waits, which for short calls is the launch.
     """
     num_calls, how = [], []
     for function in functions:
@@ -78,9 +78,9 @@ def interleaved(
 
 
 def copying(num_bytes: int, device: str) -> tuple[Function, int]:
-    """A copy that reads and writes about as many bytes, at most LARGEST_COPY, and how many it does.
+    """A function that reads and writes about ``num_bytes`` in total (at most LARGEST_COPY), and the exact number.
 
-    The source is written first: pages that were only allocated may all be one page of zeros, which sits in cache.
+    The source is initialized: allocated pages that were never written may all be one page of zeros in the cache.
     """
     source = torch.ones(max(1, min(num_bytes, LARGEST_COPY) // 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -88,7 +88,7 @@ def copying(num_bytes: int, device: str) -> tuple[Function, int]:
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """The 20th, 50th and 80th percentile, linear between neighbours, in the unit of the values. ValueError if none."""
+    """The 20th, 50th and 80th percentile, with linear interpolation. ValueError if there are no values."""
     samples = np.fromiter(values, dtype=np.float64)
     if samples.size == 0:
         raise ValueError("quantiles: there are no values, give at least one")

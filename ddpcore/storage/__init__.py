@@ -1,1 +1,1 @@
-"""Files that are whole or absent, JSON lines, and state as tensors and JSON."""
+"""Atomic files, JSON lines, and state as tensors and JSON."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a crash."""
+"""Atomic writes of files, which also hold after a crash, and locks of folders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LOCK = ".lock"  # of a folder, a file that says nothing and stays
+LOCK = ".lock"  # an empty file in a locked folder; it is not removed
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """All of it or nothing: a reader never meets half a file."""
+    """Write a file atomically: a reader sees the old content or the new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_file(partial, content)
@@ -24,12 +24,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside, no other process that asks for the same has the folder; it is made if it is missing.
+    """Inside, this process holds the lock of a folder, which is made if it is missing.
 
-    The lock goes with the process, however that ends.
-
-    Raises:
-        ValueError: another process has it.
+    The system releases the lock when the process ends, also after a crash. ValueError if another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -44,7 +41,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Returns once it is on the disk."""
+    """Write a file and return once it is on the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -52,7 +49,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A name, new or changed, is on the disk once its folder is."""
+    """Return once new and changed names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

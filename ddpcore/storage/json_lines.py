@@ -1,4 +1,4 @@
-"""Values as JSON: one object a line, never NaN."""
+"""Values as JSON, without NaN, and files with one JSON object a line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ddpcore.storage.files import replace_file
 
 
 def json_number(x: float) -> float | None:
-    """The number, or None for NaN and the infinities, which JSON cannot spell."""
+    """The number, or None for NaN and the infinities, which JSON does not have."""
     return x if math.isfinite(x) else None
 
 
 def to_json(obj: Any) -> Any:
-    """The same value made of dict, list, str, int, float, bool and None only; NaN and infinity become None.
+    """The value as dict, list, str, int, float, bool and None; NaN and infinity become None.
 
     Takes dataclasses (as a dict of their fields), mappings, sequences, sets (sorted), paths, tensors and numpy
     arrays or scalars. TypeError for anything else.
@@ -48,9 +48,9 @@ def to_json(obj: Any) -> Any:
 
 
 class JsonLines:
-    """A file of JSON lines that only grows; the folder is made if it is missing.
+    """A file to which JSON lines are appended; its folder is made if it is missing.
 
-    Each line goes to the system in one write at the end of the file, so a reader never meets half a line and several
+    Each line is one system call that writes at the end of the file. So a reader never sees half a line, and several
     processes may append to one file.
     """
 
@@ -60,12 +60,12 @@ class JsonLines:
         self._file = self.path.open("ab", buffering=0)
 
     def append(self, row: Any) -> None:
-        """Write a row, a mapping or a dataclass, as one line; see `to_json` for what it may hold."""
+        """Write a row as one line: a mapping or a dataclass of values that `to_json` accepts."""
         line = json.dumps(to_json(row), allow_nan=False).encode() + b"\n"
         written = self._file.write(line)
         if written != len(line):
             end = self._file.tell()
-            if os.fstat(self._file.fileno()).st_size == end:  # nobody has written after it
+            if os.fstat(self._file.fileno()).st_size == end:  # no other process has written after it
                 os.ftruncate(self._file.fileno(), end - written)
             raise OSError(f"{self.path}: a line could not be written whole, is the disk full?")
 
@@ -74,7 +74,7 @@ class JsonLines:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; a second time is harmless."""
+        """Close the file; it may be called twice."""
         self._file.close()
 
     def __enter__(self) -> JsonLines:
@@ -85,5 +85,5 @@ class JsonLines:
 
 
 def write_json(path: Path, result: Any) -> None:
-    """Write one value as a file, all of it or nothing: a reader never sees half of it."""
+    """Write one value as an indented JSON file, atomically."""
     replace_file(path, (json.dumps(to_json(result), indent=2, allow_nan=False) + "\n").encode())

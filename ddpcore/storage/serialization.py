@@ -1,4 +1,4 @@
-"""Nested state as JSON and tensors, and back: nothing that is read is ever executed."""
+"""Nested state as JSON and tensors, and back; reading it never executes code."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 _PLAIN = (bool, int, float, str, type(None))
-_TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"  # keys of what JSON cannot say
+_TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"  # keys that mark what JSON does not have
 
 
 def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A tree for JSON, in which tensors are names, and the tensors, flat and on the CPU, by name.
+    """Convert state to a tree for JSON, with names in place of tensors, and the tensors by name, flat and on the CPU.
 
-    Takes dicts (of text or other plain keys), lists, tuples, tensors, numbers, text and None. Tensors keep the order
-    of their elements in memory (``channels_last``); gaps between them are closed.
-
-    Raises:
-        TypeError: there is something else in it.
+    Takes dicts (of text or other plain keys), lists, tuples, tensors, numbers, text and None; TypeError for anything
+    else. Tensors keep the order of their elements in memory (``channels_last``), without gaps between them.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -45,7 +42,7 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:
-    """What :func:`pack` was given; what was on an accelerator is put on ``device``."""
+    """The state that :func:`pack` converted; tensors from an accelerator are moved to ``device``."""
     if isinstance(tree, list):
         return [unpack(item, tensors, device) for item in tree]
     if not isinstance(tree, dict):

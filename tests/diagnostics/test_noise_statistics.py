@@ -199,13 +199,13 @@ def test_bad_input():
     other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     loss = lambda: handle.model(torch.zeros(4, 1, 3)).sum()  # noqa: E731
     for arguments, message in (
-        ({"every": 0}, "every is 0: it must be a whole number of at least 1"),
+        ({"every": 0}, "every is 0: it must be at least 1"),
         ({"every": -3}, "every is -3"),
         ({"every": 2.5}, "every is 2.5: it must be a whole number"),
         ({"every": True}, "every is True"),
         ({"every": "3"}, "every is .3."),
         ({"population": 1}, "population is 1"),
-        ({"loss_divisor": 0.0}, "above zero"),
+        ({"loss_divisor": 0.0}, "loss_divisor is 0.0: it must be above 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"directions": -1}, "directions is -1"),
         ({"hessian": True}, "pass full_loss="),
