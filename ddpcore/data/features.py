@@ -39,7 +39,7 @@ def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
     splits = [split for split in (train, test) if split is not None]
     shapes = [tuple(split.inputs.shape[1:]) for split in splits]
     if shapes[0] != shapes[-1]:
-        raise ValueError(f"{root}: train has samples of {list(shapes[0])}, test of {list(shapes[1])}, make them alike")
+        raise ValueError(f"{root}: train has samples of {list(shapes[0])}, test of {list(shapes[1])}, make them equal")
     found = 1 + max(int(split.labels.max()) for split in splits)
     total = sum(len(split.labels) for split in splits)
     if num_classes is None and found > total:
@@ -60,7 +60,7 @@ def _split(folder: Path) -> Split:
     for path, (inputs, _) in zip(paths, parts, strict=True):
         if inputs.shape[1:] != shape:
             raise ValueError(
-                f"{path}: samples are {list(inputs.shape[1:])}, those of {paths[0].name} {list(shape)}, make them alike"
+                f"{path}: samples are {list(inputs.shape[1:])}, those of {paths[0].name} {list(shape)}, make them equal"
             )
     inputs, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return Split(torch.from_numpy(inputs), torch.from_numpy(labels))

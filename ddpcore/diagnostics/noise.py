@@ -181,7 +181,7 @@ def _hooked(
     if config.full_loss is not None:
         strategy = handle.strategy
         if config.loss is None and not (strategy.learners_stay_identical and strategy.gradients_at_mean(0)):
-            raise ValueError(f"learners of {strategy.name} differ: pass loss= beside full_loss=")
+            raise ValueError(f"learners of {strategy.name} differ: pass loss= and full_loss=")
         if len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
             raise ValueError("an effective learning rate is one number: give all parameter groups one learning rate")
     return handle

@@ -1,1 +1,1 @@
-"""Tables of what was measured. Reads plain records; knows no torch."""
+"""Tables and plots of measurements, from plain records and without torch."""

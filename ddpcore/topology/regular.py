@@ -19,8 +19,16 @@ class Static(Topology):
         return 1
 
 
+class Cyclic(Topology):
+    """A topology in which all learners do the same, along one cycle."""
+
+    def translations(self, num_learners: int) -> tuple[int, ...]:
+        """The cycle."""
+        return (num_learners,)
+
+
 @dataclass(frozen=True)
-class Complete(Static):
+class Complete(Static, Cyclic):
     """All learners average with all: W = J / n. One step gives the mean, at the cost of n - 1 messages a learner."""
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
@@ -30,17 +38,13 @@ class Complete(Static):
         weight = 1 / num_learners
         return Round(weight, others, (weight,) * len(others), others)
 
-    def translations(self, num_learners: int) -> tuple[int, ...]:
-        """A cycle: any order has this symmetry."""
-        return (num_learners,)
-
     def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
         """Correct by construction: it would cost n^2 to check."""
         check(0, 0, num_learners)
 
 
 @dataclass(frozen=True)
-class Ring(Static):
+class Ring(Static, Cyclic):
     """Each learner takes the mean with its neighbours on a ring (Lian et al. 2017).
 
     k > 1 neighbours on each side need at least 2k + 1 learners, else ValueError; one neighbour fits any number.
@@ -60,10 +64,6 @@ class Ring(Static):
             text = f"Ring: {side} neighbours each side need at least {smallest} learners, there are {num_learners}"
             raise ValueError(f"{text}: take more learners or fewer neighbours")
         return _both_ways(_around(rank, hop, num_learners) for hop in range(-side, side + 1) if hop % num_learners)
-
-    def translations(self, num_learners: int) -> tuple[int, ...]:
-        """The ring."""
-        return (num_learners,)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Hypercube(Static):
 
 
 @dataclass(frozen=True)
-class StaticExponential(Static):
+class StaticExponential(Static, Cyclic):
     """Learner j reads from j - 1, j - 2, j - 4, ... (mod n): T = ceil(log2 n) learners, with weights 1 / (T + 1).
 
     Ying et al. 2021, "Exponential Graph is Provably Efficient", equation 5: the gap is 2 / (T + 1) for even n, and at
@@ -159,13 +159,9 @@ class StaticExponential(Static):
             (_around(rank, -hop, num_learners) for hop in hops), (_around(rank, hop, num_learners) for hop in hops)
         )
 
-    def translations(self, num_learners: int) -> tuple[int, ...]:
-        """A cycle."""
-        return (num_learners,)
-
 
 @dataclass(frozen=True)
-class OnePeerExponential(Topology):
+class OnePeerExponential(Cyclic):
     """At step t learner j reads from j - 2^(t mod T) (mod n), T = ceil(log2 n), with weights 1/2.
 
     Each learner sends and receives one message at a step. If n is a power of two, T steps give the exact mean; for
@@ -184,10 +180,6 @@ class OnePeerExponential(Topology):
     def period(self, num_learners: int) -> int:
         """ceil(log2 n), at least 1."""
         return max(1, _num_powers(num_learners))
-
-    def translations(self, num_learners: int) -> tuple[int, ...]:
-        """A cycle."""
-        return (num_learners,)
 
 
 def _around(place: int, hop: int, length: int) -> int:
