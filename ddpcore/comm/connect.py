@@ -1,4 +1,4 @@
-"""From a process group to a connection of its ranks."""
+"""The connection of learners: virtual learners, or the ranks of a process group over a transport."""
 
 from __future__ import annotations
 
@@ -8,36 +8,45 @@ import torch.distributed as dist
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
 from ddpcore.comm.link import Link, LinkedCommunicator
-from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
 from ddpcore.comm.shared.coordination import Unreachable, host_id
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
 from ddpcore.comm.shared.host import TIMEOUT_SECONDS, SharedMemoryCommunicator
+from ddpcore.comm.virtual import VirtualCommunicator
 
 
 def connect(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     transport: str,
     device: torch.device,
     timeout: float = TIMEOUT_SECONDS,
     link: Link | None = None,
+    learners: int | None = None,
 ) -> Communicator:
-    """Connect the ranks of a group by ``shm``, ``ipc``, ``pg``, or ``auto``: what fits. Collective.
+    """Connect learners. Collective over the ranks of the group.
 
-    Where ``auto`` takes the process group, ``description`` says why. ``timeout`` is for ``shm`` and ``ipc``: seconds
-    that a rank which lives may let the others wait. A process group has its own. ``link`` is a network to emulate.
+    Args:
+        group: the process group; None for virtual learners in this process.
+        transport: ``shm``, ``ipc``, ``pg`` or ``auto``. If ``auto`` takes ``pg``, ``description`` gives the reason.
+        device: the device of the model.
+        timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
+        link: a network to emulate between ranks.
+        learners: number of virtual learners of each process; None for one real learner on each rank.
 
     Raises:
-        ValueError: on every rank alike, the transport that was asked for does not connect them; a bad timeout.
+        ValueError: on every rank: the requested transport cannot connect the ranks, or a number is out of its range.
     """
+    if group is None or learners is not None:
+        num_rows = 1 if learners is None else learners
+        return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows)
     if link is not None and device.type != "cpu":
         raise ValueError(f"link is for ranks on the CPU and the model is on {device.type}: leave it out")
-    comm = _connect(group, transport, device, timeout)
+    comm = _connect_ranks(group, transport, device, timeout)
     return comm if link is None else LinkedCommunicator(comm, link)
 
 
-def _connect(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
-    hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, host_id(), group=group)
+def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
+    hosts = gather_objects(group, host_id())
     choice = choose_transport(transport, world_size=len(hosts), device=device.type, num_hosts=len(set(hosts)))
     reason = choice.reason
     if choice.name == "ipc":

@@ -1,4 +1,4 @@
-"""``distribute``: one line around a training loop that stays as it is."""
+"""``distribute``: the call that prepares a model, an optimizer and a strategy for a training loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import connect
 from ddpcore.comm.link import Link
-from ddpcore.comm.process import ProcessGroupCommunicator, default_group
+from ddpcore.comm.process import default_group
 from ddpcore.comm.shared.host import TIMEOUT_SECONDS
-from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.hooks import Distributed, HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
@@ -25,6 +24,8 @@ from ddpcore.parameters.learner_models import StackedModel
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
+
+_IN_USE = WeakTensorKeyDictionary()  # the parameters that earlier calls moved to a flat buffer
 
 
 def distribute(
@@ -43,33 +44,33 @@ def distribute(
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Distributed:
-    """Train ``model`` with ``strategy``. The loop around it stays: ``zero_grad``, forward, ``backward``, ``step``.
+    """Train ``model`` with ``strategy``. The training loop does not change.
 
-    All learners start from learner 0's weights, frozen ones too, and buffers. What is trained moves to one flat buffer.
+    All learners start from the weights (frozen ones too) and buffers of learner 0. Trained weights move to a flat buffer.
 
     Args:
-        model: its parameters that need a gradient must all be in ``optimizer``. It serves one call, compiled before it.
-        optimizer: any ``torch.optim.Optimizer``; FusedSGD averages and steps in one pass.
-        strategy: ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
-        learners: None, one a rank. A number, that many virtual ones in this process: call the returned ``.model`` with
-            ``[learners, batch, ...]`` and add up the learners' losses. With ``group`` so many on each of its ranks.
-            Each parameter is then the stack of all learners', for clipping and scaling too: see docs/strategies.md.
-        group: the process group; None is the default one for real ranks, and none for virtual learners.
-        transport: what carries bytes between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
-        timeout: seconds that a living rank may let others wait, over ``shm`` and ``ipc``; a process group has its own.
+        model: the model. All its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
+        optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
+        strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
+        learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
+            on each rank). For these, call the returned ``.model`` with inputs ``[learners, batch, ...]`` and add the
+            losses of the learners. Each parameter becomes the stack of all learners, see docs/strategies.md.
+        group: the process group. None is the default group, and for virtual learners no group.
+        transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
+        timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
         link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.StackedModel`.
-        bucket_bytes: largest bucket of averaged gradients; those that one parameter completes travel together.
-        first_bucket_bytes: size of the first.
-        policies: what becomes of momentum and other state when learners average; None keeps each learner's own.
-        scaler: of mixed precision, for the policy of that name; where learners differ, fused optimizers alone take one.
+        bucket_bytes: the largest bucket of averaged gradients. Buckets that one parameter completes are sent together.
+        first_bucket_bytes: size of the first bucket.
+        policies: what happens to momentum and other state when learners average; None keeps each learner's own.
+        scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
 
     Returns:
-        A handle: ``.model`` to call (``model`` itself but for virtual learners and DDP), ``no_sync()``,
+        A handle with ``.model`` to call (``model`` itself, except for virtual learners and DDP), ``no_sync()``,
         ``evaluation_model()``, ``consensus_distance()``, ``state_dict()`` and ``load_state_dict()``.
 
     Raises:
-        ValueError: the model, the optimizer, the world and the strategy do not fit together; the message says how.
+        ValueError: the arguments do not fit together. The message says what to change.
     """
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
@@ -79,7 +80,7 @@ def distribute(
     _check(model, optimizer, strategy, policies, scaler)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
-    comm = _connect(model, learners, group, transport, timeout, link)
+    comm = connect(group, transport, _trained(model).device, timeout, link, learners)
     strategy.setup(comm.num_learners, _trained(model).dtype)
     flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
     strategy.in_use = True
@@ -100,25 +101,22 @@ def _baseline(
 
 
 def _given(options: dict[str, Any]) -> str:
-    """Those that are not what :func:`distribute` has by default, as they are written."""
+    """The names of the options that differ from the defaults of :func:`distribute`, as ``a=, b=``."""
     parameters = inspect.signature(distribute).parameters
     return ", ".join(f"{name}=" for name, value in options.items() if value != parameters[name].default)
-
-
-_IN_USE = WeakTensorKeyDictionary()  # parameters that a call has moved, as long as they live
 
 
 def _group_of(
     learners: int | None, group: dist.ProcessGroup | None, options: dict[str, Any], vectorize: bool | str | None
 ) -> dist.ProcessGroup | None:
-    """The process group; None where all learners are virtual ones of this process. ``options`` are for real ranks."""
+    """The process group; None if all learners are virtual ones of this process. ``options`` are for real ranks."""
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
         return default_group(group)
     if given := _given(options):
         raise ValueError(f"virtual learners are no ranks: leave {given} out")
-    StackedModel(nn.Identity(), 1, vectorize)  # refuses what it does not know, before anything moves
+    StackedModel(nn.Identity(), 1, vectorize)  # raises ValueError for an unknown vectorize
     return group
 
 
@@ -129,42 +127,26 @@ def _agree(
     strategy: Strategy,
     settings: dict[str, Any],
 ) -> None:
-    """Check that all ranks, if there are any, are about to train the same."""
+    """Check that all ranks of the group train the same."""
     if group is None:
         return
-    if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # a function, of which only its product tells
+    if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # compare the optimizer that it makes
         settings = {**settings, "outer": strategy.outer([torch.zeros(1, requires_grad=True)])}
     check_agreement(group, facts_of(model, optimizer, strategy, settings), _trained(model).device)
 
 
-def _connect(
-    model: nn.Module,
-    learners: int | None,
-    group: dist.ProcessGroup | None,
-    transport: str,
-    timeout: float,
-    link: Link | None,
-) -> Communicator:
-    if group is None:
-        assert learners is not None
-        return VirtualCommunicator(learners)
-    if learners is not None:
-        return ProcessGroupCommunicator(group, learners)
-    return connect(group, transport, _trained(model).device, timeout, link)
-
-
 def _trained(model: nn.Module) -> Tensor:
-    """A parameter that is trained. FlatParameters refuses a model of two dtypes or devices, or of none."""
+    """A trained parameter. FlatParameters refuses a model of two dtypes or devices, or without trained parameters."""
     return next((parameter for parameter in model.parameters() if parameter.requires_grad), torch.zeros(0))
 
 
 @torch.no_grad()
 def _start_alike(model: nn.Module, learner: Learner, vectorize: bool | str | None) -> nn.Module:
-    """The model to call, with learner 0's weights, frozen ones too, and buffers."""
+    """Overwrite weights (frozen ones too) and buffers with those of learner 0. Returns the model to call."""
     flat, comm = learner.flat, learner.comm
     comm.broadcast_(flat.param_LP)
     for parameter in model.parameters():
-        if not parameter.requires_grad and comm.num_learners > len(comm.learners):  # virtual learners share the frozen
+        if not parameter.requires_grad and comm.num_learners > len(comm.learners):  # else all learners share it
             parameter.copy_(_first_of(parameter, comm))
     for buffer in model.buffers():
         buffer.data = _first_of(buffer, comm)
@@ -172,7 +154,7 @@ def _start_alike(model: nn.Module, learner: Learner, vectorize: bool | str | Non
 
 
 def _first_of(tensor: Tensor, comm: Communicator) -> Tensor:
-    """Learner 0's values of a tensor that is no part of the flat buffer."""
+    """Learner 0's values of a tensor that is not in the flat buffer."""
     rows = rows_of(tensor, comm)
     comm.broadcast_(rows)
     return rows[0].view(tensor.shape)
@@ -192,18 +174,18 @@ def _check(
     policies.check(strategy, scaler)
     if scaler is not None and not strategy.learners_stay_identical and not scales_inside(optimizer):
         raise ValueError(
-            f"with a scaler, {type(optimizer).__name__} skips a step on one learner and not on another, which would "
-            "wait for it: take a fused optimizer, ddpcore's or torch's fused=True"
+            f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it: take "
+            "a fused optimizer, ddpcore's or torch's fused=True"
         )
     if strategy.in_use:
-        raise ValueError("the strategy already serves a distribute() call: make a new one for this")
+        raise ValueError("the strategy already serves a distribute() call: make a new one")
 
 
 def _check_model(model: nn.Module) -> None:
-    """The hooks of the call before would go on beside those of the next: averaging gradients, moving weights."""
+    """Refuse a model whose parameters hold the hooks of an earlier call: they would run beside those of this call."""
     if any(parameter in _IN_USE for parameter in model.parameters()):
         raise ValueError(
-            "the model already serves a distribute() call: make a new one, or go on with a copy of it, that handle's "
+            "the model already serves a distribute() call: make a new one, or continue with a copy of it, that handle's "
             "evaluation_model()"
         )
 

@@ -143,7 +143,7 @@ class HookedDistributed(Distributed):
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
         self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(model, learner, strategy, self.observers))
+        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(learner, strategy, self.observers))
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -318,8 +318,8 @@ class HookedDistributed(Distributed):
 class _ForwardHook:
     """Calls strategy and observers before a forward pass that records gradients. Copies of the model lose the hook."""
 
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, observers: list[Observer]) -> None:
-        self._model, self._learner, self._strategy, self._observers = model, learner, strategy, observers
+    def __init__(self, learner: Learner, strategy: Strategy, observers: list[Observer]) -> None:
+        self._learner, self._strategy, self._observers = learner, strategy, observers
 
     @torch.compiler.disable(reason="ddpcore calls a strategy in the forward pass: compile first, then distribute()")
     def __call__(self, module: nn.Module, inputs: Any) -> None:
