@@ -94,6 +94,10 @@ class PeerExchange(Exchange):
             mixtures.append(Mixture(terms, 1.0, [*weights, -sum(weights)]))
         return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
 
+    @override
+    def abandon(self) -> None:
+        self.received()
+
 
 class Communicator(ABC):
     """Connects n learners. All methods are collective: every process calls the same methods in the same order.

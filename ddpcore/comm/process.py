@@ -180,7 +180,3 @@ class _RankExchange(PeerExchange):
         weights = torch.tensor(values, dtype=torch.float32, device=self._device)
         offsets_, columns_ = (torch.tensor(numbers, device=self._device) for numbers in (offsets, columns))
         return StackedMixture(list(others.values()), offsets_, columns_, weights)
-
-    @override
-    def abandon(self) -> None:
-        self._wait()

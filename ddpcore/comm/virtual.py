@@ -84,7 +84,3 @@ class _StackedExchange(PeerExchange):
     @override
     def mixture(self) -> WeightAverage:
         return StackedMixture([], *self._rows)
-
-    @override
-    def abandon(self) -> None:
-        return

@@ -46,7 +46,7 @@ def distribute(
 ) -> Distributed:
     """Train ``model`` with ``strategy``. The training loop does not change.
 
-    All learners start from the weights (frozen ones too) and buffers of learner 0. Trained weights move to a flat buffer.
+    All learners start from learner 0's weights (frozen ones too) and buffers. Trained weights move to a flat buffer.
 
     Args:
         model: the model. All its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
@@ -185,7 +185,7 @@ def _check_model(model: nn.Module) -> None:
     """Refuse a model whose parameters hold the hooks of an earlier call: they would run beside those of this call."""
     if any(parameter in _IN_USE for parameter in model.parameters()):
         raise ValueError(
-            "the model already serves a distribute() call: make a new one, or continue with a copy of it, that handle's "
+            "the model already serves a distribute() call: make a new one, or continue with a copy of it, the handle's "
             "evaluation_model()"
         )
 

@@ -29,7 +29,7 @@ from ddpcore.comm import SharedMemoryCommunicator
 from ddpcore.comm.shared import memory
 from ddpcore.optim import FusedSGD
 from ddpcore.parameters.flat import FlatParameters
-from helpers.lending_ranks import freezes_and_saves, lends, misses_a_gradient
+from helpers.in_place_ranks import exchanges_in_place, freezes_and_saves, misses_a_gradient
 
 CPU = torch.device("cpu")
 P = 5000  # beyond a page
@@ -130,7 +130,7 @@ class OneWay(ddpcore.Topology):
 def reads_slowly(rank: int, call: str) -> None:
     """What rank 1 was handed stays as it was until it comes again, while rank 0 runs ahead as far as it may.
 
-    Where weights are lent and not copied too.
+    Also if weights are exchanged in place.
     """
     comm, weights, seen = connect(), torch.zeros(1, P), []
     for step in range(6):
@@ -290,7 +290,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (stays_away, 3),
     (is_slow, 3),
     *((reads_slowly, 2, call) for call in ("exchange", "exchange_in_place")),
-    *((lends, world_size) for world_size in (2, 3, 4)),
+    *((exchanges_in_place, world_size) for world_size in (2, 3, 4)),
     (misses_a_gradient, 3),
     (freezes_and_saves, 2),
     (averages_another_size, 3),

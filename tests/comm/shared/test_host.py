@@ -91,7 +91,7 @@ def test_a_slow_reader_reads_the_row_of_its_step(call: str, outcome: Callable[..
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_weights_exchanged_in_place_need_no_copy(world_size: int, outcome: Callable[..., Outcome]) -> None:
-    assert outcome(trials.lends, world_size) == [(0, "2\n")] * world_size
+    assert outcome(trials.exchanges_in_place, world_size) == [(0, "2\n")] * world_size
 
 
 def test_a_gradient_that_one_rank_does_not_have(outcome: Callable[..., Outcome]) -> None:

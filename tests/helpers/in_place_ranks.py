@@ -1,4 +1,4 @@
-"""Ranks that share memory and copy no weights: trials of ``shared_memory_ranks.py``."""
+"""Ranks that exchange weights in place: functions that ``shared_memory_ranks.py`` runs on ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddpcore import ops
 from ddpcore.comm import SharedMemoryCommunicator
 from ddpcore.optim import FusedSGD
 
-P = 5000  # beyond a page
+P = 5000  # more than a memory page
 
 
-def lends(rank: int) -> None:
-    """Weights move from place to place with the bits that copies of them have, though rank 1 reads them late."""
+def exchanges_in_place(rank: int) -> None:
+    """Weights that move between buffers have the bits of weights that are copied, although rank 1 reads late."""
     comm, other = SharedMemoryCommunicator(), SharedMemoryCommunicator()
     torch.manual_seed(rank)
     weights = torch.randn(1, P)
@@ -26,7 +26,7 @@ def lends(rank: int) -> None:
     for step in range(8):
         exchange = comm.exchange_in_place(weights, ddpcore.Ring(), step)
         if step == 3:
-            exchange.abandon()  # for nothing: they are where they were
+            exchange.abandon()  # the weights stay in their buffer
             weights += 1
             copies += 1
             continue
@@ -39,7 +39,7 @@ def lends(rank: int) -> None:
         assert torch.equal(weights, before)
         weights = mixture.out[None]
         places.add(weights.data_ptr())
-        weights *= 1.5  # nobody reads them until they are lent again
+        weights *= 1.5  # no rank reads them before the next exchange
         other.exchange(copies, ddpcore.Ring(), step).mixture().apply_(copies)
         copies *= 1.5
         assert torch.equal(weights, copies), step
@@ -47,9 +47,9 @@ def lends(rank: int) -> None:
 
 
 def misses_a_gradient(rank: int) -> None:
-    """Of rank 1 alone one parameter has no gradient, now and then: one pass there becomes two, and all else stays.
+    """In some steps one parameter has no gradient on rank 1, which then averages and steps separately: the same bits.
 
-    One parameter is so large that its gradient is not copied, in a group of its own.
+    One parameter is so large that its gradient is not copied. It has its own group.
     """
 
     def weights_after(transport: str, build: Callable[..., torch.optim.Optimizer]) -> list[Tensor]:
