@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: the first is noted, the second does what it did before."""
+"""Signals that ask a run to stop: the first is recorded, the second has its previous effect."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.fixture
-def heard() -> Iterator[list[int]]:
-    """What the handlers that were there before a listener are given."""
+def received() -> Iterator[list[int]]:
+    """The signals that the previous handlers received."""
     numbers: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: numbers.append(number)) for number in NUMBERS}
     yield numbers
@@ -24,41 +24,41 @@ def heard() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("first", NUMBERS)
 @pytest.mark.parametrize("second", NUMBERS)
-def test_the_second_signal_acts_at_once(first: signal.Signals, second: signal.Signals, heard: list[int]) -> None:
+def test_the_second_signal_acts_at_once(first: signal.Signals, second: signal.Signals, received: list[int]) -> None:
     with StopSignal() as listener:
         assert not listener.asked
         signal.raise_signal(first)
-        assert (listener.asked, listener.name, heard) == (True, first.name, [])
+        assert (listener.asked, listener.name, received) == (True, first.name, [])
         signal.raise_signal(second)
-        assert heard == [second], "while the first is being waited for"
+        assert received == [second], "inside the context"
         assert listener.name == first.name
     signal.raise_signal(first)
-    assert heard == [second, first], "and so it is afterwards"
+    assert received == [second, first], "after the context"
 
 
-def test_what_the_outer_one_has_heard_the_inner_one_knows(heard: list[int]) -> None:
+def test_an_inner_listener_inherits_the_signal_of_the_outer_one(received: list[int]) -> None:
     with StopSignal() as outer:
         signal.raise_signal(signal.SIGTERM)
         with StopSignal() as inner:
             assert (inner.asked, inner.name) == (True, "SIGTERM")
         inner.pass_on()
-        assert heard == [], "it was heard once"
+        assert received == [], "the signal was received once"
     with StopSignal() as after:
         assert outer.asked and not after.asked
 
 
-def test_what_the_inner_one_has_heard_is_passed_on(heard: list[int]) -> None:
+def test_a_signal_of_the_inner_listener_is_passed_on(received: list[int]) -> None:
     with StopSignal() as outer:
         with StopSignal() as inner:
             signal.raise_signal(signal.SIGINT)
             assert inner.asked and not outer.asked
         inner.pass_on()
-        assert outer.asked and heard == []
+        assert outer.asked and received == []
     outer.pass_on()
-    assert heard == [signal.SIGINT]
+    assert received == [signal.SIGINT]
 
 
-def test_a_signal_that_was_ignored_stays_ignored(heard: list[int]) -> None:
+def test_a_signal_that_was_ignored_stays_ignored(received: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with StopSignal() as listener:
         signal.raise_signal(signal.SIGINT)
