@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,13 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     operator = getattr(torch.ops.ddpcore, name).default
-    # torch leaves out arguments that equal their default, so the reference implementation gets the same defaults.
-    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
-    # The kernels record no gradient, and neither may this.
-    _LIBRARY.impl(name, torch.no_grad()(partial(reference, **defaults)), "CompositeExplicitAutograd")
+    names = [argument.name for argument in operator._schema.arguments]
+
+    @torch.no_grad()  # the kernels record no gradient either
+    def run_reference(*args: Any, **keywords: Any) -> Any:
+        return reference(**dict(zip(names, args, strict=False)), **keywords)
+
+    _LIBRARY.impl(name, run_reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ddpcore::{name}", fake, lib=_LIBRARY)
     return operator
 

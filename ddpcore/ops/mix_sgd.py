@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from ddpcore.ops import reference
 from ddpcore.ops.library import define
 from ddpcore.ops.mix import NOISE_SCHEMA, OUT_SCHEMA, Noise, empty_distances, noise_arguments
-from ddpcore.ops.options import MomentumOptions
 
 _mix_sgd_step = define(
     "mix_sgd_step_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, Tensor grad, "
-    "Tensor(b!)? momentum_buffer, Tensor(c!)? step, *, float lr, float momentum=0.0, float dampening=0.0, "
-    "float weight_decay=0.0, bool nesterov=False, bool decoupled=False, bool maximize=False, "
-    f"{NOISE_SCHEMA}, {OUT_SCHEMA}) -> Tensor",
+    "Tensor(b!)? momentum_buffer, Tensor(c!)? step, *, float lr, float momentum, float dampening, "
+    f"float weight_decay, bool nesterov, bool decoupled, bool maximize, {NOISE_SCHEMA}, {OUT_SCHEMA}) -> Tensor",
     reference.mix_sgd_step_,
     empty_distances,
 )
@@ -32,10 +29,14 @@ def mix_sgd_step_(
     step: Tensor | None = None,
     *,
     lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
     weight_decay: float = 0.0,
+    nesterov: bool = False,
+    decoupled: bool = False,
+    maximize: bool = False,
     noise: Noise | None = None,
     out: Tensor | None = None,
-    **options: Unpack[MomentumOptions],
 ) -> Tensor:
     """``mix_`` and then ``sgd_step_``, bit for bit, with one read and one write of ``weights``.
 
@@ -44,13 +45,12 @@ def mix_sgd_step_(
 
     Args:
         weights: contiguous; float32, bfloat16 or float16 (arithmetic is fp32).
-        peers, self_weight, peer_weights, noise, out: see :func:`ddpcore.ops.mix_`. ``out`` receives the new weights.
+        peers, self_weight, peer_weights, noise: see :func:`ddpcore.ops.mix_`.
         grad: with the shape and dtype of ``weights``. Not changed.
         momentum_buffer: with the shape and dtype of ``weights``, changed in place; None if ``momentum`` is 0.
         step: None, or one float32: the number of steps taken so far, increased by one. At 0 the buffer is not read.
-        lr: learning rate.
-        weight_decay: coupled (L2) decay.
-        **options: see :class:`ddpcore.ops.options.MomentumOptions`; ``momentum`` defaults to 0.
+        lr, momentum, dampening, weight_decay, nesterov, decoupled, maximize: see :func:`ddpcore.ops.sgd_step_`.
+        out: receives the new weights, so that ``weights`` does not change: see :func:`ddpcore.ops.mix_`.
 
     Returns:
         float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
@@ -58,6 +58,8 @@ def mix_sgd_step_(
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not match.
     """
-    scalars = {"lr": lr, "weight_decay": weight_decay, **noise_arguments(noise)}
-    tensors = weights, peers, self_weight, peer_weights, grad, momentum_buffer, step
-    return _mix_sgd_step(*tensors, out=out, **scalars, **options)
+    mixture = weights, peers, self_weight, peer_weights
+    scalars = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    switches = {"nesterov": nesterov, "decoupled": decoupled, "maximize": maximize}
+    noise_scalars = noise_arguments(noise)
+    return _mix_sgd_step(*mixture, grad, momentum_buffer, step, **scalars, **switches, **noise_scalars, out=out)

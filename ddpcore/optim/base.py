@@ -1,7 +1,7 @@
-"""What all fused optimizers share: from parameter groups to as few kernel calls as there are dtypes and devices.
+"""The base of the fused optimizers: it turns parameter groups into the fewest possible kernel calls.
 
-A step makes *batches*: parameters whose tensors can go into one call. A call may hold many parameter groups, as long as
-they differ in learning rate, weight decay and adaptation alone. Batches are kept from step to step.
+A step forms *batches*: parameters of one dtype and device that one call can step. A call may have many parameter
+groups, if they differ only in learning rate, weight decay and adaptation. Later steps reuse the batches.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from operator import is_
 from typing import Any, ClassVar
 
@@ -16,82 +17,76 @@ import torch
 import torch.optim.optimizer as optimizer_module
 from torch import Tensor
 from torch.autograd import profiler
+from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing
-from ddpcore.optim.checks import check_one_norm, check_state, overlaps_itself
-from ddpcore.optim.states import begin, part, restore_bits
+from ddpcore.optim.checks import check_common, check_one_norm, check_state, overlaps_itself
+from ddpcore.optim.states import create_states, restore_bits, split_steps
 from ddpcore.optim.weight_step import ColumnRule, WeightStep
 from ddpcore.parameters.flat import FlatParameters
 
+PER_GROUP = ("lr", "weight_decay", "always_adapt", "max_grad_norm")  # one call may have groups that differ in these
 _NO_STATE: State = {}
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the fused optimizers: everything but the rule.
+    """Base of the fused optimizers. A subclass adds the checks and the arguments of its operator.
 
-    - float32, bfloat16, float16 parameters on CPU and CUDA run in the kernels; other dtypes and devices in plain torch.
-    - ``torch.amp.GradScaler`` works without a host synchronisation: gradients are unscaled, and steps skipped, in the
-      kernels.
+    - float32, bfloat16 and float16 parameters on CPU and CUDA run in kernels, other dtypes and devices in plain torch.
+    - ``torch.amp.GradScaler`` works without a host synchronisation: the kernels unscale gradients and skip steps.
     - The learning rate may be a tensor, which schedulers and captured CUDA graphs then read and write on the device.
-    - State: ``step``, one tensor for all parameters of a group that began together, on their device.
+    - State: ``step``, one tensor on the parameters' device for all parameters of a group that started together.
     """
 
     _step_supports_amp_scaling = True
-    _learner: int | None = None  # of a stack, where they are stepped one by one
+    _learner: int | None = None  # of a stack, while its learners are stepped one by one
     _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
+    _flat: FlatParameters | None = None
+    _weight_step: WeightStep | None = None
 
-    shared_options: ClassVar[tuple[str, ...]] = ()  # what all groups of one call must agree on
-    buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)  # that a parameter can have, beside step and master
-    float_states: ClassVar[tuple[str, ...]] = ("master",)  # fp32 whatever the parameter is
+    operator: ClassVar[str]  # the name of the kernel in ddpcore.ops
+    buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)  # states of a parameter besides step and master
+    float_states: ClassVar[tuple[str, ...]] = ("master",)  # states that are fp32 for parameters of all dtypes
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
         self._kept: dict[str, BatchPlan] = {}
         self._captured: list[BatchPlan] = []
-        self._flat: FlatParameters | None = None
-        self._weight_step: WeightStep | None = None
-        params = params if isinstance(params, Tensor) else list(params)  # a tensor is torch's to refuse
+        params = params if isinstance(params, Tensor) else list(params)  # torch has an error message for a tensor
         if not isinstance(params, Tensor) and not params:
             raise ValueError("params is empty: pass the model's parameters")
         super().__init__(params, defaults)
+        self._shared_options = tuple(name for name in self.defaults if name not in PER_GROUP)
 
     @property
     def _plan(self) -> BatchPlan | None:
         return self._kept.get("plan")
 
-    # ---- what a rule says ----
+    # ---- for subclasses ----
 
-    @abstractmethod
     def check_group(self, group: Group) -> None:
-        """Raise ValueError, naming the option and its value, where an option of the group is wrong."""
+        """Raise ValueError, with name and value, if an option of the group is invalid."""
+        check_common(group)
 
     def check_saved(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError where a state_dict of as many groups is of another rule."""
+        """Raise ValueError if a state_dict with the right number of groups has another meaning."""
 
-    @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
-        """Names of the buffers that each parameter of the group has."""
+        """The buffers that each parameter of the group has: none with ``momentum=0``."""
+        return () if group.get("momentum") == 0 else self.buffers
 
     @abstractmethod
-    def run(
-        self,
-        batch: Batch,
-        groups: list[Group],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        common: dict[str, Any],
-    ) -> None:
-        """One kernel call, for these groups. ``common`` holds the arguments that all kernels take."""
+    def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
+        """The operator's arguments besides tensors and :func:`common_arguments`, for one call with these groups."""
 
     def column_rule(self, group: Group) -> ColumnRule | None:
-        """How columns of a flat buffer are stepped for this group; None where they cannot be."""
+        """The rule that steps columns of a flat buffer for this group; None if there is none."""
         return None
 
     # ---- torch.optim.Optimizer ----
 
+    @override
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch; options are checked."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -101,7 +96,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if param.is_complex():
                     raise ValueError(f"a parameter is {param.dtype}: pass torch.view_as_real of it, or real parameters")
                 if hasattr(param, "device_mesh"):
-                    raise ValueError("a parameter is a DTensor: fused optimizers take whole tensors, on every rank")
+                    raise ValueError("a parameter is a DTensor: fused optimizers need whole tensors, on every rank")
         except ValueError:
             self.param_groups.pop()
             raise
@@ -110,8 +105,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._kept = {}
-        if not hasattr(self, "_flat"):  # a copy, with parameters of its own
-            self._flat, self._weight_step, self._captured = None, None, []
+        self._shared_options = tuple(name for name in self.defaults if name not in PER_GROUP)
+        self.__dict__.setdefault("_captured", [])  # a copy has none
         if self._weight_step is not None:
             self._weight_step.forget_states()
         for group in self.param_groups:
@@ -121,12 +116,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             restore_bits(self, *self._given)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but that options which the file does not have stay what they are in each group.
+        """Load a state as in torch. Options that are missing in ``state_dict`` keep their value in each group.
 
-        States of ``torch.optim.SGD`` and ``Adam`` with the same buffers load too.
+        States of ``torch.optim.SGD`` and ``Adam`` with the same buffers are accepted too.
 
         Raises:
-            ValueError: groups, shapes or buffers do not fit, or an option is wrong; nothing is changed then.
+            ValueError: groups, shapes or buffers do not match, or an option is invalid; nothing is changed then.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict := state_dict.copy())
@@ -137,7 +132,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for index, param in saved.items():
             check_state(index, param, state_dict["state"].get(index, {}), self.buffers)
         groups = list(state_dict["param_groups"])
-        if len(groups) == len(self.param_groups):  # else torch says what is wrong
+        if len(groups) == len(self.param_groups):  # else torch raises an error
             groups = [{**own, **group} for own, group in zip(self.param_groups, groups, strict=True)]
             self.check_saved(state_dict)
             for group in groups:
@@ -152,7 +147,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._optimizer_load_state_dict_pre_hooks, self._given = hooks, None
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. Every parameter has a ``step`` of its own, as ``torch.optim.Adam`` expects to find it."""
+        """The state as in torch. Every parameter has its own ``step``, as ``torch.optim.Adam`` requires."""
         result = super().state_dict()
         states = {
             index: {**state, "step": state["step"].clone()} if isinstance(state.get("step"), Tensor) else state
@@ -161,21 +156,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**result, "state": states}
 
     def bind(self, flat: FlatParameters) -> WeightStep:
-        """Step on flat buffers from now on, of which the parameters are views; each learner's row is stepped apart.
+        """Step flat buffers from now on. Each learner's row is a separate set of parameters.
+
+        Args:
+            flat: the buffers; the optimizer's parameters are views of them.
 
         Returns:
-            The owner of the step, to which an average that belongs to the next step is given.
+            The object that steps the weights. It also accepts the average for the next step.
         """
         self._flat, self._weight_step = flat, WeightStep(flat, self)
         self._kept.clear()
         for param, state in self.state.items() if flat.stack is not None else ():
             for name, value in state.items():
                 if name != "step" and isinstance(value, Tensor) and value.shape == param.shape[1:]:
-                    state[name] = value.expand_as(param).clone()  # every learner goes on from the same state
+                    state[name] = value.expand_as(param).clone()  # every learner starts from the same state
         return self._weight_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what ``closure`` returns, if one is given."""
+        """Take one step. Returns the result of ``closure``, or None."""
         if type(self).step is FusedOptimizer.step and (  # else torch has wrapped the step of the subclass
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -187,8 +185,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             return self._hooked_step() if closure is None else self._hooked_step(closure)
         return self._step(closure)
 
-    # torch wraps every step in a call of all hooks and a profiler region; where there are none, this costs a small
-    # model more than its arithmetic. `hooked` says that this step looks after them itself.
+    # torch wraps every step in a function that calls hooks and opens a profiler region. It takes 11 of the 35
+    # microseconds of a step of 4 small tensors, so this step skips it if there is no hook. `hooked` stops torch from
+    # adding its wrapper.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -199,7 +198,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as torch.no_grad() does, in a tenth of its time
         try:
-            self.step_groups()
+            if self._weight_step is None:
+                self.step_lists(self.param_groups)
+            else:
+                self._weight_step.run()
         finally:
             torch._C._set_grad_enabled(grad_mode)
         return loss
@@ -207,7 +209,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def named_parameters(self) -> Iterator[tuple[tuple[str | int, Tensor], Group]]:
-        """Every parameter with its group, and its name where the optimizer got named ones, else its index."""
+        """Every parameter with its group, and its name if the optimizer got named parameters, else its index."""
         index = 0
         for group in self.param_groups:
             names = group.get("param_names")
@@ -216,13 +218,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 index += 1
 
     # ---- a step ----
-
-    def step_groups(self) -> None:
-        """Step all groups."""
-        if self._weight_step is None:
-            self.step_lists(self.param_groups)
-        else:
-            self._weight_step.run()
 
     def step_lists(self, groups: Sequence[Group]) -> None:
         """Step every parameter of the groups that has a gradient."""
@@ -240,18 +235,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not params:
             return
         plan = self._plan_of(groups, params, grads, sizes)
-        get = self.state.get
-        states = [get(param, _NO_STATE) for param in params]
+        states = [self.state.get(param, _NO_STATE) for param in params]
         stack = None if self._flat is None else self._flat.stack
         if stack is None or groups[0]["max_grad_norm"] is None:
             self._step_batches(plan.batches, groups, params, grads, states)
-        else:  # each learner has a norm of its own
-            for learner in range(stack):
-                self._step_learner(learner, stack, plan.batches, groups, params, grads, states)
-        if not torch.compiler.is_compiling():  # autograd must know, to refuse a graph that needs the old weights
+        else:
+            for learner in range(stack):  # each has its own norm of all gradients
+                mine = [batch.of_learner(learner, stack) for batch in plan.batches]
+                self._learner = learner
+                try:
+                    self._step_batches(mine, groups, params, grads, states)
+                finally:
+                    self._learner = None
+                for batch, own in zip(plan.batches, mine, strict=True):
+                    batch.trust[learner::stack].copy_(own.trust)
+        if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
             if is_capturing(params[0]):
-                self._captured.append(plan)  # the graph writes into its buffers, whatever later steps make
+                self._captured.append(plan)  # its buffers must live as long as the graph
 
     def _step_batches(
         self,
@@ -261,38 +262,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         grads: list[Tensor],
         states: list[State],
     ) -> None:
-        scaling = self._scaling(batches, groups, grads)
+        max_norm = groups[0]["max_grad_norm"]
+        norm_squared = None if max_norm is None else self._norm_squared(batches, grads)
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
         for batch in batches:
             options = [groups[index] for index in batch.groups]
+            names = self.state_names(options[0])
+            members = batch.of(states)
+            buffers = [[state[name] for state in members] if name in names else [] for name in self.buffers]
+            masters = [state["master"] for state in members] if batch.masters else []
+            tensors = [self.rows(each) for each in (batch.of(params), batch.of(grads), *buffers, masters)]
             common = common_arguments(options, batch, scaling)
-            if batch.whole:
-                self.run(batch, options, params, grads, states, common)
-                continue
-            members = batch.members
-            mine = [params[i] for i in members], [grads[i] for i in members], [states[i] for i in members]
-            self.run(batch, options, *mine, common)
-
-    def _step_learner(
-        self,
-        learner: int,
-        num_learners: int,
-        batches: list[Batch],
-        groups: Sequence[Group],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-    ) -> None:
-        """Step one learner's rows of all stacks."""
-        mine = [batch.of_learner(learner, num_learners) for batch in batches]
-        self._learner = learner
-        try:
-            self._step_batches(mine, groups, params, grads, states)
-        finally:
-            self._learner = None
-        for batch, own in zip(batches, mine, strict=True):
-            assert batch.trust is not None
-            assert own.trust is not None
-            batch.trust[learner::num_learners].copy_(own.trust)
+            operator = getattr(batch.kernels, self.operator)
+            operator(*tensors, batch.steps, batch.scratch, **self.arguments(batch, options), **common)
 
     def _plan_of(
         self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
@@ -306,11 +288,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return plan
 
     def _check(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Before anything is written: a step is whole or has not begun."""
+        """Raise before anything is written, so that an error leaves all parameters unchanged."""
         check_one_norm(self.param_groups)
         if True in [grad.is_sparse for grad in grads]:
             raise RuntimeError(
-                f"{type(self).__name__} takes dense gradients only: use nn.Embedding(sparse=False), "
+                f"{type(self).__name__} needs dense gradients: use nn.Embedding(sparse=False), "
                 "or another optimizer for this parameter"
             )
         if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
@@ -321,14 +303,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _known(
         self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
     ) -> tuple[list[Any], ...]:
-        """What a plan takes for granted: first, for each group, the first one that has the same rule.
+        """The facts that a plan depends on. A plan is made again when they change.
 
-        Not the options themselves, which schedules change. Somebody may have moved a parameter, cleared a state or
-        replaced its step.
-
-        Gradients speak for their parameters, whose dtype and device torch makes them have.
+        The first one is, for each group, the index of the first group with the same rule. Values of options, which
+        schedules change, are not among the facts. States are, because users may clear them or replace a step. Dtypes
+        and devices are those of gradients, which torch keeps equal to those of the parameters.
         """
-        get, names = self.state.get, self.shared_options
+        get, names = self.state.get, self._shared_options
         states = [get(param, _NO_STATE) for param in params]
         rules = [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups]
         return (
@@ -343,71 +324,67 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], rules: list[int]
     ) -> list[Batch]:
         keyed: dict[Any, list[tuple[int, int, Tensor | None]]] = {}
-        ages: dict[int, int] = {}  # steps in the order in which they are met, the same in every run
-        homes: dict[int, Any] = {}  # who counts a step: only one batch and group may
-        apart: dict[Any, Tensor] = {}
+        ages: dict[int, int] = {}  # numbers the steps in order of appearance, the same in every run
+        owners: dict[int, Any] = {}  # the batch and group that count a step; others get a copy
+        copies: dict[Any, Tensor] = {}
         position = 0
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
             members = params[position : position + size]
-            part(self, groups[index], members)
+            split_steps(self, groups[index], members)
             for param in members:
-                begin(self, groups[index], param, fresh)
+                create_states(self, groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
                 key = (param.dtype, param.device, "master" in state, rules[index])
                 step = state.get("step") if self.state_names(groups[index]) else None
-                if step is not None and homes.setdefault(id(step), (key, index)) != (key, index):
-                    step = state["step"] = apart.setdefault((id(step), key, index), step.clone())
+                if step is not None and owners.setdefault(id(step), (key, index)) != (key, index):
+                    step = state["step"] = copies.setdefault((id(step), key, index), step.clone())
                 ages.setdefault(id(step), len(ages))
                 keyed.setdefault(key, []).append((position, index, step))
                 position += 1
         batches = []
         for (dtype, device, masters, _), entries in keyed.items():
-            batch = Batch([], [], [], [], device, dtype, masters)
-            for member, index, step in sorted(entries, key=lambda entry: (entry[1], ages[id(entry[2])], entry[0])):
-                if not batch.groups or batch.groups[-1] != index or (step is not None and batch.steps[-1] is not step):
-                    batch.groups.append(index)
-                    batch.sizes.append(0)
+            positions: list[int] = []
+            indices: list[int] = []
+            counts: list[int] = []
+            steps: list[Tensor] = []
+            for position, index, step in sorted(entries, key=lambda entry: (entry[1], ages[id(entry[2])], entry[0])):
+                if not indices or indices[-1] != index or (step is not None and steps[-1] is not step):
+                    indices.append(index)
+                    counts.append(0)
                     if step is not None:
-                        batch.steps.append(step)
-                batch.members.append(member)
-                batch.sizes[-1] += 1
-            batch.whole = batch.members == list(range(len(params)))
-            segments = self.rows([params[i] for i in batch.members])
-            batch.sizes = [size * len(segments) // len(batch.members) for size in batch.sizes]
-            batch.scratch, batch.trust = ops.new_scratch(segments), ops.new_trust(segments)
-            batch.norm = torch.zeros(1 + ops.num_blocks(segments), dtype=torch.float64, device=device)
-            batches.append(batch)
+                        steps.append(step)
+                positions.append(position)
+                counts[-1] += 1
+            segments = self.rows([params[position] for position in positions])
+            batches.append(
+                Batch(
+                    members=positions,
+                    groups=indices,
+                    sizes=[count * len(segments) // len(positions) for count in counts],
+                    steps=steps,
+                    dtype=dtype,
+                    device=device,
+                    masters=masters,
+                    whole=positions == list(range(len(params))),
+                    scratch=ops.new_scratch(segments),
+                    trust=ops.new_trust(segments),
+                    norm=torch.zeros(1 + ops.num_blocks(segments), dtype=torch.float64, device=device),
+                )
+            )
         return batches
 
     def rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors that the kernels see: of stacks of learners, each learner's."""
+        """The kernels' tensors: the tensors themselves, or the rows of stacks of virtual learners."""
         if self._flat is None or self._flat.stack is None:
             return tensors
         if self._learner is not None:
             return [stack[self._learner] for stack in tensors]
         return [row for stack in tensors for row in stack.unbind(0)]
 
-    # ---- gradients: their scale and their norm ----
-
-    def _scaling(
-        self, batches: list[Batch], groups: Sequence[Group], grads: list[Tensor]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
-        """grad_scale, found_inf, squared norm and largest norm, as the operators take them."""
-        max_norm = groups[0]["max_grad_norm"]
-        return (
-            getattr(self, "grad_scale", None),
-            getattr(self, "found_inf", None),
-            None if max_norm is None else self._norm_squared(batches, grads),
-            0.0 if max_norm is None else max_norm,
-        )
-
     def _norm_squared(self, batches: list[Batch], grads: list[Tensor]) -> Tensor:
-        total = None
+        norms = []
         for batch in batches:
-            assert batch.norm is not None
-            batch.kernels.total_norm_(self.rows([grads[i] for i in batch.members]), batch.norm)
-            part = batch.norm[:1]
-            total = part if total is None else total + part.to(total.device)
-        assert total is not None
-        return total
+            batch.kernels.total_norm_(self.rows(batch.of(grads)), batch.norm)
+            norms.append(batch.norm[:1])
+        return reduce(lambda total, norm: total + norm.to(total.device), norms)

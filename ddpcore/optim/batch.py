@@ -1,10 +1,10 @@
-"""The parameters of one kernel call."""
+"""Batches: the parameters that one kernel call steps, and the arguments of the call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,32 +15,36 @@ from ddpcore.ops.dtypes import KERNEL_DTYPES
 
 Group = dict[str, Any]
 State = dict[str, Any]
+Item = TypeVar("Item")
 
 
 @dataclass
 class Batch:
-    """Parameters of one kernel call, and what the call needs beside them."""
+    """The parameters of one kernel call, and the buffers that the call needs."""
 
-    members: list[int]  # positions among the parameters of the step
-    groups: list[int]  # of the optimizer, one for each group of the call
-    sizes: list[int]  # parameters in each
-    steps: list[Tensor]  # steps taken, one for each
+    members: list[int]  # positions of the parameters in the step's list
+    groups: list[int]  # the optimizer's group of each group of the call
+    sizes: list[int]  # the number of tensors of each group of the call
+    steps: list[Tensor]  # the number of steps taken, one tensor per group of the call
     device: torch.device
     dtype: torch.dtype
-    masters: bool
-    whole: bool = False  # the batch holds all parameters of the step
-    scratch: Tensor | None = None
-    trust: Tensor | None = None
-    norm: Tensor | None = None  # scratch of the norm of all gradients
+    masters: bool  # whether the parameters have fp32 master weights
+    whole: bool  # whether the batch has all parameters of the step
+    scratch: Tensor
+    trust: Tensor
+    norm: Tensor  # scratch for the norm of all gradients
+
+    def of(self, items: list[Item]) -> list[Item]:
+        """The batch's part of a list with one item per parameter of the step."""
+        return items if self.whole else [items[index] for index in self.members]
 
     @property
     def kernels(self) -> Any:
-        """Where the operators are: compiled, or their twins for dtypes that no kernel takes."""
+        """The module with the operators: compiled ones, or reference implementations for dtypes without a kernel."""
         return ops if self.dtype in KERNEL_DTYPES else reference
 
     def of_learner(self, learner: int, num_learners: int) -> Batch:
-        """The part of one row of all stacks. The last learner counts the step."""
-        assert self.trust is not None
+        """The batch of one learner's rows. Only the last learner's batch counts the step."""
         return replace(
             self,
             sizes=[size // num_learners for size in self.sizes],
@@ -51,15 +55,15 @@ class Batch:
 
 @dataclass
 class BatchPlan:
-    """What is kept from step to step, and by what it is known to hold still."""
+    """Batches that are reused by the next steps, and the facts from which they were made."""
 
     params: list[Tensor]
-    known: tuple[list[Any], ...]  # what it takes for granted
+    known: tuple[list[Any], ...]  # the plan is valid while these are unchanged
     batches: list[Batch]
 
 
 def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any, Any, Any, float]) -> dict[str, Any]:
-    """The arguments that the steps of all optimizers take."""
+    """The arguments that the steps of all optimizers have."""
     device = batch.device
     grad_scale, found_inf, norm_squared, max_norm = scaling
     lr = [group["lr"] for group in options]
@@ -84,12 +88,12 @@ def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any,
 
 
 def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    """The tensor there; only the CPU, whose kernels read it at once, waits for it."""
+    """The tensor on the device. Only a copy to the CPU blocks, because CPU kernels read the value at once."""
     if tensor is None or tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether what is launched for the tensor goes into a CUDA graph."""
+    """Whether a kernel launched now for the tensor would be captured in a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

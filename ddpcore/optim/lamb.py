@@ -1,16 +1,18 @@
-"""FusedLAMB: Adam whose step is scaled, tensor by tensor, to the size of the weights."""
+"""FusedLAMB: Adam with a step size per tensor that is proportional to the norm of the weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
-from ddpcore.optim.batch import Batch, Group, State
-from ddpcore.optim.checks import check_accepted, check_choice, check_common, check_number, is_number
+from ddpcore.optim.batch import Batch, Group
+from ddpcore.optim.checks import check_differentiable, check_flag, check_number, is_number
 from ddpcore.optim.trust import AdaptiveOptimizer
+from ddpcore.options.typed import check_choice
 
 VARIANTS = ("paper", "nvlamb", "undebiased")
 DECAY_MODES = ("in_update", "coupled", "decoupled")
@@ -22,53 +24,43 @@ class FusedLAMB(AdaptiveOptimizer):
     """Layer-wise adaptive moments for batch training (You et al. 2020, arXiv:1904.00962, algorithm 2).
 
     ``m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g^2; u = m_hat/(sqrt(v_hat) + eps) + weight_decay*w``, and for each tensor
-    ``w -= lr * r * u`` with ``r = phi(|w|)/|u|``, 1 where a norm is zero.
+    ``w -= lr * r * u`` with ``r = phi(|w|)/|u|``, or 1 if a norm is zero.
 
-    - ``paper``: as above.
-    - ``nvlamb`` (apex with ``use_nvlamb``): the same, and tensors without decay are adapted as well.
-    - ``undebiased`` (torch-optimizer's default, the paper's last version): m and v as they are, not divided by
-      ``1 - beta^step``. Tensors without decay are adapted as well.
+    - ``paper``: the equations above.
+    - ``nvlamb`` (apex with ``use_nvlamb``): the same, and tensors without weight decay have a ratio too.
+    - ``undebiased`` (the default of torch-optimizer and the paper's last version): m and v are not divided by
+      ``1 - beta^step``, and tensors without weight decay have a ratio too.
 
-    ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 whatever the parameter is.
+    ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 for parameters of all dtypes.
 
     Args:
         params: parameters, named parameters or groups.
         lr: learning rate; a number or a tensor.
-        betas: decay of m and v, each in [0, 1).
-        eps: added to the root.
+        betas: decay rates of m and v, each in [0, 1).
+        eps: added to the square root.
         weight_decay: see ``decay_mode``.
         trust_clip: upper bound of r, or (lower, upper).
-        max_grad_norm: gradients of a longer norm, over all parameters, count as if they were this long, as after
-            ``torch.nn.utils.clip_grad_norm_``; ``.grad`` is not changed. (apex: 1.0.)
+        max_grad_norm: see :class:`FusedSGD`. (apex uses 1.0.)
         variant: see above.
-        always_adapt: whether tensors of groups without weight decay have a ratio. None: in ``paper`` only if no group
-            decays, else always. (Where some groups decay, those that do not are biases and norms, which the authors
-            leave unadapted.) May differ by group.
+        always_adapt: whether tensors of a group without weight decay have a ratio; may differ by group. None: always,
+            except in ``paper`` if another group has weight decay. (Tensors without decay are then biases and norms,
+            for which the authors use no ratio.)
         weight_norm_clip: phi: upper bound of ``|w|`` in r, or (lower, upper). None: the identity.
-        decay_mode: ``in_update`` (the paper: decay is part of u), ``coupled`` (L2: decay joins the gradient) or
-            ``decoupled`` (AdamW: ``w *= 1 - lr*weight_decay``, outside of r).
-        maximize: ascend.
-        foreach: taken for torch's sake; there is one implementation.
+        decay_mode: ``in_update`` (the paper: decay is part of u), ``coupled`` (L2: decay is added to the gradient) or
+            ``decoupled`` (AdamW: ``w *= 1 - lr*weight_decay``, not scaled by r).
+        maximize: ascend instead of descend.
+        foreach: accepted for compatibility with torch, and ignored.
         differentiable: must be False.
-        fused: as ``foreach``.
-        capturable: as ``foreach``: every step can be captured in a CUDA graph.
-        master_weights: keep fp32 weights behind bfloat16 and float16 parameters.
+        fused: accepted for compatibility with torch, and ignored.
+        capturable: accepted and ignored: a CUDA graph can capture every step.
+        master_weights: keep fp32 weights for bfloat16 and float16 parameters.
 
     Raises:
-        ValueError: a hyperparameter is negative, not a number, out of its range or unknown; no parameters.
-        RuntimeError: in ``step``, a sparse gradient.
+        ValueError: a hyperparameter is negative, not a number, out of its range or unknown; there are no parameters.
+        RuntimeError: in ``step``, a gradient is sparse.
     """
 
-    shared_options = (
-        "betas",
-        "eps",
-        "trust_clip",
-        "weight_norm_clip",
-        "variant",
-        "decay_mode",
-        "maximize",
-        "master_weights",
-    )
+    operator: ClassVar[str] = "lamb_step_"
     buffers = ("exp_avg", "exp_avg_sq")
     float_states = ("master", *buffers)
 
@@ -93,7 +85,7 @@ class FusedLAMB(AdaptiveOptimizer):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        check_accepted(differentiable)
+        check_differentiable(differentiable)
         super().__init__(
             params,
             {
@@ -112,9 +104,9 @@ class FusedLAMB(AdaptiveOptimizer):
             },
         )
 
+    @override
     def check_group(self, group: Group) -> None:
-        """See :class:`FusedOptimizer`."""
-        check_common(group)
+        super().check_group(group)
         if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
             raise ValueError(f"betas is {group['betas']}: it must be two numbers")
         for index, beta in enumerate(group["betas"]):
@@ -122,72 +114,43 @@ class FusedLAMB(AdaptiveOptimizer):
         check_number("eps", group["eps"])
         check_choice("variant", group["variant"], VARIANTS)
         check_choice("decay_mode", group["decay_mode"], DECAY_MODES)
-        check_choice("always_adapt", group["always_adapt"], (True, False, None))
+        if group["always_adapt"] is not None:
+            check_flag("always_adapt", group["always_adapt"])
         for name in ("trust_clip", "weight_norm_clip"):
-            if not _is_clip(group[name]):
+            bounds = _bounds(group[name])
+            is_valid = len(bounds) == 2 and all(map(is_number, bounds)) and 0 <= bounds[0] <= bounds[1]
+            if not is_valid or bounds[0] == math.inf or bounds[1] == 0:
                 raise ValueError(f"{name} is {group[name]}: it must be a number above 0, or (lower, upper)")
 
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        """See :class:`FusedOptimizer`."""
-        return self.buffers
-
-    def run(
-        self,
-        batch: Batch,
-        groups: list[Group],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        common: dict[str, Any],
-    ) -> None:
-        """See :class:`FusedOptimizer`."""
+    @override
+    def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
         options = groups[0]
         min_ratio, max_ratio = _bounds(options["trust_clip"])
         min_weight_norm, max_weight_norm = _bounds(options["weight_norm_clip"])
-        batch.kernels.lamb_step_(
-            self.rows(params),
-            self.rows(grads),
-            self.rows([state["exp_avg"] for state in states]),
-            self.rows([state["exp_avg_sq"] for state in states]),
-            self.rows([state["master"] for state in states]) if batch.masters else [],
-            batch.steps,
-            batch.scratch,
-            batch.trust,
-            adapt=self._adapted(groups),
-            beta1=options["betas"][0],
-            beta2=options["betas"][1],
-            eps=options["eps"],
-            debias=options["variant"] != "undebiased",
-            decay_mode=options["decay_mode"],
-            min_ratio=min_ratio,
-            max_ratio=max_ratio,
-            min_weight_norm=min_weight_norm,
-            max_weight_norm=max_weight_norm,
-            **common,
-        )
+        return {
+            "trust": batch.trust,
+            "adapt": [int(self._adapts(group)) for group in groups],
+            "beta1": options["betas"][0],
+            "beta2": options["betas"][1],
+            "eps": options["eps"],
+            "debias": options["variant"] != "undebiased",
+            "decay_mode": options["decay_mode"],
+            "min_ratio": min_ratio,
+            "max_ratio": max_ratio,
+            "min_weight_norm": min_weight_norm,
+            "max_weight_norm": max_weight_norm,
+        }
 
-    def _adapted(self, groups: list[Group]) -> list[int]:
-        some_decay = any(group["weight_decay"] != 0 for group in self.param_groups)
-        return [int(_adapts(group, some_decay)) for group in groups]
+    def _adapts(self, group: Group) -> bool:
+        if group["weight_decay"] != 0:
+            return True
+        if group["always_adapt"] is not None:
+            return bool(group["always_adapt"])
+        return group["variant"] != "paper" or all(other["weight_decay"] == 0 for other in self.param_groups)
 
 
-def _adapts(group: Group, some_decay: bool) -> bool:
-    if group["weight_decay"] != 0:
-        return True
-    if group["always_adapt"] is not None:
-        return bool(group["always_adapt"])
-    return group["variant"] != "paper" or not some_decay
-
-
-def _is_clip(clip: Any) -> bool:
-    if clip is None or is_number(clip):
-        return clip is None or clip > 0
-    if not isinstance(clip, Sequence) or len(clip) != 2 or not all(is_number(bound) for bound in clip):
-        return False
-    return 0 <= clip[0] <= clip[1] and clip[0] < math.inf and clip[1] > 0
-
-
-def _bounds(clip: Clip) -> tuple[float, float]:
+def _bounds(clip: Clip) -> Sequence[float]:
+    """The lower and the upper bound of a clip."""
     if clip is None:
         return 0.0, math.inf
-    return (float(clip[0]), float(clip[1])) if isinstance(clip, Sequence) else (0.0, float(clip))
+    return clip if isinstance(clip, Sequence) else (0.0, clip)

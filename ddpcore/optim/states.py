@@ -1,4 +1,4 @@
-"""The state of parameters: how it begins, who shares a step, and how it comes back from a file."""
+"""The states of parameters: their creation, shared step counters, and their restoration from a file."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from ddpcore.optim.batch import Group, State
 
 
 class Stateful(Protocol):
-    """What is needed of an optimizer here."""
+    """The parts of an optimizer that this module uses."""
 
     state: Any
     param_groups: Any
     float_states: ClassVar[tuple[str, ...]]
 
     def state_names(self, group: Group) -> tuple[str, ...]:
-        """Names of the buffers that each parameter of the group has."""
+        """The buffers that each parameter of the group has."""
 
 
 def has_master(group: Group, param: Tensor) -> bool:
-    """Whether the group keeps fp32 weights behind this parameter."""
+    """Whether the group keeps fp32 weights for this parameter."""
     return bool(group["master_weights"]) and is_narrow(param.dtype)
 
 
-def begin(optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
-    """Make the state of a parameter that has none; those that begin together share a step."""
+def create_states(
+    optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]
+) -> None:
+    """Create the missing states of a parameter. Parameters that start together share a step counter of ``fresh``."""
     names = optimizer.state_names(group)
     if not names and not group["master_weights"]:
         return
@@ -36,7 +38,7 @@ def begin(optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[to
     if has_master(group, param) and "master" not in state:
         state["master"] = param.detach().to(torch.float32, copy=True)
     elif "master" in state and not is_narrow(param.dtype):
-        del state["master"]  # of a model that was of 16 bits: it is its own master now
+        del state["master"]  # the model had 16 bits before, and no longer needs a master
     if not names:
         return
     missing = [name for name in names if state.get(name) is None]
@@ -45,31 +47,31 @@ def begin(optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[to
         dtype = wide(param.dtype) if keeps_more else param.dtype
         if name in missing:
             state[name] = torch.zeros_like(param, dtype=dtype)
-        elif state[name].dtype != dtype:  # the parameter has become of another, or got a master
+        elif state[name].dtype != dtype:  # the parameter has a new dtype or a new master
             state[name] = state[name].to(dtype)
     if not isinstance(state.get("step"), Tensor | None):
         state["step"] = torch.tensor([float(state["step"])], dtype=torch.float32, device=param.device)
     if missing or "step" not in state:
-        begun = (param.device, 0.0 if missing else 1.0)  # 1: of torch.optim.SGD, which does not count
+        begun = (param.device, 0.0 if missing else 1.0)  # 1: loaded from torch.optim.SGD, which does not count
         if begun not in fresh:
             fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
         state["step"] = fresh[begun]
 
 
-def part(optimizer: Stateful, group: Group, members: list[Tensor]) -> None:
-    """Steps that parameters share with some that now take no step: from here on they count apart."""
-    taking = set(map(id, members))
+def split_steps(optimizer: Stateful, group: Group, members: list[Tensor]) -> None:
+    """Give the members, which take the next step, other step counters than the group's parameters that skip it."""
+    stepped = set(map(id, members))
     state = optimizer.state
-    left = {id(state[p].get("step")) for p in group["params"] if id(p) not in taking and p in state}
+    skipped = {id(state[p].get("step")) for p in group["params"] if id(p) not in stepped and p in state}
     own: dict[int, Tensor] = {}
     for param in members:
         step = state[param].get("step") if param in state else None
-        if step is not None and id(step) in left:
+        if step is not None and id(step) in skipped:
             state[param]["step"] = own.setdefault(id(step), step.clone())
 
 
 def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:
-    """Of the states that were loaded: what torch has cast to the dtype of the parameter, and who shares a step."""
+    """Restore what torch's loading changes: states that it cast to the parameter's dtype, and shared step counters."""
     steps: dict[Any, Tensor] = {}
     group_of = {id(p): (index, group) for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for number, param in saved.items():

@@ -1,4 +1,4 @@
-"""What LARS and LAMB report about their last step."""
+"""Trust ratios: the base class of LARS and LAMB, and the values of the last step."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from ddpcore.optim.base import FusedOptimizer
 
 
 class TrustRatio(NamedTuple):
-    """How a tensor was adapted: ``ratio`` is what multiplied its step."""
+    """The factor ``ratio`` of one tensor's step, and the norms from which it was computed."""
 
     ratio: float
     weight_norm: float
     update_norm: float
-    """LARS: of the gradient, unscaled and clipped. LAMB: of the update."""
+    """LARS: the norm of the unscaled and clipped gradient. LAMB: the norm of the update."""
 
 
 class AdaptiveOptimizer(FusedOptimizer):
     """An optimizer that scales each tensor's step by a trust ratio."""
 
     def trust_ratios(self) -> dict[str | int, TrustRatio | list[TrustRatio]]:
-        """The ratios of the last step: by name where the optimizer got named parameters, else by index.
+        """The ratios of the last step, by name if the optimizer got named parameters, else by index.
 
-        Reading waits for the device; steps do not. Before the first step there are none. For stacks of virtual
-        learners, a list with one entry a learner.
+        For stacks of virtual learners, the values are lists with one entry per learner. Empty before the first step.
+        Reading them waits for the device; steps do not.
         """
         if self._plan is None:
             return {}
         names = {id(param): name for (name, param), _ in self.named_parameters()}
         found: dict[int, list[TrustRatio]] = {}
         for batch in self._plan.batches:
-            assert batch.trust is not None
             rows = [TrustRatio(*row) for row in batch.trust.tolist()]
             learners = len(rows) // len(batch.members)
             for index, member in enumerate(batch.members):

@@ -1,14 +1,13 @@
-"""The owner of a step: it averages the weights, steps them, and moves the flat buffer. Nothing else does.
+"""One step of the weights: it averages them, steps them, and switches the flat buffer. No other code does.
 
-A strategy gives what is averaged as a value, a :class:`ddpcore.ops.WeightAverage`. An optimizer gives its rule as a
-value, a :class:`ColumnRule`. :class:`WeightStep` runs both: in one pass over the weights where a kernel can do that,
-else one after the other. The result has the same bits in both cases.
+A strategy describes the average as a :class:`ddpcore.ops.WeightAverage`, and an optimizer its rule as a
+:class:`ColumnRule`. :class:`WeightStep` runs both: in one pass over the weights if there is a kernel for that, else one
+after the other. Both ways give the same bits.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,22 +16,23 @@ from torch import Tensor
 
 from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES
-from ddpcore.optim.batch import Group, State
+from ddpcore.optim.batch import Group
+from ddpcore.optim.states import Stateful, create_states
 from ddpcore.parameters.flat import FlatParameters, Segment
 
-LARGE = 2**16  # elements of a gradient from which a step of its own is cheaper than a copy into grad_LP
+LARGE = 2**16  # a gradient with more elements gets its own kernel call, which is cheaper than a copy into grad_LP
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRule:
-    """How the parameters of a group are stepped as columns of the flat buffer.
+    """The rule that steps the parameters of a group as columns of the flat buffer.
 
     Attributes:
-        states: names of the state buffers, each laid out like the weights.
-        step: the kernel of tensors: ``step(weights, grads, *states, masters, steps, scratch, **scalars)``.
+        states: names of the state buffers, each with the layout of the weights.
+        step: the kernel for lists of tensors: ``step(weights, grads, *states, masters, steps, scratch, **scalars)``.
         mix_step: the kernel that averages one column and steps it in the same pass:
             ``mix_step(weights, peers, self_weight, peer_weights, grad, *states, step, noise=, out=, **scalars)``.
-        scalars: arguments of both.
+        scalars: the other arguments of both.
     """
 
     states: tuple[str, ...]
@@ -41,14 +41,11 @@ class ColumnRule:
     scalars: dict[str, Any]
 
 
-class Stepped(Protocol):
-    """What :class:`WeightStep` needs of a fused optimizer."""
-
-    param_groups: list[Group]
-    state: defaultdict[Tensor, State]
+class Stepped(Stateful, Protocol):
+    """The parts of a fused optimizer that :class:`WeightStep` uses."""
 
     def column_rule(self, group: Group) -> ColumnRule | None:
-        """The rule of a group; None where columns cannot be stepped by it."""
+        """The rule of a group; None if it cannot step columns."""
 
     def step_lists(self, groups: Sequence[Group]) -> None:
         """Step the groups tensor by tensor."""
@@ -59,7 +56,7 @@ class WeightStep:
 
     Args:
         flat: the parameters.
-        optimizer: a fused optimizer, whose ``step()`` calls :meth:`run`; None for others, which step by themselves.
+        optimizer: a fused optimizer, whose ``step()`` calls :meth:`run`; None for any other optimizer.
     """
 
     def __init__(self, flat: FlatParameters, optimizer: Stepped | None = None) -> None:
@@ -70,21 +67,21 @@ class WeightStep:
         self._columns: _Columns | None = None
 
     def average(self, average: WeightAverage | None) -> None:
-        """Take the average that belongs to the next step. It is applied at once where the optimizer is not fused."""
+        """Set the average for the next step. It is applied immediately if the optimizer is not fused."""
         self._average = average
         if self._optimizer is None:
             self._apply_average()
 
     def forget_states(self) -> None:
-        """Other states were loaded: the next step copies them into new buffers."""
+        """Call this after other states were loaded. The next step copies them into new buffers."""
         self._columns = None
 
     def run(self) -> None:
-        """Average, and step all groups of the fused optimizer."""
+        """Average the weights and step all groups of the fused optimizer."""
         assert self._optimizer is not None
         flat, groups = self.flat, self._optimizer.param_groups
         if self._columns is None or self._columns.layout is not flat.segments:
-            self._columns = _Columns(flat)  # of another layout: the old state buffers are copied into new ones
+            self._columns = _Columns(flat)  # the layout has changed: states are copied into new buffers
         own = flat.own_grads(LARGE)
         flat.gather_grads(left=own)
         rules = [self._column_rule(group) for group in groups]
@@ -111,7 +108,7 @@ class WeightStep:
             self._average = None
 
     def _column_rule(self, group: Group) -> ColumnRule | None:
-        """The rule of a group, where it can be stepped as columns: one rule, all gradients there, nothing to scale."""
+        """The rule of a group; None if a gradient is missing or scaled, or if the parameters' states differ."""
         optimizer, params = self._optimizer, group["params"]
         assert optimizer is not None
         scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
@@ -134,7 +131,7 @@ class WeightStep:
         assert self._optimizer is not None
         assert self._columns is not None
         flat, params = self.flat, group["params"]
-        buffers = self._columns.take_states(rule.states, params, self._optimizer.state) if rule.states else []
+        buffers = self._columns.take_states(rule.states, group, self._optimizer) if rule.states else []
         step = self._optimizer.state[params[0]]["step"] if rule.states else None
         pieces = self._columns.pieces_of(params, own)
         if mixture is None:
@@ -167,7 +164,7 @@ class WeightStep:
 
 
 class _Columns:
-    """State buffers laid out like the weights, for one layout of the flat buffer."""
+    """State buffers with the layout of the weights, for one layout of the flat buffer."""
 
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
@@ -175,49 +172,40 @@ class _Columns:
         self.scratch = torch.zeros(
             2 + flat.param_LP.shape[0] * len(flat.segments), dtype=torch.float64, device=flat.param_LP.device
         )
-        self._states: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}  # name -> buffer, and its view of each parameter
+        self._states: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}  # name -> buffer, views by parameter id
         self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
 
-    def take_states(self, names: tuple[str, ...], params: list[Tensor], state: Mapping[Tensor, State]) -> list[Tensor]:
-        """The buffers ``[L, P]`` of these states. From now on the parameters' states are views of them."""
+    def take_states(self, names: tuple[str, ...], group: Group, optimizer: Stepped) -> list[Tensor]:
+        """The buffers ``[L, P]`` of these states. The states of the group's parameters become views of them."""
         for name in names:
             if name not in self._states:
                 buffer_LP = torch.zeros_like(self._flat.param_LP)
                 views = zip(self._flat.parameters, self._flat.views_of(buffer_LP), strict=True)
                 self._states[name] = buffer_LP, {id(parameter): view for parameter, view in views}
         fresh: dict[tuple[torch.device, float], Tensor] = {}
-        for parameter in params:
-            own = state[parameter]
-            views_of_own = {name: self._states[name][1][id(parameter)] for name in names}
-            if all(own.get(name) is view for name, view in views_of_own.items()):
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            views_of_state = {name: self._states[name][1][id(parameter)] for name in names}
+            if all(state.get(name) is view for name, view in views_of_state.items()):
                 continue
-            is_missing = False
-            for name, view in views_of_own.items():
-                if own.get(name) is None:
-                    is_missing = True
-                    view.zero_()
-                elif own[name] is not view:
-                    view.copy_(own[name])  # a state that was loaded, or that is older than this layout
-                own[name] = view
-            if is_missing or "step" not in own:
-                begun = (parameter.device, 0.0 if is_missing else 1.0)  # 1: torch.optim.SGD does not count its steps
-                if begun not in fresh:
-                    fresh[begun] = torch.full((1,), begun[1], device=parameter.device)
-                own["step"] = fresh[begun]
+            create_states(optimizer, group, parameter, fresh)
+            for name, view in views_of_state.items():
+                if state[name] is not view:
+                    state[name] = view.copy_(state[name])  # a state that is new, was loaded, or has an older layout
         return [self._states[name][0] for name in names]
 
     def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Tensor]]:
-        """(begin, end, gradients ``[L, n]``) of the parameters' columns. Neighbours in ``grad_LP`` are joined.
+        """(begin, end, gradients ``[L, n]``) of the parameters' columns. Neighbours in ``grad_LP`` are one piece.
 
         Args:
-            params: those of one group.
+            params: the parameters of one group.
             own: gradients outside of ``grad_LP``, by the parameter's index.
         """
         members = tuple(id(parameter) for parameter in params)
         if members not in self._spans:
             self._spans[members] = self._spans_of(set(members))
         pieces: list[tuple[int, int, Tensor]] = []
-        is_open = False  # whether the last piece is of grad_LP
+        is_open = False  # whether the last piece is part of grad_LP
         for index, begin, end, size in self._spans[members]:
             if index in own:
                 pieces.append((begin, begin + size, own[index]))
@@ -230,7 +218,7 @@ class _Columns:
         return pieces
 
     def _spans_of(self, members: set[int]) -> list[tuple[int, int, int, int]]:
-        """Of each member its index, its columns with the padding behind them, and its size."""
+        """(index, begin, end, size) of each member; its columns end with the padding behind it."""
         flat = self._flat
         ends = [segment.offset for segment in flat.segments[1:]] + [flat.numel]
         return [

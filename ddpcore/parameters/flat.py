@@ -1,6 +1,6 @@
-"""Parameters and gradients as views of flat buffers, one row a learner.
+"""Parameters and gradients as views of flat buffers, one row per learner.
 
-Shapes: L learners held by this process, P elements of one learner's buffer (padding included), S shape of a parameter.
+Shapes: L learners of this process, P elements of one learner's row (with padding), S the shape of a parameter.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn import Parameter
 from ddpcore.ops import WeightAverage
 from ddpcore.parameters.bucket_plan import plan_buckets
 
-ALIGNMENT = 16  # elements: every parameter, row and bucket starts on a vector boundary
+ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
 MiB = 2**20
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
-_BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a buffer of weights, its views, and their addresses
+_BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight buffer, its views, their addresses
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Where one parameter lies in a learner's row: ``row[offset : offset + numel]`` with its own strides."""
+    """The place of one parameter in a learner's row: ``row[offset : offset + numel]``, with the parameter's strides."""
 
     name: str
     offset: int
@@ -34,23 +34,23 @@ class Segment:
 
 
 class FlatParameters:
-    """Moves the given parameters, and their gradients, into contiguous ``[L, P]`` buffers and leaves views behind.
+    """Moves parameters and gradients into contiguous ``[L, P]`` buffers, of which they become views.
 
-    The ``Parameter`` objects stay the same, and so do their values, strides (``channels_last`` too), order, and
-    ``state_dict``. ``.grad`` stays None until a gradient is gathered.
+    The ``Parameter`` objects, their values, strides (also ``channels_last``), order and ``state_dict`` stay the same.
+    ``.grad`` stays None until a gradient is gathered.
 
     Args:
-        parameters: (name, parameter) pairs as ``model.named_parameters()`` gives them; those that need no gradient
-            are left alone. A parameter that appears twice (tied weights) is taken once.
+        parameters: (name, parameter) pairs, as from ``model.named_parameters()``. Those that need no gradient are left
+            alone. A parameter that appears twice (tied weights) is taken once.
         stack: None gives one row (L = 1) and keeps every parameter's shape S. A number L makes every parameter the
-            stack ``[L, *S]`` of L virtual learners, all starting from the same values.
-        bucket_bytes: largest bucket of the averaged gradients.
-        first_bucket_bytes: the first bucket, smaller so that communication starts early.
-        allocate: makes the zeros ``(shape, dtype, device)`` of the buffers; called again, alike, by :meth:`reorder`.
+            stack ``[L, *S]`` of L virtual learners, which start from the same values.
+        bucket_bytes: the size of the largest bucket of gradients.
+        first_bucket_bytes: the size of the first bucket; a smaller one starts communication earlier.
+        allocate: returns zeros of ``(shape, dtype, device)`` for the buffers. :meth:`reorder` calls it again.
 
     Raises:
-        ValueError: no parameters, parameters on two devices or of two dtypes, on the meta device, sparse, complex, not
-            dense, or overlapping in memory.
+        ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse,
+            complex, not dense, or overlaps another one in memory.
     """
 
     param_LP: Tensor
@@ -71,8 +71,7 @@ class FlatParameters:
         _check(named)
         self.stack = stack
         self._new = _zeros if allocate is None else allocate
-        # Gradients come about in the reverse of the order in which parameters are used, which is a first guess at the
-        # reverse of the order in which they were registered. reorder() makes it exact.
+        # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
         self.names = tuple(name for name, _ in reversed(named))
         self.parameters = tuple(parameter for _, parameter in reversed(named))
         self.segments = _lay_out(self.names, [(p.shape, p.stride()) for p in self.parameters])
@@ -91,11 +90,11 @@ class FlatParameters:
 
     @property
     def numel(self) -> int:
-        """P: elements of one row, padding included. Padding is zero and stays zero."""
+        """P: the elements of one row, with padding. Padding is always zero."""
         return self.param_LP.shape[1]
 
     def views_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
-        """One view a parameter, in the order of ``segments``, of any buffer laid out like ``param_LP``."""
+        """One view per parameter, in the order of ``segments``, of any buffer with the layout of ``param_LP``."""
         if self.stack is None:
             return tuple(buffer_LP[0].as_strided(s.shape, s.stride, _start(buffer_LP, s)) for s in self.segments)
         return tuple(
@@ -104,28 +103,28 @@ class FlatParameters:
         )
 
     def average_(self, average: WeightAverage) -> None:
-        """Average the rows, and continue in the buffer to which the average writes."""
+        """Average the rows. If the average has another output row, the parameters become views of that row."""
         average.apply_(self.param_LP)
         self.move_to(average.out)
 
     def move_to(self, row: Tensor | None) -> None:
-        """Point the parameters at another row ``[P]``, which already holds the weights. None changes nothing."""
+        """Point the parameters at another row ``[P]`` that already holds the weights. None changes nothing."""
         if row is None or row.data_ptr() == self.param_LP.data_ptr():
             return
-        if row.data_ptr() not in self._places:
-            self._places[row.data_ptr()] = self._place_at(row[None])
-        self._live_at(self._places[row.data_ptr()])
+        if row.data_ptr() not in self._known_views:
+            self._known_views[row.data_ptr()] = self._views_at(row[None])
+        self._use(self._known_views[row.data_ptr()])
         for parameter, view in zip(self.parameters, self.param_views, strict=True):
             parameter.data = view
 
     def gather_grads(self, left: Container[int] = ()) -> bool:
-        """Bring every ``.grad`` into ``grad_LP`` and leave the views in their place.
+        """Copy every ``.grad`` into ``grad_LP`` and replace it by its view.
 
         Args:
-            left: indices of parameters whose gradients stay where they are; their part of ``grad_LP`` means nothing.
+            left: indices of parameters to skip; their part of ``grad_LP`` is undefined.
 
         Returns:
-            Whether every parameter has a gradient. Others keep ``None``, and their part of ``grad_LP`` is zero.
+            Whether every parameter has a gradient. A missing one stays None, and its part of ``grad_LP`` is zero.
         """
         views, gradients, missing = [], [], []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.grad_views, strict=True)):
@@ -147,9 +146,9 @@ class FlatParameters:
         return not missing
 
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
-        """Gradients that autograd left outside of ``grad_LP``: by index, rows ``[1, n]`` laid out like their weights.
+        """Gradients outside of ``grad_LP`` with the layout of their weights: rows ``[1, n]`` by parameter index.
 
-        None of virtual learners, and none below ``min_numel`` elements.
+        Gradients of virtual learners and of fewer than ``min_numel`` elements are left out.
         """
         return {
             index: gradient.as_strided((1, segment.numel), (segment.numel, 1))
@@ -163,7 +162,7 @@ class FlatParameters:
         }
 
     def gather_grad(self, index: int) -> None:
-        """The same as :meth:`gather_grads` for one parameter."""
+        """Do the same as :meth:`gather_grads` for one parameter."""
         parameter, view = self.parameters[index], self.grad_views[index]
         if parameter.grad is None:
             view.zero_()
@@ -174,13 +173,13 @@ class FlatParameters:
             parameter.grad = view
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Lay the parameters out anew: ``order[i]`` is today's index of the parameter that comes i-th.
+        """Change the order of the parameters: ``order[i]`` is the present index of the new i-th parameter.
 
-        Values and gradients move along, one buffer after the other: the old weights are gone before the new gradients
-        take memory. Buckets keep their boundaries and so hold other parameters.
+        Values and gradients are moved, one buffer after the other, so that the old weights are freed before the new
+        gradients are allocated. Buckets keep their boundaries, and so get other parameters.
         """
         if sorted(order) != list(range(len(self.segments))):
-            raise ValueError("order must name every parameter once")
+            raise ValueError("order must contain the index of every parameter once")
         if list(order) == list(range(len(order))):
             return
         values = [self.param_views[index] for index in order]
@@ -199,14 +198,14 @@ class FlatParameters:
 
     def _allocate_params(self, dtype: torch.dtype, device: torch.device) -> None:
         last = self.segments[-1]
-        self._places: dict[int, _BufferViews] = {}
-        self._live_at(self._place_at(self._new((self.stack or 1, _aligned(last.offset + last.numel)), dtype, device)))
+        self._known_views: dict[int, _BufferViews] = {}
+        self._use(self._views_at(self._new((self.stack or 1, _aligned(last.offset + last.numel)), dtype, device)))
 
-    def _place_at(self, rows_LP: Tensor) -> _BufferViews:
+    def _views_at(self, rows_LP: Tensor) -> _BufferViews:
         views = self.views_of(rows_LP)
         return rows_LP, views, tuple(view.data_ptr() for view in views)
 
-    def _live_at(self, place: _BufferViews) -> None:
+    def _use(self, place: _BufferViews) -> None:
         self.param_LP, self.param_views, self.param_pointers = place
 
     def _allocate_grads(self) -> None:

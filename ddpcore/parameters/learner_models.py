@@ -1,4 +1,4 @@
-"""One model for many virtual learners: every parameter a stack, one row a learner."""
+"""One model for many virtual learners: every parameter is a stack with one row per learner."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-TRIALS = 3  # of each way, where the faster one is to be found
+TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
 
 
 class StackedModel(nn.Module):
     """Runs each learner's row of the parameters on its own batch: ``[L, B, ...] -> [L, B, ...]``.
 
     Args:
-        model: its parameters that need a gradient are stacks ``[L, *S]``, as ``FlatParameters`` leaves them. Its
-            buffers become stacks too, each learner with its own.
-        num_learners: L. A parameter that takes part for one learner takes part for all: the others see zero gradients.
-        vectorize: True runs all learners in one ``torch.func.vmap``, False one after the other with the arithmetic of a
-            real learner bit for bit. None takes vmap where the model has no buffers, convolutions or randomness, so the
-            same model runs alike each time. ``"measure"`` times both on the first batch and takes the faster.
+        model: its parameters that need a gradient are stacks ``[L, *S]``, as ``FlatParameters`` makes them. Its buffers
+            become stacks too: each learner has its own.
+        num_learners: L. A parameter that one learner uses counts as used by all: the others have zero gradients.
+        vectorize: True runs all learners in one ``torch.func.vmap``. False runs one after the other, with the bits of a
+            real learner. None chooses vmap if the model has no buffers, convolutions, dropout or recurrence, so the
+            same model always runs in the same way. ``"measure"`` times both on the first batch and keeps the faster.
     """
 
     def __init__(self, model: nn.Module, num_learners: int, vectorize: bool | str | None = None) -> None:
@@ -34,7 +34,7 @@ class StackedModel(nn.Module):
         self.module = model
         self.num_learners = num_learners
         self._stacks = {name for name, p in model.named_parameters() if p.requires_grad}  # also if frozen later
-        # Gradients of stacked parameters have strides that torch would not have chosen, and torch says so.
+        # Gradients of stacked parameters have other strides than torch expects, which is no error.
         warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
         self.vectorize = _vectorizes_well(model) if vectorize is None else vectorize
         for owner in model.modules():
@@ -42,11 +42,11 @@ class StackedModel(nn.Module):
                 setattr(owner, name, buffer.expand(num_learners, *buffer.shape).clone())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Learner j sees ``inputs[j]`` only."""
+        """Learner j gets only ``inputs[j]``."""
         if inputs.shape[0] != self.num_learners:
             raise ValueError(
                 f"inputs have {inputs.shape[0]} rows for {self.num_learners} learners: "
-                "give [learners, batch, ...], one mini-batch a learner"
+                "pass [learners, batch, ...], one mini-batch per learner"
             )
         parameters: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if n in self._stacks}
         buffers = dict(self.module.named_buffers())
@@ -62,7 +62,7 @@ class StackedModel(nn.Module):
         return vmap(one, randomness="different")(parameters, buffers, inputs)
 
     def _in_turn(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        # unbind has one gradient for the whole stack; indexing row by row would add up L gradients of the size of it.
+        # unbind makes one gradient of the whole stack. Indexing would add L gradients of its size.
         rows = {name: p.unbind(0) for name, p in parameters.items()}
         return torch.stack(
             [
@@ -76,7 +76,7 @@ class StackedModel(nn.Module):
         )
 
     def _is_faster_vectorized(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> bool:
-        """Forward and backward passes of copies, in turn; random numbers and buffers stay as they were."""
+        """Time both ways on copies; random numbers and buffers do not change."""
         copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
         seconds: dict[bool, list[float]] = {True: [], False: []}
         devices = [inputs.device] if inputs.is_cuda else []
@@ -98,16 +98,16 @@ class StackedModel(nn.Module):
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy, also of a model that keeps activations, which torch does not copy: without the graph they came from.
+    """A deep copy of a model that may keep activations, which torch cannot copy: they are copied without their graph.
 
-    One that a forward pass in vmap left behind cannot be read any more; an empty tensor stands for it.
+    An activation of a finished vmap cannot be read, and becomes an empty tensor.
     """
-    memo: dict[int, Any] = {}  # what deepcopy takes for copied
+    memo: dict[int, Any] = {}  # objects that deepcopy regards as copied
     for module in model.modules():
         for tensor in _tensors_in(vars(module)):
             if torch._C._functorch.is_batchedtensor(tensor):
                 memo[id(tensor)] = torch.empty(0)
-            elif not isinstance(tensor, nn.Parameter):  # of a view that was changed since, autograd tells nothing more
+            elif not isinstance(tensor, nn.Parameter):  # .data, because the graph of a changed view cannot be used
                 memo[id(tensor)] = tensor.data.clone()
     return copy.deepcopy(model, memo)
 
@@ -121,7 +121,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def single_model(stacked: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    """A copy of a stacked model for one learner: parameters and buffers from ``values``, else buffers of learner 0."""
+    """A copy of a stacked model for one learner, with ``values`` by name. Other buffers are those of learner 0."""
     model = copy_of(stacked)
     for name, parameter in model.named_parameters():
         if name in values:

@@ -1,4 +1,4 @@
-"""Whatever the shapes, groups and options: kernels are their twins, and what must not matter does not."""
+"""Whatever the shapes, groups and options: kernels equal their references, and irrelevant changes change no bit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @fixed
 @hypothesis.given(data=st.data(), shapes=sizes, dtype=dtypes, masters=st.booleans(), clip=st.booleans())
-def test_kernels_are_their_twins(kind, data, shapes, dtype, masters, clip):
+def test_kernels_equal_their_references(kind, data, shapes, dtype, masters, clip):
     more = {"master_weights": masters, "max_grad_norm": 0.5 if clip else None}
     groups = [data.draw(rules(kind)) for _ in range(2)]
     ends = []

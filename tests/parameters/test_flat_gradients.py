@@ -20,10 +20,10 @@ def test_gradients_over_steps(set_to_none: bool) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     plain = copy.deepcopy(model)
     flat = flatten(model)
-    optimizer, twin = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
     for step in range(3):
         inputs = torch.randn(6, 5)
-        for each, module in ((optimizer, model), (twin, plain)):
+        for each, module in ((optimizer, model), (other, plain)):
             each.zero_grad(set_to_none=set_to_none)
             module(inputs).square().sum().backward()
         assert flat.gather_grads()
@@ -31,7 +31,7 @@ def test_gradients_over_steps(set_to_none: bool) -> None:
             assert p.grad is view
             assert inside(p.grad, flat.grad_LP)
         optimizer.step()
-        twin.step()
+        other.step()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours, theirs), f"step {step}"
             assert torch.equal(ours.grad, theirs.grad), f"step {step}"
