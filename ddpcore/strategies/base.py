@@ -31,6 +31,11 @@ class Strategy:
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
 
+    def __repr__(self) -> str:
+        """The class and its public attributes: a checkpoint is loaded into a strategy with the same text."""
+        settings = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "in_use"}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
     @property
     def fixed_layout(self) -> bool:
         """Whether the parameters must keep their order in the flat buffer, instead of the order of their gradients."""

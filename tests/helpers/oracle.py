@@ -5,7 +5,7 @@ As a script: one rank of six, which runs all cases on groups of the first 1 to 6
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,15 +13,12 @@ import networkx as nx
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.comm import traffic
-from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import BFloat16, Int8, TopK
+from ddpcore.testing.learners import Result, Scenario, SmallRun, fused_sgd, torch_sgd
 
-STEPS = 6
 LARGEST = 6
 TOPOLOGIES = (
     "complete", "ring", "random_pair", "one_peer_exponential", "from_matrix", "star", "static_exponential", "matching",
@@ -145,25 +142,18 @@ def topology_of(case: Case) -> Any:
     }.get(case.topology, lambda: None)()
 
 
-def model_of(case: Case) -> nn.Sequential:
-    middle = (nn.BatchNorm1d(7),) if case.model == "batch_norm" else ()
-    return nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Linear(7, 3))
-
-
 def pairs(n: int, first: int) -> list[tuple[int, int]]:
     """Neighbours on a path, every second edge of it."""
     return [(left, left + 1) for left in range(first, n - 1, 2)]
 
 
-def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
-    """Another mini-batch for each learner at each step."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    inputs = torch.randn(LARGEST, 4, 5, generator=generator)
-    labels = torch.randint(3, (LARGEST, 4), generator=generator)
-    return inputs[:num_learners], labels[:num_learners]
-
-
 GATHER_BYTES = traffic.GATHER_BYTES
+MODELS = {
+    "mlp": Scenario(),
+    "batch_norm": Scenario(batch_norm=True, accumulation=2),
+    "backwards": Scenario(accumulation=2, averages_each=True),
+}
+OPTIMIZERS = {"fused": fused_sgd, "torch": torch_sgd}
 
 
 def train(
@@ -172,60 +162,24 @@ def train(
     num_rows: int | None = None,
     transport: str = "auto",
     device: torch.device | str = "cpu",
-) -> dict[str, Any]:
-    """What the learners held by this process end with: weights ``[L, P]``, losses ``[steps, L]``, and the averages.
+) -> Result:
+    """What the learners held by this process end with.
 
     Without a group all are virtual, with one each rank is one, or with ``num_rows`` so many.
     """
     traffic.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
-    rank = 0 if group is None else dist.get_rank(group)
-    real = group is not None and num_rows is None
-    held = [rank]
-    if not real:
-        num_rows = case.world_size if num_rows is None else num_rows
-        held = list(range(rank * num_rows, (rank + 1) * num_rows))
-    torch.manual_seed(17 + rank)  # all must start from learner 0's weights
-    model = model_of(case).to(device)
-    rule: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
-    make = FusedSGD if case.optimizer == "fused" else torch.optim.SGD
-    optimizer = make(model.parameters(), **rule)
-    handle = ddpcore.distribute(
-        model,
-        optimizer,
-        MAKERS[case.strategy](topology_of(case)),
-        learners=num_rows,
+    scenario = replace(MODELS[case.model], make_optimizer=OPTIMIZERS[case.optimizer])
+    options = {"transport": transport} if num_rows is None and group is not None else {}
+    run = SmallRun(
+        lambda: MAKERS[case.strategy](topology_of(case)),
+        case.world_size,
+        scenario,
         group=group,
-        transport=transport,
-        vectorize=None if real else False,
-        bucket_bytes=128,  # several buckets, cut inside tensors
-        first_bucket_bytes=64,
+        rows=num_rows,
+        options=options,
+        device=device,
     )
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        parts = [slice(None)] if case.model == "mlp" else [slice(0, 2), slice(2, 4)]
-        for part in parts:
-            with handle.no_sync() if case.model == "batch_norm" and part != parts[-1] else nullcontext():
-                inputs, labels = (x[:, part].to(device) for x in batch(step, case.world_size))
-                outputs = handle.model(inputs[rank])[None] if real else handle.model(inputs[held[0] : held[-1] + 1])
-                each = torch.stack([F.cross_entropy(outputs[row], labels[j]) for row, j in enumerate(held)])
-                each.sum().backward()
-        optimizer.step()
-        losses.append(each.detach())
-    sent = handle.learner.comm.bytes_sent
-    evaluation = handle.evaluation_model()
-    averaged = [*evaluation.parameters(), *(buffer for buffer in evaluation.buffers() if buffer.is_floating_point())]
-    numbers = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
-    rows = [tensor.detach().reshape(len(held), -1) for tensor in numbers]
-    return {
-        "weights": torch.cat(rows, dim=1).cpu().clone(),
-        "num_weights": sum(parameter.numel() for parameter in evaluation.parameters()),  # buffers stand behind them
-        "losses": torch.stack(losses).cpu(),
-        "average": torch.cat([tensor.detach().flatten() for tensor in averaged]).cpu(),
-        "consensus": handle.consensus_distance(),
-        "shares": handle.learner.shares,
-        "bytes_sent": sent,
-    }
+    return run.run()
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddpcore.testing.learners import STEPS
 from helpers import oracle, ranks
 
 
@@ -56,18 +57,18 @@ def is_bitwise(case: Any, transport: str) -> bool:
 def test_weights_and_losses(case: Any, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
     """Every learner ends with the same weights: bit for bit, or within 4 ULPs of the largest one (see is_bitwise)."""
     seen = [rank[tuple(case), transport] for rank in real[: case.world_size]]
-    weights = torch.cat([one["weights"] for one in seen])
-    losses = torch.cat([one["losses"] for one in seen], dim=1)
-    assert losses.shape == (oracle.STEPS, case.world_size)
+    weights = torch.cat([one.weights for one in seen])
+    losses = torch.cat([one.losses for one in seen], dim=1)
+    assert losses.shape == (STEPS, case.world_size)
     assert losses.isfinite().all()
     if is_bitwise(case, transport):
-        assert torch.equal(weights, virtual[case]["weights"])
-        assert torch.equal(losses, virtual[case]["losses"])
+        assert torch.equal(weights, virtual[case].weights)
+        assert torch.equal(losses, virtual[case].losses)
     else:
-        assert ulps(weights, virtual[case]["weights"]) <= 4
-        torch.testing.assert_close(losses, virtual[case]["losses"], rtol=1e-5, atol=1e-6)
+        assert ulps(weights, virtual[case].weights) <= 4
+        torch.testing.assert_close(losses, virtual[case].losses, rtol=1e-5, atol=1e-6)
     if case.strategy in ("ssgd", "noisy_ssgd"):
-        parameters = weights[:, : virtual[case]["num_weights"]]
+        parameters = weights[:, : virtual[case].num_weights]
         assert torch.equal(parameters, parameters[:1].expand_as(parameters)), "they must hold the same bits"
 
 
@@ -75,15 +76,15 @@ def test_weights_and_losses(case: Any, transport: str, real: list[dict[Any, Any]
 def test_several_learners_a_rank(case: Any, num_rows: int, real: list[dict[Any, Any]], virtual: dict[Any, Any]) -> None:
     """Two or three virtual learners on each rank, against all in one process: bit for bit if averages are gathered."""
     seen = [rank[("grid", num_rows, *case)] for rank in real[: case.world_size // num_rows]]
-    weights = torch.cat([one["weights"] for one in seen])
+    weights = torch.cat([one.weights for one in seen])
     if is_bitwise(case, "pg"):
-        assert torch.equal(weights, virtual[case]["weights"])
-        assert torch.equal(torch.cat([one["losses"] for one in seen], dim=1), virtual[case]["losses"])
+        assert torch.equal(weights, virtual[case].weights)
+        assert torch.equal(torch.cat([one.losses for one in seen], dim=1), virtual[case].losses)
     else:
-        assert ulps(weights, virtual[case]["weights"]) <= 4
+        assert ulps(weights, virtual[case].weights) <= 4
     for one in seen:
-        assert ulps(one["average"], virtual[case]["average"]) <= 4
-        assert one["consensus"] == pytest.approx(virtual[case]["consensus"], rel=1e-5, abs=1e-6)
+        assert ulps(one.average, virtual[case].average) <= 4
+        assert one.consensus == pytest.approx(virtual[case].consensus, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("transport", ["pg", "shm"])
@@ -95,24 +96,24 @@ def test_average_distance_and_bytes(
 
     For three or more learners they may differ by 4 ULPs, because the mean may be an all-reduce of gloo.
     """
-    expected, weights = virtual[case], virtual[case]["weights"].double()
-    shares = torch.ones(case.world_size).double() if expected["shares"] is None else expected["shares"]
+    expected, weights = virtual[case], virtual[case].weights.double()
+    shares = torch.ones(case.world_size).double() if expected.shares is None else expected.shares
     if case.topology == oracle.UNBALANCED:
         assert shares.max() > 1.2, "the graph is not balanced, or this test compares nothing"
     mean = (shares[:, None] * weights).mean(dim=0)
-    assert ulps(expected["average"], mean) <= 4
-    weights, mean = (rows[..., : expected["num_weights"]] for rows in (weights, mean))
+    assert ulps(expected.average, mean) <= 4
+    weights, mean = (rows[..., : expected.num_weights] for rows in (weights, mean))
     distance = (weights - mean).square().sum(dim=1).mean().sqrt().item()
     # The mean is rounded to fp32: the error of each distance is at most 4 ULPs of the largest weight.
     error = 4 * torch.finfo(torch.float32).eps * weights.abs().max().item() * weights.shape[1] ** 0.5
-    assert expected["consensus"] == pytest.approx(distance, abs=error)
+    assert expected.consensus == pytest.approx(distance, abs=error)
     if case.strategy in APART and case.world_size > 1:
         assert distance > 0.01, "learners on different data must differ, or this test compares nothing"
     for one in (rank[tuple(case), transport] for rank in real[: case.world_size]):
-        assert ulps(one["average"], expected["average"]) <= (0 if is_bitwise(case, transport) else 4)
-        assert one["consensus"] == pytest.approx(distance, abs=error)
+        assert ulps(one.average, expected.average) <= (0 if is_bitwise(case, transport) else 4)
+        assert one.consensus == pytest.approx(distance, abs=error)
     if transport == "pg" or case.strategy in GOSSIPING:  # shared memory gathers no small averages
-        assert real[0][tuple(case), transport]["bytes_sent"] == expected["bytes_sent"]
+        assert real[0][tuple(case), transport].bytes_sent == expected.bytes_sent
 
 
 COMPARED = [case for case in oracle.CASES if case._replace(optimizer="torch", model="mlp") in oracle.CASES]
@@ -123,7 +124,7 @@ COMPARED = [case for case in COMPARED if case.optimizer == "fused" and case.mode
 def test_fused_and_torch_optimizers_agree(case: Any, virtual: dict[Any, Any]) -> None:
     """FusedSGD (mix and step in one pass on real ranks) and torch.optim.SGD after a mix: a few ULPs over six steps."""
     other = case._replace(optimizer="torch")
-    assert ulps(virtual[case]["weights"], virtual[other]["weights"]) <= 8
+    assert ulps(virtual[case].weights, virtual[other].weights) <= 8
 
 
 def test_strategies_differ(virtual: dict[Any, Any]) -> None:
@@ -133,7 +134,7 @@ def test_strategies_differ(virtual: dict[Any, Any]) -> None:
     """
     alike = [case for case in oracle.CASES if case.world_size == 5 and case.topology in ("ring", "all_gather")]
     alike = [case for case in alike if case.optimizer == "fused" and case.strategy != "push_sum"]
-    ends = [virtual[case]["weights"] for case in alike]
+    ends = [virtual[case].weights for case in alike]
     assert len(ends) == len(oracle.MAKERS) - 1
     for i, end in enumerate(ends):
         assert not any(torch.equal(end, other) for other in ends[:i]), alike[i]
@@ -142,7 +143,7 @@ def test_strategies_differ(virtual: dict[Any, Any]) -> None:
 def test_topologies_differ(virtual: dict[Any, Any]) -> None:
     """Topologies are not interchanged: with five learners all end with different weights."""
     alike = [case for case in COMPARED if case.world_size == 5 and case.strategy == "dpsgd"]
-    ends = [virtual[case]["weights"] for case in alike]
+    ends = [virtual[case].weights for case in alike]
     assert len(ends) == sum(oracle.fits(topology, 5) for topology in oracle.TOPOLOGIES)
     for i, end in enumerate(ends):
         assert not any(torch.allclose(end, other) for other in ends[:i])

@@ -1,0 +1,196 @@
+"""A small training run that has the same lines for real ranks and for virtual learners."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.hooks import Distributed
+from ddpcore.optim.sgd import FusedSGD
+from ddpcore.strategies.base import Strategy
+
+STEPS = 6
+BATCH = 4  # samples of a learner in a step
+MAX_LEARNERS = 64
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def fused_sgd(params: Any) -> torch.optim.Optimizer:
+    """The default optimizer of the small run: FusedSGD with momentum and weight decay."""
+    return FusedSGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def torch_sgd(params: Any) -> torch.optim.Optimizer:
+    """The same rule by ``torch.optim.SGD``."""
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """How a small run differs from the plain one.
+
+    Attributes:
+        name: for error messages.
+        make_optimizer: makes the optimizer of the parameters that it is given. Ranks import it by its name.
+        accumulation: backward passes in a step; 1, 2 or 4.
+        averages_each: whether each of them averages; else all but the last are in ``no_sync()``.
+        freeze: whether the bias of the first layer is frozen.
+        batch_norm: whether the model has running statistics.
+        resume_at: number of steps after which everything is made again and goes on from the saved state; None does not.
+        bucket_bytes: size of a bucket of averaged gradients.
+    """
+
+    name: str = "plain"
+    make_optimizer: MakeOptimizer = fused_sgd
+    accumulation: int = 1
+    averages_each: bool = False
+    freeze: bool = False
+    batch_norm: bool = False
+    resume_at: int | None = None
+    bucket_bytes: int = 128  # several buckets, cut inside tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What the learners of this process end with.
+
+    Attributes:
+        weights: of all parameters and of the running statistics, ``[L, x]``.
+        num_weights: columns of ``weights`` that are parameters.
+        losses: of the last backward pass of each step, ``[steps, L]``.
+        average: parameters and running statistics of ``evaluation_model()``, ``[x]``.
+        consensus: ``consensus_distance()``.
+        shares: how much each learner counts in an average; None where all count alike.
+        bytes_sent: of one learner.
+    """
+
+    weights: Tensor
+    num_weights: int
+    losses: Tensor
+    average: Tensor
+    consensus: float
+    shares: Tensor | None
+    bytes_sent: int
+
+
+def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
+    """Inputs ``[n, 4, 5]`` and labels ``[n, 4]``: another mini-batch for each learner at each step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    inputs = torch.randn(MAX_LEARNERS, BATCH, 5, generator=generator)
+    labels = torch.randint(3, (MAX_LEARNERS, BATCH), generator=generator)
+    return inputs[:num_learners], labels[:num_learners]
+
+
+class SmallRun:
+    """A model of 66 weights in training.
+
+    Args:
+        make_strategy: makes a new strategy.
+        num_learners: in all.
+        scenario: see :class:`Scenario`.
+        group: of real ranks; None makes all learners virtual.
+        rows: virtual learners on each rank of the group; None makes each rank one learner.
+        options: further arguments of :func:`ddpcore.distribute`.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        make_strategy: Callable[[], Strategy],
+        num_learners: int,
+        scenario: Scenario,
+        *,
+        group: dist.ProcessGroup | None = None,
+        rows: int | None = None,
+        options: dict[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._make_strategy, self._scenario, self._num_learners = make_strategy, scenario, num_learners
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._is_real = group is not None and rows is None
+        self._device = device
+        rows = 1 if self._is_real else num_learners if rows is None else rows
+        self._held = range(self._rank * rows, (self._rank + 1) * rows)
+        self._arguments = {
+            "learners": None if self._is_real else rows,
+            "group": group,
+            "vectorize": None if self._is_real else False,
+            "bucket_bytes": scenario.bucket_bytes,
+            "first_bucket_bytes": scenario.bucket_bytes // 2,
+            **(options or {}),
+        }
+
+    def run(self, num_steps: int = STEPS) -> Result:
+        """Train from the start."""
+        model, optimizer, handle = self._start(seed=17 + self._rank)  # all must start from learner 0's weights
+        losses = []
+        for step in range(num_steps):
+            if step == self._scenario.resume_at:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+                model, optimizer, handle = self._start(seed=99)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                handle.load_state_dict(saved[2])
+            losses.append(self._step(step, optimizer, handle))
+        return self._result(model, handle, torch.stack(losses))
+
+    def _start(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Distributed]:
+        torch.manual_seed(seed)
+        middle = (nn.BatchNorm1d(7),) if self._scenario.batch_norm else ()
+        model = nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Linear(7, 3)).to(self._device)
+        model[0].bias.requires_grad_(not self._scenario.freeze)
+        optimizer = self._scenario.make_optimizer([p for p in model.parameters() if p.requires_grad])
+        return model, optimizer, distribute(model, optimizer, self._make_strategy(), **self._arguments)
+
+    def _step(self, step: int, optimizer: torch.optim.Optimizer, handle: Distributed) -> Tensor:
+        """One step; the losses ``[L]`` of its last backward pass."""
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        size = BATCH // self._scenario.accumulation
+        for begin in range(0, BATCH, size):
+            is_last = begin + size == BATCH
+            with nullcontext() if is_last or self._scenario.averages_each else handle.no_sync():
+                inputs, labels = (
+                    x[self._held[0] : self._held[-1] + 1, begin : begin + size].to(self._device)
+                    for x in batch(step, self._num_learners)
+                )
+                outputs = handle.model(inputs[0])[None] if self._is_real else handle.model(inputs)
+                losses = torch.stack([F.cross_entropy(*pair) for pair in zip(outputs, labels, strict=True)])
+                losses.sum().backward()
+        optimizer.step()
+        return losses.detach()
+
+    def _result(self, model: nn.Module, handle: Distributed, losses: Tensor) -> Result:
+        bytes_sent = handle.comm.bytes_sent
+        evaluation = handle.evaluation_model()
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        rows = [
+            (tensor.expand(len(self._held), -1) if name in frozen and not self._is_real else tensor)
+            .detach()
+            .reshape(len(self._held), -1)
+            for name, tensor in _numbers(model).items()
+        ]
+        return Result(
+            weights=torch.cat(rows, dim=1).cpu().clone(),
+            num_weights=sum(parameter.numel() for parameter in evaluation.parameters()),
+            losses=losses.cpu(),
+            average=torch.cat([tensor.detach().flatten() for tensor in _numbers(evaluation).values()]).cpu(),
+            consensus=handle.consensus_distance(),
+            shares=None if handle.learner is None else handle.learner.shares,
+            bytes_sent=bytes_sent,
+        )
+
+
+def _numbers(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and then buffers of floating-point numbers."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return {**dict(model.named_parameters()), **buffers}

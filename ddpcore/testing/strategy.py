@@ -1,0 +1,149 @@
+"""Whether a strategy computes the same on real ranks and on virtual learners."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World
+from ddpcore.strategies.base import Strategy
+from ddpcore.testing.learners import STEPS, Result, Scenario, SmallRun, torch_sgd
+
+SCENARIOS = (
+    Scenario(),
+    Scenario(name="torch.optim.SGD", make_optimizer=torch_sgd),
+    Scenario(name="accumulation", accumulation=2),
+    Scenario(name="frozen parameter", freeze=True),
+    Scenario(name="batch norm", batch_norm=True),
+    Scenario(name="resumed", resume_at=STEPS // 2),
+)
+
+
+def check_strategy(
+    factory: Callable[[], Strategy],
+    *,
+    num_learners: Iterable[int] = (1, 2, 3),
+    transports: Sequence[str] = ("pg", "shm"),
+    scenarios: Sequence[Scenario] = SCENARIOS,
+    tolerance: float = 0.0,
+) -> None:
+    """Train a small model with a strategy on real ranks and on virtual learners, and compare all learners' weights.
+
+    The virtual learners of one process are the reference. They are compared with real ranks over each transport, with
+    a run that is interrupted and resumed from its state, and with what the strategy says of itself.
+
+    Args:
+        factory: makes a new strategy at each call. Ranks are processes of their own, which import it: pass a class or a
+            function of a module, no lambda. In a script, call this function under ``if __name__ == "__main__":``.
+        num_learners: numbers of learners; the largest is the number of processes that are started.
+        transports: ``"pg"`` (gloo) and ``"shm"`` (shared memory, Linux); none checks virtual learners alone.
+        scenarios: the runs that are compared.
+        tolerance: the largest difference of a weight between both worlds. 0 demands the same bits, which every strategy
+            of ddpcore keeps.
+
+    Raises:
+        AssertionError: something differs; one line says what, for how many learners and in which scenario.
+        ddpcore.runtime.launch.RankFailed: a rank raised an error.
+    """
+    if factory() is factory():
+        raise AssertionError(f"{factory!r} returns the same strategy twice: it must make a new one at each call")
+    counts = sorted(set(num_learners))
+    with _one_thread():
+        virtual = {
+            (count, index): SmallRun(factory, count, scenario).run()
+            for count in counts
+            for index, scenario in enumerate(scenarios)
+        }
+    for (count, index), result in virtual.items():
+        _check_alone(factory(), scenarios[index], count, result, virtual)
+    if not transports:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        job = (factory, tuple(counts), tuple(transports), tuple(scenarios), folder)
+        launch.run(run_rank, job, world_size=max(counts), backend="gloo")
+        ranks = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(max(counts))]
+    for count, index in virtual:
+        for transport in transports:
+            seen = [ranks[rank][count, index, transport] for rank in range(count)]
+            where = f"{count} learners, {transport}, {scenarios[index].name}"
+            _compare(where, seen, virtual[count, index], tolerance)
+
+
+def run_rank(
+    world: World,
+    factory: Callable[[], Strategy],
+    counts: Sequence[int],
+    transports: Sequence[str],
+    scenarios: Sequence[Scenario],
+    folder: str,
+) -> None:
+    """One of the ranks: all runs in which it takes part, saved to a file."""
+    torch.set_num_threads(1)
+    groups = {count: dist.new_group(list(range(count))) for count in counts}  # every rank takes part in each call
+    results = {
+        (count, index, transport): SmallRun(
+            factory, count, scenario, group=groups[count], options={"transport": transport}
+        ).run()
+        for count in counts
+        if world.rank < count
+        for index, scenario in enumerate(scenarios)
+        for transport in transports
+    }
+    torch.save(results, Path(folder) / f"{world.rank}.pt")
+    dist.barrier()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The number of threads decides the order of sums in torch's matrix products: one everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_alone(
+    strategy: Strategy, scenario: Scenario, count: int, result: Result, virtual: dict[tuple[int, int], Result]
+) -> None:
+    """What virtual learners alone show."""
+    where = f"{count} virtual learners, {scenario.name}"
+    if not (result.weights.isfinite().all() and result.losses.isfinite().all()):
+        raise AssertionError(f"{where}: weights or losses are not finite")
+    parameters = result.weights[:, : result.num_weights]
+    if strategy.learners_stay_identical and not torch.equal(parameters, parameters[:1].expand_as(parameters)):
+        raise AssertionError(f"{where}: learners_stay_identical is true and the learners' weights differ")
+    plain = next((virtual[count, index] for index in range(len(virtual)) if (count, index) in virtual), result)
+    if scenario.resume_at is not None and scenario == Scenario(name=scenario.name, resume_at=scenario.resume_at):
+        _demand(f"{where} after step {scenario.resume_at}: weights", result.weights, plain.weights, 0.0)
+
+
+def _compare(where: str, ranks: Sequence[Result], virtual: Result, tolerance: float) -> None:
+    _demand(f"{where}: weights", torch.cat([one.weights for one in ranks]), virtual.weights, tolerance)
+    _demand(f"{where}: losses", torch.cat([one.losses for one in ranks], dim=1).T, virtual.losses.T, tolerance)
+    for rank, one in enumerate(ranks):
+        rounding = 1e-5 * max(1.0, virtual.average.abs().max().item())
+        _demand(f"{where}: evaluation_model() of rank {rank}", one.average, virtual.average, tolerance + rounding)
+
+
+def _demand(what: str, ours: Tensor, reference: Tensor, tolerance: float) -> None:
+    """Raise AssertionError where rows differ by more than the tolerance."""
+    if ours.shape != reference.shape:
+        raise AssertionError(f"{what} have shape {list(ours.shape)}, not {list(reference.shape)}")
+    if torch.equal(ours, reference):
+        return
+    rows = (ours - reference).abs().reshape(len(ours), -1).amax(dim=1)
+    worst = rows.max().item()
+    if not worst <= tolerance:  # NaN too
+        raise AssertionError(
+            f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from those of virtual learners in one run: "
+            f"at most {tolerance:g} is allowed"
+        )

@@ -1,0 +1,89 @@
+"""Whether a topology is sound."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+
+import numpy as np
+
+from ddpcore.topology.base import RANDOM_STEPS, Topology
+
+
+def check_topology(topology: Topology, *, num_learners: Iterable[int] = range(1, 17), push_sum: bool = False) -> None:
+    """Check the rounds of a topology for several numbers of learners.
+
+    The rounds of a step agree with each other (j reads from i exactly if i sends to j), weights are not negative, rows
+    and columns of the mixing matrix W sum to one, and the edges of a period connect all learners. A round is a pure
+    function of step, rank and number of learners. ``period`` and ``spectral_gap`` say what the matrices say.
+
+    Args:
+        topology: an instance.
+        num_learners: numbers to try. Those for which ``round`` raises ValueError are left out.
+        push_sum: only columns must sum to one, for :class:`ddpcore.PushSum`.
+
+    Raises:
+        AssertionError: something is wrong; one line says what, and for how many learners.
+    """
+    name = type(topology).__name__
+    if pickle.loads(pickle.dumps(topology)) != topology or hash(topology) != hash(pickle.loads(pickle.dumps(topology))):
+        raise AssertionError(f"{name}: a copy is not equal to it: make it a frozen dataclass")
+    supported = [count for count in num_learners if _supports(topology, count)]
+    if not supported:
+        raise AssertionError(f"{name}: it supports none of the numbers of learners that were tried")
+    for count in supported:
+        where = f"{name} of {count} learners"
+        try:
+            topology.validate(count, push_sum=push_sum)
+        except ValueError as error:
+            raise AssertionError(f"{where}: {error}") from error
+        _check_pure(topology, count, where)
+        if topology.period(count) is not None:
+            _check_period(topology, count, where)
+            if not push_sum:
+                _check_gap(topology, count, where)
+
+
+def _supports(topology: Topology, count: int) -> bool:
+    try:
+        topology.round(0, 0, count)
+    except ValueError:
+        return False
+    return True
+
+
+def _steps(topology: Topology, count: int) -> range:
+    return range(topology.period(count) or RANDOM_STEPS)
+
+
+def _check_pure(topology: Topology, count: int, where: str) -> None:
+    steps = _steps(topology, count)
+    forward = {step: topology.rounds(step, count) for step in steps}
+    other = pickle.loads(pickle.dumps(topology))
+    for step in reversed(steps):
+        if other.rounds(step, count) != forward[step]:
+            raise AssertionError(
+                f"{where}: two calls of round({step}, ...) differ: draw from a generator of (seed, step)"
+            )
+
+
+def _check_period(topology: Topology, count: int, where: str) -> None:
+    period = len(_steps(topology, count))
+    for step in range(period):
+        if topology.rounds(step + period, count) != topology.rounds(step, count):
+            raise AssertionError(f"{where}: period is {period} and the rounds of step {step + period} are others")
+
+
+def _check_gap(topology: Topology, count: int, where: str) -> None:
+    """The gap against the singular values of the product of one period's matrices."""
+    product = np.eye(count)
+    steps = _steps(topology, count)
+    for step in steps:
+        product = topology.matrix(step, count) @ product
+    second = np.linalg.svd(product - 1 / count, compute_uv=False)[0]
+    expected = 1.0 if second < 1e-12 * count else max(0.0, 1.0 - float(second) ** (1 / len(steps)))
+    gap = topology.spectral_gap(count)
+    if abs(gap - expected) > 1e-6:
+        raise AssertionError(
+            f"{where}: spectral_gap is {gap:.6g} and the matrices have {expected:.6g}: see translations"
+        )

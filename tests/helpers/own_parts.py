@@ -1,0 +1,159 @@
+"""Parts of a user, right and wrong ones, which ranks import by name."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ddpcore import DPSGD, LocalSGD, Ring, Round, Strategy, Topology
+from ddpcore.strategies.learner import Learner
+
+
+class MeanOfWeights(Strategy):
+    """All learners average their weights after every step."""
+
+    name: ClassVar[str] = "mean_of_weights"
+
+    def after_step(self, learner: Learner) -> None:
+        learner.comm.average_(learner.flat.param_LP, learner.step - 1).wait()
+
+
+class KnowsItsRank(MeanOfWeights):
+    """Wrong: the first row of a process is not always learner 0."""
+
+    def after_step(self, learner: Learner) -> None:
+        super().after_step(learner)
+        learner.flat.param_LP[0] *= 1.001
+
+
+class ForgetsItsState(Strategy):
+    """Wrong: the momentum of the weights is not in the state."""
+
+    name: ClassVar[str] = "forgets"
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+
+    def after_step(self, learner: Learner) -> None:
+        weights_LP = learner.flat.param_LP
+        learner.comm.average_(weights_LP, learner.step - 1).wait()
+        now = weights_LP.clone()
+        if self._before is not None:
+            weights_LP += 0.5 * (weights_LP - self._before)
+        self._before = now
+
+
+class SaysIdentical(LocalSGD):
+    """Wrong: learners take local steps."""
+
+    @property
+    def learners_stay_identical(self) -> bool:
+        return True
+
+
+def slow_local_sgd() -> SaysIdentical:
+    return SaysIdentical(period=100)
+
+
+_SHARED = DPSGD(Ring())
+
+
+def always_the_same() -> Strategy:
+    return _SHARED
+
+
+@dataclass(frozen=True)
+class Shift(Topology):
+    """Learner j reads from j - 1 - step % 2; right."""
+
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        hop = 1 + step % 2
+        if num_learners < 4:
+            raise ValueError("Shift: at least 4 learners")
+        source, destination = (rank - hop) % num_learners, (rank + hop) % num_learners
+        return Round(0.5, (source,), (0.5,), (destination,))
+
+    def period(self, num_learners: int) -> int | None:
+        return 2
+
+
+class WrongPeriod(Shift):
+    def period(self, num_learners: int) -> int | None:
+        return 1
+
+
+class Unbalanced(Shift):
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        right = super().round(step, rank, num_learners)
+        return Round(0.75 if rank == 0 else 0.5, right.sources, (0.25,) if rank == 0 else (0.5,), right.destinations)
+
+
+class Impure(Shift):
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        right = super().round(step, rank, num_learners)
+        share = 0.5 + 0.1 * random.random()
+        return Round(share, right.sources, (1 - share,), right.destinations)
+
+
+class WrongShape(Shift):
+    def period(self, num_learners: int) -> int | None:
+        return 1
+
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        return super().round(0, rank, num_learners)
+
+    def spectral_gap(self, num_learners: int) -> float:
+        return 0.5
+
+
+class SignSGD(torch.optim.Optimizer):
+    """w <- w - lr sign(g); right."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * self.direction(parameter))
+        return loss
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        return parameter.grad.sign()
+
+
+class WithoutLoss(SignSGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+
+
+class HiddenState(SignSGD):
+    """Wrong: the count of steps is no part of the state."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        return super().direction(parameter) / self.steps
+
+
+class NormOfAll(SignSGD):
+    """Wrong for stacked learners: the norm is that of all rows."""
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        return parameter.grad / parameter.grad.norm()
