@@ -91,7 +91,7 @@ def test_what_is_refused(name: str, options: dict[str, object], says: str, lab: 
 
 
 def test_an_attribute_of_another_kind_is_refused_before_it_is_called(lab: str) -> None:
-    with pytest.raises(ValueError, match="strategy labparts:NoTopology: .* makes no Strategy or Baseline"):
+    with pytest.raises(ValueError, match=r"strategy labparts:NoTopology: .* makes no Strategy or Baseline"):
         STRATEGIES.find("labparts:NoTopology")
     with pytest.raises(ValueError, match="model labparts:chain makes a Ring: it must make a Module"):
         MODELS.build("labparts:chain")
