@@ -18,7 +18,8 @@ from torch import nn
 
 import ddpcore
 from ddpcore import DPSGD
-from ddpcore.strategies.dpsgd import ORDERS
+
+ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
 
 HEADINGS = ("order", "mean error", "consensus distance", "after half the steps")
 

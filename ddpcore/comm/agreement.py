@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -47,12 +48,25 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(public)})"
 
 
+def identify(cls: type) -> str:
+    """The module and the name of a class; of a class outside of ddpcore and torch also a digest of its source."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls.__module__.split(".")[0] in ("ddpcore", "torch", "builtins"):
+        return name
+    try:
+        return f"{name} (source {hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()[:8]})"
+    except (OSError, TypeError):  # defined where there is no file
+        return name
+
+
 def facts_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: object, settings: Mapping[str, Any]
 ) -> list[Fact]:
     """Return the facts that must be equal on all ranks: settings, strategy, optimizer, parameters and buffers."""
     facts = [(name, value if isinstance(value, str) else describe(value)) for name, value in settings.items()]
     facts += [("strategy", describe(strategy)), ("optimizer", type(optimizer).__name__)]
+    parts = {"strategy": strategy, "topology": getattr(strategy, "topology", None), "optimizer": optimizer}
+    facts += [(f"class of the {name}", identify(type(part))) for name, part in parts.items()]
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     for what, tensors in (("parameter", parameters), ("buffer", buffers)):
         for name, tensor in tensors:

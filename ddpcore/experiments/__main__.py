@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _list(options: ListOptions) -> int:
     if options.study is None:
         table = Table("study", "rows", "question", "published in", show_lines=True)
-        for one in map(study.load, study.names()):
+        for one in map(study.find_study, study.STUDIES.names()):
             table.add_row(one.name, str(len(one.rows)), one.question, one.source)
     else:
         table = Table("row", "learners", "about", "published", show_lines=True)
-        for row in study.load(options.study).rows.values():
+        for row in study.find_study(options.study).rows.values():
             learners = str(row.config("full").learners) + (" ranks" if row.ranks else "")
             published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
             table.add_row(row.name, learners, row.about, published or "-")
@@ -59,7 +59,7 @@ def _list(options: ListOptions) -> int:
 def _run(options: RunOptions) -> int:
     if launch.torchrun_world() is not None:
         raise ValueError("a study starts its ranks itself: run it without torchrun")
-    chosen = study.load(options.study)
+    chosen = study.find_study(options.study)
     folder = Folder(options.out or Path("runs", chosen.name, options.scale))
     plan = make_plan(
         chosen,

@@ -14,10 +14,8 @@ from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import Dataset
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
-from ddpcore.models import MODELS
-from ddpcore.strategies.baselines import DDP
 from ddpcore.training import TrainConfig
-from ddpcore.training.build import LearnerPlacement, build_dataset, check_parts
+from ddpcore.training.build import LearnerPlacement, build_dataset, check_parts, needs_ranks, shape_options
 from ddpcore.training.config import BOOKKEEPING
 
 _DATASET_FIELDS = (
@@ -82,8 +80,7 @@ class Datasets:
     def of(self, placement: LearnerPlacement) -> Dataset:
         """The data set; see :func:`ddpcore.training.build.build_dataset` for errors. Collective."""
         config = placement.config
-        shape = MODELS.spec(config.model).input_shapes[:1] if config.dataset == "synthetic" else None
-        key = shape, *(repr(getattr(config, name)) for name in _DATASET_FIELDS)
+        key = repr(shape_options(config)), *(repr(getattr(config, name)) for name in _DATASET_FIELDS)
         if self._dataset is None or key != self._key:
             self._key, self._dataset = key, build_dataset(placement)
         return self._dataset
@@ -167,7 +164,7 @@ def _check_one_process(job: Job) -> None:
     for name, none in (("link", ""), ("transport", TRANSPORTS[0]), ("hosts", 1)):
         if given[name] != none:
             raise ValueError(f"{name} is {given[name]!r}: learners of one process have none, set ranks = true")
-    if job.config.strategy == DDP.name:
+    if needs_ranks(job.config):
         raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
 
 

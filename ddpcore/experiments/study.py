@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from ddpcore.experiments import claims
 from ddpcore.experiments.results import METRICS
+from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import merged
@@ -133,23 +135,15 @@ class Study:
         return [row for row in self.rows.values() if names is None or row.name in names]
 
 
-def names() -> tuple[str, ...]:
-    """Names of the studies in the package."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
-
-
-def load(name: str) -> Study:
-    """A study by name, or from a file of your own, which ends in ``.toml``.
+def load_study(path: str | Path) -> Study:
+    """The study of a TOML file.
 
     Raises:
-        ValueError: there is none, or its file is damaged; the message names the file, and the line of a TOML error.
+        ValueError: the file is not there or damaged; the message names it, and the line of a TOML error.
     """
-    path = Path(name)
-    if path.suffix != ".toml":
-        check_choice("study", name, names())
-        path = FOLDER / f"{name}.toml"
+    path = Path(path)
     try:
-        return _study(path.stem, name, tomllib.loads(path.read_bytes().decode()))
+        return _study(path.stem, str(path), tomllib.loads(path.read_bytes().decode()))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}): name a study, or its file") from None
     except UnicodeDecodeError as error:
@@ -159,6 +153,20 @@ def load(name: str) -> Study:
         raise ValueError(f"{path}: it is nested too deeply to be read: repair the file") from None
     except ValueError as error:  # TOMLDecodeError, with line and column, among them
         raise ValueError(f"{path}: {error}") from None
+
+
+STUDIES: Registry[Study] = Registry(
+    "study", "ddpcore.studies", Study, {path.stem: partial(load_study, path) for path in sorted(FOLDER.glob("*.toml"))}
+)
+
+
+def find_study(name: str) -> Study:
+    """A study by name, or from a file of your own, which ends in ``.toml``.
+
+    Raises:
+        ValueError: there is none, or its file is damaged; see :func:`load_study`.
+    """
+    return load_study(name) if name.endswith(".toml") else STUDIES.build(name)
 
 
 def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:

@@ -13,10 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcore.distributed.distribute import distribute
-from ddpcore.distributed.hooks import Distributed
-from ddpcore.optim.sgd import FusedSGD
-from ddpcore.strategies.base import Strategy
+from ddpcore import Distributed, Strategy, distribute
+from ddpcore.optim import FusedSGD
 
 STEPS = 6
 BATCH = 4  # samples of a learner in a step

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcore.distributed.distribute import distribute
-from ddpcore.strategies.local_sgd import LocalSGD
-from ddpcore.strategies.ssgd import SSGD
+from ddpcore import SSGD, LocalSGD, distribute
 from ddpcore.testing.learners import batch
 
 STEPS = 6

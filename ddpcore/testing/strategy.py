@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpcore import Strategy
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
-from ddpcore.strategies.base import Strategy
 from ddpcore.testing.learners import STEPS, Result, Scenario, SmallRun, torch_sgd
 
 SCENARIOS = (

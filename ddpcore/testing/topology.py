@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ddpcore.topology.base import RANDOM_STEPS, Topology
+from ddpcore import Topology
+
+RANDOM_STEPS = 32  # of a topology without a period
 
 
 def check_topology(topology: Topology, *, num_learners: Iterable[int] = range(1, 17), push_sum: bool = False) -> None:

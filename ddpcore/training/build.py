@@ -17,6 +17,7 @@ from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
 from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.baselines import DDP
 from ddpcore.training import statistics
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.trainer import Trainer
@@ -90,11 +91,6 @@ def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
     Raises:
         ValueError: files are missing or damaged, or the options do not fit the data set.
     """
-    options: dict[str, Any] = {}
-    if config.dataset == "synthetic":  # samples of the shape that the model takes
-        spec = MODELS.spec(config.model)
-        shape = {"input_shape": spec.input_shapes[0]} if spec.input_shapes else {}
-        options = {**shape, "num_classes": spec.num_classes}
     return load_dataset(
         config.dataset,
         data_dir=config.data_dir,
@@ -107,8 +103,22 @@ def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
         random_labels=config.random_labels,
         download=config.download and first,
         verify=first,
-        **{**options, **config.dataset_options},
+        **{**shape_options(config), **config.dataset_options},
     )
+
+
+def shape_options(config: TrainConfig) -> dict[str, Any]:
+    """Options of synthetic samples, which have the shape that the model takes; none of other data sets."""
+    if config.dataset != "synthetic":
+        return {}
+    spec = MODELS.spec(config.model)
+    shape = {"input_shape": spec.input_shapes[0]} if spec.input_shapes else {}
+    return {**shape, "num_classes": spec.num_classes}
+
+
+def needs_ranks(config: TrainConfig) -> bool:
+    """Whether the strategy of the config cannot run on virtual learners."""
+    return config.strategy == DDP.name
 
 
 def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import linecache
+import shutil
+import sys
 from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 import ddpcore
 from ddpcore.comm import facts_of
-from ddpcore.comm.agreement import describe
+from ddpcore.comm.agreement import describe, identify
 
 
 class Plain:
@@ -56,3 +62,29 @@ def test_facts() -> None:
     assert facts["parameter 2.weight"] == "float32 [3, 2, 2, 2] of strides [8, 1, 4, 2]"
     assert facts["parameter 2.bias"] == "float32 [3]"
     assert facts["buffer 1.num_batches_tracked"] == "int64 []"
+
+
+RULE = """
+import ddpcore
+
+class Chain(ddpcore.Ring):
+    scale = {scale}
+"""
+
+
+def test_a_class_that_differs_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same names and values, but another source: as if ranks had different versions of a user's file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    model, seen = nn.Linear(1, 1), []
+    for scale in (1, 2):
+        (tmp_path / "agreement_rule.py").write_text(RULE.format(scale=scale))
+        sys.modules.pop("agreement_rule", None)
+        linecache.clearcache()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        importlib.invalidate_caches()
+        rule = importlib.import_module("agreement_rule")
+        seen.append(dict(facts_of(model, torch.optim.SGD(model.parameters()), ddpcore.DPSGD(rule.Chain()), {})))
+    assert seen[0].pop("class of the topology") != seen[1].pop("class of the topology")
+    assert seen[0] == seen[1]
+    assert seen[0]["class of the strategy"] == "ddpcore.strategies.dpsgd.DPSGD"
+    assert identify(type("Made", (), {})).endswith(".Made")

@@ -53,6 +53,6 @@ def test_refused(words: str, main: Callable[..., tuple[int, str, str]], tiny: Pa
 
 def test_an_optimizer_that_is_the_same_keeps_its_options(tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("steps = 4", "steps = 4\noptimizer_options = { momentum = 0.9 }", 1))
-    row = study.load(str(tiny)).rows["a"]
+    row = study.find_study(str(tiny)).rows["a"]
     assert row.config("full", overrides(["optimizer=sgd"])).optimizer_options == {"momentum": 0.9}
     assert row.config("full", overrides(["optimizer=lars"])).optimizer_options == {}

@@ -73,13 +73,13 @@ def test_data_sets_that_differ_in_one_field_share_no_inputs(tmp_path: Path) -> N
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
     """All rows of a seed come before the next seed, so a stopped study has complete tables."""
     data = {"overrides": {"data_dir": "here"}}
-    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2, **data)
+    plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2, **data)
     assert [(job.seed, job.row) for job in plan.jobs] == [(s, r) for s in (3, 4) for r in ("a", "b", "ssgd")]
     assert [job.ranks for job in plan.jobs[:3]] == [0, 0, 2]
     assert [job.config.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
     assert plan.jobs[5].path == tmp_path / "runs" / "ssgd" / "seed-4"
     assert plan.manifest["rows"]["ssgd"]["config"]["seed"] == 0, "a row is one config for all seeds"
-    elsewhere = make_plan(study.load(str(tiny)), Folder(tmp_path), overrides={"data_dir": "somewhere"})
+    elsewhere = make_plan(study.find_study(str(tiny)), Folder(tmp_path), overrides={"data_dir": "somewhere"})
     assert elsewhere.jobs[0].config.data_dir == "somewhere"
     assert "somewhere" not in str(elsewhere.manifest), "a manifest is not of one machine"
     assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
@@ -90,7 +90,7 @@ def test_jobs(tiny: Path, tmp_path: Path) -> None:
 def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
     """The scale selects rows unless the command names some; the manifest has the published numbers of all rows."""
     tiny.write_text(tiny.read_text().replace("[scales.smoke]", '[scales.smoke]\nrows = ["ssgd", "b"]'))
-    loaded, folder = study.load(str(tiny)), Folder(tmp_path)
+    loaded, folder = study.find_study(str(tiny)), Folder(tmp_path)
     rows = {
         (scale, names): [job.row for job in make_plan(loaded, folder, scale=scale, rows=names, num_seeds=1).jobs]
         for scale in ("smoke", "cpu")
@@ -103,7 +103,7 @@ def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
     assert manifest["published"] == {"a": {"train_loss": 0.7}, "b": {"train_loss": 0.6}}
     tiny.write_text(tiny.read_text().replace('["ssgd", "b"]', '["ssgd", "c"]'))
     with pytest.raises(ValueError, match="rows has no 'c'"):
-        study.load(str(tiny))
+        study.find_study(str(tiny))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_folder_of_other_ranks_is_not_resumed(change: dict[str, Any], says: st
         said = {"transport": '"pg"', "ranks": "true", "hosts": 1, "kill_rank": 1, **change}
         entries = ", ".join(f"{key} = {value}" for key, value in said.items() if value is not None)
         tiny.write_text(text.replace('"ssgd" = {', f'"ssgd" = {{ {entries},'))
-        return make_plan(study.load(str(tiny)), folder).manifest
+        return make_plan(study.find_study(str(tiny)), folder).manifest
 
     folder.begin(manifest())
     folder.check(manifest(), resume=True)
@@ -132,7 +132,7 @@ def test_a_folder_of_other_ranks_is_not_resumed(change: dict[str, Any], says: st
 
 def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    loaded, folder = study.load(str(tiny)), Folder(tmp_path)
+    loaded, folder = study.find_study(str(tiny)), Folder(tmp_path)
     words = {"rows": ["ssgd"], "world_size": 2}
     (job, *_) = make_plan(loaded, folder, overrides={"device": "auto"}, **words).jobs
     with pytest.raises(ValueError, match=r"2 learners would share 1 GPU: run it with --set device=cpu"):
@@ -154,17 +154,17 @@ def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: p
 def test_ranks_that_are_not_there(entries: str, says: str, tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace('"ssgd" = {', f'"ssgd" = {{ {entries},'))
     with pytest.raises(ValueError, match=says):
-        study.load(str(tiny)).rows["ssgd"].config("full")
+        study.find_study(str(tiny)).rows["ssgd"].config("full")
 
 
 def test_hosts_of_learners_in_one_process(tiny: Path, tmp_path: Path) -> None:
     tiny.write_text(tiny.read_text().replace('"ssgd" = {', '"ssgd" = { hosts = 2, transport = "pg",'))
-    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), rows=["ssgd"])
+    plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"])
     with pytest.raises(ValueError, match="row ssgd: transport is 'pg': learners of one process have none"):
         check_data(plan, Datasets())
-    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), rows=["ssgd"], world_size=2)
+    plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"], world_size=2)
     check_data(plan, Datasets())
     tiny.write_text(tiny.read_text().replace('transport = "pg", strategy = "ssgd"', 'strategy = "ddp"'))
-    plan = make_plan(study.load(str(tiny)), Folder(tmp_path), rows=["ssgd"])
+    plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"])
     with pytest.raises(ValueError, match="row ssgd: hosts is 2: learners of one process have none"):
         check_data(plan, Datasets())

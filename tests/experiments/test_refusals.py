@@ -19,7 +19,7 @@ REFUSED = {
     "walk": "walk",
     "run": "study",
     "run lr-sweep-syntetic": "did you mean 'lr-sweep-synthetic'?",
-    "list lr-sweep": "study is 'lr-sweep': did you mean",
+    "list lr-sweep": "unknown study 'lr-sweep': did you mean",
     "run no/such.toml": "no/such.toml: cannot be read",
     "run TINY --rows a,sgd": "tiny: rows has no 'sgd': did you mean 'ssgd'?",
     "run TINY --rows ,": "--rows is empty",

@@ -228,5 +228,5 @@ def test_rows_of_one_world_size_and_two_backends(tiny: Path, tmp_path: Path, mon
         started.append((backend, [job.row for job in given[0]]))
 
     monkeypatch.setattr("ddpcore.experiments.run.launch.run", start)
-    run(make_plan(study.load(str(tiny)), folder, num_seeds=1), folder, Datasets())
+    run(make_plan(study.find_study(str(tiny)), folder, num_seeds=1), folder, Datasets())
     assert sorted(started) == [("gloo", ["cpu"]), ("nccl", ["gpu"])]

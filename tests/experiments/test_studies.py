@@ -81,13 +81,13 @@ NUM_PUBLISHED = {
 
 
 def test_names() -> None:
-    assert study.names() == NAMES
+    assert study.STUDIES.names() == NAMES
 
 
 @pytest.mark.parametrize("scale", study.SCALES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_is_a_valid_run(name: str, scale: str) -> None:
-    loaded = study.load(name)
+    loaded = study.find_study(name)
     assert loaded.seeds[scale] >= 1
     for row in loaded.rows.values():
         config = row.config(scale)
@@ -98,16 +98,16 @@ def test_every_row_is_a_valid_run(name: str, scale: str) -> None:
 
 @pytest.mark.parametrize(("name", "row", "metric", "value"), PUBLISHED)
 def test_published_numbers(name: str, row: str, metric: str, value: float) -> None:
-    assert study.load(name).rows[row].published[metric] == value
+    assert study.find_study(name).rows[row].published[metric] == value
 
 
 @pytest.mark.parametrize("name", NUM_PUBLISHED)
 def test_as_many_rows_as_the_table_has_are_published(name: str) -> None:
-    assert sum(bool(row.published) for row in study.load(name).rows.values()) == NUM_PUBLISHED[name]
+    assert sum(bool(row.published) for row in study.find_study(name).rows.values()) == NUM_PUBLISHED[name]
 
 
 def test_rows_have_the_settings_of_the_documents() -> None:
-    rows = study.load("large-batch-cifar100").rows
+    rows = study.find_study("large-batch-cifar100").rows
     lars = rows["lars-8192"].config("full")
     assert (lars.optimizer, lars.batch_size, lars.epochs, lars.warmup) == ("lars", 8192, 100, 5.0)
     assert (lars.schedule, lars.reference_batch_size, lars.param_groups) == ("cosine", 128, True)
@@ -115,23 +115,23 @@ def test_rows_have_the_settings_of_the_documents() -> None:
     assert (lamb.lr, lamb.warmup, lamb.reference_batch_size) == (0.02, 10.0, None)
     assert rows["sgdm-8192"].config("full").schedule == "step"
     assert rows["sgdm-8192"].config("cpu").epochs == 30
-    sweep = study.load("lr-sweep-synthetic")
+    sweep = study.find_study("lr-sweep-synthetic")
     assert sweep.seeds["full"] == 20
     two = sweep.rows["ddp2-0.1"].config("full")
     assert (two.learners, two.batch_size, two.sampler, two.epochs) == (2, 32, "distributed", 10)
-    local = study.load("local-sgd-cifar100").rows["samples-J20-K12"].config("full")
+    local = study.find_study("local-sgd-cifar100").rows["samples-J20-K12"].config("full")
     assert (local.learners, local.sampler, local.strategy_options) == (12, "fixed", {"period": 20})
-    five = study.load("mnist-effective-lr").rows["dpsgd"].config("full")
+    five = study.find_study("mnist-effective-lr").rows["dpsgd"].config("full")
     assert (five.learners, five.batch_size, five.lr, five.topology) == (5, 2000, 1.0, "complete")
-    six = study.load("mnist-flat-minimum").rows["dpsgd"].config("full")
+    six = study.find_study("mnist-flat-minimum").rows["dpsgd"].config("full")
     assert (six.learners, six.lr, six.steps, six.topology) == (6, 0.2, 6000, "ring")
     assert six.topology_options == {"neighbors_each_side": 2}
-    gossip = study.load("ssgd-vs-dpsgd-cifar10").rows["dpsgd-4096-vgg19"].config("full")
+    gossip = study.find_study("ssgd-vs-dpsgd-cifar10").rows["dpsgd-4096-vgg19"].config("full")
     assert (gossip.strategy, gossip.topology, gossip.learners) == ("dpsgd", "random_pair", 16)
     assert (gossip.lr, gossip.batch_size, gossip.epochs, gossip.milestones) == (0.4, 4096, 320, (160, 240))
-    speech = study.load("ssgd-vs-dpsgd-speech").rows["ssgd-4096-synthetic-small-half-lr"].config("full")
+    speech = study.find_study("ssgd-vs-dpsgd-speech").rows["ssgd-4096-synthetic-small-half-lr"].config("full")
     assert (speech.lr, speech.reference_batch_size, speech.warmup) == (0.05, 256, 10)
-    hosts = study.load("gpu-configs-cifar10").rows["vit-2x2-64"]
+    hosts = study.find_study("gpu-configs-cifar10").rows["vit-2x2-64"]
     assert (hosts.hosts, hosts.config("full").learners, hosts.config("full").batch_size) == (2, 4, 256)
 
 
@@ -144,7 +144,7 @@ def test_rows_have_the_settings_of_the_documents() -> None:
 )
 def test_claims_on_the_published_numbers(name: str, claim: str, word: str) -> None:
     """The second is a claim of a document that its own table contradicts."""
-    loaded = study.load(name)
+    loaded = study.find_study(name)
     published = {row.name: {0: Outcome(metrics=row.published)} for row in loaded.rows.values() if row.published}
     assert any(claim in one.predicate for one in loaded.claims)
     assert judge(claim, published, loaded.metrics[0]).word == word

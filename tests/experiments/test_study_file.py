@@ -11,7 +11,7 @@ from ddpcore.experiments import study
 
 def test_layers(tiny: Path) -> None:
     """Later layers override earlier ones: shared, groups, row, scales of each, command line."""
-    rows = study.load(str(tiny)).rows
+    rows = study.find_study(str(tiny)).rows
     assert rows["a"].config("full").lr == 0.1
     assert rows["b"].config("full").lr == 0.5
     assert rows["b"].config("full").steps == 4
@@ -75,7 +75,7 @@ def test_damaged(case: str, tiny: Path) -> None:
     assert before in text
     tiny.write_text(text.replace(before, after, 1))
     with pytest.raises(ValueError) as caught:
-        study.load(str(tiny))
+        study.find_study(str(tiny))
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(str(tiny))
@@ -87,13 +87,13 @@ def test_no_rows(tiny: Path) -> None:
     text = tiny.read_text()
     tiny.write_text(text[: text.index('"a" = {')])
     with pytest.raises(ValueError, match=r"tiny.toml: rows is empty"):
-        study.load(str(tiny))
+        study.find_study(str(tiny))
 
 
 def test_a_file_that_is_not_utf8(tiny: Path) -> None:
     tiny.write_bytes(tiny.read_bytes().replace(b"Nobody", b"No\xffbody", 1))
     with pytest.raises(ValueError, match=r"tiny.toml: line 4 is no UTF-8"):
-        study.load(str(tiny))
+        study.find_study(str(tiny))
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_a_file_that_is_not_utf8(tiny: Path) -> None:
 def test_options_of_another_type(fields: str, says: str, tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace('"b" = {', f'"b" = {{ {fields},'))
     with pytest.raises(ValueError) as caught:
-        study.load(str(tiny)).rows["b"].config("full")
+        study.find_study(str(tiny)).rows["b"].config("full")
     assert str(caught.value).startswith(f"{tiny}: row b, scale full: ")
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_error_of_an_invalid_run_names_its_row(tiny: Path) -> None:
-    rows = study.load(str(tiny)).rows
+    rows = study.find_study(str(tiny)).rows
     with pytest.raises(ValueError, match="row ssgd, scale full: batch_size is 101"):
         rows["ssgd"].config("full", {"batch_size": 101})
