@@ -74,19 +74,13 @@ class FlatParameters:
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
         self.names = tuple(name for name, _ in reversed(named))
         self.parameters = tuple(parameter for _, parameter in reversed(named))
-        self.segments = _lay_out(self.names, [(p.shape, p.stride()) for p in self.parameters])
         values = [parameter.detach() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
-        self._allocate_params(values[0].dtype, values[0].device)
-        self._allocate_grads()
+        self._move(values, gradients, [(p.shape, p.stride()) for p in self.parameters])
         itemsize = self.param_LP.element_size()
         self.buckets: tuple[tuple[int, int], ...] = tuple(
             plan_buckets(self.numel, bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT)
         )
-        for index, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
-            self.param_views[index].copy_(value)  # to every row
-            self._attach_param(index)
-            self._attach_grad(index, gradient)
 
     @property
     def numel(self) -> int:
@@ -95,11 +89,10 @@ class FlatParameters:
 
     def views_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter, in the order of ``segments``, of any buffer with the layout of ``param_LP``."""
-        if self.stack is None:
-            return tuple(buffer_LP[0].as_strided(s.shape, s.stride, _start(buffer_LP, s)) for s in self.segments)
+        sizes, strides = ((), ()) if self.stack is None else ((self.stack,), (buffer_LP.stride(0),))
+        start = int(buffer_LP.storage_offset())
         return tuple(
-            buffer_LP.as_strided((self.stack, *s.shape), (buffer_LP.stride(0), *s.stride), _start(buffer_LP, s))
-            for s in self.segments
+            buffer_LP.as_strided((*sizes, *s.shape), (*strides, *s.stride), start + s.offset) for s in self.segments
         )
 
     def average_(self, average: WeightAverage) -> None:
@@ -186,20 +179,31 @@ class FlatParameters:
         gradients = [self.parameters[index].grad for index in order]
         self.names = tuple(self.names[index] for index in order)
         self.parameters = tuple(self.parameters[index] for index in order)
-        self.segments = _lay_out(self.names, [(self.segments[i].shape, self.segments[i].stride) for i in order])
-        self._allocate_params(self.param_LP.dtype, self.param_LP.device)
-        for index, value in enumerate(values):
-            self.param_views[index].copy_(value)
-            self._attach_param(index)
-        del value, values
-        self._allocate_grads()
-        for index, gradient in enumerate(gradients):
-            self._attach_grad(index, gradient)
+        self._move(values, gradients, [(self.segments[i].shape, self.segments[i].stride) for i in order])
 
-    def _allocate_params(self, dtype: torch.dtype, device: torch.device) -> None:
-        last = self.segments[-1]
+    def _move(
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor | None],
+        layouts: Sequence[tuple[torch.Size, tuple[int, ...]]],
+    ) -> None:
+        """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
+        self.segments = _lay_out(self.names, layouts)
+        dtype, device, last = values[0].dtype, values[0].device, self.segments[-1]
+        shape = (self.stack or 1, _aligned(last.offset + last.numel))
         self._known_views: dict[int, _BufferViews] = {}
-        self._use(self._views_at(self._new((self.stack or 1, _aligned(last.offset + last.numel)), dtype, device)))
+        self._use(self._views_at(self._new(shape, dtype, device)))
+        for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
+            view.copy_(value)  # into every row
+            parameter.grad = None
+            parameter.data = view
+        del value
+        values.clear()  # frees the old weights before the gradients are allocated
+        self.grad_LP = self._new(shape, dtype, device)
+        self.grad_views = self.views_of(self.grad_LP)
+        for parameter, gradient, view in zip(self.parameters, gradients, self.grad_views, strict=True):
+            if gradient is not None:
+                parameter.grad = view.copy_(gradient)
 
     def _views_at(self, rows_LP: Tensor) -> _BufferViews:
         views = self.views_of(rows_LP)
@@ -208,30 +212,12 @@ class FlatParameters:
     def _use(self, place: _BufferViews) -> None:
         self.param_LP, self.param_views, self.param_pointers = place
 
-    def _allocate_grads(self) -> None:
-        self.grad_LP = self._new(self.param_LP.shape, self.param_LP.dtype, self.param_LP.device)
-        self.grad_views = self.views_of(self.grad_LP)
-
-    def _attach_param(self, index: int) -> None:
-        parameter = self.parameters[index]
-        parameter.grad = None
-        parameter.data = self.param_views[index]
-
-    def _attach_grad(self, index: int, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self.grad_views[index].copy_(gradient)
-            self.parameters[index].grad = self.grad_views[index]
-
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 _SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"
-
-
-def _start(buffer_LP: Tensor, segment: Segment) -> int:
-    return int(buffer_LP.storage_offset()) + segment.offset
 
 
 def _aligned(numel: int) -> int:
