@@ -20,7 +20,7 @@ TERMS = 24
 
 
 def lamb(step: steps.Step, index: int) -> dict[str, Any]:
-    """One tensor's step as the paper and the docstring write it.
+    """One tensor's step by the equations of the paper and the docstring.
 
     ``*_terms`` are the sums of the absolute values of the terms. Those of the weight hold besides what an error of the
     update does to its norm, and so to the ratio: at most |terms of u| / |u| of the step.
@@ -109,7 +109,7 @@ def check_rule(step: steps.Step, assert_same_bits: Any, assert_near: Any) -> Non
 
 
 def test_not_adapted_is_adamw(device):
-    """With ratio 1 and decay outside, LAMB is AdamW: three steps beside torch's, which divides in another order."""
+    """With ratio 1 and decoupled decay, LAMB is AdamW: compared with three steps of torch's."""
     ours = [torch.randn(300).to(device)]
     theirs = torch.nn.Parameter(ours[0].clone())
     optimizer = torch.optim.AdamW([theirs], lr=0.05, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
@@ -127,7 +127,7 @@ def test_not_adapted_is_adamw(device):
 
 
 def test_a_norm_of_zero_makes_the_ratio_one(device, assert_same_bits):
-    """Weights of zero must move; an update of zero moves nothing."""
+    """Weights of zero must change; an update of zero changes nothing."""
     step = steps.new_step("lamb", [torch.zeros(50).to(device), torch.randn(50).to(device), torch.zeros(0).to(device)])
     step.options.update(weight_decay=[0.0])
     step.grads[1].zero_()
@@ -141,7 +141,7 @@ def test_a_norm_of_zero_makes_the_ratio_one(device, assert_same_bits):
 
 
 def test_many_steps_keep_the_correction_of_the_bias_exact(device, assert_same_bits):
-    """At step 1000 and far beyond, where beta^step has vanished."""
+    """At step 1000, and at a step where beta^step is 0 in float."""
     for taken in (999.0, 16_000_000.0):
         step = steps.new_step("lamb", [torch.randn(50).to(device)])
         step.options["beta2"] = 0.9999

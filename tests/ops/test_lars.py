@@ -18,15 +18,15 @@ SWITCHES = ("momentum", "dampening", "nesterov", "decoupled", "maximize", "adapt
 RULES = [
     dict(zip(SWITCHES, values, strict=True))
     for values in itertools.product((0.0, 0.9), (0.0, 0.7), *[(False, True)] * 4)
-    if values[0] or not (values[1] or values[2])  # without momentum there is nothing to dampen or to look ahead
+    if values[0] or not (values[1] or values[2])  # dampening and nesterov need momentum
 ]
-# The longest rule: 10 operations and constants of SGD, and those that make R and multiply by it: trust_coefficient,
+# The longest rule has 10 operations and constants of SGD, and those of R: trust_coefficient,
 # decay and eps rounded, R rounded, one product.
 TERMS = 15
 
 
 def lars(step: steps.Step, index: int, absolute: bool = False) -> tuple[Tensor, Tensor, tuple[float, float, float]]:
-    """One tensor's step as the paper and the docstring write it: the weight, the momentum, and R with its norms.
+    """One tensor's step by the equations of the docstring: the weight, the momentum, and R with its norms.
 
     ``absolute``: the sum of the absolute values of all terms, with R as it is.
     """
@@ -78,7 +78,7 @@ def test_every_rule(variant, kind, device, assert_same_bits, assert_near):
 
 
 def test_variants_are_one_algorithm_while_nothing_changes(device):
-    """From no momentum, one step of each variant is the same step; buffers differ by what they hold."""
+    """Without earlier momentum, all variants take the same step; their buffers differ by a factor."""
     start = steps.new_step("lars", [torch.randn(500).to(device)])
     start.steps[0].zero_()
     results = []
@@ -96,7 +96,7 @@ def test_variants_are_one_algorithm_while_nothing_changes(device):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_a_norm_of_zero_makes_the_ratio_one(variant, decoupled, device, assert_same_bits):
-    """Weights of zero must move, and decay must go on without gradients: the step is SGD's."""
+    """Weights of zero must change, and weights without gradients must decay: the step is SGD's."""
     weights = [torch.zeros(50), torch.randn(50), torch.zeros(50), torch.zeros(0)]
     step = steps.new_step("lars", [w.to(device, copy=True) for w in weights], variant=variant)
     step.options["decoupled"] = decoupled
@@ -114,7 +114,7 @@ def test_a_norm_of_zero_makes_the_ratio_one(variant, decoupled, device, assert_s
 
 
 def test_not_adapted_is_sgd(device, assert_same_bits):
-    """R = 1 in the variants that leave the learning rate where SGD has it: the same bits."""
+    """R = 1 gives the bits of SGD in the variants that use the learning rate as SGD does."""
     for variant in ("scaled_grad", "scaled_lr"):
         step = steps.new_step("lars", [torch.randn(5000).to(device)], adapt=[0], variant=variant)
         copy = step.change(lambda tensor: tensor.clone())

@@ -21,14 +21,14 @@ HELPERS = Path(__file__).parent.parent / "helpers"
 
 
 def copy_of_the_package(folder: Path) -> Path:
-    """The package without what is compiled."""
+    """A copy of the package without compiled files."""
     source = Path(ddpcore.__file__).parent
     shutil.copytree(source, folder / "ddpcore", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return folder
 
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A process that finds the package in ``folder`` alone, and the tests' helpers."""
+    """A process that can import the package from ``folder`` and the tests' helpers."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), str(HELPERS.parent)]),
@@ -41,7 +41,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process without the library has seen."""
+    """The results of a process without the library."""
     folder = copy_of_the_package(tmp_path_factory.mktemp("alone"))
     done = python(folder, "-m", "helpers.without_kernels", "result.pt")
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def compiled(set_threads: Any) -> dict[str, Any]:
-    """The same operators here, with the library."""
+    """The results of the same operators in this process, with the library."""
     assert ops.WHY_NOT_COMPILED is None
     set_threads(1)
     return without_kernels.results()
@@ -68,7 +68,7 @@ def test_importing_warns_once_in_one_line(alone):
 
 
 def test_every_operator_has_the_same_results(alone, compiled, assert_same_bits):
-    """Bitwise but for sums of float64, whose order differs: by a few units in their last place."""
+    """Bitwise, except for float64 sums, which are added in another order."""
     assert alone["results"].keys() == compiled.keys()
     for name, tensor in compiled.items():
         other = alone["results"][name]
@@ -94,7 +94,7 @@ def test_every_optimizer_trains(alone):
         kind, _, dtype_name = name.partition(" ")
         dtype = getattr(torch, dtype_name.removeprefix("torch."))
         here = without_kernels.train(kind, dtype)
-        # Should a trust ratio round to another fp32 number, that is one rounding in each of 20 steps.
+        # A trust ratio may round to another fp32 number: one rounding error in each of 20 steps.
         assert here == pytest.approx(losses, rel=20 * torch.finfo(dtype).eps), name
 
 

@@ -22,13 +22,13 @@ SUM = {"rtol": 1e-12, "atol": 1e-300}  # float64 sums of the same fp32 differenc
 
 
 def shares(num_peers: int) -> tuple[float, list[float]]:
-    """Unequal weights that are no binary fractions and sum to one."""
+    """Unequal weights that sum to one and are not exact in binary."""
     parts = [1.0 + 0.1 * k for k in range(num_peers + 1)]
     return parts[0] / sum(parts), [part / sum(parts) for part in parts[1:]]
 
 
 def sparse_matrix(num_learners: int, device: torch.device | str = "cpu") -> Tensor:
-    """Rows that sum to one, with zeros off the diagonal from three learners on."""
+    """Rows that sum to one, with zeros off the diagonal for three or more learners."""
     matrix = torch.rand(num_learners, num_learners) + 0.1
     matrix[torch.rand_like(matrix) < 0.4] = 0.0
     matrix.fill_diagonal_(0.7)
@@ -36,7 +36,7 @@ def sparse_matrix(num_learners: int, device: torch.device | str = "cpu") -> Tens
 
 
 def compressed(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets, columns and values of the entries of a matrix: the diagonal first, then what is not zero, ascending."""
+    """Offsets, columns and values of the entries of a matrix: the diagonal, then the nonzeros ascending."""
     rows = [[j, *(k for k in range(len(row)) if k != j and row[k] != 0)] for j, row in enumerate(matrix.tolist())]
     offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
     columns = torch.tensor([k for row in rows for k in row], dtype=torch.int64)
@@ -45,7 +45,7 @@ def compressed(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def within_rounding(actual: Tensor, exact: Tensor, differences: Tensor, error: Tensor) -> bool:
-    """Sums of squared ``differences``, each of which may be off by ``error``; both are [elements, columns]."""
+    """Whether sums of squared ``differences`` with an ``error`` each are correct; both are [elements, columns]."""
     bound = (2 * differences.abs() * error + error.square()).sum(dim=0) + 1e-12 * exact
     return bool(((actual.cpu() - exact).abs() <= bound).all())
 
@@ -173,7 +173,7 @@ def test_stacked_every_size(numel, device, assert_same_bits):
 @pytest.mark.parametrize("num_others", [1, 9])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_stacked_with_rows_held_elsewhere(offset, num_others, dtype, randn, assert_same_bits):
-    """Half of a stack, the other half in tensors of their own, has the bits of that half of the whole stack."""
+    """Half of a stack, with the other half in separate tensors, gets the bits of that half of the whole stack."""
     held, numel = 3, 4099
     whole = randn((held + num_others) * numel, dtype).view(held + num_others, numel)
     part = randn(held * numel, dtype, offset).view(held, numel)
@@ -191,7 +191,7 @@ def test_stacked_with_rows_held_elsewhere(offset, num_others, dtype, randn, asse
 
 
 def test_entries_are_added_in_the_order_in_which_they_stand(device):
-    """Rounding shows it: 2^25 + 1 - 2^25 is 0 in fp32, 2^25 - 2^25 + 1 is 1. No entries at all make zeros."""
+    """In fp32, 2^25 + 1 - 2^25 is 0 and 2^25 - 2^25 + 1 is 1. A row without entries becomes 0."""
     weights = torch.tensor([[2.0**25], [1.0], [-(2.0**25)]], device=device)
     columns = torch.tensor([0, 1, 2, 0, 2, 1], device=device)
     ops.mix_stacked_(weights, [], torch.tensor([0, 3, 6, 6], device=device), columns, torch.ones(6, device=device))
@@ -199,7 +199,7 @@ def test_entries_are_added_in_the_order_in_which_they_stand(device):
 
 
 def test_a_stack_of_thousands(assert_same_bits):
-    """4096 learners in a sparse matrix: each takes a quarter of itself and of three others."""
+    """4096 learners in a sparse matrix: each averages itself and three others with weight 1/4."""
     num_learners = 4096
     weights = torch.randn(num_learners, 65)
     hops = torch.tensor([0, 1, 64, 1000])
@@ -215,7 +215,7 @@ def test_a_stack_of_thousands(assert_same_bits):
 
 
 def test_stacked_misaligned_and_many(randn, device, assert_same_bits):
-    """More learners than a full tile holds, from an odd address."""
+    """More learners than one tile has rows, at an odd address."""
     matrix = sparse_matrix(40)
     weights = randn(40 * 5001, torch.bfloat16, 1).view(40, 5001)
     expected = weights.cpu().clone()
@@ -248,7 +248,7 @@ def test_nan_and_infinity(dtype, device, assert_same_bits):
     reference.mix_(expected, [peer], 1.0, [4.0])
     assert_same_bits(got, expected)
     assert got.isnan().nonzero().flatten().tolist() == [3]
-    assert got.isinf().nonzero().flatten().tolist() == [17, 20]  # 4 * max is beyond every storage type
+    assert got.isinf().nonzero().flatten().tolist() == [17, 20]  # 4 * max overflows in every dtype
     assert distances.isnan().all()
 
     ops.mix_stacked_(got_stack, [], *compressed(matrix.to(device)))

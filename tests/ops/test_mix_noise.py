@@ -75,7 +75,7 @@ def test_any_number_of_threads(set_threads, assert_same_bits):
 @pytest.mark.parametrize("num_peers", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_deviation_is_no_noise(dtype, num_peers, std, randn, assert_same_bits):
-    """The sign of a zero included; 1e-50 is 0 in fp32."""
+    """Also the sign of zeros; 1e-50 is 0 in fp32."""
     weights, peers = randn(5000, dtype), [randn(5000, dtype) for _ in range(num_peers)]
     weights[:100] = -0.0
     for peer in peers:

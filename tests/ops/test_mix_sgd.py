@@ -22,7 +22,7 @@ RULES = [
     {**dict(zip(SWITCHES, values, strict=True)), "first_step": first_step}
     for values in itertools.product((0.0, 0.9), (0.0, 0.9), (0.0, 0.01), *[(False, True)] * 3)
     for first_step in (False, True)
-    if values[2] or not values[5]  # without decay there is nothing to decouple
+    if values[2] or not values[5]  # decoupling needs decay
 ]
 RULE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 DEFAULTS = {"dampening": 0.0, "nesterov": False, "decoupled": False, "maximize": False}
@@ -158,7 +158,7 @@ def test_nan_and_infinity(dtype, device, assert_same_bits):
     assert_same_bits(got[0], weights)
     assert_same_bits(got[2], buffer)
     assert got[0].isnan().nonzero().flatten().tolist() == [3, 39]
-    assert got[0].isinf().nonzero().flatten().tolist() == [17, 20]  # 4 * max is beyond every storage type
+    assert got[0].isinf().nonzero().flatten().tolist() == [17, 20]  # 4 * max overflows in every dtype
     assert distances.isinf().all()
 
 

@@ -18,12 +18,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def bounds_of(numel: int) -> list[int]:
-    """Segments of all kinds: empty, one element, blocks with a rest."""
+    """Segments of all kinds: empty, of one element, and of full and partial blocks."""
     return [*sorted({0, numel} | {min(numel, cut) for cut in (1, 20, 4116, 9000)}), numel]
 
 
 def assert_sums(sums: Tensor, rows: list[Tensor], bounds: list[int], origin: Tensor | None) -> None:
-    """Within the rounding of float64 additions: each errs by at most 2^-53 of the sum of magnitudes so far."""
+    """Compare within the rounding of float64 additions: each errs by at most 2^-53 of the sum of magnitudes so far."""
     values = torch.stack(
         [row.cpu().float() if origin is None else row.cpu().float() - origin.cpu().float() for row in rows]
     )
@@ -81,7 +81,7 @@ def test_any_number_of_threads(set_threads, assert_same_bits):
 
 
 def test_small_distances_between_long_rows(device):
-    """About an origin the distance of rows that nearly agree keeps its digits; from norms alone it would not."""
+    """With an origin, the distance of nearly equal rows is precise. A distance computed from norms is not."""
     origin = torch.full((5000,), 1000.0, device=device)
     rows = [origin.clone(), origin.clone()]
     rows[1] += torch.arange(5000, device=device) % 2 * 2.0**-13  # one unit in the last place

@@ -15,7 +15,7 @@ from ddpcore.ops import reference
 # One row of lanes and one block of the kernels, each -1, 0 and +1; none; one; several blocks for every thread.
 SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# A square of an fp32 value is exact in float64, so that only the order of the sum makes a difference.
+# A square of an fp32 value is exact in float64, so only the order of the sum can change the result.
 SUM = {"rtol": 1e-12, "atol": 0.0}
 
 
@@ -34,7 +34,7 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
 
 
 def total_of(tensors: list[Tensor], spare: int = 0) -> Tensor:
-    """``total_norm_`` into scratch that held something else."""
+    """The result of ``total_norm_`` in a buffer with other old values."""
     size = 1 + ops.num_blocks(tensors) + spare
     out = torch.full((size,), math.nan, dtype=torch.float64, device=tensors[0].device)
     ops.total_norm_(tensors, out)
@@ -80,7 +80,7 @@ def test_total_with_nan_and_infinity(value, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_with_gaps_or_overlaps(dtype, device):
-    """Not dense: right, by way of a copy."""
+    """Tensors that are not dense are copied, with the right result."""
     square, one = torch.randn(6, 8).to(dtype).to(device), torch.full((1,), 2.0, dtype=dtype, device=device)
     tensors = [square[:, ::2], square[1:5, 2:7], one.expand(3), one.expand(4, 2), square.t()]
     dense = [tensor.contiguous() for tensor in tensors]

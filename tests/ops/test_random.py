@@ -16,13 +16,13 @@ from ddpcore.ops.random import normals, philox
 
 NUM_DRAWS = 1_000_000
 STREAMS = [(0, 0), (1, 0), (0, 1), (2**63 - 1, 2**63 - 1), (20_200_101, 123_456)]  # seed, step
-# The generator is deterministic, so are these tests. A right one fails a check with the probability of 5 deviations,
-# 6e-7.
+# The generator and these tests are deterministic. A correct generator fails a check with probability
+# 6e-7, that of 5 standard deviations.
 DEVIATIONS = 5.0
 
 
 def sample_of(seed: int, step: int, first: int = 0) -> Tensor:
-    """What ``mix_`` adds to weights that are zero, in float64."""
+    """The numbers that ``mix_`` adds to weights of zero, in float64."""
     weights = torch.zeros(NUM_DRAWS)
     ops.mix_(weights, [], 1.0, [], ops.Noise(1.0, seed, step, first))
     return weights.double()
@@ -46,7 +46,7 @@ def probability_beyond(deviations: float) -> float:
     ids=["zeros", "ones", "pi"],
 )
 def test_philox_gives_the_published_words(counter, key, drawn):
-    """Those of Random123 for philox4x32-10, Salmon et al. 2011."""
+    """The published vectors of Random123 for philox4x32-10, Salmon et al. 2011."""
     words = philox(tuple(torch.tensor([word]) for word in counter), key)
     assert [int(word) for word in words] == drawn
 
@@ -71,7 +71,7 @@ def test_kolmogorov_and_smirnov(seed, step):
 
 
 def test_the_tails_are_there():
-    """Of 6e7 numbers, 34 or so are beyond 5 deviations and 2.3 beyond 5.5."""
+    """Of 6e7 numbers, about 34 exceed 5 standard deviations and 2.3 exceed 5.5."""
     sizes = torch.cat([sample_of(3, step).abs().topk(20).values for step in range(60)])
     expected = 60 * NUM_DRAWS * probability_beyond(5)
     assert abs(int((sizes > 5).sum()) - expected) < DEVIATIONS * math.sqrt(expected)
@@ -79,7 +79,7 @@ def test_the_tails_are_there():
 
 
 def correlation(left: Tensor, right: Tensor) -> float:
-    """In deviations of the estimate."""
+    """Errors in standard deviations of the estimate."""
     return float((left * right).mean() * math.sqrt(len(left)))
 
 

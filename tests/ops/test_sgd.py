@@ -22,9 +22,9 @@ SWITCHES = ("momentum", "dampening", "weight_decay", "nesterov", "maximize", "de
 RULES = [
     dict(zip(SWITCHES, values, strict=True))
     for values in itertools.product((0.0, 0.9), (0.0, 0.9), (0.0, 0.01), *[(False, True)] * 4)
-    if values[2] or not values[5]  # without decay there is nothing to decouple
+    if values[2] or not values[5]  # decoupling needs decay
 ]
-# What torch.optim.SGD takes: nesterov needs momentum and no dampening, and the first step is its own affair.
+# The rules of torch.optim.SGD: nesterov needs momentum without dampening, and torch detects the first step itself.
 TORCH_RULES = [
     {name: value for name, value in rule.items() if name not in ("decoupled", "first_step")}
     for rule in RULES
@@ -109,7 +109,7 @@ def mixed_shapes(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def memory_of(tensors: list[Tensor]) -> Tensor:
-    """All elements in the order in which they lie in memory."""
+    """All elements in memory order."""
     return torch.cat([tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors])
 
 
@@ -171,7 +171,7 @@ def test_nan_and_infinity_stay_where_they_are(dtype, device, assert_same_bits):
     assert_same_bits(param, expected[0][0])
     assert_same_bits(buffer, expected[2][0])
     assert param.isnan().nonzero().flatten().tolist() == [3, 39]
-    assert set(param.isinf().nonzero().flatten().tolist()) == {5, 17, 20}  # 4 * max is beyond every storage type
+    assert set(param.isinf().nonzero().flatten().tolist()) == {5, 17, 20}  # 4 * max overflows in every dtype
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -225,7 +225,7 @@ def test_bad_arguments(case):
 
 
 def test_other_strides_are_no_error(device, assert_same_bits):
-    """Gradients and buffers in another order than their param, params with gaps: right, and written back."""
+    """Gradients and buffers in another memory order than their param, params with gaps: results are written back."""
     start = [torch.randn(4, 4) for _ in range(3)]
     expected = [tensor.clone() for tensor in start]
     run(reference, [[tensor] for tensor in expected], **RULE)

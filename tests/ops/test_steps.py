@@ -67,7 +67,7 @@ def test_ten_million_elements(rule, device, assert_same_bits):
 @every_kind
 @every_rule
 def test_groups(rule, kind, device, assert_same_bits):
-    """Groups of several sizes, none among them, each with its own options and count, are so many calls."""
+    """A call with several groups, empty ones too, has the bits of one call per group."""
     options = {
         "group_sizes": [0, 2, 0, 0, 1, 3, 0],
         "lr": [9.0, 0.05, 9.0, 9.0, 0.7, 0.0, 9.0],
@@ -113,10 +113,10 @@ def test_lr_from_the_device(rule, device, assert_same_bits):
 @every_kind
 @every_rule
 def test_scaled_gradients_count_as_what_they_were(rule, kind, device, assert_same_bits):
-    """A scale that is a power of two costs no digit, so the step has the same bits as without it."""
+    """A scale that is a power of two rounds nothing, so the step has the same bits as without it."""
     step = new_step(rule, device, [5000, 0, 17], kind)
     scaled = step.on_cpu().change(lambda tensor: tensor.to(device))
-    for grad in step.grads + scaled.grads:  # no subnormal number, which would lose digits
+    for grad in step.grads + scaled.grads:  # no subnormal numbers, which would be rounded
         grad.copy_(torch.where(grad.abs() < 0.01, 0.01, grad))
     for grad in scaled.grads:
         grad.mul_(1024.0)
@@ -148,7 +148,7 @@ def test_found_inf_changes_and_counts_nothing(rule, kind, device, assert_same_bi
 
 @every_rule
 def test_the_first_step_begins_the_buffers(rule, device, assert_same_bits):
-    """Dampening starts with the second step; momentum reads no buffer at the first, whatever it holds."""
+    """Dampening starts with the second step; the first step does not read the buffer."""
     step = new_step(rule, device, [5000, 17], group_sizes=[1, 1])
     step.steps[0].zero_()
     if rule == "lamb":
@@ -244,7 +244,7 @@ def test_a_param_that_was_written_overrules_its_master(rule, kind, device, asser
     written = torch.zeros(5000, dtype=torch.bool)
     written[[0, 17, 4095, 4096, 4999]] = True
     step.params[0][written] = 2.0
-    step.params[0][1], step.masters[0][1] = 0.0, -0.0  # another zero is another number
+    step.params[0][1], step.masters[0][1] = 0.0, -0.0  # zeros of different sign are different numbers
     truth = step.on_cpu()
     truth.masters[0] = torch.where(written, 2.0, truth.masters[0])
     truth.masters[0][1] = 0.0

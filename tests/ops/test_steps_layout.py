@@ -1,4 +1,4 @@
-"""The steps give the same bits however their tensors are handed over: lists, views, batches, threads, strides."""
+"""The steps give the same bits for every form of their tensors: lists, views, batches, threads, strides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_step(rule: str, kind: str, weights: list[Tensor]) -> steps.Step:
 
 
 def dense_weights(device: torch.device) -> list[Tensor]:
-    """Of any shape, in any order of the dimensions."""
+    """Weights of many shapes and memory orders."""
     weights = [torch.randn(shape, device="cpu").to(device) for shape in SHAPES]
     for index in (3, 8):
         weights[index] = weights[index].contiguous(memory_format=torch.channels_last)
@@ -62,7 +62,7 @@ def test_a_list_is_views_of_a_flat_buffer(rule, kind, device, assert_same_bits):
 @pytest.mark.parametrize("kind", ["fp32", "bf16-masters"])
 @every_rule
 def test_many_tensors_at_once_are_each_alone(rule, kind, device, assert_same_bits):
-    """More than one batch that fits a cache, cut before, behind and inside of tensors that are empty or too large."""
+    """Several cache-sized batches, whose boundaries are before, behind and inside of empty or very large tensors."""
     sizes = [100_000, 31_072, 0, 70_001, 1, 150_000, 300_001, 0, 0, 131_072, 131_073, 17, 262_144, 4096, 0]
     step = new_step(rule, kind, [torch.randn(size).to(device) for size in sizes])
     start = step.change(lambda tensor: tensor.clone())
@@ -91,7 +91,7 @@ def test_any_number_of_threads(rule, kind, set_threads, assert_same_bits):
 
 
 def others(tensor: Tensor) -> list[Tensor]:
-    """The same numbers with other strides: another order, gaps between them, both, or a storage offset as well."""
+    """The same numbers with other strides: another memory order, gaps, or both."""
     dims = range(tensor.dim())
     turned = tensor.permute(*reversed(dims)).contiguous().permute(*reversed(dims))
     spread = torch.full([2 * size for size in tensor.shape], 7.0, dtype=tensor.dtype, device=tensor.device)
@@ -105,7 +105,7 @@ def others(tensor: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("layout", [1, 2, 3])
 @every_rule
 def test_any_strides(rule, layout, change, device, assert_same_bits):
-    """Tensors that are not dense, or not in the order of their param, are written back; their gaps stay."""
+    """Results are written back into tensors that are not dense or have another memory order; gaps do not change."""
     kind = "bf16-masters" if change in ("masters", "everything") else "fp32"
     step = new_step(rule, kind, [torch.randn(3, 5, 4).to(device), torch.randn(7, 9).to(device)])
     expected = step.on_cpu().run()
@@ -114,7 +114,7 @@ def test_any_strides(rule, layout, change, device, assert_same_bits):
             setattr(step, name, [others(tensor)[layout] for tensor in getattr(step, name)])
     if change in ("buffers", "everything"):
         step.buffers = [[others(tensor)[layout] for tensor in buffers] for buffers in step.buffers]
-    in_order = change == "everything" and layout == 1  # all of them turned alike: sums run along the turned memory
+    in_order = change == "everything" and layout == 1  # all have the same other order, in which sums are computed
     grads = [tensor.clone() for tensor in step.grads]
     step.run()
     if in_order:
@@ -132,7 +132,7 @@ def test_any_strides(rule, layout, change, device, assert_same_bits):
 
 @every_rule
 def test_gradients_that_share_their_memory(rule, device, assert_same_bits):
-    """What ``sum().backward()`` leaves behind."""
+    """Expanded gradients, as ``sum().backward()`` makes them."""
     step = new_step(rule, "fp32", [torch.randn(4, 6).to(device), torch.randn(6, 4).to(device).t()])
     step.grads = [torch.full((1, 1), 0.5, device=device).expand(4, 6), torch.ones(6, device=device).expand(4, 6)]
     expected = step.on_cpu()
@@ -146,7 +146,7 @@ def test_gradients_that_share_their_memory(rule, device, assert_same_bits):
 @pytest.mark.parametrize("place", ["param", "grad"])
 @every_rule
 def test_nan_and_infinity_stay_in_their_tensor(rule, place, value, kind, device, assert_same_bits):
-    """Planted first, in the middle and last; the neighbours of that tensor have the bits that they have without it."""
+    """At the first, a middle and the last element; the other tensors keep the bits of a step without it."""
     for index in (0, 4096, 8191):
         step = new_step(rule, kind, [torch.randn(size).to(device) for size in (17, 8192, 33)])
         clean = step.on_cpu().run()

@@ -1,4 +1,4 @@
-"""What the steps refuse: every message of the bindings, and that nothing has changed by then."""
+"""Invalid arguments of the steps: every message of the bindings, raised before anything has changed."""
 
 from __future__ import annotations
 

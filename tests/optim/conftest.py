@@ -1,4 +1,4 @@
-"""One thread, where a test does not ask for more: the tensors are small, and waking others up takes longer."""
+"""One thread by default: the tensors are small, and starting more threads takes longer."""
 
 from __future__ import annotations
 

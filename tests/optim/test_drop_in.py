@@ -1,4 +1,4 @@
-"""The fused optimizers go where torch's go: schedulers, closures, hooks, odd tensors, and what they refuse."""
+"""The fused optimizers as drop-in replacements: schedulers, closures, hooks, unusual tensors, errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_no_scheduler_of_torch_is_forgotten():
 @pytest.mark.parametrize("name", SCHEDULERS)
 @every
 def test_schedulers(make, name, tensor):
-    """The rate that the scheduler sets is the one that is stepped with: as an optimizer of that step's own options."""
+    """A step uses the rate that the scheduler has set: the same bits as an optimizer with this rate as its option."""
     model, other_model = net(), net()
     # CyclicLR and OneCycleLR move the momentum, or the first beta, as well.
     optimizer = make(model.parameters(), lr=torch.tensor(0.1) if tensor else 0.1)
@@ -134,7 +134,7 @@ def test_words_of_torch_change_nothing(make, word):
 
 
 def odd_tensors() -> dict[str, tuple[Tensor, Tensor]]:
-    """Weights and gradients that share shapes and nothing else."""
+    """Weights and gradients of equal shapes and different layouts."""
     wide = torch.randn(8, 12)
     image = torch.randn(4, 3, 5, 5)
     return {
@@ -155,7 +155,7 @@ def odd_tensors() -> dict[str, tuple[Tensor, Tensor]]:
 
 @every
 def test_tensors_of_all_kinds_in_one_optimizer(make):
-    """Each steps as if it were alone and contiguous, and keeps its strides."""
+    """Each gets the step that it gets alone and contiguous, and keeps its strides."""
     tensors = odd_tensors()
     params = {name: nn.Parameter(weight) for name, (weight, _) in tensors.items()}
     plain = {
@@ -230,7 +230,7 @@ CASES = [(kind, name, value) for name, (kinds, values) in NUMBERS.items() for ki
 
 @pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=str)
 def test_bad_options_are_named_with_their_values(kind, name, value):
-    """At construction, in a group, and in a group that is added; what was there stays as it is."""
+    """At construction, in a group, and in an added group; the existing groups do not change."""
     message = rf"{name}.* is "
     params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     with pytest.raises(ValueError, match=message):
@@ -283,7 +283,7 @@ ROSENBROCK = {"sgd": {"lr": 1e-3}, "lars": {"lr": 0.02}, "lamb": {"lr": 0.05}}
 
 @every
 def test_rosenbrocks_valley_is_followed(make):
-    """Not past the origin: LAMB and LARS step in proportion to the weights, and would wait there."""
+    """The path avoids the origin, where steps of LAMB and LARS vanish with the weights."""
     name = next(key for key, value in MAKES.items() if value is make)
     point = nn.Parameter(torch.tensor([2.0, 1.0]))
     options = {"weight_decay": 0.0, **ROSENBROCK[name]}
@@ -349,7 +349,7 @@ def test_masters_come_and_go(make):
 
 @every
 def test_a_refused_step_has_not_begun(make):
-    """A parameter that overlaps itself is told before others have moved."""
+    """An error for one parameter is raised before others have changed."""
     fine, wrong = torch.ones(3, requires_grad=True), torch.ones(1).expand(3).detach().requires_grad_()
     optimizer = make([fine, wrong])
     fine.grad, wrong.grad = torch.ones(3), torch.ones(3)

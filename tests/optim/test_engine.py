@@ -56,7 +56,7 @@ def test_a_list_and_a_flat_buffer(make, clip):
 @pytest.mark.parametrize("clip", [None, 0.01])
 @every
 def test_four_virtual_learners_are_four_learners(make, clip):
-    """Each has its own weights, norms, ratios and, with max_grad_norm, its own length of all its gradients.
+    """Each has its own weights, norms, ratios and, with max_grad_norm, its own norm of all its gradients.
 
     The stack is stepped as ``distribute`` leaves it to the optimizer, with other gradients for each learner.
     """
@@ -143,7 +143,7 @@ def breaks_of(make: Any, whole: bool) -> tuple[int, list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "forward, backward and step"])
 @every
 def test_a_compiled_step_has_the_bits_of_an_eager_one(make, whole):
-    """In one graph where torch's own optimizer breaks it twice to make its state."""
+    """With no more graph breaks than torch's own optimizer."""
     breaks, compiled, eager = breaks_of(make, whole)
     assert all(map(torch.equal, compiled, eager))
     theirs = torch.optim.AdamW if make is MAKES["lamb"] else lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)

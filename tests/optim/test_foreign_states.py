@@ -1,4 +1,4 @@
-"""Files of other optimizers: options that they lack stay as they are, buffers of another rule are refused."""
+"""State dicts of other optimizers: missing options keep their values, buffers of another rule are refused."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def test_momentum_of_torch_is_that_of_one_variant() -> None:
     stepped(model, optimizer)
     optimizer.convert("you2017")
     other = FusedLARS(model.parameters())
-    other.load_state_dict(optimizer.state_dict())  # its own file says which variant it is of
+    other.load_state_dict(optimizer.state_dict())  # its state_dict names the variant
     assert other.param_groups[0]["variant"] == "you2017"

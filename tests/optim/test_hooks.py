@@ -1,4 +1,4 @@
-"""Hooks are called as torch calls them, although a step without hooks does without torch's wrapper."""
+"""Hooks are called as torch calls them, although a step without hooks skips torch's wrapper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parameter() -> nn.Parameter:
 
 
 class Patient(FusedSGD):
-    """Of a user who wants a word before each step."""
+    """A user's subclass with its own ``step``."""
 
     def step(self, closure=None):
         return super().step(closure)

@@ -1,4 +1,4 @@
-"""Whatever the shapes, groups and options: kernels equal their references, and irrelevant changes change no bit."""
+"""For any shapes, groups and options, kernels equal their references, and irrelevant changes change no bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not install
 st = hypothesis.strategies
 
 KINDS = {"sgd": FusedSGD, "lars": FusedLARS, "lamb": FusedLAMB}
-# The same examples in every run: bits are compared, and a rounding that falls the other way once in 1e8 would be noise.
+# The same examples in every run: bits are compared, and a rare rounding difference would make the tests random.
 fixed = hypothesis.settings(
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
@@ -27,7 +27,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 @st.composite
 def rules(draw: Any, kind: str) -> dict[str, Any]:
-    """Options that the optimizer takes."""
+    """Options of the optimizer."""
     options: dict[str, Any] = {"lr": draw(numbers), "weight_decay": draw(numbers), "maximize": draw(st.booleans())}
     if kind == "lamb":
         options |= {
@@ -58,7 +58,7 @@ def weights(shapes: list[int], dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 3) -> list[Tensor]:
-    """Steps with gradients that belong to the parameters' positions."""
+    """Steps with gradients that depend only on the parameters' positions."""
     for step in range(steps):
         for index, param in enumerate(params):
             generator = torch.Generator().manual_seed(100 * step + index)

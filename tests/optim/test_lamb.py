@@ -78,7 +78,7 @@ def test_twenty_steps_are_those_of_the_equations(rule, dtype, device):
 
 @pytest.mark.parametrize("rule", ["decay", "coupled", "decoupled", "undebiased", "clipped from above"])
 def test_the_bound_tells_rules_apart(rule):
-    """Else the test above would pass whatever the kernels did."""
+    """Without this, the test above could pass with wrong kernels."""
     options, named = RULES[rule]
     params = tensors(sizes=(17,))
     start = params[0].detach().clone()
@@ -112,7 +112,7 @@ def test_the_bound_tells_rules_apart(rule):
     ],
 )
 def test_which_groups_are_adapted(variant, always_adapt, decays, adapted):
-    """A group that decays always is; what others do, the variant says, unless always_adapt does."""
+    """A group with decay always has a ratio; for others, always_adapt decides, or else the variant."""
     params = tensors(sizes=(7,) * len(decays))
     starts = [param.detach().clone() for param in params]
     groups = [{"params": [param], "weight_decay": decay} for param, decay in zip(params, decays, strict=True)]
@@ -216,7 +216,7 @@ def test_what_is_no_number_spoils_its_own_tensor_alone(value, position, device):
 
 
 def test_bias_correction_counts_each_parameters_own_steps():
-    """One joins at the third step, one skips every other step."""
+    """One gets its first gradient at the third step, one skips every other step."""
     params = tensors(sizes=(9, 17, 33))
     starts = [param.detach().clone() for param in params]
     optimizer = FusedLAMB(params, lr=0.01, weight_decay=0.1)

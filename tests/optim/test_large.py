@@ -1,4 +1,4 @@
-"""Tensors that are larger than caches, than a thread's share, and than what 32 bits can count."""
+"""Tensors larger than caches, than a thread's share, and than 2^32 elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE_BYTES = 2 * 2 * MORE_THAN_32_BITS  # bf16 weights, and as much to spare
 
 
 def free_bytes() -> int:
-    """What can be had without swapping; the page size times the free pages where the system does not say."""
+    """The memory that is available without swapping, or that of the free pages if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -104,7 +104,7 @@ def test_ten_million_elements_of_lamb(two_threads):
 
 @pytest.mark.parametrize("make", [FusedSGD, FusedLARS])
 def test_more_elements_than_32_bits_count(make, two_threads):
-    """The gradient is zero but for its last element, and stays one page of zeros in memory."""
+    """The gradient is zero except for its last element, and uses one page of zeros in memory."""
     if free_bytes() < LARGE_BYTES:
         pytest.skip(f"{LARGE_BYTES / 1e9:.0f} GB of memory are not free")
     param = nn.Parameter(torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16))

@@ -68,7 +68,7 @@ def test_twenty_steps_are_those_of_the_equations(variant, rule, dtype, device):
 
 @pytest.mark.parametrize("rule", ["momentum", "dampening", "nesterov", "decoupled"])
 def test_the_bound_tells_rules_apart(rule):
-    """Else the test above would pass whatever the kernels did."""
+    """Without this, the test above could pass with wrong kernels."""
     options = {"lr": 0.1, "trust_coefficient": 0.3, **RULES[rule]}
     params = tensors(sizes=(17,))
     start = params[0].detach().clone()
@@ -86,7 +86,7 @@ def test_the_bound_tells_rules_apart(rule):
 
 
 def test_scaled_grad_is_told_from_you2017_by_a_changing_learning_rate():
-    """They differ only where the rate changes: in whether momentum remembers the old one."""
+    """They differ only when the rate changes: the momentum of some variants contains the old rate."""
     for variant, other in [("you2017", "scaled_grad"), ("scaled_grad", "you2017")]:
         params = tensors(sizes=(17,))
         start = params[0].detach().clone()
@@ -121,7 +121,7 @@ def test_every_group_has_its_own_options():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_clipping_by_the_norm_of_all_gradients(variant):
-    """The norm is that of all tensors of all groups, and R is formed of what is left."""
+    """The norm is that of all tensors of all groups, and R uses the clipped gradients."""
     params = tensors(sizes=(17, 4097, 3))
     starts = [param.detach().clone() for param in params]
     options = {"lr": 0.1, "trust_coefficient": 0.3, "variant": variant, "weight_decay": 0.1, "eps": 1.0}
@@ -151,7 +151,7 @@ def test_gradients_within_the_norm_are_left_alone(assert_same_bits):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("weight", "grad"), [(0.0, 2.0), (2.0, 0.0), (0.0, 0.0)])
 def test_ratio_of_a_zero_norm_is_one_and_decay_stays(weight, grad, variant, device):
-    """Tensors that start at zero must be able to leave it."""
+    """Tensors that start at zero must be able to change."""
     param = nn.Parameter(torch.full((33,), weight, device=device))
     optimizer = FusedLARS([param], lr=0.5, momentum=0.9, weight_decay=0.25, variant=variant)
     param.grad = torch.full_like(param, grad)
@@ -163,7 +163,7 @@ def test_ratio_of_a_zero_norm_is_one_and_decay_stays(weight, grad, variant, devi
 @pytest.mark.parametrize("position", [0, 2048, 4096])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_no_number_spoils_its_own_tensor_alone(value, position, device):
-    """As in the equations: an infinite norm makes R zero or NaN. It must not pass in silence, nor spread."""
+    """As in the equations, an infinite norm makes R zero or NaN. The effect must be visible, and only in its tensor."""
     params = [nn.Parameter(torch.randn(4097).to(device)) for _ in range(3)]
     optimizer = FusedLARS(params, lr=0.1)
     for param in params:

@@ -1,4 +1,4 @@
-"""Where the rule of another library is ours, both take the same steps.
+"""Rules that another library has too give the same steps in both.
 
 In float64, where both compute their equation to 1e-15, so that a difference in the rule cannot hide behind rounding.
 ``s`` stands for any learning rate, momentum, betas and decay. Ours, and what it equals:

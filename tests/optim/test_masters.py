@@ -1,4 +1,4 @@
-"""16-bit parameters with fp32 masters follow an fp32 run; whoever writes a parameter is heard; no norm is stale."""
+"""16-bit parameters with fp32 masters follow an fp32 run; writes to a parameter count; norms are up to date."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def by_flat(model: nn.Module, values: list[Tensor]) -> None:
 
 
 def by_mix(model: nn.Module, values: list[Tensor]) -> None:
-    """The average with a neighbour who is as far away as to end at the values."""
+    """The average with a neighbour for which the result is the given values."""
     with torch.no_grad():
         for param, value in zip(model.parameters(), values, strict=True):
             ops.mix_(param.view(-1), [value.flatten()], 0.0, [1.0])
@@ -119,7 +119,7 @@ WRITERS = [by_data, by_copy, by_load, by_flat, by_mix]
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "bfloat16 with masters"])
 @every
 def test_what_others_write_is_taken_up_at_the_next_step(make, kind, write):
-    """As by an optimizer that starts afresh with these weights and the old momentum: weight, master and ratio."""
+    """The result is that of a new optimizer with these weights and the old momentum: weight, master and ratio."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     more = {"master_weights": kind.endswith("masters")}
     model = net().to(dtype)

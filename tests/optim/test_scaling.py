@@ -70,7 +70,7 @@ def test_a_scaled_run_is_the_unscaled_run(make, device):
 @pytest.mark.parametrize("overflow", [0, 2], ids=["first step", "third step"])
 @every
 def test_an_overflow_writes_nothing_and_is_no_step(make, overflow, device):
-    """What follows a skipped first step is a first step: undampened, with the first bias correction."""
+    """After a skipped first step, the next one is a first step: undampened, with the first bias correction."""
     models = [net().to(device), net().to(device)]
     optimizers = [make(model.parameters()) for model in models]
     with_scaler = scaler(device)
@@ -160,13 +160,13 @@ def test_clipping_may_begin_and_end_at_any_step(make):
 
 
 def test_unscaled_by_hand_first(device):
-    """``unscale_`` leaves no scale to the step, but still tells of an overflow."""
+    """After ``unscale_`` the step has no scale, but overflows are still reported."""
     model = net().to(device)
     optimizer = MAKES["lamb"](model.parameters())
     with_scaler = scaler(device)
     backward(model, 0, with_scaler)
     with_scaler.unscale_(optimizer)
-    model[0].weight.grad[0, 0] = 1.0  # too late to be seen: the gradients were found finite
+    model[0].weight.grad[0, 0] = 1.0  # after the check: the scaler has found all gradients finite
     before = weights(model)
     with_scaler.step(optimizer)
     with_scaler.update()

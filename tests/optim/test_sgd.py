@@ -31,7 +31,7 @@ def small_net(device: torch.device | str = "cpu", layout: torch.memory_format = 
 
 
 def gradients_of(net: nn.Module) -> list[Tensor]:
-    """Made up, of the parameters' strides: both sides must get the very same ones, or chaos would part them."""
+    """Random gradients with the parameters' strides; both sides must get identical ones."""
     return [torch.randn(p.shape).to(p.device, p.dtype) for p in net.parameters()]
 
 
@@ -94,7 +94,7 @@ def test_ten_steps_of_training(layout, device):
 
 
 def test_gradients_of_other_strides(device):
-    """Nothing obliges a gradient to lie in memory as its parameter does."""
+    """A gradient may have another memory layout than its parameter."""
     ours = small_net(device, torch.channels_last)
     theirs = copy.deepcopy(ours)
     optimizers = [FusedSGD(ours.parameters(), **RULE), FusedSGD(theirs.parameters(), **RULE)]
@@ -179,7 +179,7 @@ def test_momentum_of_torch_with_other_strides():
 
 
 def test_copies_step_on(device):
-    """deepcopy and pickle carry an optimizer as they carry torch's."""
+    """deepcopy and pickle work as for torch's optimizers."""
     net = small_net(device)
     optimizer = FusedSGD(net.parameters(), **RULE)
     step_together([optimizer], [net], num_steps=1)
@@ -189,7 +189,7 @@ def test_copies_step_on(device):
 
 
 def test_some_gradients_are_none(device):
-    """A parameter is left alone while it has no gradient, and its first step is undampened whenever it comes."""
+    """A parameter without a gradient does not change, and its first step is undampened at any time."""
     ours = small_net(device)
     theirs = copy.deepcopy(ours)
     optimizers = [FusedSGD(ours.parameters(), **RULE), torch.optim.SGD(theirs.parameters(), **RULE)]
@@ -252,7 +252,7 @@ def test_schedulers_and_momentum_changes(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype, device):
-    """torch rounds each intermediate to the storage type, so the two stay only as near as that allows."""
+    """torch rounds each intermediate to the storage type, so the two agree only within that rounding."""
     ours = small_net(device).to(dtype)
     theirs = copy.deepcopy(ours)
     optimizers = [FusedSGD(ours.parameters(), **RULE), torch.optim.SGD(theirs.parameters(), **RULE)]
@@ -301,7 +301,7 @@ def test_nesterov_needs_undampened_momentum(rule):
 
 
 def test_float64_is_torchs():
-    """No kernel takes it: plain torch does, in float64."""
+    """No kernel supports it; plain torch computes it in float64."""
     ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64)) for _ in range(2))
     optimizers = [FusedSGD([ours], **RULE), torch.optim.SGD([theirs], **RULE)]
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""A bound ``FusedSGD`` takes the steps of an unbound one, bit for bit; with a mixture, it mixes first."""
+"""A bound ``FusedSGD`` takes the same steps as an unbound one, bit for bit; with a mixture, it mixes first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def small_net(device: torch.device | str = "cpu", layout: torch.memory_format = 
 
 
 def gradients_of(net: nn.Module) -> list[Tensor]:
-    """Made up, of the parameters' strides: both sides must get the very same ones."""
+    """Random gradients with the parameters' strides, identical for both sides."""
     return [torch.randn(p.shape).to(p.device, p.dtype) for p in net.parameters()]
 
 
@@ -114,7 +114,7 @@ def test_bound_and_reordered(device):
 @pytest.mark.parametrize("noise", [None, ops.Noise(0.5, seed=1, step=2, first=3)], ids=["silent", "noise"])
 @pytest.mark.parametrize("rule", ["plain", "dampening"])
 def test_an_average_with_the_step(rule, noise, with_gap, device):
-    """Noise belongs to the columns of the flat buffer, into however many runs of them the groups cut it."""
+    """The noise of a column is the same for any number of pieces into which the groups cut the flat buffer."""
     nets, optimizers, flat = bound_pair(device, RULES[rule])
     step_together(optimizers, nets, num_steps=1)
     peers = [torch.randn(flat.numel).to(device) for _ in range(2)]
@@ -132,7 +132,7 @@ def test_an_average_with_the_step(rule, noise, with_gap, device):
             parameter.grad = None if with_gap and index == 3 else torch.empty_like(parameter).copy_(gradient)
         optimizer.step()
     assert_same(*nets)
-    step_together(optimizers, nets, num_steps=1)  # a mixture serves one step
+    step_together(optimizers, nets, num_steps=1)  # a mixture is used for one step
     assert_same(*nets)
 
 

@@ -1,4 +1,4 @@
-"""States go to and from files, copies and torch's optimizers, and a run that was interrupted goes on bit for bit."""
+"""States move to and from files, copies and torch's optimizers, and an interrupted run continues bit for bit."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_file_in_the_middle_changes_no_bit(make, kind, gap, tmp_path):
 
 @every
 def test_a_loaded_state_is_a_copy(make):
-    """Two optimizers that loaded one state_dict do not write into each other's, nor into the file's."""
+    """Two optimizers that loaded one state_dict do not share tensors with each other or with it."""
     model = net()
     optimizer = make(model.parameters())
     steps(model, optimizer, range(2))
@@ -141,7 +141,7 @@ def test_sgd_to_torch_and_back(options):
 
 @pytest.mark.parametrize(("kind", "mode"), [(torch.optim.Adam, "coupled"), (torch.optim.AdamW, "decoupled")])
 def test_adam_to_lamb_and_back(kind, mode):
-    """Moments and steps are Adam's: an unadapted LAMB goes on as Adam, and the other way round."""
+    """Moments and steps are Adam's: a LAMB without ratios continues a run of Adam, and the reverse."""
     straight, crossed = net(torch.float64), net(torch.float64)
     options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     reference, first = kind(straight.parameters(), **options), kind(crossed.parameters(), **options)
@@ -161,7 +161,7 @@ def test_adam_to_lamb_and_back(kind, mode):
 
 @pytest.mark.parametrize("kind", [FusedSGD, FusedLARS])
 def test_momentum_of_16_bits_becomes_that_of_masters(kind):
-    """A checkpoint of a run without masters, by torch's SGD, goes on with them."""
+    """A checkpoint of torch's SGD, without masters, continues with masters."""
     model = net(torch.bfloat16)
     before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     steps(model, before, range(2))
@@ -218,7 +218,7 @@ VARIANTS = ("you2017", "scaled_grad", "scaled_lr")
 
 
 def constant(optimizer: FusedOptimizer, param: nn.Parameter, num_steps: int) -> None:
-    """Steps in which R stays what it is: weights and gradients are put back to one length each time."""
+    """Steps with constant R: weights and gradients are rescaled to the same norm each time."""
     for _ in range(num_steps):
         with torch.no_grad():
             param.div_(param.norm())
@@ -230,7 +230,7 @@ def constant(optimizer: FusedOptimizer, param: nn.Parameter, num_steps: int) -> 
 @pytest.mark.parametrize("to", VARIANTS)
 @pytest.mark.parametrize("begun", VARIANTS)
 def test_convert_goes_on_along_the_same_way(begun, to):
-    """While rate and ratio are constant the variants are one rule, so that converting must change nothing."""
+    """With constant rate and ratio the variants are equal, so converting must change nothing."""
     ends = []
     for convert in (False, True):
         torch.manual_seed(5)
@@ -279,7 +279,7 @@ def test_convert_that_cannot_be_changes_nothing(fault):
 @pytest.mark.parametrize("clear", ["all", "new dictionary", "one entry", "inside of one entry"])
 @every
 def test_a_state_that_is_cleared_begins_anew(make, clear):
-    """As in torch: users reset momentum by emptying ``optimizer.state``."""
+    """As in torch, users may reset the momentum by clearing ``optimizer.state``."""
     model, fresh = net(), net()
     optimizer = make(model.parameters())
     steps(model, optimizer, range(2))
@@ -301,7 +301,7 @@ def test_a_state_that_is_cleared_begins_anew(make, clear):
 
 @every
 def test_parameters_that_join_and_skip_step_as_if_alone(make):
-    """One optimizer a parameter is the standard: each counts its own steps."""
+    """The result is compared with one optimizer per parameter, each with its own count of steps."""
     together, apart = net(), net()
     optimizer = make(list(together.parameters())[:3])
     alone = [make([param]) for param in apart.parameters()]

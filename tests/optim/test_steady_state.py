@@ -54,7 +54,7 @@ def test_schedules_of_options_allocate_nothing(kind):
 
 
 def test_what_a_captured_step_writes_into_stays_alive(monkeypatch):
-    """A graph holds addresses: a step of other parameters in between makes buffers of its own."""
+    """A graph keeps addresses: a later step of other parameters must use other buffers."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for p in model.parameters():
         p.grad = torch.randn_like(p)
@@ -80,7 +80,7 @@ def test_what_a_captured_step_writes_into_stays_alive(monkeypatch):
 
 
 def test_only_the_cpu_waits_for_a_number():
-    """Its kernels read at once what a copy may still be bringing; those of a GPU are queued behind the copy."""
+    """CPU kernels read the value at once, so the copy must be complete; GPU kernels are queued behind the copy."""
 
     class Number:
         device = torch.device("meta")

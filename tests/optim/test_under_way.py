@@ -1,4 +1,4 @@
-"""What somebody changes between two steps is noticed, or refused before anything is written."""
+"""Changes between two steps are noticed, or refused before anything is written."""
 
 from __future__ import annotations
 

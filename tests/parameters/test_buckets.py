@@ -1,4 +1,4 @@
-"""Bucket plans, readiness, and the hooks that turn a backward pass into buckets in one fixed order."""
+"""Bucket plans, the tracking of complete buckets, and the hooks that report them in one fixed order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_plan(numel: int, size: int, first: int, alignment: int) -> None:
     for index, (begin, end) in enumerate(plan):
         assert begin % alignment == 0
         assert 0 < end - begin <= (size if index else first)
-    # As few as possible: each but the last is as full as alignment lets it be.
+    # As few as possible: each except the last has the largest aligned size.
     for index, (begin, end) in enumerate(plan[:-1]):
         assert end - begin == (size if index else first) // alignment * alignment
 
@@ -40,7 +40,7 @@ def test_an_impossible_plan(bad: tuple[int, int, int, int]) -> None:
 # --- BucketTracker -----------------------------------------------------------------------------------------------
 
 SEGMENTS = [(0, 10), (16, 40), (48, 50), (64, 70)]
-BUCKETS = [(0, 32), (32, 48), (48, 80)]  # the second segment lies in two
+BUCKETS = [(0, 32), (32, 48), (48, 80)]  # the second segment is in two of them
 
 
 def test_order_is_fixed_whatever_the_marks() -> None:
@@ -104,14 +104,14 @@ def test_an_unknown_segment(segment: int) -> None:
 
 
 def last_of(flat: FlatParameters, end: int) -> int:
-    """The parameter with which the columns before ``end`` are complete, in the order of the layout; counted plainly."""
+    """The last parameter, in the order of the layout, that has columns before ``end``."""
     return max(index for index, segment in enumerate(flat.segments) if segment.offset < end)
 
 
 @pytest.mark.parametrize(("size", "first"), [(64, 64), (128, 64), (4096, 64), (2**20, 2**20)])
 @pytest.mark.parametrize("widths", [(6, 6, 6, 6), (3, 200, 2), (64, 1, 1, 64), (1, 1)])
 def test_buckets_of_one_moment_are_one_message(widths: tuple[int, ...], size: int, first: int) -> None:
-    """Cut where buckets are, wherever another parameter completes what follows, and nowhere else."""
+    """Messages end at the end of a bucket if the next bucket is completed by another parameter."""
     model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
     flat = FlatParameters(model.named_parameters(), bucket_bytes=size, first_bucket_bytes=first)
     ends = [end for _, end in flat.buckets]
@@ -133,7 +133,7 @@ def test_a_parameter_of_many_buckets_is_one_message() -> None:
 
 
 class Layers(nn.Module):
-    """Five layers, of which a pass takes those of ``path``."""
+    """Five layers; a forward pass uses those of ``path``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Layers(nn.Module):
 
 
 class Recorder:
-    """The messages as they come, with a copy of what they held."""
+    """A list that receives the messages, with copies of their contents."""
 
     def __init__(self, model: nn.Module, stack: int | None = None) -> None:
         self.flat = FlatParameters(model.named_parameters(), stack=stack, bucket_bytes=128, first_bucket_bytes=64)
@@ -199,7 +199,7 @@ def test_the_order_does_not_follow_the_gradients(path: list[int]) -> None:
 
 
 def test_buckets_start_before_backward_ends() -> None:
-    """Communication overlaps: the last layer's message is out before the first layer has its gradient."""
+    """Communication overlaps: the last layer's message is sent before the first layer has its gradient."""
     model = Layers()
     seen = Recorder(model)
     early: list[int] = []
@@ -225,7 +225,7 @@ def test_unused_parameters_count_as_zero() -> None:
 
 
 def test_paused() -> None:
-    """Nothing is handed out; what has piled up goes out with the next pass, also where that pass does not reach."""
+    """No message is sent. The next pass sends what has accumulated, also for layers that it does not use."""
     model = Layers()
     seen = Recorder(model)
     seen.buckets.paused = True

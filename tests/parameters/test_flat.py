@@ -57,7 +57,7 @@ def test_segments_say_where_everything_is() -> None:
 
 
 def test_the_last_registered_comes_first() -> None:
-    """Its gradient is the first that backward gives."""
+    """The backward pass computes its gradient first."""
     flat = flatten(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     assert flat.names == ("1.bias", "1.weight", "0.bias", "0.weight")
 
@@ -145,7 +145,7 @@ def test_views_of_another_buffer() -> None:
         model = network()
         flat = flatten(model, stack=stack)
         buffer = torch.arange(2 * flat.param_LP.numel(), dtype=torch.float32).view(-1, flat.numel)
-        buffer = buffer[1 : 1 + flat.param_LP.shape[0]]  # a storage offset of its own
+        buffer = buffer[1 : 1 + flat.param_LP.shape[0]]  # another storage offset
         for view, parameter, segment in zip(flat.views_of(buffer), flat.parameters, flat.segments, strict=True):
             assert view.shape == parameter.shape
             assert inside(view, buffer)

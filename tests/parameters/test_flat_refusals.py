@@ -1,4 +1,4 @@
-"""What FlatParameters refuses, with nothing moved, and what only looks as if it had to."""
+"""Parameters that FlatParameters refuses, with nothing moved, and unusual ones that it accepts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_meta() -> None:
 
 
 def test_two_devices() -> None:
-    """A fake tensor says that it is on a GPU and is asked for nothing else; a real one is used where there is one."""
+    """A fake tensor reports a GPU as its device; a real one is used if there is a GPU."""
     if torch.cuda.is_available():
         other = nn.Parameter(torch.zeros(4, device="cuda"))
     else:
