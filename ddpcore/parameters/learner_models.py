@@ -56,10 +56,8 @@ class StackedModel(nn.Module):
         return run(parameters, buffers, inputs)
 
     def _together(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        def one(p: dict[str, Tensor], b: dict[str, Tensor], x: Tensor) -> Tensor:
-            return functional_call(self.module, (p, b), (x,))
-
-        return vmap(one, randomness="different")(parameters, buffers, inputs)
+        run = vmap(lambda p, b, x: functional_call(self.module, (p, b), (x,)), randomness="different")
+        return run(parameters, buffers, inputs)
 
     def _in_turn(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:
         # unbind makes one gradient of the whole stack. Indexing would add L gradients of its size.
