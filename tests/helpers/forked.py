@@ -96,14 +96,17 @@ def _become(logs: Path, env: dict[str, str], cwd: str, function: Callable[..., N
 
 def _run(words: list[str]) -> None:
     code: Any = 0
+    # What the interpreter does when it starts: the script's folder, or the current one, and PYTHONPATH come first.
+    first = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+    path = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = words
-            sys.path.insert(0, str(Path(words[0]).parent))
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(str(Path(words[0]).resolve()), run_name="__main__")  # ranks import it from any folder
     except SystemExit as error:
         code = error.code or 0
     except BaseException:
