@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 
+import gossip_orders
 import numpy as np
 import pytest
 
 from ddpcore import Ring
 from ddpcore.strategies.dpsgd import ORDERS
-
-_path = Path(__file__).parents[2] / "benchmarks" / "gossip_orders.py"
-_spec = importlib.util.spec_from_file_location("gossip_orders", _path)
-gossip_orders = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gossip_orders)
 
 
 def test_average_while_computing_diverges_where_the_others_do_not() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,20 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gpu_needs
 import pytest
+import summarize
 
 from helpers import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "run_gpu.sh"
-
-_spec = importlib.util.spec_from_file_location("summarize", ROOT / "benchmarks" / "summarize.py")
-summarize = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(summarize)
-
-_spec = importlib.util.spec_from_file_location("gpu_needs", ROOT / "benchmarks" / "gpu_needs.py")
-gpu_needs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gpu_needs)
 
 
 def script(file: Path, *lines: str) -> Path:

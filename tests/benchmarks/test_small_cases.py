@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
+import small_cases
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def small_cases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    spec = importlib.util.spec_from_file_location("small_cases", BENCHMARKS / "small_cases.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Calls(TorchDispatchMode):
@@ -42,7 +28,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_every_kernel_is_called(small_cases: ModuleType) -> None:
+def test_every_kernel_is_called() -> None:
     calls, options = Calls(), Namespace(device="cpu")
     dtypes = list(small_cases.DTYPES.values())
     with calls:
