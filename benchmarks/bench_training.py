@@ -40,7 +40,7 @@ def images(device: str) -> Dataset:
 def run_of(batch_size: int, dataset: Dataset, device: str) -> Callable[[], None]:
     """A function that runs twenty steps of ``train``."""
     config = TrainConfig(epochs=100, batch_size=batch_size, lr=0.01, optimizer_options={"momentum": 0.9}, device=device)
-    trainer, _ = build_trainer(LearnerPlacement.of(config, None), dataset)
+    trainer = build_trainer(LearnerPlacement.of(config, None), dataset)
     progress = Progress.start(1, dataset.train.labels.device)
 
     def block() -> None:

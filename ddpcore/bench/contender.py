@@ -152,4 +152,4 @@ def build_contender(
         options = {**placed, **distribute_options(bucket_mb)}
     is_spread = config.strategy != Single.name and not resolved.is_virtual
     placement = LearnerPlacement.of(config, world if is_spread else World())
-    return Contender(name, build_trainer(placement, dataset, **options)[0])
+    return Contender(name, build_trainer(placement, dataset, **options))

@@ -15,13 +15,15 @@ from ddpcore.data import Dataset
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
 from ddpcore.training import TrainConfig
-from ddpcore.training.build import LearnerPlacement, build_dataset, check_parts, needs_ranks, shape_options
+from ddpcore.training.build import (
+    DATASET_FIELDS,
+    LearnerPlacement,
+    build_dataset,
+    check_parts,
+    needs_ranks,
+    shape_options,
+)
 from ddpcore.training.config import BOOKKEEPING
-
-_DATASET_FIELDS = (
-    "dataset", "data_dir", "normalize", "augment", "num_validation", "num_train", "num_test", "random_labels", "seed",
-    "dataset_options",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,8 @@ class Datasets:
     def of(self, placement: LearnerPlacement) -> Dataset:
         """The data set; see :func:`ddpcore.training.build.build_dataset` for errors. Collective."""
         config = placement.config
-        key = repr(shape_options(config)), *(repr(getattr(config, name)) for name in _DATASET_FIELDS)
+        names = ("dataset", "dataset_options", *DATASET_FIELDS)
+        key = repr(shape_options(config)), *(repr(getattr(config, name)) for name in names)
         if self._dataset is None or key != self._key:
             self._key, self._dataset = key, build_dataset(placement)
         return self._dataset

@@ -1,4 +1,4 @@
-"""The loop around a distributed model, and all that a training run needs: config, record, checkpoints."""
+"""Whole training runs: config, training loop, record, checkpoints."""
 
 from .config import TrainConfig
 from .record import RunRecord

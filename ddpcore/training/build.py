@@ -1,4 +1,4 @@
-"""The parts of a run, from its config: data, schedule, model, optimizer, strategy, trainer."""
+"""Builds the parts of a run from its config: data, schedule, model, optimizer, strategy, trainer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.baselines import DDP
-from ddpcore.training import statistics
 from ddpcore.training.config import TrainConfig
+from ddpcore.training.statistics import check_samples
 from ddpcore.training.trainer import Trainer
+
+# Fields of a config that are arguments of load_dataset under the same name.
+DATASET_FIELDS = (
+    "data_dir", "seed", "normalize", "augment", "num_validation", "num_train", "num_test", "random_labels",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerPlacement:
-    """Where the learners of a config live: in this process all, or equally many in each rank of a process group."""
+    """Where the learners of a config run: all in this process, or the same number in each rank of a process group."""
 
     config: TrainConfig
     world: World
@@ -33,10 +38,11 @@ class LearnerPlacement:
 
     @classmethod
     def of(cls, config: TrainConfig, world: World | None) -> LearnerPlacement:
-        """The place of this process.
+        """The placement as seen from this process; a ``world`` of None is a world of one process.
 
         Raises:
-            ValueError: learners and ranks do not fit, ranks are not connected, or the device is not there.
+            ValueError: the learners cannot be divided among the ranks, the ranks have no process group, or torch sees
+                no such device.
         """
         world = World() if world is None else world
         if world.world_size > 1 and not dist.is_initialized():
@@ -55,12 +61,12 @@ class LearnerPlacement:
 
     @property
     def real(self) -> bool:
-        """Whether there are other processes."""
+        """Whether there are other ranks."""
         return self.world.world_size > 1
 
     @property
     def learners(self) -> list[int]:
-        """Those of this process."""
+        """The learners of this process."""
         each = self.config.learners // self.world.world_size
         return list(range(self.world.rank * each, (self.world.rank + 1) * each))
 
@@ -70,37 +76,30 @@ class LearnerPlacement:
             dist.barrier()
 
 
-def build_dataset(place: LearnerPlacement) -> Dataset:
-    """The data set of the config; rank 0 of each machine fetches and verifies the files before the other ranks read.
+def build_dataset(placement: LearnerPlacement) -> Dataset:
+    """The data set of the config. One rank of each machine downloads and verifies the files before the others read.
 
     Raises:
         ValueError: see :func:`read_dataset`.
     """
-    first = place.world.local_rank == 0
+    first = placement.world.local_rank == 0
     if not first:
-        place.barrier()
-    dataset = read_dataset(place.config, first=first)
+        placement.barrier()
+    dataset = read_dataset(placement.config, first=first)
     if first:
-        place.barrier()
+        placement.barrier()
     return dataset
 
 
 def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
-    """The data set of the config, on the CPU. Only the first process fetches missing files and verifies them.
+    """The data set of the config, on the CPU. Only with ``first``, missing files are downloaded and files are verified.
 
     Raises:
         ValueError: files are missing or damaged, or the options do not fit the data set.
     """
     return load_dataset(
         config.dataset,
-        data_dir=config.data_dir,
-        seed=config.seed,
-        normalize=config.normalize,
-        augment=config.augment,
-        num_validation=config.num_validation,
-        num_train=config.num_train,
-        num_test=config.num_test,
-        random_labels=config.random_labels,
+        **{name: getattr(config, name) for name in DATASET_FIELDS},
         download=config.download and first,
         verify=first,
         **{**shape_options(config), **config.dataset_options},
@@ -108,7 +107,7 @@ def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
 
 
 def shape_options(config: TrainConfig) -> dict[str, Any]:
-    """Options of synthetic samples, which have the shape that the model takes; none of other data sets."""
+    """Options of the data set ``synthetic``: the shape of the model's samples. Other data sets need none."""
     if config.dataset != "synthetic":
         return {}
     spec = MODELS.spec(config.model)
@@ -129,7 +128,7 @@ def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Length of the run."""
+    """Length of the run in steps."""
     return config.steps if config.steps is not None else (config.epochs or 0) * steps_per_epoch
 
 
@@ -150,22 +149,18 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
     return warmup(schedule, round(config.warmup * unit), config.warmup_start)
 
 
-def build_model(config: TrainConfig, dataset: Dataset) -> nn.Module:
-    """A new model, on torch's default device.
-
-    Raises:
-        ValueError: the model does not take such samples, or an option's value.
-    """
-    return MODELS.build(
+def _build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> nn.Module:
+    model = MODELS.build(
         config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
-    )
+    ).to(device)
+    return model.to(memory_format=torch.channels_last) if config.channels_last else model  # type: ignore[call-overload]
 
 
-def _build_optimizer(config: TrainConfig, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+def _build_optimizer(config: TrainConfig, model: nn.Module, schedule: Schedule) -> torch.optim.Optimizer:
     return build_optimizer(
         config.optimizer,
         model,
-        lr=lr,
+        lr=schedule(0),
         options=config.optimizer_options,
         two_groups=config.param_groups,
         max_grad_norm=config.max_grad_norm,
@@ -173,14 +168,14 @@ def _build_optimizer(config: TrainConfig, model: nn.Module, lr: float) -> torch.
 
 
 def check_parts(config: TrainConfig, dataset: Dataset) -> None:
-    """Make the parts of a run without memory for them, in milliseconds.
+    """Build the parts of a run on torch's ``meta`` device: without memory for weights, in milliseconds.
 
     Raises:
-        ValueError: data, model, optimizer or strategy do not fit together, or an option has a value that is not taken.
+        ValueError: data, model, optimizer or strategy do not fit together, or refuse the value of an option.
     """
     steps = build_batches(config, dataset).steps_per_epoch
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        _build_optimizer(config, build_model(config, dataset), build_schedule(config, steps)(0))
+        _build_optimizer(config, _build_model(config, dataset, torch.device("meta")), build_schedule(config, steps))
     strategy, policies = config.make_strategy(), Policies(**config.policies)
     if isinstance(strategy, Strategy):
         policies.check(strategy, None)
@@ -189,48 +184,46 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
         raise ValueError(f"{strategy.name} runs without policies: leave them out")
     if config.target is not None and config.evaluate_on not in dataset.splits():
         raise ValueError(f"target is {config.target}: {dataset.name} has no {config.evaluate_on} split, leave it out")
-    if config.statistics_every and config.statistics_samples is not None:
-        least = config.learners
-        statistics.part_of(dataset, "statistics_samples", config.statistics_samples, least, config.seed)
-    if config.flatness_samples:
-        statistics.part_of(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
+    check_samples(config, dataset)
 
 
-def build_trainer(place: LearnerPlacement, dataset: Dataset, **options: Any) -> tuple[Trainer, nn.Module]:
-    """The trainer at its first step, and the model as it was before ``distribute``: its state is what is saved.
+def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any) -> Trainer:
+    """The trainer at its first step.
 
-    ``options`` are arguments of :func:`ddpcore.distribute` in place of those that follow from the config.
+    Args:
+        placement: config and ranks.
+        dataset: the data set, on any device.
+        options: arguments of :func:`ddpcore.distribute` that replace those of the config.
 
     Raises:
         ValueError: model, data, world and strategy do not fit together.
     """
-    config, rank = place.config, place.world.rank
+    config, rank = placement.config, placement.world.rank
     batches = build_batches(config, dataset)
     torch.manual_seed(config.seed)
-    model = build_model(config, dataset).to(place.device)
-    if config.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = _build_model(config, dataset, placement.device)
     schedule = build_schedule(config, batches.steps_per_epoch)
-    optimizer = _build_optimizer(config, model, schedule(0))
+    optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()
-    virtual = not isinstance(strategy, Baseline) and (not place.real or len(place.learners) > 1)
+    virtual = not isinstance(strategy, Baseline) and (not placement.real or len(placement.learners) > 1)
     arguments: dict[str, Any] = {
-        "learners": len(place.learners) if virtual else None,
-        "group": dist.group.WORLD if place.real else None,
+        "learners": len(placement.learners) if virtual else None,
+        "group": dist.group.WORLD if placement.real else None,
         "transport": config.transport,
         "link": config.make_link(),
         "policies": Policies(**config.policies) if config.policies else None,
         **options,
     }
     handle = distribute(model, optimizer, strategy, **arguments)
-    torch.manual_seed(config.seed + 1 + rank)  # the weights are made: dropout differs from rank to rank
-    trainer = Trainer(
+    torch.manual_seed(config.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
+    return Trainer(
         handle,
         optimizer,
-        dataset.to(place.device),
+        dataset.to(placement.device),
         batches,
-        learners=place.learners,
+        learners=placement.learners,
         stacked=arguments["learners"] is not None,
+        module=model,
         schedule=schedule,
         accumulation=config.accumulation,
         label_smoothing=config.label_smoothing,
@@ -238,10 +231,3 @@ def build_trainer(place: LearnerPlacement, dataset: Dataset, **options: Any) -> 
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
         compile=config.compile,
     )
-    if config.flatness_samples:  # taken at the end; that it can be is known now
-        statistics.part_of(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
-    if config.statistics_every:
-        statistics.attach(
-            trainer, every=config.statistics_every, num_samples=config.statistics_samples, seed=config.seed
-        )
-    return trainer, model

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: a folder a step, two files a process, and a manifest with checksums."""
+"""Checkpoints that are complete or absent: one folder per step, two files per process, a manifest with checksums."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints of one run, ``folder/step-00000123``, which every process of the run can read and write.
+    """The checkpoints of one run, ``folder/step-00000123``. Every process of the run must see the folder.
 
-    Each process writes its tensors as safetensors and all else as JSON into a folder of another name, which gets its
-    own once everything is on the disk. Nothing is unpickled on load.
+    Each process writes its tensors as safetensors, and everything else as JSON, into a folder with a temporary name.
+    The folder gets its final name when all files are on the disk. Loading does not unpickle anything.
 
     Attributes:
-        folder: made when the first is saved.
-        config: of the run, as plain values; kept with every checkpoint.
+        folder: created by the first :meth:`save`.
+        config: the config of the run as plain values; stored in every checkpoint.
         rank: of this process.
-        num_ranks: processes of the run.
+        num_ranks: number of processes of the run.
     """
 
     folder: Path
@@ -46,26 +46,29 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, whole or damaged, ascending."""
+        """Steps that have a checkpoint, complete or damaged, in ascending order."""
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def save(self, step: int, state: Any, *, keep_last: int, best: int | None = None) -> None:
-        """Write the state of this process. Collective.
+        """Write the state of this process, and remove old checkpoints. Collective.
+
+        Checkpoints of later steps, which an earlier process of a resumed run has written, and incomplete folders of a
+        crash are removed too.
 
         Args:
-            step: the name of the checkpoint.
+            step: the step of the checkpoint.
             state: see :func:`ddpcore.storage.serialization.pack`.
-            keep_last: checkpoints that are kept, this one among them; older ones are dropped, and so are those of
-                later steps, which a run that was resumed before them has left, and what a crash left half-written.
-            best: the step of one more to keep.
+            keep_last: how many of the last checkpoints to keep, including this one.
+            best: step of one more checkpoint to keep.
         """
         partial = self.folder / f"partial-{step:08d}"
         if self.rank == 0:
             for left in self.folder.glob("partial-*"):
                 shutil.rmtree(left)
             partial.mkdir(parents=True)
-        self._barrier()
+        if self.num_ranks > 1:
+            dist.barrier()
         tree, tensors = pack(state)
         mine = {
             f"rank-{self.rank}.safetensors": safetensors.torch.save(tensors),
@@ -73,64 +76,53 @@ class Checkpoints:
         }
         for name, content in mine.items():
             write_file(partial / name, content)
-        digests: list[Any] = [{name: _digest(content) for name, content in mine.items()}]
+        digests = [{name: _digest(content) for name, content in mine.items()}] * self.num_ranks
         if self.num_ranks > 1:
-            digests = [None] * self.num_ranks
-            dist.all_gather_object(digests, {name: _digest(content) for name, content in mine.items()})
+            dist.all_gather_object(digests, digests[0])
         if self.rank == 0:
-            files = {name: digest for one in digests for name, digest in one.items()}
-            manifest = {
-                "format": FORMAT,
-                "step": step,
-                "num_ranks": self.num_ranks,
-                "config": self.config,
-                "files": files,
-            }
-            text = json.dumps({"manifest": manifest, "sha256": _digest(_canonical(manifest))}, indent=1)
-            write_file(partial / MANIFEST, text.encode())
-            sync_folder(partial)
-            shutil.rmtree(self.path(step), ignore_errors=True)
-            partial.rename(self.path(step))
-            sync_folder(self.folder)
+            self._publish(partial, step, {name: digest for one in digests for name, digest in one.items()})
             kept = {*[other for other in self.steps() if other <= step][-keep_last:], best}
             for other in set(self.steps()) - kept:
                 shutil.rmtree(self.path(other))
 
-    def load_last(self, device: torch.device | str, say: Callable[[str], None]) -> tuple[int, Any] | None:
-        """Step and state of the last whole checkpoint; None where there is none at all. Collective.
+    def _publish(self, partial: Path, step: int, files: dict[str, str]) -> None:
+        """Write the manifest, and give the folder its final name."""
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "num_ranks": self.num_ranks,
+            "config": self.config,
+            "files": files,
+        }
+        text = json.dumps({"manifest": manifest, "sha256": _digest(_canonical(manifest))}, indent=1)
+        write_file(partial / MANIFEST, text.encode())
+        sync_folder(partial)
+        shutil.rmtree(self.path(step), ignore_errors=True)
+        partial.rename(self.path(step))
+        sync_folder(self.folder)
 
-        Damaged ones after it get another name, ``damaged-00000123``, and count no more.
+    def load_last(self, device: torch.device | str, warn: Callable[[str], None]) -> tuple[int, Any] | None:
+        """Step and state of the last complete checkpoint; None if there is no checkpoint. Collective.
+
+        Damaged checkpoints after it are renamed to ``damaged-00000123`` and no longer count.
 
         Args:
             device: for tensors that were on an accelerator.
-            say: called with one line for each damaged checkpoint that is passed over.
+            warn: called with one line for each damaged checkpoint.
 
         Raises:
-            ValueError: all are damaged, or the last whole one is of another number of processes.
+            ValueError: all checkpoints are damaged, or another number of processes has written the last complete one.
         """
-        found = -1
-        steps = self.steps()
+        found, steps = -1, self.steps()
         if self.rank == 0:
-            for step in reversed(steps):
-                problem = self._problem(step)
-                if problem is None:
-                    found = step
-                    break
-                then = "there is none before it" if step == steps[0] else "taking the one before it"
-                say(f"checkpoint {self.path(step)} is damaged ({problem}): {then}")
-            for step in (step for step in steps if 0 <= found < step):
-                damaged = self.folder / f"damaged-{step:08d}"
-                shutil.rmtree(damaged, ignore_errors=True)
-                self.path(step).rename(damaged)
+            found = self._find_last(steps, warn)
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
             dist.broadcast_object_list(answer, src=0)
             found, steps = answer
+        if found < 0 and steps:
+            raise ValueError(f"{self.folder}: every checkpoint is damaged: remove {self.folder.parent} to begin anew")
         if found < 0:
-            if steps:
-                raise ValueError(
-                    f"{self.folder}: every checkpoint is damaged: remove {self.folder.parent} to begin anew"
-                )
             return None
         manifest = self.manifest(found)
         if manifest["num_ranks"] != self.num_ranks:
@@ -143,12 +135,28 @@ class Checkpoints:
         return found, unpack(tree, tensors, device)
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """What a whole checkpoint says of itself: format, step, num_ranks, config, files."""
+        """The manifest of a complete checkpoint: format, step, num_ranks, config, files."""
         manifest: dict[str, Any] = json.loads((self.path(step) / MANIFEST).read_bytes())["manifest"]
         return manifest
 
+    def _find_last(self, steps: list[int], warn: Callable[[str], None]) -> int:
+        """The last complete step, -1 if there is none; renames the damaged checkpoints after it."""
+        damaged: list[int] = []
+        for step in reversed(steps):
+            problem = self._problem(step)
+            if problem is None:
+                for later in damaged:
+                    renamed = self.folder / f"damaged-{later:08d}"
+                    shutil.rmtree(renamed, ignore_errors=True)
+                    self.path(later).rename(renamed)
+                return step
+            then = "there is none before it" if step == steps[0] else "taking the one before it"
+            warn(f"checkpoint {self.path(step)} is damaged ({problem}): {then}")
+            damaged.append(step)
+        return -1
+
     def _problem(self, step: int) -> str | None:
-        """What is wrong with a checkpoint; None where it is whole."""
+        """What is wrong with a checkpoint; None if it is complete."""
         folder = self.path(step)
         try:
             outer = json.loads((folder / MANIFEST).read_bytes())
@@ -165,10 +173,6 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             return f"{type(error).__name__}: {error}"
         return None
-
-    def _barrier(self) -> None:
-        if self.num_ranks > 1:
-            dist.barrier()
 
 
 def _digest(content: bytes) -> str:

@@ -1,9 +1,9 @@
-"""What a training run is, as one frozen value: a row of an experiment is a mapping of what differs from another."""
+"""``TrainConfig``: a training run as one frozen value, and its checks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -15,6 +15,7 @@ from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
 from ddpcore.optim.schedules import SCHEDULES
+from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
 from ddpcore.strategies.base import Baseline, Strategy
@@ -26,10 +27,10 @@ PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
 EVALUATION_SPLITS = ("test", "validation")
-# Where and how often things are written changes no result: a run may be resumed with other values of these.
+# Fields that change no result: they may change when a run is resumed.
 BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best")
 
-# Fields that name a part of the run, and where the parts of this kind are found; `model` has its `model_options`.
+# Fields that name a part of the run, and the registry of such parts. The options of `model` are in `model_options`.
 REGISTRIES: Mapping[str, Registry[Any]] = {
     "model": MODELS,
     "dataset": DATASETS,
@@ -38,176 +39,129 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
     "strategy": STRATEGIES,
     "topology": TOPOLOGIES,
 }
-# Fields that hold options, and the field that names what they are options of.
+# Fields that hold options, and the field that names the part with these options.
 OPTIONS = {f"{name}_options": name for name in REGISTRIES} | {"policies": ""}
-CHOICES = {
-    "sampler": SAMPLERS,
-    "schedule_unit": UNITS,
-    "precision": PRECISIONS,
-    "device": DEVICES,
-    "transport": TRANSPORTS,
-    "evaluate_on": EVALUATION_SPLITS,
-    "evaluation_batch_norm": BATCH_NORM,
-}
-# Bounds of numbers, as check_range takes them. None, where a field may be None, keeps all.
-_COUNT, _NOT_NEGATIVE, _SHARE = {"least": 1}, {"least": 0}, {"least": 0, "most": 1}
-RANGES: Mapping[str, Mapping[str, float]] = {
-    **dict.fromkeys(("batch_size", "accumulation", "epochs", "steps", "learners", "keep_last"), _COUNT),
-    **dict.fromkeys(("recalibration_batches", "reference_batch_size", "num_train", "num_test"), _COUNT),
-    **dict.fromkeys(("num_validation", "evaluate_every", "checkpoint_every", "lr", "warmup"), _NOT_NEGATIVE),
-    **dict.fromkeys(("statistics_every", "flatness_samples"), _NOT_NEGATIVE),
-    **dict.fromkeys(("warmup_start", "label_smoothing"), _SHARE),
-    "statistics_samples": _COUNT,
-    "max_grad_norm": {"above": 0},
-    "gamma": {"above": 0, "most": 1},
-    "target": {"above": 0, "most": 1},
-    "diverged_above": {"above": 1},
-    "seed": {"least": 0, "below": 2**62},
-}
+
+
+def _field(default: Any, about: str, choices: Sequence[str] = (), **bounds: float) -> Any:
+    """A field: its default (``dict`` makes a new dict), its meaning, its choices, its bounds for ``check_range``."""
+    metadata = {"about": about, "choices": choices, "bounds": bounds}
+    return (
+        field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. Constructing one checks everything that can be known before data are read.
+    """A training run. The constructor checks everything that can be checked without reading data.
 
-    Attributes:
-        model: a part by name, as ``dataset``, ``optimizer``, ``schedule``, ``strategy`` and ``topology`` are: one of
-            ddpcore's, your own as ``module:attribute``, or one of an installed package. See
-            :mod:`ddpcore.options.registry`.
-        model_options: of that model, such as ``{"dropout": 0.2}``.
-        channels_last: keep the weights of convolutions in channels-last order, which GPUs and bf16 like.
-        dataset: see ``model``; ``synthetic`` takes the shape that the model takes.
-        dataset_options: of that data set, see ``DATASETS.options(name)``.
-        data_dir: the folder of its files.
-        download: fetch missing files into ``data_dir`` first.
-        normalize: images to mean 0 and standard deviation 1 a channel.
-        augment: random crops, and flips but for digits, of training images.
-        num_validation: training samples that are held out for validation.
-        num_train: train on so many of the others alone, see :meth:`ddpcore.data.Dataset.limit`.
-        num_test: test on so many samples alone.
-        random_labels: draw the training labels at random: only the samples can be learned.
-        sampler: how samples are dealt to learners, see :class:`ddpcore.data.ShardedBatches`.
-        drop_last: leave the incomplete batch at the end of an epoch out.
-        batch_size: global, over all learners, of one optimizer step.
-        accumulation: backward passes a step, each over an equal part of every learner's share of the batch.
-        epochs: length of the run; or
-        steps: its length in optimizer steps. Exactly one of the two.
-        optimizer: see ``model``; ``sgd``, ``lars`` and ``lamb`` are ddpcore's, the other short names torch's.
-        optimizer_options: of that optimizer, such as ``{"momentum": 0.9, "weight_decay": 5e-4}``.
-        param_groups: leave biases and norms without weight decay and adaptation, see :mod:`ddpcore.optim.groups`.
-        lr: peak learning rate, for a batch of ``reference_batch_size`` where that is given.
-        reference_batch_size: scale ``lr`` linearly with ``batch_size / reference_batch_size``; None leaves it as it is.
-        schedule: ``constant``; ``step``, times ``gamma`` at each of ``milestones``; ``cosine`` to 0 at the end of the
-            run; ``exponential``, times ``gamma`` each unit of time; or a user's own, see ``model``.
-        schedule_options: of a user's own schedule.
-        schedule_unit: of ``milestones``, ``warmup`` and ``gamma``: ``epochs`` or ``steps``.
-        milestones: for ``step``, ascending.
-        gamma: see ``schedule``.
-        warmup: linear ramp over so many units; the schedule is not delayed by it.
-        warmup_start: share of the learning rate at which the ramp starts.
-        label_smoothing: share of the label that is spread over all classes, in training alone.
-        max_grad_norm: gradients of a learner that are longer are scaled to this length.
-        precision: ``fp32``, or ``bf16`` for forward passes under autocast.
-        compile: run the model through ``torch.compile``.
-        strategy: see ``model``.
-        strategy_options: of that strategy, see :mod:`ddpcore.strategies.registry`.
-        topology: see ``model``; for strategies with neighbours.
-        topology_options: of that topology.
-        policies: fields of :class:`ddpcore.Policies`.
-        learners: how many; virtual ones of one process, or spread evenly over the ranks, one or several on each.
-        device: ``cpu``, ``cuda``, or ``auto``.
-        transport: what carries bytes between real ranks, see :func:`ddpcore.distribute`.
-        link: a network to emulate between real ranks, which seconds are then of, ``10Gb/s,50us``: see
-            :meth:`ddpcore.comm.Link.parse`.
-        target: end the run at an evaluation whose accuracy is at least this, 0 to 1.
-        evaluate_every: epochs between two evaluations of the averaged model; 0 evaluates at the end alone.
-        evaluate_on: ``test``, or ``validation``, which leaves the test split to the very end.
-        evaluation_batch_norm: how the averaged model comes by its statistics, see
-            :meth:`ddpcore.Distributed.evaluation_model`.
-        recalibration_batches: training batches for ``recalibrate``.
-        statistics_every: steps between two records of :class:`ddpcore.diagnostics.NoiseStatistics`; 0 takes none.
-        statistics_samples: training samples, drawn from the seed, whose gradient stands for that of the full loss; None
-            takes the training set.
-        flatness_samples: training samples on which :func:`ddpcore.diagnostics.flatness` looks at the averaged model at
-            the end; 0 does not look.
-        escape_loss: level of the full loss below which a run counts as escaped from where it began.
-        seed: of weights, dropout, batches, augmentation, pairs and noise.
-        diverged_above: stop where the training loss exceeds this many times that of the first step; None stops where it
-            is not finite alone.
-        checkpoint_every: steps between two checkpoints; None writes one at the end of each epoch, 0 none.
-        keep_last: checkpoints that are kept.
-        keep_best: whether the one with the best accuracy is kept beside them.
+    ``model``, ``dataset``, ``optimizer``, ``schedule``, ``strategy`` and ``topology`` each are the name of a part of
+    ddpcore or of an installed package, or your own part as ``module:attribute``, see :mod:`ddpcore.options.registry`.
+    The ``*_options`` are options of the part, such as ``{"dropout": 0.2}``.
 
     Raises:
-        ValueError: a field is wrong; the message names it, its value, and what to do.
+        ValueError: a field is wrong; the message has its name, its value, and what to do.
+
     """
 
-    model: str = "lenet5"
-    model_options: Mapping[str, Any] = field(default_factory=dict)
-    channels_last: bool = False
-    dataset: str = "synthetic"
-    dataset_options: Mapping[str, Any] = field(default_factory=dict)
-    data_dir: str | None = None
-    download: bool = False
-    normalize: bool = False
-    augment: bool = False
-    num_validation: int = 0
-    num_train: int | None = None
-    num_test: int | None = None
-    random_labels: bool = False
-    sampler: str = SAMPLERS[0]
-    drop_last: bool = True
-    batch_size: int = 128
-    accumulation: int = 1
-    epochs: int | None = None
-    steps: int | None = None
-    optimizer: str = "sgd"
-    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
-    param_groups: bool = False
-    lr: float = 0.1
-    reference_batch_size: int | None = None
-    schedule: str = "constant"
-    schedule_options: Mapping[str, Any] = field(default_factory=dict)
-    schedule_unit: str = UNITS[0]
-    milestones: tuple[float, ...] = ()
-    gamma: float = 0.1
-    warmup: float = 0.0
-    warmup_start: float = 0.0
-    label_smoothing: float = 0.0
-    max_grad_norm: float | None = None
-    precision: str = PRECISIONS[0]
-    compile: bool = False
-    strategy: str = "single"
-    strategy_options: Mapping[str, Any] = field(default_factory=dict)
-    topology: str = "random_pair"
-    topology_options: Mapping[str, Any] = field(default_factory=dict)
-    policies: Mapping[str, str] = field(default_factory=dict)
-    learners: int = 1
-    device: str = DEVICES[0]
-    transport: str = TRANSPORTS[0]
-    link: str | None = None
-    target: float | None = None
-    evaluate_every: int = 1
-    evaluate_on: str = EVALUATION_SPLITS[0]
-    evaluation_batch_norm: str = BATCH_NORM[0]
-    recalibration_batches: int = 32
-    statistics_every: int = 0
-    statistics_samples: int | None = None
-    flatness_samples: int = 0
-    escape_loss: float | None = None
-    seed: int = 0
-    diverged_above: float | None = None
-    checkpoint_every: int | None = None
-    keep_last: int = 2
-    keep_best: bool = True
+    model: str = _field("lenet5", "the model")
+    model_options: Mapping[str, Any] = _field(dict, "its options")
+    channels_last: bool = _field(False, "store convolution weights in channels-last order, faster on GPUs and in bf16")
+    dataset: str = _field("synthetic", "the data set; ``synthetic`` makes samples of the shape that the model takes")
+    dataset_options: Mapping[str, Any] = _field(dict, "its options, see ``DATASETS.options(name)``")
+    data_dir: str | None = _field(None, "the folder of its files")
+    download: bool = _field(False, "first download missing files into ``data_dir``")
+    normalize: bool = _field(False, "normalize images to mean 0 and standard deviation 1 in each channel")
+    augment: bool = _field(False, "augment training images by random crops and, except for digits, random flips")
+    num_validation: int = _field(0, "training samples that are held out for validation", least=0)
+    num_train: int | None = _field(
+        None, "use only this many of the others, see :meth:`ddpcore.data.Dataset.limit`", least=1
+    )
+    num_test: int | None = _field(None, "use only this many test samples", least=1)
+    random_labels: bool = _field(False, "replace training labels by random ones, which can only be memorized")
+    sampler: str = _field(SAMPLERS[0], "how learners get samples, see :class:`ddpcore.data.ShardedBatches`", SAMPLERS)
+    drop_last: bool = _field(True, "skip the incomplete batch at the end of an epoch")
+    batch_size: int = _field(128, "samples of one optimizer step, over all learners", least=1)
+    accumulation: int = _field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
+    epochs: int | None = _field(None, "length of the run in epochs; set either ``epochs`` or ``steps``", least=1)
+    steps: int | None = _field(None, "length of the run in optimizer steps", least=1)
+    optimizer: str = _field("sgd", "``sgd``, ``lars``, ``lamb`` are ddpcore's; the other short names are torch's")
+    optimizer_options: Mapping[str, Any] = _field(dict, 'its options, such as ``{"momentum": 0.9}``')
+    param_groups: bool = _field(
+        False, "no weight decay and no layer-wise adaptation of biases and norms, see :mod:`ddpcore.optim.groups`"
+    )
+    lr: float = _field(0.1, "peak learning rate; with ``reference_batch_size``, that of the reference batch", least=0)
+    reference_batch_size: int | None = _field(
+        None, "multiply ``lr`` by ``batch_size / reference_batch_size``; None uses ``lr`` unchanged", least=1
+    )
+    schedule: str = _field(
+        "constant",
+        "``constant``; ``step`` multiplies the learning rate by ``gamma`` at each of ``milestones``; ``cosine`` decays "
+        "to 0 at the end of the run; ``exponential`` multiplies by ``gamma`` per ``schedule_unit``; or your own",
+    )
+    schedule_options: Mapping[str, Any] = _field(dict, "options of your own schedule")
+    schedule_unit: str = _field(UNITS[0], "unit of ``milestones``, ``warmup`` and ``gamma``", UNITS)
+    milestones: tuple[float, ...] = _field((), "of the schedule ``step``, in ascending order")
+    gamma: float = _field(0.1, "factor of the schedules ``step`` and ``exponential``", above=0, most=1)
+    warmup: float = _field(0.0, "length of a linear ramp of the learning rate; does not delay the schedule", least=0)
+    warmup_start: float = _field(0.0, "the ramp starts at this share of the learning rate", least=0, most=1)
+    label_smoothing: float = _field(0.0, "share of the label that all classes get, only in training", least=0, most=1)
+    max_grad_norm: float | None = _field(None, "clip the gradient of each learner to this norm", above=0)
+    precision: str = _field(PRECISIONS[0], "``bf16`` runs forward passes under autocast", PRECISIONS)
+    compile: bool = _field(False, "run the model through ``torch.compile``")
+    strategy: str = _field("single", "how learners average gradients or weights")
+    strategy_options: Mapping[str, Any] = _field(dict, "its options, see :mod:`ddpcore.strategies.registry`")
+    topology: str = _field("random_pair", "the neighbours, for strategies that have neighbours")
+    topology_options: Mapping[str, Any] = _field(dict, "its options")
+    policies: Mapping[str, str] = _field(dict, "fields of :class:`ddpcore.Policies`")
+    learners: int = _field(1, "learners, virtual in one process or the same number on each rank", least=1)
+    device: str = _field(DEVICES[0], "where to train", DEVICES)
+    transport: str = _field(TRANSPORTS[0], "how ranks exchange bytes, see :func:`ddpcore.distribute`", TRANSPORTS)
+    link: str | None = _field(
+        None,
+        "a network to emulate between real ranks, ``10Gb/s,50us``, see :meth:`ddpcore.comm.Link.parse`; the seconds of "
+        "the run are then those on this network",
+    )
+    target: float | None = _field(
+        None, "accuracy; the run ends at the first evaluation that reaches it", above=0, most=1
+    )
+    evaluate_every: int = _field(1, "epochs between evaluations of the averaged model; 0: only at the end", least=0)
+    evaluate_on: str = _field(
+        EVALUATION_SPLITS[0], "``validation`` uses the test split only once, at the end", EVALUATION_SPLITS
+    )
+    evaluation_batch_norm: str = _field(
+        BATCH_NORM[0], "of the averaged model, see :meth:`ddpcore.Distributed.evaluation_model`", BATCH_NORM
+    )
+    recalibration_batches: int = _field(32, "training batches for the batch normalization ``recalibrate``", least=1)
+    statistics_every: int = _field(
+        0, "steps between records of :class:`ddpcore.diagnostics.NoiseStatistics`; 0: no statistics", least=0
+    )
+    statistics_samples: int | None = _field(
+        None, "random training samples for the full loss of the statistics; None: the training set", least=1
+    )
+    flatness_samples: int = _field(
+        0,
+        "training samples for :func:`ddpcore.diagnostics.flatness` of the averaged model at the end; 0: none",
+        least=0,
+    )
+    escape_loss: float | None = _field(None, "a run has escaped from its start when the full loss is below this")
+    seed: int = _field(0, "of weights, dropout, batches, augmentation, gossip pairs and noise", **SEED_RANGE)
+    diverged_above: float | None = _field(
+        None, "stop if the loss exceeds this many times that of step 1; None: stop only if it is not finite", above=1
+    )
+    checkpoint_every: int | None = _field(
+        None, "steps between checkpoints; None: one at the end of each epoch; 0: none", least=0
+    )
+    keep_last: int = _field(2, "how many of the last checkpoints to keep", least=1)
+    keep_best: bool = _field(True, "also keep the checkpoint with the best accuracy")
 
     def __post_init__(self) -> None:
-        for name in _hints():
-            object.__setattr__(self, name, typed_field(name, getattr(self, name)))
-        for name, bounds in RANGES.items():
-            check_range(name, getattr(self, name), **bounds)
-        for name, allowed in CHOICES.items():
-            check_choice(name, getattr(self, name), allowed)
+        for item in fields(self):
+            name, value = item.name, typed(item.name, getattr(self, item.name), _hints()[item.name])
+            object.__setattr__(self, name, value)
+            check_range(name, value, **item.metadata["bounds"])
+            if item.metadata["choices"]:
+                check_choice(name, value, item.metadata["choices"])
         self._check_combinations()
         self._check_options()
 
@@ -220,29 +174,33 @@ class TrainConfig:
                 f"{self.learners} x {self.accumulation}"
             )
         if self.strategy == "single" and self.learners > 1:
-            raise ValueError(f"learners is {self.learners}: single trains one, take the strategy ssgd for more")
+            raise ValueError(f"learners is {self.learners}: single trains one learner, take the strategy ssgd for more")
         if self.link is not None and self.learners == 1:
-            raise ValueError(f"link is {self.link!r} and learners is 1: it has nobody to send to, leave it out")
+            raise ValueError(f"link is {self.link!r} and learners is 1: one learner sends nothing, leave it out")
         if self.evaluate_on == "validation" and not self.num_validation:
             raise ValueError("evaluate_on is 'validation': set num_validation to the samples to hold out")
         if bool(self.milestones) != (self.schedule == "step"):
-            raise ValueError(f"milestones is {self.milestones}: they and the schedule 'step' go together")
+            raise ValueError(f"milestones is {self.milestones}: set milestones if and only if schedule is 'step'")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=0) < 0:
-            raise ValueError(f"milestones is {self.milestones}: they must ascend from 0")
+            raise ValueError(f"milestones is {self.milestones}: they must be in ascending order, from 0")
         if self.statistics_every and (self.learners == 1 or self.strategy in ("ddp", "push_sum")):
             raise ValueError(
-                f"statistics_every is {self.statistics_every}: it compares two learners at least, of another strategy "
-                "than ddp and push_sum; set it to 0"
+                f"statistics_every is {self.statistics_every}: it needs at least two learners, and a strategy "
+                "other than ddp and push_sum; set it to 0"
             )
         if self.escape_loss is not None and not self.statistics_every:
-            raise ValueError("escape_loss is looked for where the full loss is known: set statistics_every")
+            raise ValueError(
+                f"escape_loss is {self.escape_loss}: the statistics compute the full loss, set statistics_every"
+            )
         if self.target is not None and not self.evaluate_every:
-            raise ValueError(f"target is {self.target}: evaluations look for it, set evaluate_every to 1 or more")
+            raise ValueError(
+                f"target is {self.target}: only an evaluation can reach it, set evaluate_every to 1 or more"
+            )
         if self.policies.get("scaler", "keep") != "keep":
             raise ValueError("policies has a scaler: bf16 and fp32 need none, leave it out")
 
     def _check_options(self) -> None:
-        """Options belong to what they are options of, which builds it here once and throws it away."""
+        """Check the options of each part. Strategy, topology and link are built, which checks the values too."""
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         for name, registry in REGISTRIES.items():
@@ -253,60 +211,44 @@ class TrainConfig:
         self.make_strategy()
 
     def make_strategy(self) -> Strategy | Baseline:
-        """A new strategy, with its topology.
-
-        Raises:
-            ValueError: its options are wrong.
-        """
+        """A new strategy with its topology. Raises ValueError if an option is wrong."""
         options = dict(self.strategy_options)
         if "seed" in STRATEGIES.options(self.strategy):
             options.setdefault("seed", self.seed)
         return STRATEGIES.build(self.strategy, topology=self.make_topology(), **options)
 
     def make_topology(self) -> Topology:
-        """A new topology.
-
-        Raises:
-            ValueError: its options are wrong.
-        """
+        """A new topology. Raises ValueError if an option is wrong."""
         return TOPOLOGIES.build(self.topology, seed=self.seed, **self.topology_options)
 
     def make_link(self) -> Link | None:
-        """The network to emulate.
-
-        Raises:
-            ValueError: its text is of another form.
-        """
+        """The network to emulate. Raises ValueError if the text of ``link`` has another form."""
         return None if self.link is None else Link.parse(self.link)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, of plain dicts, lists, numbers and text: for JSON and, without its None values, for TOML."""
+        """All fields as plain dicts, lists, numbers and text, for JSON and, without the None values, for TOML."""
         return {name: plain(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The config of a mapping; a field that is not there has its default.
+        """The config with these fields; a missing field has its default.
 
         Raises:
-            ValueError: a key is no field; the message has the nearest one.
+            ValueError: a key is no field (the message names the most similar field), or a value is wrong.
         """
         check_keys("a training run", values, (item.name for item in fields(cls)))
         return cls(**values)
 
     def overridden(self, overrides: Mapping[str, Any]) -> TrainConfig:
-        """This config with some fields changed, see :func:`merged`.
-
-        Raises:
-            ValueError: as in :meth:`from_dict`.
-        """
+        """This config with some fields changed, see :func:`merged`. Raises ValueError as :meth:`from_dict` does."""
         return TrainConfig.from_dict(merged(self.to_dict(), overrides))
 
     def difference(self, other: Mapping[str, Any]) -> list[str]:
-        """What of another config's :meth:`to_dict` would give other results, as ``name is x, not y``.
+        """The fields that differ from another config's :meth:`to_dict` and change results, as ``name is x, not y``.
 
-        A field that it does not have, because it is older than the field, is at its default.
+        A field that ``other`` lacks, because it was written before the field existed, has its default.
         """
-        mine, other = self.to_dict(), {**_defaults(), **other}
+        mine, other = self.to_dict(), {**TrainConfig(epochs=1).to_dict(), "epochs": None, **other}
         return [
             f"{name} is {mine.get(name)!r}, not {other.get(name)!r}"
             for name in sorted({*mine, *other} - set(BOOKKEEPING))
@@ -314,18 +256,16 @@ class TrainConfig:
         ]
 
 
-def _defaults() -> dict[str, Any]:
-    """Fields that need not be given."""
-    values = {item.name: item.default for item in fields(TrainConfig) if item.default is not MISSING}
-    made = {item.name: item.default_factory() for item in fields(TrainConfig) if item.default_factory is not MISSING}
-    return {name: plain(value) for name, value in {**values, **made}.items()}
+TrainConfig.__doc__ = f"{TrainConfig.__doc__}Attributes:\n" + "\n".join(
+    f"        {item.name}: {item.metadata['about']}" for item in fields(TrainConfig)
+)
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config, all or some, with others laid over them; nothing is checked but that options are mappings.
+    """Fields of a config, all or some, with overrides. Only checks that options are mappings.
 
-    Mappings (``optimizer_options`` and the like) are merged key by key, unless what they are options of becomes another
-    too: the options of another optimizer begin anew. ``steps`` takes the place of ``epochs``, and the other way round.
+    Options (``optimizer_options`` and the like) are merged key by key. If the part itself changes, its old options are
+    dropped. ``steps`` replaces ``epochs``, and ``epochs`` replaces ``steps``.
 
     Raises:
         ValueError: options are no mapping.
@@ -333,24 +273,16 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     result = {**values, **overrides}
     for name, owner in OPTIONS.items():
         if name in result:
-            kept, more = (typed_field(name, layer.get(name, {})) for layer in (values, overrides))
-            anew = owner in overrides and overrides[owner] != values.get(owner, getattr(TrainConfig, owner))
-            result[name] = more if anew else {**kept, **more}
+            kept, more = (typed(name, layer.get(name, {}), _hints()[name]) for layer in (values, overrides))
+            changes = owner in overrides and overrides[owner] != values.get(owner, getattr(TrainConfig, owner))
+            result[name] = more if changes else {**kept, **more}
     for name, other in (("epochs", "steps"), ("steps", "epochs")):
         if overrides.get(name) is not None and other not in overrides:
             result[other] = None
     return result
 
 
-def typed_field(name: str, value: Any) -> Any:
-    """A value as the field of this name holds it; whether it makes sense there is for :class:`TrainConfig` to say.
-
-    Raises:
-        ValueError: it is of another kind.
-    """
-    return typed(name, value, _hints()[name])
-
-
 @cache
 def _hints() -> dict[str, Any]:
+    """The type of each field."""
     return get_type_hints(TrainConfig)

@@ -1,8 +1,8 @@
-"""How good a model is on a split. Shapes: C classes."""
+"""Evaluation of a model on a split. Shapes: C classes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,11 @@ BATCH_SIZE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was seen on all samples of a split.
+    """The result over all samples of a split.
 
     Attributes:
         loss: mean cross-entropy, without label smoothing.
-        confusion: counts ``[C, C + 1]``, see :func:`ddpcore.metrics.confusion_matrix`.
+        confusion: counts ``[C, C + 1]``, see :func:`ddpcore.training.scores.confusion_matrix`.
     """
 
     loss: float
@@ -34,25 +34,30 @@ class Evaluation:
 
     @property
     def error_pct(self) -> float:
-        """Percentage of samples that the model gets wrong."""
+        """Percentage of wrong predictions."""
         total = int(self.confusion.sum())
         return 100.0 * (total - int(self.confusion.diagonal().sum())) / total
+
+    def to_dict(self) -> dict[str, float]:
+        """Loss and scores, for a record."""
+        return {"loss": self.loss, **asdict(self.scores)}
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicator) -> Evaluation:
-    """A model, alike on every rank, on a split; each rank takes a part of the samples. Collective.
+    """Evaluate a model on a split; each rank takes a part of the samples. Collective.
 
     Args:
-        model: in evaluation mode.
+        model: in evaluation mode, the same on every rank.
         split: on the device of the model.
         num_classes: C.
-        comm: who takes part.
+        comm: the learners that take part.
     """
     device, num_rows = split.labels.device, len(comm.learners)
     samples = torch.arange(len(split), device=device).tensor_split(comm.num_learners // num_rows)
     mine = samples[comm.learners[0] // num_rows]
-    loss = torch.zeros(num_rows, dtype=torch.float64, device=device)  # a row a learner, and all of it in the first
+    # gather takes one row per learner: the first row holds the sums of this process, and the others stay zero.
+    loss = torch.zeros(num_rows, dtype=torch.float64, device=device)
     confusion = torch.zeros(num_rows, num_classes, num_classes + 1, dtype=torch.int64, device=device)
     for chunk in mine.split(BATCH_SIZE) if len(mine) else ():
         inputs, labels = split.batch(chunk)

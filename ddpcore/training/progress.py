@@ -1,11 +1,12 @@
-"""How far a run is: what a checkpoint keeps beside weights, optimizer, strategy and random numbers.
+"""Progress of a run: its losses, times and evaluations so far.
 
-Shapes: L learners held by this process, n learners in all.
+Shapes: L learners of this process, n learners in all.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,19 +18,19 @@ from ddpcore.comm.base import Communicator
 
 @dataclass
 class Progress:
-    """Sums since the epoch began and since the loss was last looked at, on the device: no step waits for them.
+    """Progress of a run. The sums of losses stay on the device, so that no step waits for it.
 
     Attributes:
-        epoch_loss_L: sum of the losses of this epoch's steps.
-        epoch_steps: how many they are.
-        window_loss_L: sum of the losses since the last check.
-        window_steps: how many they are.
-        first_loss: of the first step, mean over all learners.
+        epoch_loss_L: sum of the losses of the steps of this epoch.
+        window_loss_L: sum of the losses since the last :meth:`check`.
+        epoch_steps: number of steps in ``epoch_loss_L``.
+        window_steps: number of steps in ``window_loss_L``.
+        first_loss: loss of the first step, mean over all learners.
         accuracy: of the last evaluation.
-        best: accuracy, epoch and step of the best one.
-        epoch_seconds: of training in this epoch.
-        seconds: of the whole run, evaluation and checkpoints included.
-        diverged: whether the run ended for that.
+        best: accuracy, epoch and step of the best evaluation.
+        epoch_seconds: seconds of training in this epoch.
+        seconds: :attr:`total_seconds` when this object was made: 0, or the value of a checkpoint.
+        diverged: whether the run has diverged.
     """
 
     epoch_loss_L: Tensor
@@ -43,29 +44,41 @@ class Progress:
     seconds: float = 0.0
     diverged: bool = False
 
+    def __post_init__(self) -> None:
+        self._started = time.perf_counter() - self.seconds
+
     @classmethod
     def start(cls, num_learners: int, device: torch.device) -> Progress:
-        """At the first step, for so many learners held here."""
+        """The progress before the first step, for L = ``num_learners``."""
         zeros_L = torch.zeros(num_learners, dtype=torch.float64, device=device)
         return cls(epoch_loss_L=zeros_L, window_loss_L=zeros_L.clone())
 
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of the whole run, with evaluations and checkpoints, and without the time between two processes."""
+        return time.perf_counter() - self._started
+
     def add(self, losses_L: Tensor) -> None:
-        """A step was taken."""
+        """Add the losses of one step."""
         self.epoch_loss_L += losses_L
         self.window_loss_L += losses_L
         self.epoch_steps += 1
         self.window_steps += 1
 
+    def add_seconds(self, seconds: float) -> None:
+        """Add seconds of training."""
+        self.epoch_seconds += seconds
+
     def check(self, comm: Communicator, stop: bool, diverged_above: float | None) -> tuple[float, bool]:
-        """Look at the loss since the last check, and find out whether any rank was asked to stop. Collective.
+        """Compute the loss since the last check, detect divergence, and agree on whether to stop. Collective.
 
         Args:
             comm: the learners.
-            stop: whether this rank was.
+            stop: whether this rank must stop.
             diverged_above: see ``TrainConfig``.
 
         Returns:
-            The mean loss over steps and learners, and whether to stop.
+            The mean loss over steps and learners, and whether any rank must stop.
         """
         mine_L2 = torch.stack([self.window_loss_L, torch.full_like(self.window_loss_L, stop)], dim=1)
         losses_n, stops_n = comm.gather(mine_L2).cpu().unbind(dim=1)
@@ -79,14 +92,14 @@ class Progress:
         return loss, bool(stops_n.any())
 
     def end_epoch(self, comm: Communicator) -> float:
-        """The mean training loss of the epoch over steps and learners; the sums begin anew. Collective."""
+        """The mean training loss of the epoch over steps and learners; sets the sums of the epoch to 0. Collective."""
         loss = comm.gather(self.epoch_loss_L).mean().item() / self.epoch_steps
         self.epoch_loss_L.zero_()
         self.epoch_steps, self.epoch_seconds = 0, 0.0
         return loss
 
     def evaluated(self, accuracy: float, loss: float, epoch: int, step: int) -> bool:
-        """Take note of an evaluation; True where it is the best so far. A loss that is not finite is a divergence."""
+        """Store an evaluation and return whether it is the best so far. A loss that is not finite is a divergence."""
         self.accuracy = accuracy
         if not math.isfinite(loss):
             self.diverged = True
@@ -97,5 +110,5 @@ class Progress:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Every field."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """The arguments that make an equal object."""
+        return {item.name: getattr(self, item.name) for item in fields(self)} | {"seconds": self.total_seconds}

@@ -1,4 +1,4 @@
-"""What a run wrote down: one JSON object a line, in ``record.jsonl`` of its folder."""
+"""The record of a run: ``record.jsonl`` in its folder, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ FILE = "record.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The record of one run.
+    """The record of one run. The ``kind`` of a line decides which attribute holds it.
 
     Attributes:
         path: the file.
         header: ``kind`` "run": config, num_parameters, num_samples, num_classes, dataset_digest
             (:meth:`ddpcore.data.Dataset.digest`), device, versions, commit, date.
-        resumed: ``kind`` "resume", one each time that the run went on: step, and device, versions, commit, date.
-        epochs: ``kind`` "epoch", one an epoch: epoch (from 1), step, train_loss, lr, seconds (of training, over a
-            config's link as they would be there),
-            samples_per_s, consensus_distance, evaluation_seconds, total_seconds, and where there was an evaluation
-            split, loss, accuracy, precision, recall, f1, specificity, all of that split and 0..1.
-        statistics: ``kind`` "statistics", one every ``statistics_every`` steps: what
-            :class:`ddpcore.diagnostics.NoiseRecord` holds, without single parameters.
+        resumed: ``kind`` "resume", one line each time that the run was resumed: step, device, versions, commit, date.
+        epochs: ``kind`` "epoch", one line per epoch: epoch (from 1), step, train_loss, lr, seconds (of training; with
+            ``link``, seconds on the emulated network), samples_per_s, consensus_distance, evaluation_seconds,
+            total_seconds. After an evaluation also split, and loss, accuracy, precision, recall, f1 and specificity on
+            that split, the last five from 0 to 1.
+        statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
+            :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
         final: ``kind`` "end": step, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch,
-            total_seconds, and test, the scores of the test split, of a run that was evaluated on the validation split;
-            flatness, what :class:`ddpcore.diagnostics.Flatness` holds, where it was asked for; flatness_reason, why
-            there is none then; empty while the run is not over.
+            total_seconds; test, the scores on the test split if the run was evaluated on the validation split;
+            flatness, the values of :class:`ddpcore.diagnostics.Flatness`, if the config requests it; flatness_reason,
+            why flatness is missing. Empty if the run has not ended.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class RunRecord:
         """The record in a run's folder.
 
         Raises:
-            ValueError: there is none, or it is damaged.
+            ValueError: there is no record, or it is damaged.
         """
         path = Path(out) / FILE
         kinds: dict[str, list[dict[str, Any]]] = {"run": [], "resume": [], "epoch": [], "statistics": [], "end": []}
@@ -67,9 +67,7 @@ class RunRecord:
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line of a record; none where there is no file.
-
-    A last line that a crash has cut off, or a full disk, is passed over; :func:`mend` takes it away.
+    """All lines of a record; none if the file does not exist. An incomplete last line, after a crash, is skipped.
 
     Raises:
         ValueError: a line is no JSON object.
@@ -91,7 +89,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def mend(path: Path) -> None:
-    """Take away a last line that was cut off, so that the next one does not follow in it."""
+    """Remove an incomplete last line, so that the next line can be appended."""
     content = path.read_bytes() if path.is_file() else b""
     if content and not content.endswith(b"\n"):
         replace_file(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows(path)))

@@ -1,30 +1,32 @@
-"""``train``: a config becomes a trained model, its record and its checkpoints."""
+"""``train``: from a config to a trained model, its record and its checkpoints."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from ddpcore.data import Dataset
+from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
 from ddpcore.training import record
-from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer
+from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
 from ddpcore.training.checkpoint import Checkpoints
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
 from ddpcore.training.record import RunRecord
 from ddpcore.training.run_writer import RunWriter, check_tensorboard
+from ddpcore.training.statistics import check_samples, noise_statistics
+from ddpcore.training.trainer import Trainer
 
 
 class Interrupted(Stopped):
-    """The run was asked to stop (SIGINT or SIGTERM); its message says after which step it was saved."""
+    """SIGINT or SIGTERM stopped the run; the message says after which step it was saved."""
 
 
 def train(
@@ -36,137 +38,148 @@ def train(
     dataset: Dataset | None = None,
     tensorboard: bool = False,
 ) -> RunRecord:
-    """Train as the config says, and write everything into a folder.
+    """Train as the config says, and write all results into a folder.
 
     Args:
         config: the run.
-        out: its folder: ``record.jsonl``, ``model.safetensors`` (the averaged model at the end), ``checkpoints/``.
-        world: this process's place among real ranks, whose process group is initialised, as
-            :func:`ddpcore.runtime.launch.run` gives it to its worker; every rank calls ``train``. None, or a world of
-            one: the config's learners are virtual and live in this process.
-        resume: go on from the last whole checkpoint in ``out``; where there is none, begin.
-        dataset: takes the place of the one that the config names.
-        tensorboard: write what the record has for TensorBoard too (extra ``tensorboard``).
+        out: the folder for ``record.jsonl``, ``model.safetensors`` (the averaged model at the end) and
+            ``checkpoints/``.
+        world: for real ranks, the ``world`` that :func:`ddpcore.runtime.launch.run` passes to its worker, with an
+            initialized process group; every rank calls ``train``. With None, or a world of one, the config's learners
+            are virtual learners of this process.
+        resume: continue from the last complete checkpoint in ``out``; begin if there is none.
+        dataset: used instead of the data set of the config.
+        tensorboard: also write the numbers of the record for TensorBoard (extra ``tensorboard``).
 
     Returns:
         The record, on every rank.
 
     Raises:
-        ValueError: config, data and world do not fit; ``out`` holds another run, or one on other data, or this one and
-            ``resume`` is False, or another process is at work in it.
-        Interrupted: a signal asked the run to stop; it is saved.
+        ValueError: config, data and world do not fit together; ``out`` holds another run, a run on other data, or this
+            run while ``resume`` is False; or another process uses ``out``.
+        Interrupted: a signal stopped the run, and it is saved.
     """
-    out, place = Path(out), LearnerPlacement.of(config, world)
+    out, placement = Path(out), LearnerPlacement.of(config, world)
     check_tensorboard(tensorboard)
     finished = _check_folder(config, out, resume, dataset)
     if finished is not None:
         return finished
-    with StopSignal() as listener:
-        loop = _build(place, out, dataset)
-        with _locked(place, out):
-            # again: from here on nobody else writes into it, and the data are known
-            finished = _check_folder(config, out, resume, loop.trainer.dataset)
-            place.barrier()  # every rank has seen it as it was
+    with StopSignal() as stop_signal:
+        dataset = build_dataset(placement) if dataset is None else dataset
+        check_samples(config, dataset)
+        trainer = build_trainer(placement, dataset)
+        statistics = noise_statistics(config, trainer)
+        with locked(out) if placement.world.rank == 0 else nullcontext():
+            placement.barrier()  # rank 0 holds the lock for all
+            # Check again: the data are known now, and no other process can change the folder any more.
+            finished = _check_folder(config, out, resume, trainer.dataset)
+            placement.barrier()  # every rank has read the folder before rank 0 writes
             if finished is None:
-                step = _resume(loop) if resume else 0
-                with _outputs(loop, out, step, tensorboard) as loop.outputs:
-                    ended = loop.run(listener)
-                place.barrier()
-                finished = RunRecord.read(out) if ended else None
-    if finished is None:
-        raise Interrupted(
-            f"stopped{' by ' + listener.name if listener.name else ''} after step {loop.trainer.num_steps} of "
-            f"{loop.total} and saved: go on with resume=True"
-        )
-    listener.pass_on()  # too late to stop this run, in time for what comes after it
+                finished = _train(placement, trainer, statistics, out, resume, tensorboard, stop_signal)
+    stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
 
 
-def _build(place: LearnerPlacement, out: Path, dataset: Dataset | None) -> Loop:
-    trainer, model = build_trainer(place, build_dataset(place) if dataset is None else dataset)
-    world = place.world
+def _train(
+    placement: LearnerPlacement,
+    trainer: Trainer,
+    statistics: NoiseStatistics | None,
+    out: Path,
+    resume: bool,
+    tensorboard: bool,
+    stop_signal: StopSignal,
+) -> RunRecord:
+    """Train in a locked folder."""
+    config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
     checkpoints = Checkpoints(
-        folder=out / "checkpoints", config=place.config.to_dict(), rank=world.rank, num_ranks=world.world_size
+        folder=out / "checkpoints", config=config.to_dict(), rank=world.rank, num_ranks=world.world_size
     )
-    return Loop(place, trainer, model, checkpoints, Progress.start(len(trainer.handle.comm.learners), place.device))
-
-
-@contextmanager
-def _locked(place: LearnerPlacement, out: Path) -> Iterator[None]:
-    """The folder is this run's: the first rank has it for all."""
-    with nullcontext() if place.world.rank else locked(out):
-        place.barrier()
-        yield
-
-
-@contextmanager
-def _outputs(loop: Loop, out: Path, step: int, tensorboard: bool) -> Iterator[RunWriter | None]:
-    """Where the first rank writes."""
-    if loop.place.world.rank:
-        yield None
-        return
-    resumed = {"kind": "resume", "step": step, **machine(loop.place.device.type)} if step else None
-    with RunWriter(
-        out, total_steps=loop.total, header=_header(loop), resumed=resumed, step=step, tensorboard=tensorboard
-    ) as outputs:
-        yield outputs
+    progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
+    with _writer(placement, trainer, out, tensorboard) as writer:
+        loop = Loop(
+            placement=placement,
+            trainer=trainer,
+            statistics=statistics,
+            progress=progress or Progress.start(num_rows, placement.device),
+            checkpoints=checkpoints,
+            writer=writer,
+        )
+        ended = loop.run(stop_signal)
+    placement.barrier()  # rank 0 has closed its files
+    if not ended:
+        raise Interrupted(
+            f"stopped{' by ' + stop_signal.name if stop_signal.name else ''} after step {trainer.num_steps} of "
+            f"{loop.total_steps} and saved: go on with resume=True"
+        )
+    return RunRecord.read(out)
 
 
 def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset | None) -> RunRecord | None:
-    """The record of a run that is over already.
+    """The record of this run if it is finished, otherwise None.
 
     Raises:
-        ValueError: the folder is in use, by another run or without ``resume``.
+        ValueError: the folder holds another run, or any run while ``resume`` is False.
     """
     path, checkpoints = out / record.FILE, out / "checkpoints"
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
     if not any(True for _ in record.rows(path)):
-        return None  # a new folder, or a run that was ended before it had begun to write
+        return None  # a new folder, or a run that ended before its first line
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])
     if differences:
         raise ValueError(f"{out} holds another run: {'; '.join(differences)}: take another folder")
-    if dataset is not None and known.header.get("dataset_digest") not in (
-        None,
-        dataset.digest(),
-    ):  # None: an old record
+    digest = known.header.get("dataset_digest")  # old records have none
+    if dataset is not None and digest is not None and digest != dataset.digest():
         raise ValueError(f"{out} holds a run on other samples: take another folder, or the same samples")
     return known if known.final else None
 
 
-def _resume(loop: Loop) -> int:
-    """Go on from the last whole checkpoint; the step, 0 where there is none."""
-    saved = loop.checkpoints.load_last(loop.place.device, _say)
+def _resume(
+    placement: LearnerPlacement, trainer: Trainer, statistics: NoiseStatistics | None, checkpoints: Checkpoints
+) -> Progress | None:
+    """Load the last complete checkpoint and return its progress; None if there is no checkpoint. Collective."""
+    saved = checkpoints.load_last(placement.device, lambda line: print(f"ddpcore: {line}", file=sys.stderr, flush=True))
     if saved is None:
-        return 0
+        return None
     step, state = saved
-    differences = loop.config.difference(loop.checkpoints.manifest(step)["config"])
+    differences = placement.config.difference(checkpoints.manifest(step)["config"])
     if differences:
-        raise ValueError(f"{loop.checkpoints.path(step)} is of another run: {'; '.join(differences)}")
-    loop.load_state_dict(state)
-    return step
+        raise ValueError(f"{checkpoints.path(step)} is of another run: {'; '.join(differences)}")
+    trainer.load_state_dict(state)
+    if statistics is not None:
+        statistics.load_state_dict(state["statistics"])
+    return Progress(**state["progress"])
 
 
-def _say(line: str) -> None:
-    print(f"ddpcore: {line}", file=sys.stderr, flush=True)
-
-
-def _header(loop: Loop) -> dict[str, Any]:
-    """The first row of a run."""
-    dataset, num_learners = loop.trainer.dataset, loop.config.learners
-    num_elements = sum(parameter.numel() for parameter in loop.model.parameters())
-    return {
+def _writer(
+    placement: LearnerPlacement, trainer: Trainer, out: Path, tensorboard: bool
+) -> AbstractContextManager[RunWriter | None]:
+    """The writer of the first rank; None on the other ranks."""
+    if placement.world.rank:
+        return nullcontext()
+    config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
+    steps_per_epoch, here = trainer.batches.steps_per_epoch, machine(placement.device.type)
+    num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
+    header: dict[str, Any] = {
         "kind": "run",
-        "config": loop.config.to_dict(),
-        "num_parameters": num_elements // num_learners if loop.trainer.stacked else num_elements,
+        "config": config.to_dict(),
+        "num_parameters": num_elements // config.learners if trainer.stacked else num_elements,
         "num_samples": {name: len(split) for name, split in dataset.splits().items()},
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
         "num_classes": dataset.num_classes,
-        "steps_per_epoch": loop.steps_per_epoch,
-        "total_steps": loop.total,
-        "ranks": loop.place.world.world_size,
-        "communication": loop.trainer.handle.comm.description,
-        **machine(loop.place.device.type),
+        "steps_per_epoch": steps_per_epoch,
+        "total_steps": total_steps(config, steps_per_epoch),
+        "ranks": placement.world.world_size,
+        "communication": trainer.handle.comm.description,
+        **here,
     }
+    return RunWriter(
+        out,
+        total_steps=header["total_steps"],
+        header=header,
+        resumed={"kind": "resume", "step": step, **here} if step else None,
+        step=step,
+        tensorboard=tensorboard,
+    )

@@ -1,4 +1,4 @@
-"""Where a run tells what it does: the record, TensorBoard, a line on the terminal. On rank 0 alone."""
+"""Output of a run: the record, TensorBoard, and a progress bar in the terminal. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ except ImportError:  # the extra `tensorboard`
 
 
 class RunWriter:
-    """Files and terminal of a run; as a context manager they are closed, whatever happens.
+    """Writes the files and the progress bar of a run. Use it as a context manager, which closes them.
 
     Args:
         out: the folder.
-        total_steps: for the progress line.
+        total_steps: length of the run, for the progress bar.
         header: the first row of a new run.
-        resumed: the row that says that it goes on; None where it begins.
-        step: where the run goes on. What was written of later steps is dropped.
-        tensorboard: write scalars too.
-
-    Raises:
-        ValueError: TensorBoard is wanted and not installed.
+        resumed: the row of a resumed run; None for a new run.
+        step: the step from which the run continues. Rows of later steps are removed from the record.
+        tensorboard: also write scalars for TensorBoard, see :func:`check_tensorboard`.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class RunWriter:
         step: int = 0,
         tensorboard: bool = False,
     ) -> None:
-        check_tensorboard(tensorboard)
         path = out / record.FILE
         rows = [] if resumed is None else [row for row in record.rows(path) if row.get("step", 0) <= step]
         if not any(row.get("kind") == "run" for row in rows):
@@ -78,11 +74,11 @@ class RunWriter:
             self._board.close()
 
     def advance(self, step: int, text: str) -> None:
-        """The line on the terminal, where there is one."""
+        """Update the progress bar and the text beside it."""
         self._progress.update(self._task, completed=step, description=text)
 
     def write(self, row: dict[str, Any]) -> None:
-        """One line of the record; the numbers of an epoch go to TensorBoard too."""
+        """Append a row to the record; the numbers of an epoch also go to TensorBoard."""
         self._record.append(row)
         if self._board is not None and row["kind"] == "epoch":
             for name, value in to_json(row).items():
@@ -91,15 +87,15 @@ class RunWriter:
             self._board.flush()
 
     def sync(self) -> None:
-        """Return once the record is on the disk: what a checkpoint counts as written must be there."""
+        """Wait until all rows are on the disk; a checkpoint must not be newer than the record."""
         self._record.sync()
 
     def write_model(self, content: bytes) -> None:
-        """The averaged model at the end, as safetensors."""
+        """Write the averaged model at the end, in the format of safetensors."""
         replace_file(self._out / "model.safetensors", content)
 
 
 def check_tensorboard(wanted: bool) -> None:
-    """ValueError where TensorBoard is wanted and not installed."""
+    """Raise ValueError if TensorBoard is wanted and not installed."""
     if wanted and SummaryWriter is None:
         raise ValueError("tensorboard is not installed: pip install 'ddpcore[tensorboard]', or leave it out")

@@ -1,4 +1,4 @@
-"""How well classes are told apart: the confusion matrix, and the scores of one."""
+"""Classification scores: the confusion matrix, and the scores computed from it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ import torch
 
 
 def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Counts int64 [C, C + 1] of samples by label (row) and largest logit (column); logits [N, C], labels int64 [N].
+    """Count samples by label and prediction.
 
-    The last column counts rows with a NaN, which choose no class. Matrices of parts of a data set add up to that of the
-    whole. ValueError if the shapes do not fit, N = 0 or a label is outside 0..C-1.
+    The matrices of parts of a data set add up to the matrix of the whole data set.
+
+    Args:
+        logits: ``[N, C]``; the prediction is the class of the largest logit.
+        labels: int64 ``[N]``.
+
+    Returns:
+        int64 ``[C, C + 1]``: row = label, column = prediction. The last column counts samples whose logits contain a
+        NaN, which predict no class.
+
+    Raises:
+        ValueError: the shapes do not fit, N is 0, or a label is outside 0..C-1.
     """
-    _check_shapes("confusion_matrix", logits, labels)
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or len(labels) == 0:
+        shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
+        raise ValueError(f"confusion_matrix: {shapes} must be [N, C] and [N], N at least 1")
     num_classes = logits.shape[1]
     if int(labels.min()) < 0 or int(labels.max()) >= num_classes:
         raise ValueError(f"confusion_matrix: a label is outside 0..{num_classes - 1}, the classes of the logits")
@@ -24,7 +36,7 @@ def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How well classes are told apart, each from 0 to 1; all but accuracy are means over classes (macro)."""
+    """Scores of a classifier, each from 0 to 1. All except accuracy are means over classes (macro averages)."""
 
     accuracy: float
     precision: float
@@ -34,12 +46,15 @@ class Scores:
 
 
 def scores(confusion: torch.Tensor) -> Scores:
-    """The scores of a `confusion_matrix`.
+    """The scores of a confusion matrix.
 
-    With TP, FP, FN, TN of one class against all others: precision TP / (TP + FP), recall TP / (TP + FN), F1
-    2 TP / (2 TP + FP + FN), specificity TN / (TN + FP), averaged over the classes that occur as a label or a choice.
-    0 / 0 counts as 0. So F1 is the mean of the classes' F1, and recall is accuracy where classes are equally frequent.
-    ValueError if the matrix is not [C, C + 1] or counts nothing.
+    With TP, FP, FN and TN of one class against all others: precision TP / (TP + FP), recall TP / (TP + FN), F1
+    2 TP / (2 TP + FP + FN), specificity TN / (TN + FP), averaged over the classes that occur as a label or a
+    prediction. 0 / 0 counts as 0. So F1 is the mean of the F1 of the classes, and recall equals accuracy if all classes
+    have the same number of samples.
+
+    Raises:
+        ValueError: the matrix is not ``[C, C + 1]``, or all counts are 0.
     """
     if confusion.ndim != 2 or confusion.shape[1] != confusion.shape[0] + 1 or int(confusion.sum()) < 1:
         raise ValueError(f"scores: a matrix of {list(confusion.shape)} must be [C, C + 1] and count a sample at least")
@@ -60,9 +75,3 @@ def scores(confusion: torch.Tensor) -> Scores:
         f1=mean_ratio(2 * right_C, false_positive_C + false_negative_C),
         specificity=mean_ratio(true_negative_C, false_positive_C),
     )
-
-
-def _check_shapes(what: str, logits: torch.Tensor, labels: torch.Tensor) -> None:
-    if logits.ndim != 2 or labels.shape != logits.shape[:1] or len(labels) == 0:
-        shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
-        raise ValueError(f"{what}: {shapes} must be [N, C] and [N], N at least 1")

@@ -1,7 +1,4 @@
-"""What diagnostics say of a run: the samples that they take, and their lines of the record.
-
-Shapes: L learners held by this process, n learners in all, M samples a learner.
-"""
+"""Statistics of a run: the samples that they use, and their lines in the record."""
 
 from __future__ import annotations
 
@@ -16,48 +13,45 @@ from torch import Tensor, nn
 from ddpcore.data import Dataset
 from ddpcore.data.shards import permutation
 from ddpcore.diagnostics import Flatness, NoiseRecord, NoiseStatistics, flatness
+from ddpcore.training.config import TrainConfig
 from ddpcore.training.evaluation import BATCH_SIZE
 from ddpcore.training.trainer import Trainer
 
-_KEY = (0, 0, 0, 3)  # of the permutation: one that no other draw uses
+_KEY = (0, 0, 0, 3)  # of the permutation; no other random draw uses it
 
 
-def attach(trainer: Trainer, *, every: int, num_samples: int | None, seed: int) -> None:
-    """Watch a trainer that has not begun. Its weights keep their bits.
+def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics | None:
+    """The statistics of a trainer at its first step; None if ``statistics_every`` is 0. The weights keep their bits.
 
-    The full loss is the mean training loss, labels smoothed and images augmented as in training, of the training set or
-    of a part of it that stays the same; the remainder that n learners cannot share equally is left out. It is computed
-    in pieces of a learner's mini-batch, so that it takes no more memory than a step.
-
-    Args:
-        trainer: of several learners.
-        every: steps from one record to the next.
-        num_samples: of the training set; None takes all.
-        seed: decides which.
+    The full loss is the mean training loss, with label smoothing and augmentation as in training, of the training set
+    or of a fixed part of it. The samples that cannot be divided equally among the n learners are left out. The loss is
+    computed in pieces as large as a backward pass of training, so that it needs no more memory than a step.
 
     Raises:
-        ValueError: there are not so many samples.
+        ValueError: the training set is smaller than ``statistics_samples``, or has fewer samples than learners.
     """
+    if not config.statistics_every:
+        return None
     n, total = trainer.batches.num_learners, len(trainer.dataset.train)
-    num = total if num_samples is None else num_samples
-    chosen = part_of(trainer.dataset, "statistics_samples", num, n, seed)
-    indices_LM = chosen[: num - num % n].view(n, -1)[trainer.learners]
+    num = total if config.statistics_samples is None else config.statistics_samples
+    chosen = random_samples(trainer.dataset, "statistics_samples", num, n, config.seed)
+    indices_LM = chosen[: num - num % n].view(n, -1)[trainer.learners]  # M samples per learner
     size = trainer.batches.batch_size // n
     model = trainer.handle.model
 
-    def sum_of(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    def loss_of(parts: Sequence[Tensor]) -> Iterator[Tensor]:
         num = sum(part.shape[1] for part in parts)
         for part in parts:
             yield trainer.losses(model, part).sum() * (part.shape[1] / num)
 
     kind = "the training set" if num == total else f"a part of the training set, {indices_LM.shape[1] * n} samples"
-    trainer.statistics = NoiseStatistics(
+    return NoiseStatistics(
         trainer.handle,
         trainer.optimizer,
-        every,
+        config.statistics_every,
         batch_size=size,
-        loss=lambda: sum_of(trainer.parts()),
-        full_loss=lambda: sum_of(indices_LM.split(-(-size // trainer.accumulation), dim=1)),
+        loss=lambda: loss_of(trainer.parts()),
+        full_loss=lambda: loss_of(indices_LM.split(-(-size // trainer.accumulation), dim=1)),
         full_loss_of=kind,
         per_segment=False,
         full_batch=None if trainer.batches.drop_last else lambda: trainer.indices().shape[1] == size,
@@ -67,14 +61,14 @@ def attach(trainer: Trainer, *, every: int, num_samples: int | None, seed: int) 
 
 
 def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: int) -> Flatness:
-    """The measures of a trained model, on a part of the training set that the seed decides.
+    """The flatness of a trained model, on random training samples.
 
-    The loss is the cross-entropy, labels not smoothed, of the model in evaluation mode.
+    The loss is the cross-entropy, without label smoothing, of the model in evaluation mode.
 
     Raises:
-        ValueError: there are not so many samples.
+        ValueError: the training set is smaller than ``num_samples``.
     """
-    indices = part_of(dataset, "flatness_samples", num_samples, 1, seed)
+    indices = random_samples(dataset, "flatness_samples", num_samples, 1, seed)
     model.eval()
 
     def parts() -> Iterator[Tensor]:
@@ -85,11 +79,19 @@ def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: i
     return flatness(model, parts, seed=seed)
 
 
-def part_of(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
-    """So many random training samples; ValueError, which names the field, where there are not so many."""
+def check_samples(config: TrainConfig, dataset: Dataset) -> None:
+    """Raise ValueError if the training set is too small for ``statistics_samples`` or ``flatness_samples``."""
+    if config.statistics_every and config.statistics_samples is not None:
+        random_samples(dataset, "statistics_samples", config.statistics_samples, config.learners, config.seed)
+    if config.flatness_samples:
+        random_samples(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
+
+
+def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
+    """``num`` random training samples; ValueError with the field's ``name`` unless ``num`` is ``least`` to all."""
     total = len(dataset.train)
     if not least <= num <= total:
-        raise ValueError(f"{name} is {num}: take {least} to {total}, the training set")
+        raise ValueError(f"{name} is {num}: take {least} to {total}, the size of the training set")
     return torch.from_numpy(permutation(total, seed, *_KEY)[:num].copy())
 
 

@@ -1,9 +1,14 @@
-"""The training loop on one page."""
+"""The training step: batches, loss, gradients, clipping, update; evaluation of the averaged model.
+
+Shapes: L learners of this process, B samples of a learner's mini-batch, C classes, S of one parameter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,63 +16,52 @@ from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
 from ddpcore.data import Dataset, ShardedBatches
-from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.distributed.hooks import Distributed
 from ddpcore.optim.schedules import Schedule
 from ddpcore.training.evaluation import Evaluation, evaluate
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
-    """Trains one model on the mini-batches of the learners that this process holds.
+    """Trains one model on the mini-batches of the learners of this process.
 
-    Args:
-        handle: what ``ddpcore.distribute`` returned.
-        optimizer: the one that was given to it.
-        dataset: on the device of the model.
+    Attributes:
+        handle: the result of ``ddpcore.distribute``.
+        optimizer: the optimizer that was passed to ``distribute``.
+        dataset: the data set, on the device of the model.
         batches: which samples each learner takes at a step.
-        learners: rows of ``batches`` that this process trains on: one number for a real rank, all for virtual learners.
-        stacked: the model takes ``[L, B, ...]`` (virtual learners) and not ``[B, ...]``.
-        schedule: learning rate of each step; None leaves the optimizer's.
-        accumulation: backward passes a step.
-        label_smoothing: of the loss in training.
-        max_grad_norm: largest norm of a learner's gradient, for optimizers that do not clip themselves.
-        autocast: dtype of forward passes; None is that of the weights.
+        learners: the rows of ``batches`` for this process: one for a real rank, all for virtual learners.
+        stacked: True if the model takes ``[L, B, ...]`` (virtual learners), False if it takes ``[B, ...]``.
+        module: the model that was passed to ``distribute``; :meth:`state_dict` holds its state.
+        schedule: learning rate of each step; None keeps the optimizer's.
+        accumulation: backward passes per step.
+        label_smoothing: label smoothing of the training loss.
+        max_grad_norm: largest norm of a learner's gradient; only for optimizers that do not clip in their step.
+        autocast: dtype of forward passes; None is the dtype of the weights.
         compile: run the model through ``torch.compile``.
     """
 
-    def __init__(
-        self,
-        handle: Distributed,
-        optimizer: torch.optim.Optimizer,
-        dataset: Dataset,
-        batches: ShardedBatches,
-        *,
-        learners: list[int],
-        stacked: bool,
-        schedule: Schedule | None = None,
-        accumulation: int = 1,
-        label_smoothing: float = 0.0,
-        max_grad_norm: float | None = None,
-        autocast: torch.dtype | None = None,
-        compile: bool = False,
-    ) -> None:
-        self.handle = handle
-        self.optimizer = optimizer
-        self.statistics: NoiseStatistics | None = None  # set by ddpcore.training.statistics.attach
-        self.dataset = dataset
-        self.batches = batches
-        self.learners = learners
-        self.stacked = stacked
-        self.schedule = schedule
-        self.accumulation = accumulation
-        self.label_smoothing = label_smoothing
-        self.max_grad_norm = max_grad_norm
-        self.autocast = autocast
-        self.model = torch.compile(handle.model) if compile else handle.model
+    handle: Distributed
+    optimizer: torch.optim.Optimizer
+    dataset: Dataset
+    batches: ShardedBatches
+    _: KW_ONLY
+    learners: list[int]
+    stacked: bool
+    module: nn.Module
+    schedule: Schedule | None = None
+    accumulation: int = 1
+    label_smoothing: float = 0.0
+    max_grad_norm: float | None = None
+    autocast: torch.dtype | None = None
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = torch.compile(self.handle.model) if self.compile else self.handle.model
         self.num_steps = 0
 
     def step(self) -> Tensor:
-        """Train on the next global batch; returns the losses ``[L]`` of the learners held here, without a sync."""
+        """Train on the next global batch; return the loss ``[L]`` of each learner without waiting for the device."""
         if self.schedule is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.schedule(self.num_steps)
@@ -85,46 +79,76 @@ class Trainer:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
 
     def indices(self) -> Tensor:
-        """Training samples int64 ``[L, B]`` of the step at hand."""
+        """The training samples of the next step, int64 ``[L, B]``."""
         return self.batches.indices(self.num_steps)[self.learners]
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The same cut into what each backward pass takes."""
+        """:meth:`indices` divided among the backward passes of the step."""
         return self.indices().chunk(self.accumulation, dim=1)
 
     def losses(self, model: Callable[..., Tensor], indices_LB: Tensor) -> Tensor:
-        """Mean training loss ``[L]`` of each learner's samples, by the model as it stands."""
+        """Mean training loss ``[L]`` of each learner's samples, computed with ``model``."""
         epoch = self.batches.epoch(self.num_steps)
         inputs, labels = self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             logits = model(inputs)
         return learner_losses(logits.float(), labels, self.label_smoothing)
 
-    def rehearse(self) -> None:
-        """Before a state is loaded: a backward pass for nothing, after which DDP lays out its buckets anew.
-
-        It does so once, after its first backward pass, and from then on adds up ranks' gradients in another order: a
-        run that goes on must start with the second layout to come to the same bits.
-        """
-        if isinstance(self.handle.model, nn.parallel.DistributedDataParallel):
-            self._backward(self.indices(), 1.0)
-            self.optimizer.zero_grad()
-
     def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
-        """Forward and backward of a part of the batch; its share of the losses ``[L]``."""
+        """Forward and backward pass of a part of the batch; return ``share`` times the losses ``[L]``."""
         losses = self.losses(self.model, indices_LB)
         if share != 1:
             losses = losses * share
         losses.sum().backward()
         return losses.detach()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on: the step, module, optimizer, handle, torch's random generators."""
+        device, random = self.dataset.train.labels.device, {"cpu": torch.get_rng_state()}
+        if device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(device)
+        return {
+            "step": self.num_steps,
+            "model": dict(self.module.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "handle": self.handle.state_dict(),
+            "random": random,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a result of :meth:`state_dict`. Collective.
+
+        Raises:
+            ValueError: the state belongs to another model.
+        """
+        mine, theirs = self.module.state_dict(), state["model"]
+        for name in [*mine, *theirs]:
+            here, there = (tuple(side[name].shape) if name in side else None for side in (mine, theirs))
+            if here != there:
+                raise ValueError(
+                    f"the checkpoint is of another model: {name} is {there} there and {here} here: "
+                    "build the model of the checkpoint"
+                )
+        if isinstance(self.handle.model, nn.parallel.DistributedDataParallel):
+            # DDP rebuilds its buckets once, after its first backward pass, and then adds the gradients of the ranks in
+            # another order. One backward pass now, whose result is dropped, makes a resumed run give the same bits.
+            self._backward(self.indices(), 1.0)
+            self.optimizer.zero_grad()
+        self.module.load_state_dict(theirs)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.handle.load_state_dict(state["handle"])
+        self.num_steps, device = state["step"], self.dataset.train.labels.device
+        torch.set_rng_state(state["random"]["cpu"])
+        if "cuda" in state["random"] and device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), device)
+
     @torch.no_grad()
     def evaluation_model(self, batch_norm: str = "average", recalibration_batches: int = 0) -> nn.Module:
-        """The averaged model in evaluation mode, the same on every rank; each must call this.
+        """The averaged model in evaluation mode, the same on every rank. Collective.
 
         Args:
             batch_norm: see :meth:`ddpcore.Distributed.evaluation_model`.
-            recalibration_batches: for ``recalibrate``: the last so many training batches.
+            recalibration_batches: how many of the last training batches ``recalibrate`` uses.
         """
         inputs = self._last_inputs(recalibration_batches) if batch_norm == "recalibrate" else None
         model = self.handle.evaluation_model(batch_norm, inputs).eval()
@@ -133,9 +157,9 @@ class Trainer:
         return model
 
     def evaluate(self, model: nn.Module, split: str = "test") -> Evaluation | None:
-        """What :meth:`evaluation_model` gave on a whole split, ``test`` or ``validation``; None where there is none.
+        """Evaluate a result of :meth:`evaluation_model` on a whole split; None if the data set has no such split.
 
-        Every rank must call this, and each takes a part of the samples. Nothing of it enters training.
+        The ranks divide the samples among them. Training is not affected. Collective.
         """
         samples = self.dataset.splits().get(split)
         return None if samples is None else evaluate(model, samples, self.dataset.num_classes, self.handle.comm)
@@ -148,7 +172,7 @@ class Trainer:
 
 @torch.no_grad()
 def _take_first_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Local buffers are those of learner 0 on every rank: all ranks score parts of one split by one model."""
+    """Copy the buffers of learner 0 to every rank, so that all ranks evaluate the same model."""
     for buffer in model.buffers():
         rows = buffer.reshape(1, -1).repeat(len(comm.learners), 1)
         comm.broadcast_(rows)
@@ -165,9 +189,10 @@ def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0)
 
 @torch.no_grad()
 def clip_gradients_(optimizer: torch.optim.Optimizer, max_norm: float, stacked: bool) -> None:
-    """Scale each learner's gradient to ``max_norm`` where it is longer; of stacks ``[L, *S]`` each row is a learner.
+    """Scale each learner's gradient down to the norm ``max_norm`` if its norm is larger (Pascanu et al. 2013).
 
-    As ``torch.nn.utils.clip_grad_norm_`` (Pascanu et al. 2013), which would take all learners for one.
+    ``torch.nn.utils.clip_grad_norm_`` would compute one norm over all rows of a stack ``[L, *S]``. Here, each row of a
+    stack is the gradient of one learner.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for learner in zip(*(gradient.unbind(0) for gradient in gradients), strict=True) if stacked else [gradients]:

@@ -22,7 +22,7 @@ NUM_STEPS = 6
 def trained(name: str, transport: str, link: str | None, world: World) -> dict[str, Any]:
     fields = {**images.STRATEGIES[name], "learners": world.world_size, "transport": transport, "link": link}
     place = LearnerPlacement.of(images.config(**fields), world)
-    trainer, _ = build_trainer(place, images.images())
+    trainer = build_trainer(place, images.images())
     comm = trainer.handle.comm
     begin = comm.now()
     for _ in range(NUM_STEPS):

@@ -71,7 +71,7 @@ def test_the_same_start_for_every_strategy() -> None:
     starts = []
     for fields in ({}, {"strategy": "dpsgd", "learners": 2}, {"strategy": "ssgd", "learners": 4}):
         place = LearnerPlacement.of(TrainConfig(epochs=1, model="mlp", batch_size=8, device="cpu", **fields), None)
-        trainer, _ = build_trainer(place, build_dataset(place))
+        trainer = build_trainer(place, build_dataset(place))
         starts.append(trainer)
         weights = list(trainer.handle.evaluation_model().parameters())
         first = list(starts[0].handle.evaluation_model().parameters())
@@ -101,14 +101,15 @@ def test_options_reach_their_parts() -> None:
     place = LearnerPlacement.of(config, None)
     dataset = build_dataset(place)
     assert {name: len(split) for name, split in dataset.splits().items()} == {"train": 900, "validation": 100}
-    trainer, model = build_trainer(place, dataset)
+    trainer = build_trainer(place, dataset)
+    model = trainer.module
     assert model.classifier[3].p == 0.1
     assert model.features[4].weight.is_contiguous(memory_format=torch.channels_last)
     assert trainer.batches == build_batches(config, dataset)
     assert (trainer.batches.sampler, trainer.batches.drop_last, trainer.batches.seed) == ("fixed", False, 9)
     assert (trainer.accumulation, trainer.autocast, trainer.label_smoothing) == (3, torch.bfloat16, 0.1)
     assert trainer.max_grad_norm == 1.0
-    fused, _ = build_trainer(place_of(config, optimizer="lamb"), dataset)
+    fused = build_trainer(place_of(config, optimizer="lamb"), dataset)
     assert fused.max_grad_norm is None
     assert fused.optimizer.param_groups[0]["max_grad_norm"] == 1.0
 
@@ -133,7 +134,8 @@ def test_options_reach_the_data_set() -> None:
     place = LearnerPlacement.of(config, None)
     dataset = build_dataset(place)
     assert (dataset.num_classes, dataset.input_shape, len(dataset.train)) == (6, (5, 3), 40)
-    trainer, model = build_trainer(place, dataset)
+    trainer = build_trainer(place, dataset)
+    model = trainer.module
     assert (model.lstm.input_size, model.head[1].out_features) == (3, 6)
     before = [parameter.clone() for parameter in model.parameters()]
     trainer.step()

@@ -82,7 +82,7 @@ def test_the_full_gradient_is_that_of_the_training_set(tmp_path: Path) -> None:
     )  # fmt: skip
     record = train(config, out=tmp_path)
     place = LearnerPlacement.of(config, None)
-    trainer, _ = build_trainer(place, build_dataset(place))
+    trainer = build_trainer(place, build_dataset(place))
     inputs, labels = trainer.dataset.train.batch(torch.arange(1000))
     single = trainer.handle.evaluation_model()
     loss = torch.nn.functional.cross_entropy(single(inputs), labels, label_smoothing=0.1)
@@ -113,7 +113,7 @@ def test_a_part_of_the_training_set(tmp_path: Path) -> None:
 def test_flatness_is_that_of_the_final_model(tmp_path: Path) -> None:
     dataset = helper.images(augment=False)
     record = run(tmp_path, dataset, learners=2, strategy="dpsgd", flatness_samples=50)
-    trainer, _ = build_trainer(LearnerPlacement.of(helper.config(learners=2, strategy="dpsgd"), None), dataset)
+    trainer = build_trainer(LearnerPlacement.of(helper.config(learners=2, strategy="dpsgd"), None), dataset)
     model = trainer.handle.evaluation_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     model.eval()
@@ -147,12 +147,12 @@ def test_a_finished_training_outlives_its_flatness(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"statistics_every": 5}, "statistics_every is 5: it compares two learners at least"),
-        ({"statistics_every": 5, "learners": 2, "strategy": "push_sum"}, "another strategy than ddp and push_sum"),
+        ({"statistics_every": 5}, "statistics_every is 5: it needs at least two learners"),
+        ({"statistics_every": 5, "learners": 2, "strategy": "push_sum"}, "a strategy other than ddp and push_sum"),
         ({"statistics_every": -1}, "statistics_every is -1"),
         ({"statistics_samples": 0}, "statistics_samples is 0"),
         ({"flatness_samples": -1}, "flatness_samples is -1"),
-        ({"escape_loss": 0.5}, "set statistics_every"),
+        ({"escape_loss": 0.5}, "escape_loss is 0.5: the statistics compute the full loss, set statistics_every"),
     ],
 )
 def test_refusals(fields: dict[str, Any], says: str) -> None:
@@ -161,7 +161,7 @@ def test_refusals(fields: dict[str, Any], says: str) -> None:
 
 
 def test_too_many_samples_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="statistics_samples is 51: take 3 to 50, the training set"):
+    with pytest.raises(ValueError, match="statistics_samples is 51: take 3 to 50, the size of the training set"):
         run(tmp_path, **WATCHED, strategy="ssgd", statistics_samples=51)
 
 
@@ -191,7 +191,7 @@ def test_without_replacement_is_accounted_for(tmp_path: Path) -> None:
     record = run(tmp_path, **WATCHED, strategy="ssgd", steps=4)
     whole = record.statistics[-1]["whole"]
     config = helper.config(**{**WATCHED, "statistics_every": 0}, strategy="ssgd", steps=4)
-    trainer, _ = build_trainer(LearnerPlacement.of(config, None), helper.images())
+    trainer = build_trainer(LearnerPlacement.of(config, None), helper.images())
     statistics = NoiseStatistics(trainer.handle, trainer.optimizer, 2, batch_size=config.batch_size // 3)
     for _ in range(4):
         trainer.step()

@@ -55,7 +55,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "SummaryWriter", None)
     with pytest.raises(ValueError, match=r"not installed: pip install 'ddpcore\[tensorboard\]'"):
-        RunWriter(tmp_path / "new", total_steps=1, header=HEADER, tensorboard=True)
+        train(TrainConfig(steps=1), out=tmp_path / "new", tensorboard=True)
     assert not (tmp_path / "new").exists()
 
 

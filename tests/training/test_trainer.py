@@ -37,6 +37,7 @@ def trainer(learners: int | None = None, dataset: Dataset | None = None, **optio
         batches,
         learners=list(range(learners or 1)),
         stacked=learners is not None,
+        module=model,
         **options,
     )
 
@@ -181,7 +182,7 @@ def test_recalibration_takes_the_last_training_batches() -> None:
     handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
     dataset = features()
     batches = ShardedBatches(24, 8, 2)
-    made = Trainer(handle, optimizer, dataset, batches, learners=[0, 1], stacked=True)
+    made = Trainer(handle, optimizer, dataset, batches, learners=[0, 1], stacked=True, module=model)
     for _ in range(5):
         made.step()
     taken = []

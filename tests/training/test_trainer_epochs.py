@@ -21,7 +21,8 @@ def test_every_epoch_is_augmented_anew(learner: int) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     dataset = Dataset("tiny", split, None, 3, (1, 6, 6))
-    trainer = Trainer(SimpleNamespace(model=model), optimizer, dataset, batches, learners=[learner], stacked=False)
+    handle = SimpleNamespace(model=model)
+    trainer = Trainer(handle, optimizer, dataset, batches, learners=[learner], stacked=False, module=model)
     for step in range(6):
         inputs, labels = split.batch(batches.indices(step)[learner], epoch=step // 2)
         assert trainer.step().item() == nn.functional.cross_entropy(model(inputs), labels).item()
