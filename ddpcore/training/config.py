@@ -61,7 +61,6 @@ class TrainConfig:
 
     Raises:
         ValueError: a field is wrong; the message has its name, its value, and what to do.
-
     """
 
     model: str = _field("lenet5", "the model")
@@ -74,9 +73,7 @@ class TrainConfig:
     normalize: bool = _field(False, "normalize images to mean 0 and standard deviation 1 in each channel")
     augment: bool = _field(False, "augment training images by random crops and, except for digits, random flips")
     num_validation: int = _field(0, "training samples that are held out for validation", least=0)
-    num_train: int | None = _field(
-        None, "use only this many of the others, see :meth:`ddpcore.data.Dataset.limit`", least=1
-    )
+    num_train: int | None = _field(None, "use this many of the other samples, see ``Dataset.limit``", least=1)
     num_test: int | None = _field(None, "use only this many test samples", least=1)
     random_labels: bool = _field(False, "replace training labels by random ones, which can only be memorized")
     sampler: str = _field(SAMPLERS[0], "how learners get samples, see :class:`ddpcore.data.ShardedBatches`", SAMPLERS)
@@ -87,13 +84,9 @@ class TrainConfig:
     steps: int | None = _field(None, "length of the run in optimizer steps", least=1)
     optimizer: str = _field("sgd", "``sgd``, ``lars``, ``lamb`` are ddpcore's; the other short names are torch's")
     optimizer_options: Mapping[str, Any] = _field(dict, 'its options, such as ``{"momentum": 0.9}``')
-    param_groups: bool = _field(
-        False, "no weight decay and no layer-wise adaptation of biases and norms, see :mod:`ddpcore.optim.groups`"
-    )
+    param_groups: bool = _field(False, "no weight decay and no layer-wise adaptation of biases and norms")
     lr: float = _field(0.1, "peak learning rate; with ``reference_batch_size``, that of the reference batch", least=0)
-    reference_batch_size: int | None = _field(
-        None, "multiply ``lr`` by ``batch_size / reference_batch_size``; None uses ``lr`` unchanged", least=1
-    )
+    reference_batch_size: int | None = _field(None, "scale ``lr`` by ``batch_size`` / this; None: unscaled", least=1)
     schedule: str = _field(
         "constant",
         "``constant``; ``step`` multiplies the learning rate by ``gamma`` at each of ``milestones``; ``cosine`` decays "
@@ -122,36 +115,18 @@ class TrainConfig:
         "a network to emulate between real ranks, ``10Gb/s,50us``, see :meth:`ddpcore.comm.Link.parse`; the seconds of "
         "the run are then those on this network",
     )
-    target: float | None = _field(
-        None, "accuracy; the run ends at the first evaluation that reaches it", above=0, most=1
-    )
+    target: float | None = _field(None, "end the run at an evaluation with this accuracy", above=0, most=1)
     evaluate_every: int = _field(1, "epochs between evaluations of the averaged model; 0: only at the end", least=0)
-    evaluate_on: str = _field(
-        EVALUATION_SPLITS[0], "``validation`` uses the test split only once, at the end", EVALUATION_SPLITS
-    )
-    evaluation_batch_norm: str = _field(
-        BATCH_NORM[0], "of the averaged model, see :meth:`ddpcore.Distributed.evaluation_model`", BATCH_NORM
-    )
+    evaluate_on: str = _field("test", "``validation`` uses the test split once, at the end", EVALUATION_SPLITS)
+    evaluation_batch_norm: str = _field(BATCH_NORM[0], "of the averaged model, see ``evaluation_model``", BATCH_NORM)
     recalibration_batches: int = _field(32, "training batches for the batch normalization ``recalibrate``", least=1)
-    statistics_every: int = _field(
-        0, "steps between records of :class:`ddpcore.diagnostics.NoiseStatistics`; 0: no statistics", least=0
-    )
-    statistics_samples: int | None = _field(
-        None, "random training samples for the full loss of the statistics; None: the training set", least=1
-    )
-    flatness_samples: int = _field(
-        0,
-        "training samples for :func:`ddpcore.diagnostics.flatness` of the averaged model at the end; 0: none",
-        least=0,
-    )
+    statistics_every: int = _field(0, "steps between records of ``NoiseStatistics``; 0: no statistics", least=0)
+    statistics_samples: int | None = _field(None, "training samples for its full loss; None: all", least=1)
+    flatness_samples: int = _field(0, "training samples for ``flatness`` of the final model; 0: skip it", least=0)
     escape_loss: float | None = _field(None, "a run has escaped from its start when the full loss is below this")
     seed: int = _field(0, "of weights, dropout, batches, augmentation, gossip pairs and noise", **SEED_RANGE)
-    diverged_above: float | None = _field(
-        None, "stop if the loss exceeds this many times that of step 1; None: stop only if it is not finite", above=1
-    )
-    checkpoint_every: int | None = _field(
-        None, "steps between checkpoints; None: one at the end of each epoch; 0: none", least=0
-    )
+    diverged_above: float | None = _field(None, "stop above this multiple of the first loss; None: at NaN", above=1)
+    checkpoint_every: int | None = _field(None, "steps between checkpoints; None: each epoch; 0: none", least=0)
     keep_last: int = _field(2, "how many of the last checkpoints to keep", least=1)
     keep_best: bool = _field(True, "also keep the checkpoint with the best accuracy")
 
@@ -256,7 +231,7 @@ class TrainConfig:
         ]
 
 
-TrainConfig.__doc__ = f"{TrainConfig.__doc__}Attributes:\n" + "\n".join(
+TrainConfig.__doc__ = f"{TrainConfig.__doc__}\n    Attributes:\n" + "\n".join(
     f"        {item.name}: {item.metadata['about']}" for item in fields(TrainConfig)
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 from ddpcore.storage.files import replace_file
 
 FILE = "record.jsonl"
+KINDS = ("run", "resume", "epoch", "statistics", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,11 @@ class RunRecord:
             ValueError: there is no record, or it is damaged.
         """
         path = Path(out) / FILE
-        kinds: dict[str, list[dict[str, Any]]] = {"run": [], "resume": [], "epoch": [], "statistics": [], "end": []}
-        for row in rows(path):
-            kinds.setdefault(row.get("kind", ""), []).append(row)
-        if any(kinds.values()) and not kinds["run"]:
+        lines = list(rows(path))
+        kinds = {kind: [row for row in lines if row.get("kind") == kind] for kind in KINDS}
+        if lines and not kinds["run"]:
             raise ValueError(f"{path}: no line is of kind run: the file is damaged")
-        if not kinds["run"]:
+        if not lines:
             raise ValueError(f"{path}: there is no record of a run: train into this folder first")
         return cls(
             path=path,
