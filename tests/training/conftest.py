@@ -1,4 +1,4 @@
-"""Small models: more than one thread would only wait for each other."""
+"""One thread: for models this small, more threads only cost time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts from a config."""
+"""The parts that are built from a config."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_places_that_do_not_fit() -> None:
 
 
 def test_the_same_start_for_every_strategy() -> None:
-    """Weights and batches depend on the seed alone."""
+    """Weights and batches depend only on the seed."""
     starts = []
     for fields in ({}, {"strategy": "dpsgd", "learners": 2}, {"strategy": "ssgd", "learners": 4}):
         place = LearnerPlacement.of(TrainConfig(epochs=1, model="mlp", batch_size=8, device="cpu", **fields), None)
@@ -119,7 +119,7 @@ def place_of(config: TrainConfig, **fields: Any) -> LearnerPlacement:
 
 
 def test_options_reach_the_data_set() -> None:
-    """Synthetic speech, and an LSTM that takes its size from it, on two virtual learners."""
+    """Synthetic speech, and an LSTM of the size of its samples, on two virtual learners."""
     config = TrainConfig(
         steps=2,
         model="speech_lstm",

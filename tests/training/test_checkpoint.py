@@ -1,4 +1,4 @@
-"""Checkpoints on the disk."""
+"""Checkpoints: saving, loading, damage."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def checkpoints(folder: Path) -> Checkpoints:
     return Checkpoints(folder=folder, config={"lr": 0.1})
 
 
-def nothing(line: str) -> None:
+def no_warning(line: str) -> None:
     raise AssertionError(line)
 
 
 def test_the_last_one_comes_back(tmp_path: Path) -> None:
     saved = checkpoints(tmp_path / "deep" / "folder")
-    assert saved.load_last("cpu", nothing) is None
+    assert saved.load_last("cpu", no_warning) is None
     for step in (5, 12):
         saved.save(step, {"x": torch.full((2,), float(step)), "step": step}, keep_last=3)
-    step, state = saved.load_last("cpu", nothing)
+    step, state = saved.load_last("cpu", no_warning)
     assert (step, state["step"], state["x"].tolist()) == (12, 12, [12.0, 12.0])
     assert saved.manifest(12)["config"] == {"lr": 0.1}
     assert sorted(path.name for path in saved.path(12).iterdir()) == [
@@ -39,7 +39,7 @@ def test_which_are_kept(tmp_path: Path) -> None:
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3)):
         saved.save(step, {}, keep_last=2, best=best)
     assert saved.steps() == [3, 4, 5]
-    saved.save(4, {}, keep_last=2)  # of a run that went back before step 5
+    saved.save(4, {}, keep_last=2)  # of a run that was resumed before step 5
     assert saved.steps() == [3, 4]
     saved.save(6, {}, keep_last=1)
     assert saved.steps() == [6]
@@ -57,13 +57,13 @@ def test_a_crash_while_saving_leaves_what_was(tmp_path: Path, monkeypatch: pytes
         patch.setattr("ddpcore.training.checkpoint.write_file", full)
         with pytest.raises(OSError, match="full"):
             saved.save(2, {"x": torch.zeros(1)}, keep_last=1)
-    assert saved.load_last("cpu", nothing)[0] == 1
-    saved.save(2, {"x": torch.zeros(1)}, keep_last=1)  # what was left of the first try is in nobody's way
+    assert saved.load_last("cpu", no_warning)[0] == 1
+    saved.save(2, {"x": torch.zeros(1)}, keep_last=1)  # removes what the failed save has left
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_what_is_damaged_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
-    """Or the next save would leave out a whole one for it. What a killed save has left goes too."""
+def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path) -> None:
+    """Otherwise the next save would remove a complete one instead. Files of a killed save are removed too."""
     saved = checkpoints(tmp_path)
     for step in (1, 2, 3):
         saved.save(step, {}, keep_last=3)
@@ -72,7 +72,7 @@ def test_what_is_damaged_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
     (tmp_path / "partial-00000003").mkdir()
     said: list[str] = []
     assert saved.load_last("cpu", said.append)[0] == 1 and len(said) == 2
-    assert saved.load_last("cpu", nothing)[0] == 1
+    assert saved.load_last("cpu", no_warning)[0] == 1
     saved.save(4, {}, keep_last=2)
     assert saved.steps() == [1, 4]
     names = ["damaged-00000002", "damaged-00000003", "step-00000001", "step-00000004"]
@@ -95,7 +95,7 @@ def test_of_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: None)
     ranks = Checkpoints(folder=tmp_path, config={}, rank=0, num_ranks=2)
     with pytest.raises(ValueError, match="was written by 1 processes and these are 2: resume with as many"):
-        ranks.load_last("cpu", nothing)
+        ranks.load_last("cpu", no_warning)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

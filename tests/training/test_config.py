@@ -1,4 +1,4 @@
-"""A training run as one value."""
+"""``TrainConfig``: checks, conversion, overrides."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_overrides() -> None:
 
 
 def test_options_begin_anew_where_their_owner_becomes_another() -> None:
-    """And not where it is named again, be it the default that no layer has said before."""
+    """Naming the same part again keeps them, also if it is the default."""
     options = {"momentum": 0.9}
     for values in ({"optimizer": "lars"}, {}):
         said = {**values, "optimizer_options": options}

@@ -1,4 +1,4 @@
-"""How far a run is."""
+"""``Progress``: sums of losses, divergence, the best evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_means_over_steps_and_learners() -> None:
     assert made.check(comm, False, None) == (2.0, False)
     made.add(torch.tensor([4.0, 6.0]))
     made.add(torch.tensor([6.0, 8.0]))
-    assert made.check(comm, False, None) == (6.0, False), "since the last look"
+    assert made.check(comm, False, None) == (6.0, False), "since the last check"
     assert made.first_loss == 2.0
     assert made.end_epoch(comm) == pytest.approx(14 / 3)
     made.add(torch.tensor([1.0, 1.0]))
@@ -40,7 +40,7 @@ def test_divergence(losses: tuple[float, float], above: float | None, diverged: 
     assert made.diverged is diverged
 
 
-def test_stop_reaches_everyone() -> None:
+def test_a_stop_of_one_learner_stops_all() -> None:
     made, comm = progress()
     made.add(torch.ones(2))
     assert made.check(comm, True, None)[1] is True

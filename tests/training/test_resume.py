@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def back_to(step: int, out: Path) -> None:
-    """The folder as a crash after the checkpoint of this step would have left it."""
+    """Put the folder into the state after a crash that followed the checkpoint of this step."""
     record = out / "record.jsonl"
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     record.write_text("".join(json.dumps(row) + "\n" for row in rows if row["kind"] != "end"))
@@ -43,7 +43,7 @@ def back_to(step: int, out: Path) -> None:
             shutil.rmtree(later)
 
 
-def what_matters(record: RunRecord) -> list[dict[str, Any]]:
+def without_times(record: RunRecord) -> list[dict[str, Any]]:
     times = ("seconds", "samples_per_s", "evaluation_seconds", "total_seconds")
     return [{key: value for key, value in row.items() if key not in times} for row in [*record.epochs, record.final]]
 
@@ -61,13 +61,13 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
     resumed = train(config, out=tmp_path / "resumed", resume=True, dataset=helper.images())
     for file in ("model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"):
         assert (tmp_path / "through" / file).read_bytes() == (tmp_path / "resumed" / file).read_bytes(), file
-    assert what_matters(resumed) == what_matters(through)
+    assert without_times(resumed) == without_times(through)
     kinds = [json.loads(line)["kind"] for line in resumed.path.read_text().splitlines()]
     assert kinds == ["run", "resume", "epoch", "epoch", "end"]
 
 
 def test_checkpoints_change_nothing(tmp_path: Path) -> None:
-    """Nor do evaluations."""
+    """Evaluations change nothing either."""
     ends = []
     for fields in ({}, {"checkpoint_every": 0, "evaluate_every": 0}):
         config = helper.config(learners=2, strategy="dpsgd", **fields)
@@ -100,18 +100,18 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
     train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
     with pytest.raises(ValueError, match=r"holds another run: lr is 0\.1, not 0\.05: take another folder"):
         train(helper.config(steps=3, lr=0.1), out=tmp_path, resume=True, dataset=helper.images())
-    (tmp_path / "record.jsonl").unlink()  # the checkpoint knows too
+    (tmp_path / "record.jsonl").unlink()  # the checkpoint has the config too
     with pytest.raises(ValueError, match=r"step-00000003 is of another run: lr is 0\.1, not 0\.05$"):
         train(helper.config(steps=3, lr=0.1), out=tmp_path, resume=True, dataset=helper.images())
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    """Of the same config, but of data with other classes."""
+    """With the same config, but data with another number of classes."""
     train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
     back_to(3, tmp_path)
     dataset = helper.images()
     other = type(dataset)("five", dataset.train, dataset.test, 5, dataset.input_shape)
-    (tmp_path / "record.jsonl").unlink()  # which knows the data
+    (tmp_path / "record.jsonl").unlink()  # which has the digest of the data
     with pytest.raises(
         ValueError, match=r"of another model: classifier.7.weight is \(4, 84\) there and \(5, 84\) here"
     ):
@@ -119,7 +119,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_samples_are_refused(tmp_path: Path) -> None:
-    """Of the same config: files of its folder may change, and so may a data set that is passed."""
+    """With the same config: the files of its folder, or the data set that is passed, may have changed."""
     config = helper.config(steps=3)
     train(config, out=tmp_path, dataset=helper.images())
     other = helper.images().with_random_labels(1)
@@ -132,11 +132,11 @@ def test_other_samples_are_refused(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in written} == written
     record = tmp_path / "record.jsonl"
     record.write_text(record.read_text().replace("dataset_digest", "older"))
-    assert train(config, out=tmp_path, resume=True, dataset=other).final, "an older record does not know"
+    assert train(config, out=tmp_path, resume=True, dataset=other).final, "an older record has no digest"
 
 
 def test_a_folder_that_holds_the_files_of_other_samples(tmp_path: Path) -> None:
-    """The path is no part of what a run is: what it leads to is."""
+    """A run depends on the samples in the folder, and not on its path."""
     sizes = {"depth": 1, "width": 4, "bottleneck": 3}
     config = {"model": "speech_lstm", "model_options": sizes, "dataset": "features", "batch_size": 10, "steps": 3}
     for name, size in (("first", 20), ("second", 30)):

@@ -1,4 +1,4 @@
-"""``train`` on real ranks: a file each, and the same bits after a restart."""
+"""``train`` on real ranks: one file per rank, and the same bits after a restart."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "two each", "plain"])
 def test_ranks_score_the_whole_split(name: str, seen: list[dict[str, Any]]) -> None:
-    """Each takes its part of it: together what one process sees of the model that the run has left."""
+    """Each rank evaluates a part of it. One process gets the same accuracy with the model that the run has written."""
     assert seen[0][name]["through"].final["accuracy"] == pytest.approx(seen[0][name]["accuracy"])
 
 
 def test_ddp_on_three_ranks() -> None:
-    """Where the order in which ranks are added up shows; DDP changes it after its first backward pass."""
+    """With three ranks the order of the sum changes its bits; DDP changes the order after its first backward pass."""
     for rank in ranks.run("train_ranks", 3):
         through, resumed = rank["ddp"]["contents"]
         assert sorted(through) == ["model.safetensors", *(f"rank-{number}.safetensors" for number in range(3))]
@@ -50,7 +50,7 @@ def test_ddp_on_three_ranks() -> None:
 
 
 def test_statistics_beside_training(seen: list[dict[str, Any]], tmp_path: Path) -> None:
-    """They change no weight, are those of virtual learners but for rounding, and of a resumed run the same ones."""
+    """They change no weight. Those of virtual learners differ by rounding only; those of a resumed run are equal."""
     virtual = train(helper.config(**helper.WATCHED), out=tmp_path, dataset=helper.images())
     for rank in seen:
         contents = [rank[name]["contents"][0]["model.safetensors"] for name in ("plain", "watched")]
@@ -69,7 +69,7 @@ def test_statistics_beside_training(seen: list[dict[str, Any]], tmp_path: Path) 
 
 
 def test_a_signal_to_one_rank_stops_all(seen: list[dict[str, Any]]) -> None:
-    """At the first look at the loss, after step 1, and what follows is the run that was not stopped."""
+    """At the first check of the loss, after step 1. The resumed run ends like a run that was not stopped."""
     for rank in seen:
         assert "after step 1 of 6 and saved" in rank["interrupted"]["message"]
         assert rank["interrupted"]["record"].final["step"] == 6

@@ -1,4 +1,4 @@
-"""train(): what it writes, when it stops."""
+"""``train``: what it writes, and when it stops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_record(tmp_path: Path) -> None:
 
 
 def test_the_loss_is_the_mean_over_steps_and_the_model_the_averaged_one(tmp_path: Path) -> None:
-    """Without learning, all steps see the same weights: the loss can be had by hand."""
+    """With a learning rate of 0 all steps have the same weights, so that the test can compute the loss."""
     dataset = helper.images(augment=False)
     config = helper.config(model_options={"dropout": 0.0}, lr=0.0, warmup=0)
     record = train(config, out=tmp_path, dataset=dataset)
@@ -88,7 +88,7 @@ def test_a_target_ends_the_run(tmp_path: Path) -> None:
     *before, last = [row["accuracy"] for row in record.epochs]
     assert last >= 0.5 and all(accuracy < 0.5 for accuracy in before)
     assert record.final["step"] == 4 * len(record.epochs) < 80
-    assert record == train(config, out=tmp_path, dataset=helper.images(), resume=True), "it is over"
+    assert record == train(config, out=tmp_path, dataset=helper.images(), resume=True), "the run has ended"
 
 
 def test_divergence_ends_the_run_and_is_recorded(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_loss_far_above_the_first_one_is_divergence(tmp_path: Path) -> None:
     free = train(helper.config(**fields), out=tmp_path / "free", dataset=helper.images())
     guessing = math.log(helper.NUM_CLASSES)  # the first loss, nearly
     assert free.final["step"] == 30 and not free.final["diverged"]
-    assert free.epochs[0]["train_loss"] > 2 * guessing, "the problem is the one that is meant"
+    assert free.epochs[0]["train_loss"] > 2 * guessing, "the loss rises far enough for this test"
     watched = train(helper.config(**fields, diverged_above=1.5), out=tmp_path / "watched", dataset=helper.images())
     assert watched.final["diverged"] and watched.final["step"] < 30
 
@@ -120,7 +120,7 @@ def test_validation_leaves_the_test_split_to_the_end(tmp_path: Path) -> None:
 
 
 def test_the_final_scores_are_those_of_the_test_split(tmp_path: Path) -> None:
-    """Of the model that is written; those of the epochs are of the validation split."""
+    """Of the model that is written. The scores of the epochs are those of the validation split."""
     dataset = helper.images(validation=10)
     config = helper.config(num_validation=10, evaluate_on="validation", batch_size=10, steps=8)
     record = train(config, out=tmp_path, dataset=dataset)
@@ -135,7 +135,7 @@ def test_the_final_scores_are_those_of_the_test_split(tmp_path: Path) -> None:
             torch.nn.functional.cross_entropy(logits, labels).item(),
             (logits.argmax(1) == labels).float().mean().item(),
         )
-    assert scores["test"] != pytest.approx(scores["validation"], rel=1e-2), "else there is nothing to see"
+    assert scores["test"] != pytest.approx(scores["validation"], rel=1e-2), "otherwise this test shows nothing"
     for name, row in (("test", record.final["test"]), ("validation", record.epochs[-1])):
         assert (row["loss"], row["accuracy"]) == pytest.approx(scores[name], rel=1e-5), name
 
@@ -153,14 +153,14 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     config = helper.config(steps=None, epochs=6, lr=0.3, checkpoint_every=None, keep_last=1, keep_best=True)
     record = train(config, out=tmp_path, dataset=helper.images())
     kept = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir())
-    assert record.final["best_epoch"] < 6, "else there is nothing to see"
+    assert record.final["best_epoch"] < 6, "otherwise this test shows nothing"
     assert kept == [4 * record.final["best_epoch"], 24]
 
 
-def test_the_best_is_saved_between_checkpoints_where_it_is_to_be_kept(tmp_path: Path) -> None:
+def test_keep_best_saves_the_best_between_two_checkpoints(tmp_path: Path) -> None:
     """Evaluations are at multiples of 4 steps and checkpoints at those of 5.
 
-    With this seed the best comes early and by far (after 8 steps 67 %, later 33 at most), however the machine rounds.
+    With this seed the best accuracy comes early (67 % after 8 steps, later at most 33 %) on every machine.
     """
     dataset, folders = helper.images(), {}
     for keep_best, keep_last in ((True, 1), (False, 10)):
@@ -169,7 +169,7 @@ def test_the_best_is_saved_between_checkpoints_where_it_is_to_be_kept(tmp_path: 
         record = train(config, out=tmp_path / str(keep_best), dataset=dataset)
         folders[keep_best] = Checkpoints(folder=record.path.parent / "checkpoints", config={})
     best = 4 * record.final["best_epoch"]
-    assert best == 8, "else there is nothing to see"
+    assert best == 8, "otherwise this test shows nothing"
     assert folders[False].steps() == [5, 10, 15, 20]
     assert folders[True].steps() == [best, 20]
     shutil.rmtree(folders[True].path(20))

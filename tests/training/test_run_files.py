@@ -1,4 +1,4 @@
-"""A run's folder after a crash, a full disk, and where two want it."""
+"""A run's folder after a crash, on a full disk, and when two processes use it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(out: Path, resume: bool = False, **fields: Any) -> RunRecord:
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
-    """A run of six steps of which four are saved."""
+    """A run of six steps, stopped after the checkpoint of step 4."""
     out = tmp_path / "stopped"
     run(out, checkpoint_every=4)
     (out / "model.safetensors").unlink()
@@ -38,7 +38,7 @@ def stopped(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("damage", ["empty", "missing", "half a line"])
 def test_a_record_that_a_crash_has_cut(damage: str, stopped: Path, tmp_path: Path) -> None:
-    """Checkpoints are all that a run needs to go on; it then says what it is anew."""
+    """A run can be resumed from its checkpoints alone; it then writes its header again."""
     path = stopped / record.FILE
     text = path.read_text()
     {
@@ -56,7 +56,7 @@ def test_a_record_that_a_crash_has_cut(damage: str, stopped: Path, tmp_path: Pat
 
 
 def test_checkpoints_without_a_record_are_a_run(stopped: Path) -> None:
-    """Another run would leave out theirs as it keeps its own."""
+    """Another run would remove them when it saves its own."""
     (stopped / record.FILE).unlink()
     before = sorted(path.name for path in (stopped / "checkpoints").iterdir())
     with pytest.raises(ValueError, match="holds a run already"):
@@ -71,7 +71,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_made_meanwhile_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the first look at the folder and the first step another process can come and go."""
+    """Another process can train in the folder between the first check of the folder and the lock."""
     build = run_module.build_trainer
 
     def slowly(*args: Any) -> Any:
@@ -87,7 +87,7 @@ def test_a_run_that_was_made_meanwhile_is_left_as_it_is(tmp_path: Path, monkeypa
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
-    """The limit of a file's size stands for the disk's."""
+    """A limit of the file size simulates a full disk."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     path = tmp_path / "rows.jsonl"
     with JsonLines(path) as rows:
@@ -110,7 +110,7 @@ def test_weights_that_blow_up_in_the_last_step_are_a_divergence(tmp_path: Path) 
 
 
 def test_local_buffers_are_scored_as_those_of_the_first_learner() -> None:
-    """Ranks score parts of one split: they must agree on the model."""
+    """Each rank evaluates a part of one split, so all must have the same model."""
 
     class First:
         learners = (1,)

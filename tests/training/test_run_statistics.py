@@ -1,4 +1,4 @@
-"""Statistics of a run: training keeps its bits, the record holds them, and a resumed run writes the same ones."""
+"""Statistics of a run: they do not change training, and a resumed run writes the same ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def weights_of(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("strategy", ["ssgd", "dpsgd"])
 @pytest.mark.parametrize("at", [3, 4])
 def test_a_resumed_run_writes_the_same(strategy: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From between two records, and from one: with the folder as it was when the checkpoint had been written."""
+    """Resumed between two records, and at a record, from a copy of the folder right after the checkpoint."""
     save = Checkpoints.save
 
     def save_and_crash(self: Checkpoints, step: int, state: Any, **options: Any) -> None:
@@ -75,7 +75,7 @@ def test_a_resumed_run_writes_the_same(strategy: str, at: int, tmp_path: Path, m
 
 
 def test_the_full_gradient_is_that_of_the_training_set(tmp_path: Path) -> None:
-    """Of equal learners: SSGD's, against one pass over all samples without augmentation, dropout or batch norm."""
+    """Learners of SSGD are equal: one pass over all samples, without random layers, gives the same gradient."""
     config = TrainConfig(
         model="mlp", dataset="synthetic", batch_size=40, learners=4, steps=1, lr=0.5, strategy="ssgd",
         statistics_every=1, device="cpu", label_smoothing=0.1, accumulation=2,
@@ -96,7 +96,7 @@ def test_the_full_gradient_is_that_of_the_training_set(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_training_set(tmp_path: Path) -> None:
-    """What three learners cannot share is left out; the seed decides which part it is."""
+    """Samples that three learners cannot divide equally are left out; the seed chooses the part."""
     records = [
         run(
             tmp_path / str(number), helper.images(augment=False), **WATCHED, strategy="ssgd", statistics_samples=samples
@@ -133,7 +133,7 @@ def test_flatness_of_attention(tmp_path: Path) -> None:
     assert record.final["flatness_reason"] is None
 
 
-def test_a_finished_training_outlives_its_flatness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_flatness_does_not_lose_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError("out of memory")
 
@@ -167,19 +167,19 @@ def test_too_many_samples_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_gradient_at_the_mean_is_that_of_the_same_passes(accumulation: int, tmp_path: Path) -> None:
-    """Learners that hardly move: dropout, batch norm of micro-batches and clipping must not look like a landscape."""
+    """With a tiny learning rate, dropout, batch norm of micro-batches and clipping must cause no landscape noise."""
     (*_, last) = run(
         tmp_path, learners=2, strategy="local_sgd", statistics_every=2, lr=1e-9, accumulation=accumulation,
         max_grad_norm=0.1, optimizer="torch_sgd",
     ).statistics  # fmt: skip
     moves = last["dynamics"]
     assert last["valid"] and last["at_mean"]
-    assert moves["mean_grad_squared"] < 0.011, "or nothing was clipped"
+    assert moves["mean_grad_squared"] < 0.011, "otherwise nothing was clipped"
     assert moves["landscape_noise"] < 1e-6 * moves["lr"] ** 2 * moves["mean_grad_squared"]
 
 
 def test_the_smaller_batch_at_the_end_of_an_epoch_is_left_out(tmp_path: Path) -> None:
-    """50 images in batches of 24: every third step has a learner take one image."""
+    """50 images in batches of 24: in every third step each learner takes one image."""
     record = run(tmp_path, learners=2, strategy="ssgd", statistics_every=3, batch_size=24, drop_last=False, steps=6)
     assert [line["num_skipped"] for line in record.statistics] == [1, 1]
     assert [line["num_steps"] for line in record.statistics] == [2, 3]
@@ -187,7 +187,7 @@ def test_the_smaller_batch_at_the_end_of_an_epoch_is_left_out(tmp_path: Path) ->
 
 
 def test_without_replacement_is_accounted_for(tmp_path: Path) -> None:
-    """The set has 50 samples: |G|^2 without it would be less by tr S / 50."""
+    """The set has 50 samples: without the correction |G|^2 would be smaller by tr S / 50."""
     record = run(tmp_path, **WATCHED, strategy="ssgd", steps=4)
     whole = record.statistics[-1]["whole"]
     config = helper.config(**{**WATCHED, "statistics_every": 0}, strategy="ssgd", steps=4)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.training import RunRecord, TrainConfig, train
-from ddpcore.training import run_writer as outputs
+from ddpcore.training import RunRecord, TrainConfig, run_writer, train
 from ddpcore.training.run_writer import RunWriter
 
 HEADER = {"kind": "run", "config": {}}
@@ -53,13 +52,13 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "SummaryWriter", None)
+    monkeypatch.setattr(run_writer, "SummaryWriter", None)
     with pytest.raises(ValueError, match=r"not installed: pip install 'ddpcore\[tensorboard\]'"):
         train(TrainConfig(steps=1), out=tmp_path / "new", tensorboard=True)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_record_that_is_none(tmp_path: Path) -> None:
+def test_files_that_are_not_a_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no record of a run"):
         RunRecord.read(tmp_path)
     (tmp_path / "record.jsonl").write_text(json.dumps(HEADER) + "\n{\n")

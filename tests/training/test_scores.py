@@ -1,4 +1,4 @@
-"""Scores by hand-made examples, by their definitions, and as torchmetrics has them."""
+"""Scores of small examples, compared with their definitions and with torchmetrics."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ def test_scores_of_random_choices_equal_their_definitions() -> None:
 @pytest.mark.parametrize("num_choices", [1, 2, 5, 7])
 @pytest.mark.parametrize("num_labels", [1, 3, 7])
 def test_scores_are_those_of_torchmetrics(num_labels: int, num_choices: int) -> None:
-    """Also where some of the seven classes are never a label, never a choice, or neither."""
-    judge = pytest.importorskip("torchmetrics.functional.classification", reason="torchmetrics is not installed")
+    """Also if some of the seven classes are never a label, never a prediction, or neither."""
+    torchmetrics = pytest.importorskip("torchmetrics.functional.classification", reason="torchmetrics is not installed")
     generator = torch.Generator().manual_seed(10 * num_labels + num_choices)
     labels, choices = (torch.randint(num, (60,), generator=generator) for num in (num_labels, num_choices))
     found = metrics.scores(metrics.confusion_matrix(torch.eye(7)[choices], labels))
-    assert found.accuracy == pytest.approx(judge.multiclass_accuracy(choices, labels, 7, average="micro").item())
+    assert found.accuracy == pytest.approx(torchmetrics.multiclass_accuracy(choices, labels, 7, average="micro").item())
     for name, function in {
-        "precision": judge.multiclass_precision,
-        "recall": judge.multiclass_recall,
-        "f1": judge.multiclass_f1_score,
-        "specificity": judge.multiclass_specificity,
+        "precision": torchmetrics.multiclass_precision,
+        "recall": torchmetrics.multiclass_recall,
+        "f1": torchmetrics.multiclass_f1_score,
+        "specificity": torchmetrics.multiclass_specificity,
     }.items():
         assert getattr(found, name) == pytest.approx(function(choices, labels, 7, average="macro").item()), name
 

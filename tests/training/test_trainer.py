@@ -1,4 +1,4 @@
-"""A step of the trainer, and its evaluation, against plain loops."""
+"""A step of the trainer, and its evaluation, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_any_accumulation_is_one_big_batch(learners: int | None, accumulation: i
 
 @pytest.mark.parametrize("learners", [None, 2])
 def test_parts_of_different_size_are_one_big_batch(learners: int | None) -> None:
-    """The batch that is left at the end of an epoch, cut into parts that are not equal."""
+    """The smaller batch at the end of an epoch, divided into parts of different size."""
     made = trainer(learners, features(22), accumulation=3)
     made.batches = replace(made.batches, drop_last=False)
     made.num_steps = 1
@@ -110,7 +110,7 @@ def test_each_learner_is_clipped_alone() -> None:
     torch.testing.assert_close(other.grad, torch.tensor([[0.8], [0.4]]))
 
 
-def test_bf16_computes_and_fp32_remembers() -> None:
+def test_bf16_forward_passes_and_fp32_weights() -> None:
     seen: list[torch.dtype] = []
     ends = []
     for autocast in (None, torch.bfloat16):
@@ -127,7 +127,7 @@ def test_bf16_computes_and_fp32_remembers() -> None:
 
 @pytest.mark.parametrize("learners", [None, 2])
 def test_compiled_is_the_same_model(learners: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured and run as it was captured: what the compiler makes of it is the compiler's."""
+    """The backend runs the captured graph unchanged; torch's own compiler is not tested here."""
     captured = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -186,11 +186,11 @@ def test_recalibration_takes_the_last_training_batches() -> None:
     for _ in range(5):
         made.step()
     taken = []
-    monkey = handle.evaluation_model
+    original = handle.evaluation_model
 
     def evaluation_model(batch_norm: str, inputs: Any) -> nn.Module:
         taken.append(None if inputs is None else list(inputs))
-        return monkey(batch_norm, taken[-1])
+        return original(batch_norm, taken[-1])
 
     handle.evaluation_model = evaluation_model  # type: ignore[method-assign]
     made.evaluation_model("recalibrate", 2)

@@ -1,4 +1,4 @@
-"""The trainer takes its batches in the epoch that they belong to: augmentation depends on it."""
+"""The trainer passes the epoch of each batch to the augmentation."""
 
 from __future__ import annotations
 

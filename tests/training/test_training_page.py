@@ -1,4 +1,4 @@
-"""What docs/training.md shows runs."""
+"""The examples of docs/training.md run."""
 
 from __future__ import annotations
 
