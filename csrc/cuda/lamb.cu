@@ -72,8 +72,8 @@ struct Lamb {
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];
             const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
-            sums.weight += squared(weight);
-            sums.update += squared(update);
+            sums.weight = add_square(sums.weight, weight);
+            sums.update = add_square(sums.update, update);
         }
         return sums;
     }

@@ -42,8 +42,8 @@ struct Lars {
         NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
-            sums.weight += squared(weights[i]);
-            sums.update += squared(load(grads[i]));
+            sums.weight = add_square(sums.weight, weights[i]);
+            sums.update = add_square(sums.update, load(grads[i]));
         }
         return sums;
     }
@@ -54,8 +54,8 @@ struct Lars {
 #pragma unroll 4
         for (int i = 0; i < count; ++i) {
             const int element = place_of<Place::kWidth>(i);
-            sums.weight += squared(read_weight<Master>(at.param, at.master, element));
-            sums.update += squared(load(at.grad[element]));
+            sums.weight = add_square(sums.weight, read_weight<Master>(at.param, at.master, element).value());
+            sums.update = add_square(sums.update, load(at.grad[element]));
         }
         return sums;
     }

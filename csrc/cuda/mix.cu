@@ -178,7 +178,8 @@ __device__ __forceinline__ void mix_tile(
         if (index < num_vectors) {
             const Vector<T> own = tile[index];
 #pragma unroll
-            for (int e = 0; e < kVector<T>; ++e) sum += squared(load(own.elements[e]) - mean[v * kVector<T> + e]);
+            for (int e = 0; e < kVector<T>; ++e)
+                sum = add_square(sum, load(own.elements[e]) - mean[v * kVector<T> + e]);
             write_vector(mix_row(tile, table, first, j, v, whole), table, j, first + v * kVector<T>, whole);
         }
         sum = warp_sum(sum, group);

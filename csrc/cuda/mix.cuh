@@ -83,7 +83,7 @@ __device__ __forceinline__ void mix_share(
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = load(weights[i]), before = k == 0 ? table.self_weight * weight : mixed[i];
-            sum += squared(weight - load(peer[i]));
+            sum = add_square(sum, weight - load(peer[i]));
             mixed[i] = mix_element(before, peer_weight, load(peer[i]));
         }
         const double total = block_sum(sum);

@@ -12,7 +12,7 @@ __device__ __forceinline__ double squares_of_share(const T* data, int numel) {
     read<whole>(share, data, numel);
     double sum = 0.0;
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) sum += squared(load(share[i]));
+    for (int i = 0; i < kShare; ++i) sum = add_square(sum, load(share[i]));
     return sum;
 }
 

@@ -12,6 +12,16 @@
 
 namespace ddpcore::cuda {
 
+// sum + left * right of values that are fp32: a product of two is exact in double, so one fused operation has the bits
+// of a multiplication and an addition, and takes half the double instructions.
+__device__ __forceinline__ double add_product(double sum, double left, double right) {
+    return fma(left, right, sum);
+}
+
+__device__ __forceinline__ double add_square(double sum, float value) {
+    return add_product(sum, value, value);
+}
+
 // The sum over the lanes of each group of `width` lanes, by a tree; right in the first lane of the group.
 __device__ __forceinline__ double warp_sum(double value, int width = kWarp) {
     for (int offset = width / 2; offset > 0; offset /= 2) {
