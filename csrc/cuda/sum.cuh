@@ -110,7 +110,7 @@ inline constexpr int kSumThreads = 1024;
 
 // sums[column] = sum over rows of partials[row, column]: one CUDA block a column.
 template <int threads>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(threads, 1)
     sum_partials_kernel(const double* partials, double* sums, int64_t num_rows, int64_t num_columns, float* counter) {
     if (blockIdx.x < num_columns) {
         const double total = sum_rows<threads>(partials + blockIdx.x, num_rows, num_columns);
