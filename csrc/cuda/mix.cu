@@ -148,7 +148,7 @@ __device__ __forceinline__ void write_vector(
     const Vector<T>& vector, const StackedTable<T, capacity>& table, int j, int64_t column, bool whole) {
     T* target = table.weights + j * table.numel + column;
     if (whole) {
-        *reinterpret_cast<uint4*>(target) = vector.bits;
+        __stwb(reinterpret_cast<uint4*>(target), vector.bits);  // an assignment becomes four stores of 4 bytes
     } else {
 #pragma unroll
         for (int e = 0; e < kVector<T>; ++e) {
