@@ -78,6 +78,7 @@ __device__ __forceinline__ void mix_share(
     for (int k = 0; k < table.num_peers; ++k) {
         Share<T> peer;
         read<whole>(peer, static_cast<const T*>(table.peers[k]) + place.first, place.numel);
+        convert_after(weights);
         const float peer_weight = table.peer_weights[k];
         double sum = 0.0;
 #pragma unroll

@@ -84,6 +84,18 @@ struct Share {
 template <int width>
 __device__ __forceinline__ int place_of(int i) {
     return (i / width * kThreads + static_cast<int>(threadIdx.x)) * width + i % width;
+// Elements are converted after this call, not before: the compiler takes their bits for new ones. So no conversion
+// moves out of a loop, where it would wait for memory ahead of the loop's own loads and, of 16-bit elements, take twice
+// the registers.
+template <typename T, int width>
+__device__ __forceinline__ void convert_after(Share<T, width>& share) {
+#pragma unroll
+    for (auto& vector : share.vectors) {
+        asm("" : "+r"(vector.bits.x), "+r"(vector.bits.y));
+        if constexpr (sizeof(vector) == sizeof(uint4)) asm("" : "+r"(vector.bits.z), "+r"(vector.bits.w));
+    }
+}
+
 }
 
 // How many elements of this thread's share lie in a block of `numel` elements: they are its first ones. Elements are
