@@ -82,15 +82,30 @@ struct Lamb {
         const int count = count_in<kWidth>(at.numel);
         NormPartials sums{};
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            const int element = place_of<kWidth>(i);
-            const float weight = read_weight<Master>(at.param, at.master, element);
-            float exp_avg = at.exp_avg[element], exp_avg_sq = at.exp_avg_sq[element];
-            lamb_moments(weight, load(at.grad[element]), exp_avg, exp_avg_sq, scales);
-            at.exp_avg[element] = exp_avg;
-            at.exp_avg_sq[element] = exp_avg_sq;
-            sums.weight += squared(weight);
-            sums.update += squared(lamb_update(weight, exp_avg, exp_avg_sq, scales));
+        for (int first = 0; first < count; first += kAhead) {
+            StoredWeight<T, Master> weights[kAhead]{};
+            T grads[kAhead]{};
+            float exp_avgs[kAhead]{}, exp_avg_sqs[kAhead]{};
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+                const int i = place_of<kWidth>(first + k);
+                if (first + k >= count) continue;
+                weights[k] = read_weight<Master>(at.param, at.master, i);
+                grads[k] = at.grad[i];
+                exp_avgs[k] = at.exp_avg[i];
+                exp_avg_sqs[k] = at.exp_avg_sq[i];
+            }
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+                if (first + k >= count) break;
+                const int i = place_of<kWidth>(first + k);
+                const float weight = weights[k].value();
+                lamb_moments(weight, load(grads[k]), exp_avgs[k], exp_avg_sqs[k], scales);
+                at.exp_avg[i] = exp_avgs[k];
+                at.exp_avg_sq[i] = exp_avg_sqs[k];
+                sums.weight = add_square(sums.weight, weight);
+                sums.update = add_square(sums.update, lamb_update(weight, exp_avgs[k], exp_avg_sqs[k], scales));
+            }
         }
         return sums;
     }
@@ -114,10 +129,25 @@ struct Lamb {
     static __device__ __forceinline__ void second_by_element(
         const Place& at, const LambRule&, const LambScales& scales, float step_size) {
 #pragma unroll 1
-        for (int i = static_cast<int>(threadIdx.x); i < at.numel; i += kThreads) {
-            const float weight = read_weight<Master>(at.param, at.master, i);
-            const float update = lamb_update(weight, at.exp_avg[i], at.exp_avg_sq[i], scales);
-            write_weight<Master>(lamb_element(weight, update, step_size, scales.keep), at.param, at.master, i);
+        for (int first = static_cast<int>(threadIdx.x); first < at.numel; first += kAhead * kThreads) {
+            StoredWeight<T, Master> weights[kAhead]{};
+            float exp_avgs[kAhead]{}, exp_avg_sqs[kAhead]{};
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+                const int i = first + k * kThreads;
+                if (i >= at.numel) continue;
+                weights[k] = read_weight<Master>(at.param, at.master, i);
+                exp_avgs[k] = at.exp_avg[i];
+                exp_avg_sqs[k] = at.exp_avg_sq[i];
+            }
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+                const int i = first + k * kThreads;
+                if (i >= at.numel) break;
+                const float weight = weights[k].value();
+                const float update = lamb_update(weight, exp_avgs[k], exp_avg_sqs[k], scales);
+                write_weight<Master>(lamb_element(weight, update, step_size, scales.keep), at.param, at.master, i);
+            }
         }
     }
 };

@@ -44,12 +44,29 @@ __device__ __forceinline__ void sgd_share(
 // The step of a block that is incomplete or misaligned, from memory to memory.
 template <typename T, bool Master>
 __device__ __forceinline__ void sgd_by_element(const SgdPlace<T, Master>& at, const SgdScales& scales, int flags) {
-#pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < at.numel; i += kThreads) {
-        const float weight = read_weight<Master>(at.param, at.master, i), grad = load(at.grad[i]);
-        float momentum = (flags & kMomentum) ? load(at.momentum[i]) : 0.0f;
-        write_weight<Master>(sgd_element(weight, grad, momentum, scales, flags), at.param, at.master, i);
-        if (flags & kMomentum) at.momentum[i] = store<typename SgdPlace<T, Master>::Momentum>(momentum);
+    using Momentum = typename SgdPlace<T, Master>::Momentum;
+#pragma unroll 1
+    for (int first = static_cast<int>(threadIdx.x); first < at.numel; first += kAhead * kThreads) {
+        StoredWeight<T, Master> weights[kAhead]{};
+        T grads[kAhead]{};
+        Momentum momenta[kAhead]{};
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            const int i = first + k * kThreads;
+            if (i >= at.numel) continue;
+            weights[k] = read_weight<Master>(at.param, at.master, i);
+            grads[k] = at.grad[i];
+            if (flags & kMomentum) momenta[k] = at.momentum[i];
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            const int i = first + k * kThreads;
+            if (i >= at.numel) break;
+            float momentum = load(momenta[k]);
+            const float weight = sgd_element(weights[k].value(), load(grads[k]), momentum, scales, flags);
+            write_weight<Master>(weight, at.param, at.master, i);
+            if (flags & kMomentum) at.momentum[i] = store<Momentum>(momentum);
+        }
     }
 }
 

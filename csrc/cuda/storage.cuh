@@ -26,6 +26,10 @@ namespace ddpcore::cuda {
 inline constexpr int kWarp = 32;
 inline constexpr int kThreads = 256;
 inline constexpr int kShare = kBlock / kThreads;
+// Elements of an incomplete or misaligned block that a thread loads before it uses the first of them. Loads cannot pass
+// stores that may have the same address, so a loop that loads, updates and stores one element waits for memory each
+// time.
+inline constexpr int kAhead = 4;
 
 template <typename T>
 inline constexpr int kVector = sizeof(uint4) / sizeof(T);  // elements of one 128-bit access
@@ -80,10 +84,6 @@ struct Share {
     __device__ __forceinline__ T operator[](int i) const { return vectors[i / width].elements[i % width]; }
 };
 
-// Where element i of this thread's share lies in the block.
-template <int width>
-__device__ __forceinline__ int place_of(int i) {
-    return (i / width * kThreads + static_cast<int>(threadIdx.x)) * width + i % width;
 // Elements are converted after this call, not before: the compiler takes their bits for new ones. So no conversion
 // moves out of a loop, where it would wait for memory ahead of the loop's own loads and, of 16-bit elements, take twice
 // the registers.
@@ -96,6 +96,10 @@ __device__ __forceinline__ void convert_after(Share<T, width>& share) {
     }
 }
 
+// Where element i of this thread's share lies in the block.
+template <int width>
+__device__ __forceinline__ int place_of(int i) {
+    return (i / width * kThreads + static_cast<int>(threadIdx.x)) * width + i % width;
 }
 
 // How many elements of this thread's share lie in a block of `numel` elements: they are its first ones. Elements are
@@ -162,6 +166,10 @@ __device__ __forceinline__ float weight_of(T param, float master) {
     return own == stored ? master : load(param);
 }
 
+__device__ __forceinline__ float weight_of(float param, float) {
+    return param;
+}
+
 // One thread's weights: the stored ones, or the fp32 weights behind them, where there are masters (which Master says).
 template <typename T, bool Master, int width = Master ? kVector<float> : kVector<T>>
 struct Weights {
@@ -199,14 +207,18 @@ __device__ __forceinline__ void write(const Weights<T, Master, width>& weights, 
     }
 }
 
-// The same for one element of any block.
+// One weight of any block, as it is stored: a thread loads several before it converts the first of them.
+template <typename T, bool Master>
+struct StoredWeight {
+    T param;
+    float master;
+
+    __device__ __forceinline__ float value() const { return Master ? weight_of(param, master) : load(param); }
+};
+
 template <bool Master, typename T>
-__device__ __forceinline__ float read_weight(const T* param, const float* master, int element) {
-    if constexpr (Master) {
-        return weight_of(param[element], master[element]);
-    } else {
-        return load(param[element]);
-    }
+__device__ __forceinline__ StoredWeight<T, Master> read_weight(const T* param, const float* master, int element) {
+    return {param[element], Master ? master[element] : 0.0f};
 }
 
 template <bool Master, typename T>
