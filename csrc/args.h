@@ -249,13 +249,14 @@ DDPCORE_HOST_DEVICE int64_t pair_of(int64_t i, int64_t j, int64_t num_rows) {
     return i * num_rows - i * (i - 1) / 2 + (j - i);
 }
 
-// The segment that owns a block: the last one whose first_block is not above it. Empty segments own no block.
-template <typename Segment>
-DDPCORE_HOST_DEVICE int64_t segment_of_block(const Segment* segments, int64_t num_segments, int64_t block) {
-    int64_t low = 0, high = num_segments - 1;
+// The segment that owns a block: the last one whose first_block is not above it. Empty segments own no block. An Index
+// of 32 bits counts blocks of 8 tera-elements and takes half the instructions on a GPU.
+template <typename Segment, typename Index>
+DDPCORE_HOST_DEVICE Index segment_of_block(const Segment* segments, Index num_segments, Index block) {
+    Index low = 0, high = num_segments - 1;
     while (low < high) {
-        const int64_t middle = (low + high + 1) / 2;
-        if (segments[middle].first_block <= block) {
+        const Index middle = (low + high + 1) / 2;
+        if (static_cast<Index>(segments[middle].first_block) <= block) {
             low = middle;
         } else {
             high = middle - 1;

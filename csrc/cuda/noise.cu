@@ -10,7 +10,7 @@ namespace {
 // Rows whose shares a thread holds at a time. With three or more, one CUDA block fills a multiprocessor.
 inline constexpr int kTile = 2;
 inline constexpr int kPairs = kTile * (kTile + 1) / 2;
-inline constexpr int kFewRows = 8;
+inline constexpr int kSomeRows = 32;
 
 template <int capacity, int max_rows>
 struct NoiseTable {
@@ -95,11 +95,12 @@ template <typename T, typename Table>
 __global__ void __launch_bounds__(kThreads, 2) noise_kernel(const __grid_constant__ Table table) {
     BlockSums<kThreads, kPairs> block_sums;
     const auto& list = table.list;
-    for (int64_t block = list.begin_block + blockIdx.x; block < list.end_block; block += gridDim.x) {
-        const NoiseSegment& segment = list.segments[segment_of_block(list.segments, list.num_segments, block)];
+    for (int block = list.begin_block + static_cast<int>(blockIdx.x); block < list.end_block;
+         block += static_cast<int>(gridDim.x)) {
+        const NoiseSegment& segment = list.segment_of(block);
         const int64_t begin = (block - segment.first_block) * kBlock;
         const int numel = static_cast<int>(min(kBlock, segment.numel - begin));
-        double* partials = table.partials + block * num_pairs_of(table.num_rows);
+        double* partials = table.partials + int64_t{block} * num_pairs_of(table.num_rows);
         const bool whole = numel == kBlock && table.aligned && segment.first % kVector<T> == 0;
         if (whole) {
             products_of_block<true, T>(table, partials, segment.first + begin, numel, block_sums);
@@ -151,10 +152,10 @@ cudaError_t noise_sums(const NoiseArgs& args, cudaStream_t stream) {
     if (args.num_rows == 0) return cudaSuccess;
     constexpr int64_t many = (kMaxArgumentBytes - kMaxRows * sizeof(void*) - 128) / sizeof(NoiseSegment);
     for (int64_t first = 0; first < args.num_segments;) {
-        const bool few = args.num_segments - first <= kFewSegments && args.num_rows <= kFewRows;
-        const int64_t end = std::min(args.num_segments, first + (few ? kFewSegments : many));
-        const cudaError_t error = few ? launch_noise<kFewSegments, kFewRows>(args, first, end, stream)
-                                      : launch_noise<many, kMaxRows>(args, first, end, stream);
+        const bool some = args.num_segments - first <= kSomeSegments && args.num_rows <= kSomeRows;
+        const int64_t end = std::min(args.num_segments, first + (some ? kSomeSegments : many));
+        const cudaError_t error = some ? launch_noise<kSomeSegments, kSomeRows>(args, first, end, stream)
+                                       : launch_noise<many, kMaxRows>(args, first, end, stream);
         if (error != cudaSuccess) return error;
         first = end;
     }

@@ -20,8 +20,9 @@ template <typename T, int capacity>
 __global__ void __launch_bounds__(kThreads)
     norms_kernel(const __grid_constant__ SegmentTable<NormSegment, capacity> table, double* partials) {
     BlockSum<kThreads> block_sum;
-    for (int64_t block = table.begin_block + blockIdx.x; block < table.end_block; block += gridDim.x) {
-        const NormSegment& segment = table.segments[segment_of_block(table.segments, table.num_segments, block)];
+    for (int block = table.begin_block + static_cast<int>(blockIdx.x); block < table.end_block;
+         block += static_cast<int>(gridDim.x)) {
+        const NormSegment& segment = table.segment_of(block);
         const int64_t first = (block - segment.first_block) * kBlock;
         const int numel = static_cast<int>(min(kBlock, segment.numel - first));
         const T* data = static_cast<const T*>(segment.data) + first;

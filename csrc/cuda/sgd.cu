@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     __shared__ Common common[2];  // in turn, so that one barrier a block is enough
     const auto& list = table.list;
     int turn = 0;
-    for (int64_t block = list.begin_block + blockIdx.x; block < list.end_block; block += gridDim.x, turn ^= 1) {
-        // Each thread searches for itself: at most 10 steps through constant memory, the same for all, no barrier.
-        const SgdSegment& segment = list.segments[segment_of_block(list.segments, list.num_segments, block)];
+    for (int block = list.begin_block + static_cast<int>(blockIdx.x); block < list.end_block;
+         block += static_cast<int>(gridDim.x), turn ^= 1) {
+        const SgdSegment& segment = list.segment_of(block);
         const StepGroup& group = table.group_of(segment);
         const SgdPlace<T, Master> at(segment, (block - segment.first_block) * kBlock);
         const int flags = sgd_flags(rule, group);

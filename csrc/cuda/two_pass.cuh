@@ -78,8 +78,7 @@ class TwoPasses {
     }
 
     __device__ __forceinline__ int segment_of(const Batch& batch, int block) const {
-        return batch.begin +
-               static_cast<int>(segment_of_block(list_.segments + batch.begin, batch.end - batch.begin, block));
+        return batch.begin + segment_of_block(list_.segments + batch.begin, batch.end - batch.begin, block);
     }
 
     __device__ __forceinline__ const Scales& scales_of(const Segment& segment) const {

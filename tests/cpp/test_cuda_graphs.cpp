@@ -160,7 +160,7 @@ TYPED_TEST(CudaGraphs, AStepOfLeNet5IsOneLaunchAndThreeWithClipping) {
 }
 
 TYPED_TEST(CudaGraphs, AStepTakesOneLaunchForEachTableOfTensors) {
-    for (const int64_t num_tensors : {1, 31, 32, 33, 479, 480, 481, 547, 548, 960, 961, 1094, 1095, 3001}) {
+    for (const int64_t num_tensors : {1, 32, 33, 128, 129, 479, 480, 481, 547, 548, 960, 961, 1094, 1095, 3001}) {
         const std::vector<int64_t> sizes(static_cast<size_t>(num_tensors), 1);
         SCOPED_TRACE(::testing::Message() << num_tensors << " tensors");
         ASSERT_NO_FATAL_FAILURE(for_each_step<TypeParam>({{.sizes = sizes}}, [&](auto& problem, int64_t most) {
@@ -224,7 +224,7 @@ class CudaGraphsOfAverages : public CudaTest<T> {};
 TYPED_TEST_SUITE(CudaGraphsOfAverages, Storages);
 
 TYPED_TEST(CudaGraphsOfAverages, NormsTakeALaunchATableAndTheirSums) {
-    for (const int64_t num_tensors : {0, 1, 32, 33, 1359, 1360, 2718, 2719}) {
+    for (const int64_t num_tensors : {0, 1, 128, 129, 1359, 1360, 2718, 2719}) {
         for (const int64_t numel : {0, 5}) {
             SCOPED_TRACE(::testing::Message() << num_tensors << " tensors of " << numel);
             NormProblem<TypeParam> problem(std::vector<int64_t>(static_cast<size_t>(num_tensors), numel), 0);

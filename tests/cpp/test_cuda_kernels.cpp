@@ -263,7 +263,7 @@ void expect_twin_norms(const std::vector<int64_t>& sizes, int64_t offset, std::v
 }
 
 TYPED_TEST(CudaTest, SegmentNorms) {
-    std::vector<std::vector<int64_t>> lists = {{}, {0, 0}, kManySizes};
+    std::vector<std::vector<int64_t>> lists = {{}, {0, 0}, kManySizes, std::vector<int64_t>(129, 5)};
     for (const int64_t numel : kDeviceSizes) lists.push_back({numel});
     for (const auto& sizes : lists) {
         SCOPED_TRACE(::testing::Message() << sizes.size() << " segments");

@@ -119,6 +119,16 @@ TYPED_TEST(CudaOptimizers, ManyTinyTensorsInManyGroups) {
         many_groups(), {}, 31, [](auto& problem) { expect_twins(problem, 0, std::vector<float>(kMostSteps)); })));
 }
 
+// Lists that fill each table of kernel arguments, and lists of one tensor more.
+TYPED_TEST(CudaOptimizers, TensorsOfEveryTable) {
+    for (const size_t num_tensors : {32u, 33u, 128u, 129u}) {
+        SCOPED_TRACE(::testing::Message() << num_tensors << " tensors");
+        const std::vector<int64_t> sizes(num_tensors, 5);
+        ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
+            {{.sizes = sizes}}, {}, 31, [](auto& problem) { expect_twins(problem, 0); })));
+    }
+}
+
 TYPED_TEST(CudaOptimizers, NoSegmentsAndOnlyEmptyOnes) {
     for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{}, std::vector<int64_t>{0, 0}}) {
         ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
