@@ -15,38 +15,43 @@ inline constexpr int kSomeRows = 32;
 template <int capacity, int max_rows>
 struct NoiseTable {
     SegmentTable<NoiseSegment, capacity> list;
-    int64_t num_rows;
     const void* origin;
     double* partials;
+    int32_t num_rows;
     bool aligned;  // all rows and the origin
     const void* rows[max_rows];
 };
 
-template <bool whole, typename T, typename Table>
-__device__ __forceinline__ void read_row(
-    float (&values)[kShare], const Table& table, int64_t row, int64_t first, int numel) {
-    Share<T> share;
-    read<whole>(share, static_cast<const T*>(table.rows[row]) + first, numel);
+// values[a] = this thread's share of row `row + a` less the origin, each difference rounded to fp32. All loads are
+// issued before the first element is converted. Behind the last row stands that row again, whose sums nobody writes.
+template <bool whole, typename T, bool kOrigin, int count, typename Table>
+__device__ __forceinline__ void read_rows(
+    float (&values)[count][kShare], const Table& table, int row, int64_t first, int numel) {
+    Share<T> rows[count], origin;
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) values[i] = load(share[i]);
-    if (table.origin == nullptr) return;
-    read<whole>(share, static_cast<const T*>(table.origin) + first, numel);
+    for (int a = 0; a < count; ++a) {
+        const void* data = table.rows[min(row + a, table.num_rows - 1)];
+        read<whole>(rows[a], static_cast<const T*>(data) + first, numel);
+    }
+    if constexpr (kOrigin) read<whole>(origin, static_cast<const T*>(table.origin) + first, numel);
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) values[i] -= load(share[i]);
+    for (int a = 0; a < count; ++a) {
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+            values[a][i] = load(rows[a][i]);
+            if constexpr (kOrigin) values[a][i] -= load(origin[i]);
+        }
+    }
 }
 
-// The products of a tile's rows with each other, in the order of pair_of: each element becomes a double once, and the
-// sums stay in registers.
+// The products of a tile's rows with each other, in the order of pair_of.
 __device__ __forceinline__ void products_of_tile(double (&sums)[kPairs], const float (&own)[kTile][kShare]) {
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-        double values[kTile];
-#pragma unroll
-        for (int a = 0; a < kTile; ++a) values[a] = static_cast<double>(own[a][i]);
 #pragma unroll
         for (int a = 0, pair = 0; a < kTile; ++a) {
 #pragma unroll
-            for (int b = a; b < kTile; ++b, ++pair) sums[pair] += values[a] * values[b];
+            for (int b = a; b < kTile; ++b, ++pair) sums[pair] = add_product(sums[pair], own[a][i], own[b][i]);
         }
     }
 }
@@ -56,23 +61,19 @@ __device__ __forceinline__ void products_with_row(
     double (&sums)[kTile], const float (&own)[kTile][kShare], const float (&other)[kShare]) {
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-        const double value = static_cast<double>(other[i]);
 #pragma unroll
-        for (int a = 0; a < kTile; ++a) sums[a] += static_cast<double>(own[a][i]) * value;
+        for (int a = 0; a < kTile; ++a) sums[a] = add_product(sums[a], own[a][i], other[i]);
     }
 }
 
-template <bool whole, typename T, typename Table>
+template <bool whole, typename T, bool kOrigin, typename Table>
 __device__ __forceinline__ void products_of_block(
     const Table& table, double* partials, int64_t first, int numel, BlockSums<kThreads, kPairs>& block_sums) {
-    const int64_t num_rows = table.num_rows;
+    const int num_rows = table.num_rows;
 #pragma unroll 1
-    for (int64_t tile = 0; tile < num_rows; tile += kTile) {
-        float own[kTile][kShare] = {};
-#pragma unroll
-        for (int a = 0; a < kTile; ++a) {
-            if (tile + a < num_rows) read_row<whole, T>(own[a], table, tile + a, first, numel);
-        }
+    for (int tile = 0; tile < num_rows; tile += kTile) {
+        float own[kTile][kShare];
+        read_rows<whole, T, kOrigin>(own, table, tile, first, numel);
         double pairs[kPairs] = {};
         products_of_tile(pairs, own);
         block_sums(pairs, [&](int b, double total) {
@@ -81,17 +82,17 @@ __device__ __forceinline__ void products_of_block(
             if (tile + a + b < num_rows) partials[pair_of(tile + a, tile + a + b, num_rows)] = total;
         });
 #pragma unroll 1
-        for (int64_t row = tile + kTile; row < num_rows; ++row) {
-            float other[kShare];
-            read_row<whole, T>(other, table, row, first, numel);
+        for (int row = tile + kTile; row < num_rows; ++row) {
+            float other[1][kShare];
+            read_rows<whole, T, kOrigin>(other, table, row, first, numel);
             double sums[kTile] = {};
-            products_with_row(sums, own, other);
+            products_with_row(sums, own, other[0]);
             block_sums(sums, [&](int a, double total) { partials[pair_of(tile + a, row, num_rows)] = total; });
         }
     }
 }
 
-template <typename T, typename Table>
+template <typename T, bool kOrigin, typename Table>
 __global__ void __launch_bounds__(kThreads, 2) noise_kernel(const __grid_constant__ Table table) {
     BlockSums<kThreads, kPairs> block_sums;
     const auto& list = table.list;
@@ -103,9 +104,9 @@ __global__ void __launch_bounds__(kThreads, 2) noise_kernel(const __grid_constan
         double* partials = table.partials + int64_t{block} * num_pairs_of(table.num_rows);
         const bool whole = numel == kBlock && table.aligned && segment.first % kVector<T> == 0;
         if (whole) {
-            products_of_block<true, T>(table, partials, segment.first + begin, numel, block_sums);
+            products_of_block<true, T, kOrigin>(table, partials, segment.first + begin, numel, block_sums);
         } else {
-            products_of_block<false, T>(table, partials, segment.first + begin, numel, block_sums);
+            products_of_block<false, T, kOrigin>(table, partials, segment.first + begin, numel, block_sums);
         }
     }
 }
@@ -127,7 +128,7 @@ cudaError_t launch_noise(const NoiseArgs& args, int64_t first, int64_t end, cuda
     NoiseTable<capacity, max_rows> table;
     static_assert(sizeof table + sizeof(void*) <= kMaxArgumentBytes);
     fill_segments(table.list, args.segments, args.num_segments, args.num_blocks, first, end);
-    table.num_rows = args.num_rows;
+    table.num_rows = static_cast<int32_t>(args.num_rows);
     table.origin = args.origin;
     table.partials = args.partials;
     table.aligned = is_aligned(args.origin) && std::all_of(args.rows, args.rows + args.num_rows, is_aligned);
@@ -136,7 +137,9 @@ cudaError_t launch_noise(const NoiseArgs& args, int64_t first, int64_t end, cuda
     if (num_blocks > 0) {
         const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
             using T = std::remove_pointer_t<decltype(tag)>;
-            return launch(noise_kernel<T, NoiseTable<capacity, max_rows>>, num_blocks, kThreads, 0, stream, table);
+            using Table = NoiseTable<capacity, max_rows>;
+            const auto kernel = args.origin == nullptr ? noise_kernel<T, false, Table> : noise_kernel<T, true, Table>;
+            return launch(kernel, num_blocks, kThreads, 0, stream, table);
         });
         if (error != cudaSuccess) return error;
     }
