@@ -281,11 +281,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> BatchPlan:
         known = self._known(groups, params, grads, sizes)
         plan = self._plan
-        if plan is None or plan.known != known or not all(map(is_, plan.params, params)):
+        same = plan is not None and plan.known == known and all(map(is_, plan.params, params))
+        if plan is None or not same or not all(map(is_, plan.steps, self._steps_of(params))):
             self._check(params, grads)
             batches = self._batches(groups, params, sizes, known[0])
-            plan = self._kept["plan"] = BatchPlan(params, self._known(groups, params, grads, sizes), batches)
+            known = self._known(groups, params, grads, sizes)
+            plan = self._kept["plan"] = BatchPlan(params, self._steps_of(params), known, batches)
         return plan
+
+    def _steps_of(self, params: list[Tensor]) -> list[Tensor | None]:
+        return [self.state.get(param, _NO_STATE).get("step") for param in params]
 
     def _check(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Raise before anything is written, so that an error leaves all parameters unchanged."""
@@ -316,16 +321,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             [rules.index(rule) for rule in rules],
             [(self.state_names(group), group["master_weights"], group["max_grad_norm"]) for group in groups],
             sizes,
-            [(len(state), id(state.get("step"))) for state in states],
+            [len(state) for state in states],
             [(grad.dtype, grad.device, grad.is_sparse) for grad in grads],
         )
 
     def _batches(
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], rules: list[int]
     ) -> list[Batch]:
+        # Tensors are keys by identity, as id() would be, which torch.compile cannot trace for tensors that a step creates.
         keyed: dict[Any, list[tuple[int, int, Tensor | None]]] = {}
-        ages: dict[int, int] = {}  # numbers the steps in order of appearance, the same in every run
-        owners: dict[int, Any] = {}  # the batch and group that count a step; others get a copy
+        ages: dict[Tensor | None, int] = {}  # numbers the steps in order of appearance, the same in every run
+        owners: dict[Tensor, Any] = {}  # the batch and group that count a step; others get a copy
         copies: dict[Any, Tensor] = {}
         position = 0
         for index, size in enumerate(sizes):
@@ -337,9 +343,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state = self.state.get(param, _NO_STATE)
                 key = (param.dtype, param.device, "master" in state, rules[index])
                 step = state.get("step") if self.state_names(groups[index]) else None
-                if step is not None and owners.setdefault(id(step), (key, index)) != (key, index):
-                    step = state["step"] = copies.setdefault((id(step), key, index), step.clone())
-                ages.setdefault(id(step), len(ages))
+                if step is not None and owners.setdefault(step, (key, index)) != (key, index):
+                    step = state["step"] = copies.setdefault((step, key, index), step.clone())
+                ages.setdefault(step, len(ages))
                 keyed.setdefault(key, []).append((position, index, step))
                 position += 1
         batches = []
@@ -348,7 +354,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             indices: list[int] = []
             counts: list[int] = []
             steps: list[Tensor] = []
-            for position, index, step in sorted(entries, key=lambda entry: (entry[1], ages[id(entry[2])], entry[0])):
+            for position, index, step in sorted(entries, key=lambda entry: (entry[1], ages[entry[2]], entry[0])):
                 if not indices or indices[-1] != index or (step is not None and steps[-1] is not step):
                     indices.append(index)
                     counts.append(0)

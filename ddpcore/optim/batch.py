@@ -57,8 +57,9 @@ class Batch:
 class BatchPlan:
     """Batches that are reused by the next steps, and the facts from which they were made."""
 
-    params: list[Tensor]
-    known: tuple[list[Any], ...]  # the plan is valid while these are unchanged
+    params: list[Tensor]  # the plan is valid while these are the same objects,
+    steps: list[Tensor | None]  # these, the step counters of the parameters, too,
+    known: tuple[list[Any], ...]  # and these are equal
     batches: list[Batch]
 
 

@@ -62,12 +62,12 @@ def split_steps(optimizer: Stateful, group: Group, members: list[Tensor]) -> Non
     """Give the members, which take the next step, other step counters than the group's parameters that skip it."""
     stepped = set(map(id, members))
     state = optimizer.state
-    skipped = {id(state[p].get("step")) for p in group["params"] if id(p) not in stepped and p in state}
-    own: dict[int, Tensor] = {}
+    skipped = {state[p].get("step") for p in group["params"] if id(p) not in stepped and p in state}
+    own: dict[Tensor, Tensor] = {}
     for param in members:
         step = state[param].get("step") if param in state else None
-        if step is not None and id(step) in skipped:
-            state[param]["step"] = own.setdefault(id(step), step.clone())
+        if step is not None and step in skipped:
+            state[param]["step"] = own.setdefault(step, step.clone())
 
 
 def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:
