@@ -1,6 +1,6 @@
-"""Every kernel on a few small tensors: what a memory checker is run on. Prints one line a kernel and dtype.
+"""Runs every kernel on a few small tensors, for a memory checker. Prints one line for each kernel and dtype.
 
-Numbers are drawn on the CPU and copied, so that on a GPU nearly all kernels that run are ours.
+Random numbers are drawn on the CPU and copied, so that nearly all kernels on the GPU are those of ddpcore.
 """
 
 from __future__ import annotations
