@@ -1,8 +1,9 @@
-// What every kernel takes: plain structs over raw pointers, the same for the CPU and the CUDA twin. No torch here.
+// The arguments of the kernels: plain structs of raw pointers, the same for the CPU and the CUDA kernel. This file does
+// not use torch.
 //
-// A kernel walks *blocks* of kBlock consecutive elements, aligned to the start of each tensor. Blocks are the unit in
-// which work is shared between threads and in which sums are formed, so a sum has the same bits for any number of
-// threads and for a list of tensors as for one flat buffer that holds them.
+// A kernel processes *blocks* of kBlock consecutive elements, aligned to the start of each tensor. Threads share the
+// work by blocks, and sums are formed by blocks. So a sum has the same bits for any number of threads, and for a list
+// of tensors as for one flat buffer that holds them.
 #pragma once
 
 #include <cstdint>
@@ -17,77 +18,78 @@ namespace ddpcore {
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
-inline constexpr int64_t kBlock = 4096;  // elements; 16 KiB of fp32, so a block and its partners stay in L1/L2
+inline constexpr int64_t kBlock = 4096;  // elements; 16 KiB of fp32, so a block of each tensor of a step stays in L1/L2
 
 inline int64_t num_blocks_of(int64_t numel) {
     return (numel + kBlock - 1) / kBlock;
 }
 
-// What may differ between the parameter groups of one step.
+// The values that may differ between the parameter groups of one step.
 struct StepGroup {
     float lr;
     float weight_decay;
-    const float* device_lr;  // not null: read instead of lr. On the device of the tensors, as all pointers here
-    float* step;             // steps taken before this one; the step adds one. Null: the group keeps no count
+    const float* device_lr;  // not null: used instead of lr. On the device of the tensors, as all pointers here
+    float* step;             // number of steps before this one; the step adds one. Null: the group has no step count
     bool adapt;              // LARS and LAMB: whether the trust ratio is used
 };
 
-// What all gradients of a step are multiplied by, and whether the step happens at all. Pointers may be null.
+// The factors of all gradients of a step, and whether the step is skipped. Pointers may be null.
 struct GradScaling {
     const float* grad_scale;     // gradients are this many times too large (torch.amp.GradScaler)
     const float* found_inf;      // nonzero: the step changes nothing and is not counted
-    const double* norm_squared;  // of all gradients as they are stored, for max_norm
-    float max_norm;              // longer gradients are shortened to this norm; 0: never
+    const double* norm_squared;  // squared norm of all gradients as they are stored, for max_norm
+    float max_norm;              // gradients with a larger norm are scaled down to it; 0: no clipping
     bool maximize;
 };
 
 // Hyperparameters of momentum SGD, named as in torch.optim.SGD.
 struct SgdRule {
     float momentum;
-    float one_minus_dampening;  // formed in double, then rounded: 1 - 0.9f would lose digits
+    float one_minus_dampening;  // computed in double, then rounded, because 1 - 0.9f loses digits
     bool nesterov;
-    bool decoupled;  // weight decay shrinks the weight itself instead of joining the gradient
+    bool decoupled;  // weight decay multiplies the weight, and is not added to the gradient
 };
 
 // One tensor of an SGD or LARS step.
 struct SgdSegment {
     void* param;
     const void* grad;
-    void* momentum;  // null where SgdRule::momentum is zero; fp32 beside a master, else stored like param
-    float* master;   // fp32 weights behind a 16-bit param; null without
+    void* momentum;  // null if SgdRule::momentum is zero; fp32 if there is a master, else of param's dtype
+    float* master;   // fp32 copy of a 16-bit param, or null
     int64_t numel;
     int64_t first_block;  // sum of num_blocks_of() over the segments before this one
     int64_t group;        // ascending
 };
 
-// The tensors of a step; sgd_step_ takes no more than this.
+// The arguments of sgd_step_, and of the SGD part of lars_step_.
 struct SgdArgs {
-    const SgdSegment* segments;  // host memory; a CUDA twin passes them on in kernel arguments
+    const SgdSegment* segments;  // host memory; the CUDA kernel gets them as kernel arguments
     int64_t num_segments;
     int64_t num_blocks;
     const StepGroup* groups;  // host memory
     int64_t num_groups;
     DType dtype;   // of params and gradients
-    bool masters;  // all segments have one
+    bool masters;  // whether the segments have masters: all or none
     SgdRule rule;
     GradScaling scaling;
-    uint64_t* tickets;  // CUDA: counters that are zero between steps [num_segments + 2]; null where no group counts
+    uint64_t*
+        tickets;  // CUDA: counters that are zero between steps [num_segments + 2]; null if no group has a step count
 };
 
-// What a trust ratio was formed of; one row a segment. Norms are of the tensor that is adapted.
+// The trust ratio of a segment and the norms that it was computed from.
 struct Trust {
     double ratio;
     double weight_norm;
     double update_norm;  // LARS: of the gradient; LAMB: of the update
 };
 
-// Two sums of squares of each block: of the weights and of the gradient (LARS) or update (LAMB).
+// The sums of squares of one block: of the weights, and of the gradient (LARS) or update (LAMB).
 struct NormPartials {
     double weight;
     double update;
 };
 
-// Where the learning rate and the trust ratio R act:
+// The place of the learning rate and of the trust ratio R in the step:
 enum class LarsVariant : int32_t {
     kYou2017,     // m = momentum*m + lr*R*(g + decay*w);  w -= m
     kScaledGrad,  // m = momentum*m + R*(g + decay*w);     w -= lr*m
@@ -107,14 +109,14 @@ struct LarsArgs {
     Trust* trust;            // [num_segments], written
 };
 
-// Where LAMB's weight decay acts.
+// The place of weight decay in LAMB.
 enum class LambDecay : int32_t {
-    kInUpdate,   // u = ... + decay*w, so that it is part of what the trust ratio scales
-    kCoupled,    // g + decay*w enters the moments
-    kDecoupled,  // w *= 1 - lr*decay, outside of the trust ratio
+    kInUpdate,   // u = ... + decay*w, which the trust ratio scales
+    kCoupled,    // the moments are those of g + decay*w
+    kDecoupled,  // w *= 1 - lr*decay, which the trust ratio does not scale
 };
 
-// Hyperparameters of LAMB. Betas stay double: powers of them correct the bias.
+// Hyperparameters of LAMB. Betas are double, because the bias correction uses powers of them.
 struct LambRule {
     double beta1;
     double beta2;
@@ -130,7 +132,7 @@ struct LambSegment {
     const void* grad;
     float* exp_avg;
     float* exp_avg_sq;
-    float* master;  // fp32 weights behind a 16-bit param; null without
+    float* master;  // fp32 copy of a 16-bit param, or null
     int64_t numel;
     int64_t first_block;
     int64_t group;
@@ -140,7 +142,7 @@ struct LambArgs {
     const LambSegment* segments;
     int64_t num_segments;
     int64_t num_blocks;
-    const StepGroup* groups;  // every group counts its steps
+    const StepGroup* groups;  // each with a step count
     int64_t num_groups;
     DType dtype;
     bool masters;
@@ -149,16 +151,16 @@ struct LambArgs {
     NormPartials* partials;  // scratch [num_blocks]
     Trust* trust;            // [num_segments], written
     uint64_t* tickets;       // as in SgdArgs
-    float* updates;          // CPU: room for the updates of a batch of segments, kBlock a block; null: formed anew
+    float* updates;          // CPU: buffer for the updates of a batch of segments, kBlock a block; null: computed again
     int64_t updates_block;   // first block of that batch
 };
 
-// std * the standard normals of random.h: element i of a tensor takes number first + i.
+// Gaussian noise: element i of a tensor gets std * (standard normal number first + i of random.h).
 struct Noise {
-    float std;  // 0: none
+    float std;  // 0: no noise
     uint64_t seed;
     uint64_t step;
-    int64_t first;  // of the elements' numbers, not negative
+    int64_t first;  // number of element 0, not negative
 };
 
 // weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise, added in the order of k.
@@ -171,37 +173,37 @@ struct MixArgs {
     int64_t numel;
     DType dtype;
     double* partials;  // scratch [num_blocks, num_peers]: one row a block
-    double* sums;      // [num_peers]: squared distance of the weights (before mixing) to each peer
+    double* sums;      // [num_peers]: squared distance of the weights before the mix to each peer
     Noise noise{};
-    const void* source = nullptr;  // weights before the mix, which are not changed; null: they are in `weights`
+    const void* source = nullptr;  // weights before the mix, only read; null: those in `weights`
 };
 
 // MixArgs followed by one SGD step on the mixed weights.
 struct MixSgdArgs {
     MixArgs mix;
     const void* grad;
-    void* momentum;  // null when rule.momentum is zero
+    void* momentum;  // null if rule.momentum is zero
     SgdRule rule;
     StepGroup group;
     bool maximize;
 };
 
-// weights <- matrix @ [weights; others] for a stack of learners, the matrix [num_learners, num_learners + num_others]
-// in compressed rows. Row j adds the products of its entries in the order in which they stand; without entries it is
-// zero.
+// weights <- matrix @ [weights; others] for a stack of learners. The matrix [num_learners, num_learners + num_others]
+// is sparse, in compressed rows. Row j is the sum of its entries' products in the order of the entries; zero without
+// entries.
 struct StackedMixArgs {
     void* weights;              // [num_learners, numel], rows contiguous
     const void* const* others;  // host memory, num_others pointers to rows of the same dtype and numel
     int64_t num_others;
     const int64_t*
-        offsets;  // [num_learners + 1]: where the entries of row j begin; as the next two on the weights' device
-    const int64_t* columns;  // of each entry; from num_learners on a row of others
+        offsets;  // [num_learners + 1]: the first entry of each row; like the next two, on the device of the weights
+    const int64_t* columns;  // of each entry; num_learners + k is row k of others
     const float* values;     // of each entry
     int64_t num_learners;
     int64_t numel;
     DType dtype;
     double* partials;  // scratch [num_blocks, num_learners]: one row a block
-    double* sums;      // [num_learners]: squared distance of each learner (before mixing) to the mean
+    double* sums;      // [num_learners]: squared distance of each learner before the mix to the mean
 };
 
 struct NormSegment {
@@ -220,19 +222,19 @@ struct NormArgs {
 };
 
 // Columns [first, first + numel) of every row.
-struct NoiseSegment {
+struct GramSegment {
     int64_t first;
     int64_t numel;
     int64_t first_block;
 };
 
-// The inner products of rows x_i - origin, segment by segment. Each difference is rounded to fp32, so that the products
-// are exact in double.
-struct NoiseArgs {
+// The Gram matrix of the rows x_i - origin for each segment: sums[s, i, j] = <x_i - origin, x_j - origin> over segment
+// s. Each difference is rounded to fp32, so that the products are exact in double.
+struct GramArgs {
     const void* const* rows;  // host memory, num_rows pointers of one dtype
-    const void* origin;       // of the same; null: zero
+    const void* origin;       // of the same dtype and length; null: zero
     int64_t num_rows;
-    const NoiseSegment* segments;  // host memory
+    const GramSegment* segments;  // host memory
     int64_t num_segments;
     int64_t num_blocks;
     DType dtype;
@@ -244,13 +246,13 @@ DDPCORE_HOST_DEVICE int64_t num_pairs_of(int64_t num_rows) {
     return num_rows * (num_rows + 1) / 2;
 }
 
-// Where the pair i <= j stands: (0, 0), (0, 1), ..., (1, 1), ...
+// The index of the pair i <= j in the order (0, 0), (0, 1), ..., (1, 1), ...
 DDPCORE_HOST_DEVICE int64_t pair_of(int64_t i, int64_t j, int64_t num_rows) {
     return i * num_rows - i * (i - 1) / 2 + (j - i);
 }
 
-// The segment that owns a block: the last one whose first_block is not above it. Empty segments own no block. An Index
-// of 32 bits counts blocks of 8 tera-elements and takes half the instructions on a GPU.
+// The segment that holds a block: the last one with first_block <= block. Empty segments hold no block. A 32-bit Index
+// is enough for 8 tera-elements, and takes half the instructions of a 64-bit one on a GPU.
 template <typename Segment, typename Index>
 DDPCORE_HOST_DEVICE Index segment_of_block(const Segment* segments, Index num_segments, Index block) {
     Index low = 0, high = num_segments - 1;

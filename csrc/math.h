@@ -1,7 +1,7 @@
-// The update rules, one element at a time, written once: the CPU kernels and the CUDA kernels compile this same file.
+// The update rules for one element. The CPU kernels and the CUDA kernels both include this file.
 //
-// Both sides are compiled without contraction of a*b+c into one rounding (-ffp-contract=off, -fmad=false). The kernels
-// are bound by memory, so this costs nothing, and every element has the same bits on every instruction set and device.
+// Both are compiled without contraction of a*b+c into one rounding (-ffp-contract=off, -fmad=false). So an element has
+// the same bits on every instruction set and device. This costs no time, because memory limits the kernels.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ DDPCORE_HOST_DEVICE double squared(float value) {
     return static_cast<double>(value) * static_cast<double>(value);
 }
 
-// base^exponent for exponent >= 0, by multiplications alone, so that host and device agree to the last bit.
+// base^exponent for exponent >= 0. It uses multiplications only, so that host and device compute the same bits.
 DDPCORE_HOST_DEVICE double power(double base, int64_t exponent) {
     double result = 1.0;
     for (; exponent > 0; exponent /= 2, base *= base) {
@@ -23,19 +23,19 @@ DDPCORE_HOST_DEVICE double power(double base, int64_t exponent) {
     return result;
 }
 
-// ---- what a whole group or tensor shares ----
+// ---- values of a whole group or tensor ----
 
 DDPCORE_HOST_DEVICE bool skips_step(const GradScaling& scaling) {
     return scaling.found_inf != nullptr && *scaling.found_inf != 0.0f;
 }
 
-// The factor of all gradients: to their true size, into the ball of max_norm (as torch.nn.utils.clip_grad_norm_ does),
-// and with the sign of ascent or descent.
+// The factor of all gradients: it removes grad_scale, clips the norm as torch.nn.utils.clip_grad_norm_ does, and has
+// the sign of ascent or descent.
 DDPCORE_HOST_DEVICE float grad_factor(const GradScaling& scaling) {
     double factor = scaling.grad_scale == nullptr ? 1.0 : 1.0 / static_cast<double>(*scaling.grad_scale);
     if (scaling.norm_squared != nullptr && scaling.max_norm != 0.0f) {
         const double clip = scaling.max_norm / (sqrt(*scaling.norm_squared) * factor + 1e-6);
-        if (!(clip >= 1.0)) factor *= clip;  // a norm that is NaN makes all gradients NaN
+        if (!(clip >= 1.0)) factor *= clip;  // a NaN norm makes all gradients NaN
     }
     return static_cast<float>(scaling.maximize ? -factor : factor);
 }
@@ -44,15 +44,15 @@ DDPCORE_HOST_DEVICE float lr_of(const StepGroup& group) {
     return group.device_lr == nullptr ? group.lr : *group.device_lr;
 }
 
-// What decoupled weight decay multiplies the weights by.
+// The factor of the weights under decoupled weight decay.
 DDPCORE_HOST_DEVICE float kept_share(const StepGroup& group) {
     return static_cast<float>(1.0 - static_cast<double>(lr_of(group)) * static_cast<double>(group.weight_decay));
 }
 
 // ---- SGD and LARS ----
 
-// The switches of a group. The CPU kernels pass them as constants, so that the loop over elements has no branch; on
-// CUDA they are the same for all threads, and a branch costs less than several times as many kernels.
+// The options of a group. The CPU kernels take them as constants, so that the loop over elements has no branch. The
+// CUDA kernels branch on them: all threads take the same branch, and there are fewer kernels to compile.
 enum SgdFlags : int { kDecay = 1, kMomentum = 2, kNesterov = 4 };
 
 DDPCORE_HOST_DEVICE int sgd_flags(const SgdRule& rule, const StepGroup& group) {
@@ -67,10 +67,10 @@ struct SgdScales {
     float decay;
     float momentum;
     float one_minus_dampening;
-    float inner;      // of what enters the momentum
-    float outer;      // of what leaves it: the learning rate in SGD
-    float keep;       // of the weight: not 1 under decoupled decay
-    bool first_step;  // the momentum holds nothing yet: it becomes the direction, undampened
+    float inner;      // factor of the direction before the momentum
+    float outer;      // factor of the direction after the momentum: the learning rate in SGD
+    float keep;       // factor of the weight: not 1 under decoupled decay
+    bool first_step;  // the momentum is not set yet: it becomes the direction, without dampening
 };
 
 DDPCORE_HOST_DEVICE SgdScales sgd_scales(const SgdRule& rule, const StepGroup& group, float grad) {
@@ -98,8 +98,8 @@ DDPCORE_HOST_DEVICE float sgd_element(float weight, float grad, float& momentum,
     return scales.keep * weight - scales.outer * direction;
 }
 
-// R = trust_coefficient*|w| / (|g| + decay*|w| + eps); 1 where a norm is zero or the group is not adapted. Decoupled
-// decay is no part of the direction, so it is none of R.
+// R = trust_coefficient*|w| / (|g| + decay*|w| + eps); 1 if a norm is zero or the group is not adapted. Decoupled decay
+// is not part of the direction, so R does not contain it.
 DDPCORE_HOST_DEVICE Trust
 lars_trust(const LarsRule& rule, const SgdRule& sgd, const StepGroup& group, float grad, const NormPartials& squares) {
     const double weight_norm = sqrt(squares.weight);
@@ -126,7 +126,7 @@ DDPCORE_HOST_DEVICE SgdScales lars_scales(SgdScales scales, LarsVariant variant,
 
 // ---- LAMB ----
 
-// The factors of a group's elements; beta1 and its like are rounded from double.
+// The factors of a group's elements, computed in double and rounded.
 struct LambScales {
     float grad;
     float beta1, one_minus_beta1;
@@ -162,13 +162,13 @@ DDPCORE_HOST_DEVICE void lamb_moments(
     exp_avg_sq = scales.beta2 * exp_avg_sq + scales.one_minus_beta2 * (direction * direction);
 }
 
-// u = m_hat / (sqrt(v_hat) + eps) + decay*w. Both passes over a tensor form it, from the same numbers.
+// u = m_hat / (sqrt(v_hat) + eps) + decay*w. Both passes over a tensor compute it, from the same values.
 DDPCORE_HOST_DEVICE float lamb_update(float weight, float exp_avg, float exp_avg_sq, const LambScales& scales) {
     const float denominator = sqrtf(scales.debias2 * exp_avg_sq) + scales.eps;
     return (scales.debias1 * exp_avg) / denominator + scales.update_decay * weight;
 }
 
-// phi(|w|) / |u|, bounded; 1 where a norm is zero or the group is not adapted.
+// phi(|w|) / |u|, clamped to [min_ratio, max_ratio]; 1 if a norm is zero or the group is not adapted.
 DDPCORE_HOST_DEVICE Trust lamb_trust(const LambRule& rule, const StepGroup& group, const NormPartials& squares) {
     const double weight_norm = sqrt(squares.weight), update_norm = sqrt(squares.update);
     double ratio = 1.0;
@@ -193,7 +193,7 @@ DDPCORE_HOST_DEVICE float lamb_element(float weight, float update, float step_si
 
 // ---- averaging ----
 
-// One term of a mix, in the order in which the terms are given.
+// Adds one term of a mix. The order of the terms decides the bits.
 DDPCORE_HOST_DEVICE float mix_element(float mixed, float peer_weight, float peer) {
     return mixed + peer_weight * peer;
 }

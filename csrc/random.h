@@ -1,11 +1,12 @@
-// Standard normals from a counter: a number depends on (seed, step, index) alone, so it is the same on every rank,
-// thread, instruction set and device, wherever a buffer is cut. CPU and CUDA kernels compile this same file.
+// Standard normal numbers from a counter. A number depends on (seed, step, index) only, so it is the same on every
+// rank, thread, instruction set and device, and for every partition of a buffer. The CPU and the CUDA kernels include
+// this file.
 //
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") takes the seed as its key and the
-// counter {index / 4, step}, each of 64 bits, low word first. Its four words make four normals by Box and Muller's
-// rule: number `index` is the one at index % 4.
+// counter {index / 4, step}, each of 64 bits, low word first. Box and Muller's method makes four
+// normals of the four words; number `index` is the one at index % 4.
 //
-// Only operations that round alike everywhere: + - * / and sqrt, without contraction, and integers.
+// All operations round in the same way on every device: + - * / and sqrt, without contraction, and integer operations.
 #pragma once
 
 #include <cmath>
@@ -48,7 +49,7 @@ DDPCORE_HOST_DEVICE Words philox(Words counter, uint64_t key) {
 }
 
 // sqrt(-2 ln u) for u = (word/2 + 0.5) / 2^31, rounded to fp32: from 0 to 6.66. With u = 2^e m and m around 1,
-// ln u = e ln 2 + 2 artanh((m-1) / (m+1)), whose series is bent to this range (relative error 1e-9).
+// ln u = e ln 2 + 2 artanh((m-1) / (m+1)), with coefficients fitted to this range (relative error 1e-9).
 DDPCORE_HOST_DEVICE float normal_radius(uint32_t word) {
     const float uniform = (static_cast<float>(static_cast<int32_t>(word >> 1)) + 0.5f) * 0x1p-31f;
     uint32_t bits;
@@ -62,8 +63,8 @@ DDPCORE_HOST_DEVICE float normal_radius(uint32_t word) {
     return sqrtf(static_cast<float>(exponent) * -1.38629436f - 4.0f * (ratio + ratio * series));
 }
 
-// Box and Muller 1958: two normals from two words, one the radius and one the angle 2 pi word / 2^32. The angle is
-// split into quarter turns and a rest of at most pi/4 to either side (relative error of the series 4e-9).
+// Box and Muller 1958: two normals from two words: one gives the radius, one the angle 2 pi word / 2^32. The angle is
+// a multiple of pi/2 plus a remainder of at most pi/4 in absolute value (relative error of the series 4e-9).
 DDPCORE_HOST_DEVICE void normal_pair(uint32_t radius_word, uint32_t angle_word, float& first, float& second) {
     const float radius = normal_radius(radius_word);
     const uint32_t turned = angle_word + (1u << 29), quarter = turned >> 30;

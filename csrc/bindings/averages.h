@@ -1,4 +1,4 @@
-// The averages and sums as calls: from tensors to the plain structs of args.h.
+// The calls of averages and sums: tensors are checked and converted to the structs of args.h.
 #pragma once
 
 #include <algorithm>
@@ -81,7 +81,7 @@ struct StackedMixCall {
     StackedMixCall(
         const Tensor& weights, const Tensors& other_rows, const Tensor& offsets, const Tensor& columns,
         const Tensor& values)
-        : partials(weights), sums(weights) {  // replaced below, once the shape is known to be right
+        : partials(weights), sums(weights) {  // replaced below, after the checks of the shape
         STD_TORCH_CHECK(weights.dim() == 2, "ddpcore: weights must be [learners, parameters]");
         check_flat(weights, "weights");
         const int64_t num_learners = weights.size(0), numel = weights.size(1);
@@ -118,7 +118,7 @@ struct StackedMixCall {
         num_entries = columns.numel();
     }
 
-    // Of entries in host memory: every index is one.
+    // Checks the entries, which must be in host memory.
     void check_entries() const {
         bool ascending = args.offsets[0] == 0 && args.offsets[args.num_learners] == num_entries;
         for (int64_t j = 0; j < args.num_learners; ++j) ascending &= args.offsets[j] <= args.offsets[j + 1];
@@ -167,13 +167,13 @@ struct NormCall {
     }
 };
 
-struct NoiseCall {
+struct GramCall {
     std::vector<const void*> rows;
-    std::vector<NoiseSegment> segments;
+    std::vector<GramSegment> segments;
     Tensor partials, sums;
-    NoiseArgs args{};
+    GramArgs args{};
 
-    NoiseCall(const Tensors& tensors, const std::vector<int64_t>& bounds, const std::optional<Tensor>& origin) {
+    GramCall(const Tensors& tensors, const std::vector<int64_t>& bounds, const std::optional<Tensor>& origin) {
         STD_TORCH_CHECK(!tensors.empty(), "ddpcore: noise sums need at least one row");
         const Tensor& like = tensors[0];
         for (const Tensor& row : tensors) rows.push_back(row_of(like, row, "rows"));

@@ -1,4 +1,4 @@
-// The CPU kernels as operators: blocks are spread over torch's own threads, so torch.set_num_threads holds.
+// The CPU kernels as operators. Blocks are distributed over torch's threads, whose number torch.set_num_threads sets.
 #include "../cpu/kernels.h"
 #include "../math.h"
 
@@ -7,12 +7,12 @@
 namespace ddpcore {
 namespace {
 
-inline constexpr int64_t kGrain = 32768;  // elements that are worth a thread, as in torch's own kernels
+inline constexpr int64_t kGrain = 32768;  // elements a thread, as in torch's own kernels
 
 template <typename Kernel, typename Args>
 void spread(Kernel* kernel, const Args& args, int64_t begin_block, int64_t end_block, int64_t numel) {
     if (begin_block == end_block || numel == 0) return;
-    // Blocks of many small tensors are nearly empty: it takes more of them to make up a grain.
+    // The blocks of small tensors have few elements, so a grain has more of them.
     const int64_t grain = (kGrain * (end_block - begin_block) + numel - 1) / numel;
     torch::stable::parallel_for(
         begin_block, end_block, grain, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
@@ -21,11 +21,11 @@ void spread(Kernel* kernel, const Args& args, int64_t begin_block, int64_t end_b
 inline constexpr int64_t kLarsBatch = 1 << 17;   // elements, of 8 bytes: weights and gradients
 inline constexpr int64_t kLambBatch = 1 << 17;   // elements, of 8 bytes: weights and updates
 inline constexpr int64_t kMaxBatchBlocks = 256;  // of a batch of several tensors
-inline constexpr int64_t kMaxUpdateBlocks = 1
-                                            << 10;  // 16 MiB: beyond, writing updates costs more than forming them anew
+inline constexpr int64_t kMaxUpdateBlocks =
+    1 << 10;  // 16 MiB: for more, it is faster to compute the updates again than to store them
 
-// Two passes over batches of whole tensors, so small that the second pass finds in cache what the first has read there.
-// Both passes deal the blocks out to the threads alike, so each thread finds it in its own cache.
+// Two passes over batches of whole tensors, so small that the second pass finds its data in the cache. Both passes give
+// a thread the same blocks, so the data is in the thread's own cache.
 template <typename Segment, typename First, typename Between, typename Second>
 void in_batches(
     const std::vector<Segment>& segments, int64_t num_blocks, int64_t batch_numel, First&& first, Between&& between,
@@ -74,7 +74,7 @@ struct Cpu {
     static void run(const Tensor&, const LambCall& call) {
         if (skips_step(call.args.scaling)) return;
         LambArgs args = call.args;
-        thread_local std::vector<float> updates;  // kept: fresh memory would cost more than what it is for
+        thread_local std::vector<float> updates;  // kept between calls: new memory costs more time than it saves
         in_batches(
             call.segments, args.num_blocks, kLambBatch,
             [&](int64_t begin, int64_t end, int64_t numel) {
@@ -125,7 +125,7 @@ struct Cpu {
         cpu::sum_partials(call.args.partials, call.args.sums, call.args.num_blocks, 1);
     }
 
-    static void noise_sums(const Tensor& like, const NoiseCall& call) {
+    static void noise_sums(const Tensor& like, const GramCall& call) {
         spread(cpu::noise_sums, call.args, 0, call.args.num_blocks, like.numel() * call.args.num_rows);
         cpu::sum_pairs(call.args);
     }

@@ -63,7 +63,7 @@ struct Cuda {
         launch_on(like, "total_norm_", [&](cudaStream_t stream) { return cuda::total_norm_(call.args, stream); });
     }
 
-    static void noise_sums(const Tensor& like, const NoiseCall& call) {
+    static void noise_sums(const Tensor& like, const GramCall& call) {
         STD_TORCH_CHECK(
             call.args.num_rows <= cuda::kMaxRows, "ddpcore: noise_sums takes at most ", cuda::kMaxRows,
             " rows a call on CUDA: take fewer learners");

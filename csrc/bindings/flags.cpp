@@ -1,4 +1,5 @@
-// Counters in memory that several processes map: one posts, the others wait. The module ddpcore._flags.
+// Module ddpcore._flags: counters in memory that several processes map. One process increases a counter, others wait
+// for it.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -22,8 +23,8 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr size_t kLine = 64;                          // bytes: a flag has a cache line of its own
-constexpr auto kSpin = std::chrono::microseconds(4);  // longer, and ranks that share a core would wait for the waiter
+constexpr size_t kLine = 64;                          // bytes: each flag has its own cache line
+constexpr auto kSpin = std::chrono::microseconds(4);  // a longer spin delays ranks that share the core
 
 using Clock = std::chrono::steady_clock;
 
@@ -44,7 +45,7 @@ void sleep_while(uint32_t*, uint32_t, std::chrono::nanoseconds left) {
 void wake_all(uint32_t*) {}
 #endif
 
-// Counters of 32 bits that only grow and may wrap round: a value is reached if it is less than 2^31 behind.
+// 32-bit counters that only increase, modulo 2^32. A target is reached if it is less than 2^31 before the counter.
 bool reached(uint32_t value, uint32_t target) {
     return static_cast<int32_t>(value - target) >= 0;
 }
@@ -61,13 +62,13 @@ class Flags {
 
     uint32_t read(size_t index) const { return std::atomic_ref(*word(index)).load(std::memory_order_acquire); }
 
-    // What this process wrote before is seen by whoever reads this value.
+    // A process that reads this value sees all earlier writes of this process.
     void post(size_t index, uint64_t value) const {
         std::atomic_ref(*word(index)).store(static_cast<uint32_t>(value), std::memory_order_release);
         wake_all(word(index));
     }
 
-    // Whether the flag reached the target within that time. A signal may end the wait early.
+    // Returns whether the flag reached the target within the time. A signal can end the wait early.
     bool wait(size_t index, uint64_t target, double seconds) const {
         uint32_t* flag = word(index);
         const auto goal = static_cast<uint32_t>(target);

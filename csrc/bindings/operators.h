@@ -1,5 +1,5 @@
-// The operators, written once: Backend::run() takes each call to the kernels of its device. cpu.cpp and cuda.cpp each
-// have one. The order of the arguments is that of the schemas in ddpcore/ops.
+// The operators of both backends. Backend::run() calls the kernels of its device; cpu.cpp and cuda.cpp each define a
+// Backend. The order of the arguments is that of the schemas in ddpcore/ops.
 #pragma once
 
 #include "averages.h"
@@ -125,7 +125,7 @@ void total_norm_(const Tensors& tensors, const Tensor& out) {
 
 template <typename Backend>
 Tensor noise_sums(const Tensors& rows, const std::vector<int64_t>& bounds, const std::optional<Tensor>& origin) {
-    const NoiseCall call(rows, bounds, origin);
+    const GramCall call(rows, bounds, origin);
     Backend::noise_sums(rows[0], call);
     return call.sums;
 }

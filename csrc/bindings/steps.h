@@ -1,4 +1,4 @@
-// The optimizer steps as calls: from lists of tensors to segments and groups.
+// The calls of optimizer steps: lists of tensors are converted to segments and groups.
 #pragma once
 
 #include "tensors.h"
@@ -21,7 +21,7 @@ inline SgdRule sgd_rule(double momentum, double dampening, bool nesterov, bool d
     return {static_cast<float>(momentum), static_cast<float>(1.0 - dampening), nesterov, decoupled};
 }
 
-// The arguments that every step takes beside its tensors; the order is that of the schemas.
+// The arguments of every step beside its tensors, in the order of the schemas.
 struct GroupLists {
     const std::vector<int64_t>& sizes;  // segments of each group, in the order of params
     const std::vector<double>& lr;
@@ -71,7 +71,7 @@ struct ScalingArguments {
     }
 };
 
-// The params, gradients and masters of a step, where they stand or as dense copies, and what is counted over them.
+// The params, gradients and masters of a step, in place or as dense copies, and their dtype and sizes.
 struct StepTensors {
     DenseCopies copies;
     std::vector<StepGroup> groups;
@@ -123,7 +123,8 @@ struct StepTensors {
     }
 };
 
-// One float64 buffer that an optimizer keeps: partial sums, two a block, and then the counters of CUDA.
+// A float64 buffer that an optimizer keeps between steps: two partial sums a block, then the counters of the CUDA
+// kernels.
 struct Scratch {
     NormPartials* partials = nullptr;
     uint64_t* tickets = nullptr;

@@ -1,4 +1,4 @@
-// What the bindings ask of tensors: every check and conversion written once for both backends.
+// Checks and conversions of tensors, for both backends.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -32,7 +32,7 @@ inline bool same_device(const Tensor& left, const Tensor& right) {
     return left.device().type() == right.device().type() && left.get_device_index() == right.get_device_index();
 }
 
-// Whether the elements fill their memory without gaps or overlaps, in some order of the dimensions.
+// Whether the elements occupy their memory without gaps or overlaps, in some order of the dimensions.
 inline bool is_dense(const Tensor& tensor) {
     if (tensor.is_contiguous()) return true;
     const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -55,7 +55,7 @@ inline bool same_shape(const Tensor& left, const Tensor& right) {
     return sizes.size() == others.size() && std::equal(sizes.begin(), sizes.end(), others.begin());
 }
 
-// Of two tensors of the same shape, the first one dense: whether their elements stand in memory in the same order.
+// Whether two tensors of the same shape, the first one dense, have their elements in the same order in memory.
 inline bool same_order(const Tensor& dense, const Tensor& tensor) {
     const auto sizes = dense.sizes(), strides = dense.strides(), others = tensor.strides();
     for (size_t d = 0; d < sizes.size(); ++d) {
@@ -73,7 +73,7 @@ inline void check_fits(
     STD_TORCH_CHECK(same_shape(reference, tensor), "ddpcore: ", name, " must have the shape of ", reference_name);
 }
 
-// The same, for tensors that are used where they stand.
+// check_fits, and the tensor must have the strides of the reference: for tensors that are not copied.
 inline void check_like(const Tensor& reference, const Tensor& tensor, const char* reference_name, const char* name) {
     check_fits(reference, tensor, reference.scalar_type(), reference_name, name);
     STD_TORCH_CHECK(
@@ -85,13 +85,13 @@ inline void check_flat(const Tensor& tensor, const char* name) {
     STD_TORCH_CHECK(tensor.is_contiguous(), "ddpcore: ", name, " must be contiguous");
 }
 
-// A new float64 tensor on the device of `like`: sums that a kernel returns, or its scratch.
+// A new float64 tensor on the device of `like`, for the sums of a kernel or its scratch.
 inline Tensor new_sums(const Tensor& like, std::vector<int64_t> sizes) {
     return torch::stable::new_empty(like, sizes, ScalarType::Double);
 }
 
-// Stand-ins for tensors whose elements do not lie as the kernels need them. They live as long as the call;
-// copy_back() brings what the kernels have written to where it belongs.
+// Copies of tensors whose strides the kernels cannot use. They exist during the call. copy_back() copies the results of
+// the kernels to the original tensors.
 class DenseCopies {
   public:
     // The tensor itself, or a dense copy.
@@ -121,7 +121,8 @@ class DenseCopies {
   private:
     Tensor keep(const Tensor& original, Tensor copy, bool written) {
         const auto sizes = original.sizes(), strides = original.strides();
-        for (size_t d = 0; written && d < sizes.size(); ++d) {  // what copy_back() would fail on, too late
+        for (size_t d = 0; written && d < sizes.size();
+             ++d) {  // checked here, because copy_back() runs after the kernels
             STD_TORCH_CHECK(
                 sizes[d] < 2 || strides[d] != 0, "ddpcore: a tensor that is written must not overlap itself in memory");
         }

@@ -1,5 +1,5 @@
-// Instruction sets are chosen when the library is loaded, never by the machine that compiled it: each kernel below the
-// DDPCORE_CLONES mark is compiled for AVX-512, for AVX2 and for the baseline, and the loader picks one.
+// The instruction set is chosen when the library is loaded, not when it is compiled: each kernel with DDPCORE_CLONES is
+// compiled for AVX-512, for AVX2 and for the baseline, and the loader picks one.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 #define DDPCORE_CLONES
 #endif
 
-// Elements of one loop do not depend on each other: one is read before it is written, and no other is touched.
+// The iterations of a loop are independent: each reads and writes its own element only.
 #if defined(__GNUC__) && !defined(__clang__)
 #define DDPCORE_IVDEP _Pragma("GCC ivdep")
 #else
@@ -22,12 +22,12 @@
 
 namespace ddpcore::cpu {
 
-inline constexpr int64_t kRun = 16;  // blocks of a part that is walked in ascending order
+inline constexpr int64_t kRun = 16;  // blocks of a part that is processed in ascending order
 
 inline constexpr int kLanes =
     16;  // running sums of a block: element i goes to lane i % kLanes, on every instruction set
 
-// The lanes of a block in one fixed order: a balanced tree.
+// The sum of the lanes of a block, in one fixed order: a balanced tree.
 DDPCORE_INLINE double sum_lanes(const double* lanes) {
     double tree[kLanes];
     for (int i = 0; i < kLanes; ++i) tree[i] = lanes[i];
@@ -41,7 +41,7 @@ DDPCORE_INLINE double sum_lanes(const double* lanes) {
 template <typename Value>
 DDPCORE_INLINE void add_squares(double* __restrict lanes, int64_t numel, Value&& value) {
     int64_t i = 0;
-    double sums[kLanes];  // a copy that nothing else can point at, so that it stays in registers
+    double sums[kLanes];  // a copy without other pointers to it, so that it stays in registers
     for (int lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
     for (; i + kLanes <= numel; i += kLanes) {
         DDPCORE_IVDEP
@@ -51,7 +51,7 @@ DDPCORE_INLINE void add_squares(double* __restrict lanes, int64_t numel, Value&&
     for (int lane = 0; i < numel; ++i, ++lane) lanes[lane] += squared(value(i));
 }
 
-// A square of a float is exact in double, so one fused operation has the bits of multiplying and then adding.
+// sum + value^2. The square of a float is exact in double, so a fused operation has the bits of two operations.
 template <bool kFused>
 DDPCORE_INLINE double add_square(double sum, float value) {
     const double wide = value;
@@ -59,7 +59,7 @@ DDPCORE_INLINE double add_square(double sum, float value) {
     return sum + wide * wide;
 }
 
-// Calls fn.template operator()<kFused>(): with fused operations where the clone that runs has them as instructions.
+// Calls fn.template operator()<kFused>(). kFused: the running clone has instructions for fused operations.
 template <typename Fn>
 DDPCORE_INLINE void with_fused(Fn&& fn) {
 #if defined(__x86_64__)
@@ -70,7 +70,8 @@ DDPCORE_INLINE void with_fused(Fn&& fn) {
 #endif
 }
 
-// The squares of two values an element, each summed as by add_squares. value(i, first, second) forms them.
+// The sums of squares of two values of each element, in the order of add_squares. value(i, first, second) computes
+// both.
 template <bool kFused, typename Value>
 DDPCORE_INLINE NormPartials sum_two_squares(int64_t numel, Value&& value) {
     double firsts[kLanes] = {}, seconds[kLanes] = {};
@@ -91,7 +92,7 @@ DDPCORE_INLINE NormPartials sum_two_squares(int64_t numel, Value&& value) {
     return {sum_lanes(firsts), sum_lanes(seconds)};
 }
 
-// Calls fn.template operator()<flags>() for the flags of a group. Without momentum there is no nesterov.
+// Calls fn.template operator()<flags>() for the flags of a group. Nesterov implies momentum.
 template <typename Fn>
 DDPCORE_INLINE void with_sgd_flags(int flags, Fn&& fn) {
     switch (flags) {
@@ -104,8 +105,8 @@ DDPCORE_INLINE void with_sgd_flags(int flags, Fn&& fn) {
     }
 }
 
-// Calls visit(segment, first, last) for the parts of segments that the blocks [begin_block, end_block) hold, in order:
-// elements [first, last) of the segment. At most `run` blocks a part.
+// Calls visit(segment, first, last) for the parts of segments in the blocks [begin_block, end_block), in order. A part
+// is the elements [first, last) of the segment, at most `run` blocks.
 template <typename Segment, typename Visit>
 DDPCORE_INLINE void for_each_part(
     const Segment* segments, int64_t num_segments, int64_t begin_block, int64_t end_block, int64_t run, Visit&& visit) {
@@ -125,8 +126,8 @@ DDPCORE_INLINE void for_each_part(
     }
 }
 
-// The same parts from the last one to the first: a second pass finds in cache what the first has touched last. The
-// parts are long, because memory is fetched ahead in ascending order.
+// The same parts from the last one to the first, so that a second pass starts with data that the first pass left in the
+// cache. The parts are long, because the processor prefetches memory in ascending order.
 template <typename Segment, typename Visit>
 DDPCORE_INLINE void for_each_part_backwards(
     const Segment* segments, int64_t num_segments, int64_t begin_block, int64_t end_block, int64_t run, Visit&& visit) {

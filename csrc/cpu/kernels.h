@@ -1,5 +1,6 @@
-// The CPU kernels: range functions over blocks, which the caller spreads over threads. Those that sum leave one row of
-// partial sums a block; when all ranges are done the caller adds them with sum_partials, in the order of the blocks.
+// The CPU kernels: functions of a range of blocks. The caller distributes the ranges over threads. Kernels with sums
+// write one row of partial sums a block; after all ranges, the caller adds them with sum_partials, in the order of the
+// blocks.
 #pragma once
 
 #include "../args.h"
@@ -12,9 +13,9 @@ void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_b
 void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, int64_t end_block);
 void segment_norms(const NormArgs& args, int64_t begin_block, int64_t end_block);
 void total_norm_(const NormArgs& args, int64_t begin_block, int64_t end_block);
-void noise_sums(const NoiseArgs& args, int64_t begin_block, int64_t end_block);
+void noise_sums(const GramArgs& args, int64_t begin_block, int64_t end_block);
 
-// Two passes over a batch of whole segments, in this order; between them the trust ratios of the batch.
+// A step of LARS or LAMB: first pass, trust ratios and second pass over a batch of whole segments, in this order.
 void lars_norms(const LarsArgs& args, int64_t begin_block, int64_t end_block);
 void lars_trust(const LarsArgs& args, int64_t begin_segment, int64_t end_segment);
 void lars_step_(const LarsArgs& args, int64_t begin_block, int64_t end_block);
@@ -39,11 +40,11 @@ inline NormPartials sum_partials(const NormPartials* partials, int64_t num_rows)
     return sums;
 }
 
-// args.sums from args.partials: each pair in the order of the blocks, on both sides of the diagonal.
-inline void sum_pairs(const NoiseArgs& args) {
+// Computes args.sums from args.partials: adds each pair in the order of the blocks, and writes both triangles.
+inline void sum_pairs(const GramArgs& args) {
     const int64_t n = args.num_rows, num_pairs = num_pairs_of(n);
     for (int64_t s = 0; s < args.num_segments; ++s) {
-        const NoiseSegment& segment = args.segments[s];
+        const GramSegment& segment = args.segments[s];
         const double* partials = args.partials + segment.first_block * num_pairs;
         double* sums = args.sums + s * n * n;
         for (int64_t i = 0; i < n; ++i) {

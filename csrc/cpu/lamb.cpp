@@ -1,6 +1,6 @@
 // lamb_step_: layer-wise adaptive Adam over a list of tensors. Two passes over each batch of tensors: the moments and
-// the norms, then the step, which forms the update once more. Traffic in fp32: 28 bytes a parameter where the second
-// pass finds weights and moments in cache, else 40.
+// the norms, then the step, which computes the update again. Traffic in fp32: 28 bytes a parameter if the second pass
+// finds weights and moments in the cache, else 40.
 #include "dispatch.h"
 #include "kernels.h"
 
@@ -23,7 +23,7 @@ struct Place {
           exp_avg_sq(segment.exp_avg_sq + first) {}
 };
 
-// The scales of the group that was asked for last: powers of beta are not formed for every block.
+// The scales of one group, cached: powers of beta are not computed for every block.
 class GroupScales {
   public:
     explicit GroupScales(const LambArgs& args) : args_(args), grad_(grad_factor(args.scaling)) {}

@@ -1,6 +1,6 @@
 // lars_step_: layer-wise adaptive SGD over a list of tensors. Two passes over each batch of tensors: norms, then the
-// step. Traffic in fp32 with momentum: 20 bytes a parameter where the second pass finds weights and gradients in cache,
-// else 28.
+// step. Traffic in fp32 with momentum: 20 bytes a parameter if the second pass finds weights and gradients in the
+// cache, else 28.
 #include "kernels.h"
 #include "sgd.h"
 

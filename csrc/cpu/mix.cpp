@@ -31,8 +31,8 @@ namespace {
 
 inline constexpr int64_t kStackTile = 32768;  // elements of a tile of columns: 128 KiB, which a core's L2 holds
 
-// Columns of a tile: a power of two, a divisor of the block, and at least a cache line of a row. So a tile of 4096
-// learners has 256 KiB, or 512 KiB where elements are stored in 16 bits.
+// The columns of a tile: a power of two that divides the block, and at least a cache line of a row. So a tile of 4096
+// learners has 256 KiB, or 512 KiB if elements have 16 bits.
 template <typename T>
 int64_t tile_columns(int64_t num_learners) {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
@@ -52,8 +52,8 @@ DDPCORE_INLINE void add_entry(float* __restrict row, bool is_first, float value,
     }
 }
 
-// One tile of columns: `tile` holds the old rows, so that every new row is formed before any old one is lost. The cost
-// follows the entries of the matrix. Adds each row's squared distance to the mean to `sums`.
+// Mixes one tile of columns. `tile` holds the old rows, so that no new row overwrites an old one that is still needed.
+// The cost is proportional to the number of entries. Adds each row's squared distance to the mean to `sums`.
 template <typename T>
 DDPCORE_INLINE void mix_stacked_tile(
     const StackedMixArgs& args, int64_t first, int64_t numel, float* __restrict tile, float* __restrict row,

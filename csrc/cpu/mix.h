@@ -1,4 +1,4 @@
-// The loops of a mix, shared by mix_ and mix_sgd_step_, which say by `use` what becomes of the mixed elements.
+// The loops of mix_ and mix_sgd_step_. The argument `use` is a function that takes the mixed elements.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,12 @@
 
 namespace ddpcore::cpu {
 
-inline constexpr int64_t kTile = 256;  // elements of unfinished mix, in L1 while there are several peers
+inline constexpr int64_t kTile = 256;  // elements of a tile of the mix, which stays in L1
 
-// Weights that come from elsewhere are brought into their place before the loops below, which know one place only. In
-// vectors: memcpy moves what is large past the cache that these loops read next.
+// Copies the weights from args.source to args.weights, from where the loops below read them. It copies vectors: memcpy
+// of large data bypasses the cache, from which the loops then read.
 template <typename T>
-DDPCORE_INLINE void bring(const MixArgs& args, int64_t first, int64_t numel) {
+DDPCORE_INLINE void copy_source(const MixArgs& args, int64_t first, int64_t numel) {
     if (args.source == nullptr || args.source == args.weights) return;
     T* to = static_cast<T*>(args.weights) + first;
     const T* from = static_cast<const T*>(args.source) + first;
@@ -22,15 +22,14 @@ DDPCORE_INLINE void bring(const MixArgs& args, int64_t first, int64_t numel) {
     for (; i + kLanes <= numel; i += kLanes) {
         DDPCORE_IVDEP
         for (int lane = 0; lane < kLanes; ++lane) to[i + lane] = from[i + lane];
-        asm volatile("" ::: "memory");  // or the compiler sees a memcpy
+        asm volatile("" ::: "memory");  // else the compiler makes a memcpy of the loop
     }
     for (; i < numel; ++i) to[i] = from[i];
 }
 
-// One peer and no noise, the common case, in a single loop: all buffers are read side by side and written where they
-// stand, which the memory serves better than one after the other. use_at(first, weights) gives the function that takes
-// (i, mixed element first + i) and may write weights[i]: that pointer, for then the compiler sees that nothing
-// overlaps.
+// The mix with one peer and without noise, the common case, in a single loop over all buffers, which is faster than one
+// loop after the other. use_at(first, weights) returns a function of (i, mixed element first + i) that may write
+// weights[i]. It must write through this pointer, so that the compiler knows that no buffers overlap.
 template <typename T, typename UseAt>
 DDPCORE_INLINE void mix_one_peer(const MixArgs& args, int64_t begin_block, int64_t end_block, UseAt&& use_at) {
     const float self_weight = args.self_weight, peer_weight = args.peer_weights[0];
@@ -44,7 +43,7 @@ DDPCORE_INLINE void mix_one_peer(const MixArgs& args, int64_t begin_block, int64
             const int64_t numel = std::min(step, end - first);
             T* weights = base + first;
             const T* peer = peers + first;
-            bring<T>(args, first, numel);
+            copy_source<T>(args, first, numel);
             const auto use = use_at(first, weights);
             add_squares(lanes, numel, [=](int64_t i) __attribute__((always_inline)) {
                 const float own = load(weights[i]), theirs = load(peer[i]);
@@ -56,7 +55,7 @@ DDPCORE_INLINE void mix_one_peer(const MixArgs& args, int64_t begin_block, int64
     }
 }
 
-// Peer by peer: mixed[0:numel] = the mix of elements [first, first + numel).
+// mixed[0:numel] = the mix of elements [first, first + numel), one peer after the other.
 template <typename T>
 DDPCORE_INLINE void mix_tile(const MixArgs& args, int64_t first, int64_t numel, float* mixed, double* lanes) {
     const T* weights = static_cast<const T*>(args.weights) + first;
@@ -73,8 +72,8 @@ DDPCORE_INLINE void mix_tile(const MixArgs& args, int64_t first, int64_t numel, 
     }
 }
 
-// mixed[0:numel] += the noise of elements [first, first + numel), numel <= kTile. Numbers come in fours, so that the
-// first and the last four may reach beyond the elements.
+// mixed[0:numel] += the noise of elements [first, first + numel), numel <= kTile. A draw gives four numbers, so the
+// first and the last draw may have numbers outside of the range.
 DDPCORE_INLINE void add_noise(const Noise& noise, int64_t first, int64_t numel, float* mixed) {
     const auto index = static_cast<uint64_t>(noise.first + first), skipped = index % 4;
     const uint64_t num_fours = (skipped + static_cast<uint64_t>(numel) + 3) / 4;
@@ -86,7 +85,7 @@ DDPCORE_INLINE void add_noise(const Noise& noise, int64_t first, int64_t numel, 
     for (int64_t i = 0; i < numel; ++i) mixed[i] = mix_element(mixed[i], noise.std, (normals + skipped)[i]);
 }
 
-// Any number of peers, and noise: use(first, numel, mixed) takes a finished tile.
+// The mix with any number of peers, and with noise. It calls use(first, numel, mixed) for each tile.
 template <typename T, typename Use>
 DDPCORE_INLINE void mix_tiles(const MixArgs& args, int64_t begin_block, int64_t end_block, Use&& use) {
     std::vector<double> lanes(static_cast<size_t>(args.num_peers * kLanes));
@@ -96,7 +95,7 @@ DDPCORE_INLINE void mix_tiles(const MixArgs& args, int64_t begin_block, int64_t 
         std::fill(lanes.begin(), lanes.end(), 0.0);
         for (int64_t first = block * kBlock; first < end; first += kTile) {
             const int64_t numel = std::min(kTile, end - first);
-            bring<T>(args, first, numel);
+            copy_source<T>(args, first, numel);
             mix_tile<T>(args, first, numel, mixed, lanes.data());
             if (args.noise.std != 0.0f) add_noise(args.noise, first, numel, mixed);
             use(first, numel, mixed);

@@ -1,4 +1,4 @@
-// mix_sgd_step_: mix_ and then sgd_step_ in one pass; 24 bytes a parameter in fp32 with momentum and one peer.
+// mix_sgd_step_: mix_, then sgd_step_, in one pass: 24 bytes a parameter in fp32 with momentum and one peer.
 #include <algorithm>
 
 #include "kernels.h"
@@ -9,7 +9,7 @@ namespace ddpcore::cpu {
 
 namespace {
 
-// What a step needs of the elements from `first` on.
+// The arguments of the step for the elements from `first` on.
 template <typename T>
 struct Place {
     T* param;
@@ -23,7 +23,7 @@ struct Place {
           momentum(args.momentum ? static_cast<T*>(args.momentum) + first : nullptr),
           scales(scales) {}
 
-    // The mix is rounded to the storage type first, so that the two steps in one equal the two steps apart.
+    // The mix is rounded to the storage type first, so that one pass has the bits of two.
     template <int flags>
     DDPCORE_INLINE void step(int64_t i, float mixed) const {
         param[i] = store<T>(sgd_at<flags>(load(store<T>(mixed)), load(grad[i]), momentum, i, scales));

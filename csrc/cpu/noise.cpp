@@ -1,4 +1,4 @@
-// noise_sums: the inner products of a few rows, segment by segment, by blocks aligned to the start of the segment.
+// noise_sums: the Gram matrix of a few rows for each segment, by blocks aligned to the start of the segment.
 #include <algorithm>
 
 #include "dispatch.h"
@@ -10,14 +10,14 @@ namespace {
 
 inline constexpr int kTile = 4;  // rows that are read together: ten pairs of 16 lanes fill AVX-512's registers
 
-// Products of fp32 values are exact in double, so a fused operation has the bits of multiplying and then adding.
+// sum + left * right. Products of fp32 values are exact in double, so a fused operation has the bits of two operations.
 template <bool kFused>
 DDPCORE_INLINE double add_product(double sum, double left, double right) {
     if constexpr (kFused) return __builtin_fma(left, right, sum);
     return sum + left * right;
 }
 
-// Element i of row k of a block, less the origin.
+// Element i of row k of a block, minus the origin.
 template <typename T, bool kOrigin>
 struct Block {
     const void* const* rows;
@@ -44,7 +44,7 @@ DDPCORE_INLINE void add_products(double* __restrict sums, const double* left, co
     for (int lane = 0; lane < kLanes; ++lane) sums[lane] = add_product<kFused>(sums[lane], left[lane], right[lane]);
 }
 
-// out(a, b, sum) for all pairs a <= b of kRows neighbouring rows, each element read once.
+// Calls out(a, b, sum) for all pairs a <= b of kRows neighbouring rows. Each element is read once.
 template <int kRows, bool kFused, typename Values, typename Out>
 DDPCORE_INLINE void products_within(const Values& values, int64_t first_row, int64_t numel, Out&& out) {
     double sums[kRows][kRows][kLanes] = {};
@@ -108,10 +108,10 @@ DDPCORE_INLINE void products_of_block(const Values& values, int64_t num_rows, in
 }
 
 template <typename T, bool kOrigin, bool kFused>
-DDPCORE_INLINE void products(const NoiseArgs& args, int64_t begin_block, int64_t end_block) {
+DDPCORE_INLINE void products(const GramArgs& args, int64_t begin_block, int64_t end_block) {
     for_each_part(
         args.segments, args.num_segments, begin_block, end_block, 1,
-        [&](const NoiseSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+        [&](const GramSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
             const Block<T, kOrigin> values{args.rows, args.origin, segment.first + first};
             const int64_t block = segment.first_block + first / kBlock;
             double* partials = args.partials + block * num_pairs_of(args.num_rows);
@@ -121,7 +121,7 @@ DDPCORE_INLINE void products(const NoiseArgs& args, int64_t begin_block, int64_t
 
 }  // namespace
 
-DDPCORE_CLONES void noise_sums(const NoiseArgs& args, int64_t begin_block, int64_t end_block) {
+DDPCORE_CLONES void noise_sums(const GramArgs& args, int64_t begin_block, int64_t end_block) {
     with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
         with_fused([&]<bool kFused>() __attribute__((always_inline)) {

@@ -24,7 +24,7 @@ DDPCORE_CLONES void segment_norms(const NormArgs& args, int64_t begin_block, int
     });
 }
 
-// The same partial sums; the caller adds up all of them.
+// The same partial sums. The caller adds all of them.
 void total_norm_(const NormArgs& args, int64_t begin_block, int64_t end_block) {
     segment_norms(args, begin_block, end_block);
 }

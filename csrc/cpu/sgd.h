@@ -1,5 +1,4 @@
-// SGD over one part of a tensor, shared by sgd_step_, lars_step_ (the weight from memory) and mix_sgd_step_ (the weight
-// just mixed).
+// SGD over one part of a tensor, for sgd_step_, lars_step_ (weights from memory) and mix_sgd_step_ (mixed weights).
 #pragma once
 
 #include <type_traits>
@@ -20,7 +19,7 @@ DDPCORE_INLINE float sgd_at(float weight, float grad, M* momentum, int64_t i, co
 // Elements [first, last) of a segment.
 template <typename T, bool Master>
 DDPCORE_INLINE void sgd_part(const SgdSegment& segment, int64_t first, int64_t last, SgdScales scales, int flags) {
-    using M = std::conditional_t<Master, float, T>;  // how the momentum is stored
+    using M = std::conditional_t<Master, float, T>;  // the storage type of the momentum
     const Weights<T, Master> weights{static_cast<T*>(segment.param) + first, Master ? segment.master + first : nullptr};
     const T* grad = static_cast<const T*>(segment.grad) + first;
     M* momentum = segment.momentum ? static_cast<M*>(segment.momentum) + first : nullptr;

@@ -1,5 +1,5 @@
-// How an element is stored and how it becomes fp32 and back. Plain integer operations, so that every loop vectorises on
-// every instruction set; GCC 12 keeps _Float16 conversions scalar below AVX512-FP16.
+// Conversions between storage types and fp32. They use integer operations, so that every loop vectorises on every
+// instruction set; GCC 12 does not vectorise conversions of _Float16 below AVX512-FP16.
 #pragma once
 
 #include <cstdint>
@@ -78,14 +78,14 @@ DDPCORE_INLINE Float16 store<Float16>(float value) {
     return {static_cast<uint16_t>(sign | result)};
 }
 
-// The fp32 weight behind a stored one. A master that no longer rounds to the stored weight is stale: somebody else has
-// written the weight (a checkpoint, an average with neighbours), and what was written counts.
+// The fp32 weight of a stored weight and its master. A master that does not round to the stored weight is out of date,
+// because other code has written the weight (a checkpoint, an average with neighbours): then the stored weight is used.
 template <typename T>
 DDPCORE_INLINE float weight_of(T param, float master) {
     return store<T>(master).bits == param.bits ? master : load(param);
 }
 
-// One tensor's weights as a kernel meets them: with a master (which Master says) or without.
+// The weights of one tensor, with or without masters (Master).
 template <typename T, bool Master>
 struct Weights {
     T* param;
@@ -101,7 +101,7 @@ struct Weights {
     }
 };
 
-// Calls fn with a null pointer of the storage type, so that fn's body is compiled for each.
+// Calls fn with a null pointer whose type is the storage type, so that fn is compiled for each type.
 template <typename Fn>
 DDPCORE_INLINE void with_storage(DType dtype, Fn&& fn) {
     switch (dtype) {
@@ -111,7 +111,7 @@ DDPCORE_INLINE void with_storage(DType dtype, Fn&& fn) {
     }
 }
 
-// The same for tensors that may have masters: fn.template operator()<T, Master>(). fp32 never has.
+// Calls fn.template operator()<T, Master>() for tensors with or without masters. fp32 tensors have no masters.
 template <typename Fn>
 DDPCORE_INLINE void with_weights(DType dtype, bool masters, Fn&& fn) {
     switch (dtype) {

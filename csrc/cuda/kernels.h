@@ -1,9 +1,10 @@
-// The CUDA kernels: twins of csrc/cpu/kernels.h by name. Each works on the whole tensor, only puts work on `stream` (no
-// allocation, no synchronisation, so it can be captured into a CUDA graph) and returns the error of its launches.
+// The CUDA kernels, with the names of those in csrc/cpu/kernels.h. A function processes whole tensors. It only launches
+// work on `stream`: it does not allocate or synchronise, so a CUDA graph can capture it. It returns the error of its
+// launches.
 //
-// Elements have the bits of the CPU kernels (of a NaN only that it is one). Sums add the same terms in another fixed
-// order: the same bits on every run and every GPU, but not those of the CPU. A sum over nothing (no elements, an empty
-// segment) is written as zero.
+// Elements have the bits of the CPU kernels, except that a NaN may be another NaN. Sums add the same terms in another
+// fixed order: they have the same bits on every run and every GPU, but not those of the CPU. A sum without elements is
+// zero.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,12 +13,12 @@
 
 namespace ddpcore::cuda {
 
-inline constexpr int64_t kMaxPeers = 1024;     // of one mix, or rows of others; above: cudaErrorInvalidValue
-inline constexpr int64_t kMaxLearners = 1024;  // of one stacked mix; above: cudaErrorInvalidValue
-inline constexpr int64_t kMaxRows = 256;       // of one noise_sums; above: cudaErrorInvalidValue
+inline constexpr int64_t kMaxPeers = 1024;     // of one mix, or rows of others; more: cudaErrorInvalidValue
+inline constexpr int64_t kMaxLearners = 1024;  // of one stacked mix; more: cudaErrorInvalidValue
+inline constexpr int64_t kMaxRows = 256;       // of one noise_sums; more: cudaErrorInvalidValue
 
 cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream);
-// One cooperative launch each, for up to some hundred tensors: it starts when the device has room for its whole grid.
+// One cooperative launch each, for up to some hundred tensors. It starts when its whole grid fits on the device.
 cudaError_t lars_step_(const LarsArgs& args, cudaStream_t stream);
 cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream);
 
@@ -26,6 +27,6 @@ cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream);
 cudaError_t mix_sgd_step_(const MixSgdArgs& args, cudaStream_t stream);
 cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream);
 cudaError_t total_norm_(const NormArgs& args, cudaStream_t stream);
-cudaError_t noise_sums(const NoiseArgs& args, cudaStream_t stream);
+cudaError_t noise_sums(const GramArgs& args, cudaStream_t stream);
 
 }  // namespace ddpcore::cuda

@@ -1,13 +1,13 @@
-// lamb_step_: layer-wise adaptive Adam over a list of tensors. Traffic in fp32: 28 bytes a parameter where the second
-// pass finds weights and moments in L2 (first pass: read weight, gradient, moments, write moments; second: write
-// weight), else 40. In bf16 and fp16 22 and 32, with masters 30 and 44.
+// lamb_step_: layer-wise adaptive Adam over a list of tensors. Traffic in fp32: 28 bytes a parameter if the second pass
+// reads weights and moments from L2 (first pass: read weight, gradient, moments, write moments; second: write weight),
+// else 40. In bf16 and fp16 22 and 32, with masters 30 and 44.
 #include "two_pass.cuh"
 
 namespace ddpcore::cuda {
 
 namespace {
 
-// Where a block's elements of one tensor lie. The moments are fp32, so all vectors are as wide as theirs.
+// The addresses of a block's elements. The moments are fp32, so all vectors have 4 elements, as those of fp32.
 template <typename T, bool Master>
 struct LambPlace {
     T* param;
@@ -37,7 +37,7 @@ struct Lamb {
     using Rule = LambRule;
     using Scales = LambScales;
     static constexpr int kWidth = kVector<float>;
-    static constexpr int kResident = 2;  // 128 registers: the shares of four tensors, and the divisions, spill in fewer
+    static constexpr int kResident = 2;  // 128 registers, for the shares of four tensors and the divisions
     static constexpr int64_t kBytesReadAgain = sizeof(T) + (Master ? sizeof(float) : 0) + 2 * sizeof(float);
 
     static __device__ __forceinline__ LambScales scales(const LambRule& rule, const StepGroup& group, float grad) {

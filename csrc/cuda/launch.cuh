@@ -1,4 +1,4 @@
-// The host side that all kernels share: from run-time arguments to compile-time ones, and the launch itself.
+// Host code of all kernels: the launch, and the choice of a kernel by the dtype.
 #pragma once
 
 #include <algorithm>
@@ -12,25 +12,25 @@
 
 namespace ddpcore::cuda {
 
-// CUDA 12.1 and newer pass this much by value in kernel arguments (sm_70 and newer). So tables of pointers need no
-// buffer on the device, no copy and no cache that could go stale. A launch copies all of its arguments, used or not:
-// hence a small and a large capacity for each table.
+// The size of kernel arguments that CUDA 12.1 and newer accept (sm_70 and newer). So tables of pointers are arguments
+// by value, and need no buffer on the device, no copy and no cache. A launch copies all of its arguments, used or not,
+// so each table has several capacities.
 inline constexpr size_t kMaxArgumentBytes = 32764;
 
-// One CUDA block for each kBlock elements up to here (268 million elements); beyond it each takes several in turn.
-// Tests compile with a smaller one, so that every loop over blocks is seen to loop.
+// The largest grid. Up to here (268 million elements) a CUDA block processes one block of kBlock elements; in longer
+// tensors it processes several. Tests compile with a smaller value, so that they run the loops over blocks.
 #ifndef DDPCORE_MAX_GRID
 #define DDPCORE_MAX_GRID 65536
 #endif
 inline constexpr int64_t kMaxGrid = DDPCORE_MAX_GRID;
 
-// The shared memory whose size the launch decides: 16-byte aligned, its contents undefined.
+// The shared memory whose size is set at the launch: 16-byte aligned, not initialised.
 __device__ __forceinline__ uint4* dynamic_shared() {
     extern __shared__ uint4 shared[];
     return shared;
 }
 
-// Every launch goes through here: exactly `grid` CUDA blocks.
+// Launches exactly `grid` CUDA blocks. All other launch functions call this one.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_grid(
     void (*kernel)(Parameters...), int64_t grid, int threads, size_t shared_bytes, cudaStream_t stream,
@@ -46,13 +46,13 @@ cudaError_t launch_grid(
     config.attrs = &attribute;
     config.numAttrs = cooperative ? 1 : 0;
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-    // Takes its own error away, so that no later call reports it again. What another library has left pending is not
-    // this launch's: to report it would tell of a failed step whose kernels run.
+    // Clears the error of this launch, so that no later call reports it again. A pending error of another library
+    // stays: this launch has not failed.
     if (error != cudaSuccess) cudaGetLastError();
     return error;
 }
 
-// For kernels whose CUDA blocks take blocks in turn (block += gridDim.x).
+// For kernels with a grid-stride loop over blocks (block += gridDim.x).
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(
     void (*kernel)(Parameters...), int64_t num_blocks, int threads, size_t shared_bytes, cudaStream_t stream,
@@ -60,7 +60,7 @@ cudaError_t launch(
     return launch_grid(kernel, std::min(num_blocks, kMaxGrid), threads, shared_bytes, stream, false, arguments...);
 }
 
-// How many CUDA blocks a multiprocessor of the device holds at once. Asked for once, then remembered.
+// The number of CUDA blocks that a multiprocessor can hold at once. The result is cached.
 inline cudaError_t resident_blocks(int* count, int device, const void* kernel, int threads, size_t shared_bytes) {
     static std::mutex mutex;
     static std::map<std::tuple<int, const void*, int, size_t>, int> known;
@@ -72,7 +72,7 @@ inline cudaError_t resident_blocks(int* count, int device, const void* kernel, i
     return error;
 }
 
-// For such kernels whose CUDA blocks have something to do besides: no more of them than the device holds at once.
+// The same with at most as many CUDA blocks as the device can hold at once, for kernels with work for each CUDA block.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_resident(
     void (*kernel)(Parameters...), int64_t num_blocks, int threads, size_t shared_bytes, cudaStream_t stream,
@@ -89,8 +89,8 @@ cudaError_t launch_resident(
     return launch_grid(kernel, grid, threads, shared_bytes, stream, cooperative, arguments...);
 }
 
-// For such kernels that wait for the whole grid too (cooperative_groups::this_grid().sync()): all CUDA blocks must be
-// on the device at once.
+// The same as a cooperative launch, for kernels with a barrier of the whole grid
+// (cooperative_groups::this_grid().sync()).
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_cooperative(
     void (*kernel)(Parameters...), int64_t num_blocks, int threads, size_t shared_bytes, cudaStream_t stream,
@@ -98,7 +98,7 @@ cudaError_t launch_cooperative(
     return launch_resident(kernel, num_blocks, threads, shared_bytes, stream, true, arguments...);
 }
 
-// Calls fn with a null pointer of the storage type, so that fn's kernel is compiled for each.
+// Calls fn with a null pointer whose type is the storage type, so that fn's kernel is compiled for each type.
 template <typename Fn>
 cudaError_t with_storage(DType dtype, Fn&& fn) {
     switch (dtype) {
@@ -109,7 +109,7 @@ cudaError_t with_storage(DType dtype, Fn&& fn) {
     return cudaErrorInvalidValue;
 }
 
-// The same for tensors that may have masters: fn.template operator()<T, Master>(). fp32 never has.
+// Calls fn.template operator()<T, Master>() for tensors with or without masters. fp32 tensors have no masters.
 template <typename Fn>
 cudaError_t with_weights(DType dtype, bool masters, Fn&& fn) {
     switch (dtype) {

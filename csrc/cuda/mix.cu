@@ -1,8 +1,8 @@
 // mix_: weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise. Traffic with one peer: 12 bytes an
-// element in fp32, 6 in bf16 and fp16; 4 or 2 for each further peer.
+// element in fp32, 6 in bf16 and fp16; 4 or 2 more for each further peer.
 // mix_stacked_: the same for a stack of learners on one device. Traffic: 8 bytes an element and learner in fp32, 4 in
-// bf16 and fp16, and half as much for each entry that is a row of others. Arithmetic and shared-memory reads follow the
-// entries.
+// bf16 and fp16, and half as much for each entry that is a row of others. The numbers of instructions and of reads from
+// shared memory are proportional to the number of entries.
 #include "mix.cuh"
 
 namespace ddpcore::cuda {
@@ -37,12 +37,12 @@ cudaError_t launch_mix(const MixArgs& args, cudaStream_t stream) {
     return launch(mix_kernel<T, capacity>, table.num_blocks, kThreads, 0, stream, table);
 }
 
-// A block of columns is walked in tiles. A tile holds the old rows of its columns in shared memory, as they are stored,
-// so that every new row is formed before any old one is lost. Its vectors of 16 bytes are numbered row by row and dealt
-// to the threads in turn, the same for every tile.
+// A block of columns is processed in tiles. A tile holds the old rows of its columns in shared memory, in their storage
+// type, so that no new row overwrites an old one that is still needed. Its vectors of 16 bytes are numbered row by row;
+// thread t has vectors t, t + kThreads, ... of every tile.
 inline constexpr int kTileBytes = 32768;
 inline constexpr int kMaxColumns = 1024;
-inline constexpr int kTileVectors = kTileBytes / static_cast<int>(sizeof(uint4)) / kThreads;  // of one thread
+inline constexpr int kTileVectors = kTileBytes / static_cast<int>(sizeof(uint4)) / kThreads;  // vectors of a thread
 
 template <typename T, int capacity>
 struct StackedTable {
@@ -54,27 +54,27 @@ struct StackedTable {
     int64_t numel;
     int64_t num_blocks;
     int num_learners;
-    int columns;   // of a tile: a power of two, a divisor of kBlock
+    int columns;   // of a tile: a power of two that divides kBlock
     float share;   // 1 / num_learners
-    bool aligned;  // every row is, those of others too
+    bool aligned;  // all rows, those of others too
     const void* others[capacity];
 
     DDPCORE_HOST_DEVICE int row_vectors() const { return columns / kVector<T>; }
     DDPCORE_HOST_DEVICE int num_vectors() const { return num_learners * row_vectors(); }
     DDPCORE_HOST_DEVICE int group() const { return row_vectors() < kWarp ? row_vectors() : kWarp; }
-    // Lanes that sum one row together leave one sum; a row has this many of them.
+    // The number of sums of a row: one for each group of lanes.
     DDPCORE_HOST_DEVICE int num_row_sums() const { return row_vectors() / group(); }
     DDPCORE_HOST_DEVICE int sums_bytes() const {
         const int bytes = num_row_sums() * num_learners * static_cast<int>(sizeof(double));
         return (bytes + 15) / 16 * 16;
     }
     DDPCORE_HOST_DEVICE int tile_bytes() const { return num_learners * columns * static_cast<int>(sizeof(T)); }
-    // At most 8 + 32 + 4 KiB, below the 48 KiB that every GPU grants without asking.
+    // At most 8 + 32 + 4 KiB. Up to 48 KiB need no attribute of the kernel.
     int shared_bytes() const { return sums_bytes() + tile_bytes() + columns * static_cast<int>(sizeof(float)); }
 };
 
-// Vector v of row j of the tile that starts at column `first`. All loads of a thread are issued before the first of
-// them is put into shared memory.
+// Reads the tile that starts at column `first`. A thread issues all of its loads before its first store to shared
+// memory.
 template <bool whole, typename T, int capacity>
 __device__ __forceinline__ void read_tile(Vector<T>* tile, const StackedTable<T, capacity>& table, int64_t first) {
     const int row_vectors = table.row_vectors(), num_vectors = table.num_vectors();
@@ -119,7 +119,7 @@ __device__ __forceinline__ Vector<T> read_other(
     return result;
 }
 
-// Row j of the mix at vector v of the tile that starts at column `first`: its entries in their order.
+// Vector v of row j of the mix, in the tile that starts at column `first`. The entries are added in their order.
 template <typename T, int capacity>
 __device__ __forceinline__ Vector<T> mix_row(
     const Vector<T>* tile, const StackedTable<T, capacity>& table, int64_t first, int j, int v, bool whole) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void write_vector(
     const Vector<T>& vector, const StackedTable<T, capacity>& table, int j, int64_t column, bool whole) {
     T* target = table.weights + j * table.numel + column;
     if (whole) {
-        __stwb(reinterpret_cast<uint4*>(target), vector.bits);  // an assignment becomes four stores of 4 bytes
+        __stwb(reinterpret_cast<uint4*>(target), vector.bits);  // nvcc splits an assignment into four stores of 4 bytes
     } else {
 #pragma unroll
         for (int e = 0; e < kVector<T>; ++e) {
@@ -157,8 +157,8 @@ __device__ __forceinline__ void write_vector(
     }
 }
 
-// Mixes one tile and adds each row's squared distance to the mean. A place of row_sums belongs to one thread in every
-// tile, so it needs no barrier.
+// Mixes one tile and adds each row's squared distance to the mean. One thread updates an element of row_sums, the same
+// in every tile, so this needs no barrier.
 template <typename T, int capacity>
 __device__ __forceinline__ void mix_tile(
     const Vector<T>* tile, float* mean, double* row_sums, const StackedTable<T, capacity>& table, int64_t first,
@@ -171,7 +171,8 @@ __device__ __forceinline__ void mix_tile(
         mean[column] = table.share * sum;
     }
     __syncthreads();
-    for (int start = 0; start < num_vectors; start += kThreads) {  // the same trips for all: they shuffle together
+    for (int start = 0; start < num_vectors;
+         start += kThreads) {  // all threads have the same number of iterations, because they shuffle
         const int index = start + static_cast<int>(threadIdx.x);
         const int j = index / row_vectors, v = index % row_vectors;
         double sum = 0.0;

@@ -1,4 +1,4 @@
-// A mix over one block, shared by mix_ and mix_sgd_step_: one thread's share of it, and the peers in kernel arguments.
+// The mix of one block, for mix_ and mix_sgd_step_, and the peers as kernel arguments.
 #pragma once
 
 #include "../random.h"
@@ -12,7 +12,7 @@ inline constexpr int kManyPeers = static_cast<int>(kMaxPeers);  // 12 KiB of ker
 template <int capacity>
 struct MixTable {
     void* weights;
-    const void* source;  // where they are read
+    const void* source;  // the weights before the mix
     double* partials;
     int64_t numel;
     int64_t num_blocks;
@@ -24,7 +24,7 @@ struct MixTable {
     Noise noise;
 };
 
-// Which part of the tensors a CUDA block is at.
+// The block of the tensors that a CUDA block processes.
 struct Place {
     int64_t block;
     int64_t first;  // element
@@ -37,7 +37,8 @@ __device__ __forceinline__ Place place_of_block(const MixTable<capacity>& table,
     return {block, first, static_cast<int>(min(kBlock, table.numel - first))};
 }
 
-// values[k] = number index + k: from one draw where index is a multiple of 4, as in all of a block or in none.
+// values[k] = normal number index + k. One draw is enough if index is a multiple of 4, which holds for all shares of a
+// block or for none.
 __device__ __forceinline__ void normals_from(const Noise& noise, uint64_t index, float (&values)[4]) {
     const Normals here = four_normals(noise.seed, noise.step, index / 4);
     Normals next{};
@@ -51,8 +52,8 @@ __device__ __forceinline__ void normals_from(const Noise& noise, uint64_t index,
     for (int k = 0; k < 4; ++k) values[k] = (index & 2) != 0 ? both[k + 2] : both[k];
 }
 
-// Four elements of the share at a time, in a loop that is not unrolled: drawing them is some hundred instructions, and
-// a share holds sixteen. `mixed` must stay in registers, so every turn names all of it.
+// Four elements of the share at a time, in a loop that is not unrolled, because four normals take about two hundred
+// instructions. Every iteration names all elements of `mixed`, so that the array stays in registers.
 template <typename T>
 __device__ __forceinline__ void add_noise(float (&mixed)[kShare], const Noise& noise, int64_t first) {
 #pragma unroll 1
@@ -66,10 +67,9 @@ __device__ __forceinline__ void add_noise(float (&mixed)[kShare], const Noise& n
     }
 }
 
-// weights <- the mix, rounded to the storage type; writes the block's row of partial sums. One peer at a time: to load
-// the next one ahead would take 16 more registers in fp32 and leave a multiprocessor one block of threads instead of
-// two. The first peer is an exception: it is asked for before anything is made of the weights, so that both are on
-// their way together.
+// weights <- the mix, rounded to the storage type. Writes the block's row of partial sums. It loads one peer at a time:
+// to load the next one ahead would take 16 more registers in fp32, and fewer CUDA blocks would fit on a multiprocessor.
+// The loads of the first peer are issued before the weights are used, so that both are in flight together.
 template <bool whole, typename T, int capacity>
 __device__ __forceinline__ void mix_share(
     Share<T>& weights, const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {

@@ -1,4 +1,4 @@
-// mix_sgd_step_: mix_ and then sgd_step_ in one pass. Traffic: 24 bytes a parameter in fp32 with momentum and one peer
+// mix_sgd_step_: mix_, then sgd_step_, in one pass. Traffic: 24 bytes a parameter in fp32 with momentum and one peer
 // (read weight, peer, gradient, momentum; write weight, momentum), 12 in bf16 and fp16; 4 or 2 for each further peer.
 #include "mix.cuh"
 #include "sgd.cuh"
@@ -15,7 +15,7 @@ struct SgdTensors {
     float grad_factor;
 };
 
-// The mix is rounded to the storage type before the step, so that the two steps in one equal the two steps apart.
+// The mix is rounded to the storage type before the step, so that one pass has the bits of two.
 template <bool whole, typename T>
 __device__ __forceinline__ void mix_sgd_block(
     const MixTable<kFewPeers>& table, const SgdTensors& sgd, const Place& place, BlockSum<kThreads>& block_sum) {
@@ -27,8 +27,8 @@ __device__ __forceinline__ void mix_sgd_block(
     read<whole>(weights.values, static_cast<const T*>(table.source) + place.first, place.numel);
     read<whole>(grads, static_cast<const T*>(sgd.grad) + place.first, place.numel);
     if (flags & kMomentum) read<whole>(momenta, static_cast<const T*>(momentum), place.numel);
-    // Learning rate and step are read before the barriers of the mix, while the elements are on their way, and looked
-    // at after them, so that the peers' loads wait for neither.
+    // The loads of learning rate and step are issued before the mix and used after it, so that the peers' loads do not
+    // wait for them.
     StepGroup group = sgd.group;
     float step = 1.0f;
     if (group.step != nullptr) step = *group.step;
@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 }
 
-// Beyond kFewPeers the step's own traffic is small beside the peers': two passes instead of twice as many kernels.
+// With more than kFewPeers the traffic of the step is small beside that of the peers: two passes, and no further
+// kernels.
 cudaError_t mix_then_step(const MixSgdArgs& args, cudaStream_t stream) {
     cudaError_t error = mix_(args.mix, stream);
     if (error != cudaSuccess) return error;
@@ -65,7 +66,7 @@ cudaError_t mix_then_step(const MixSgdArgs& args, cudaStream_t stream) {
     error = sgd_step_(
         {&segment, 1, num_blocks, &args.group, 1, args.mix.dtype, false, args.rule, scaling, nullptr}, stream);
     if (error != cudaSuccess) return error;
-    return sum_partials(nullptr, nullptr, 0, 0, stream, args.group.step);  // sums nothing, counts the step
+    return sum_partials(nullptr, nullptr, 0, 0, stream, args.group.step);  // no sums: counts the step
 }
 
 }  // namespace

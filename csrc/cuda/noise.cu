@@ -1,5 +1,5 @@
-// noise_sums: the inner products of a few rows, segment by segment. Traffic: 4 bytes an element of each row in fp32, 2
-// in bf16 and fp16, once for up to kTile rows; with more, a row is read again (from L2) for each kTile rows before it.
+// noise_sums: the Gram matrix of a few rows for each segment. Traffic: 4 bytes an element of each row in fp32, 2 in
+// bf16 and fp16, once for up to kTile rows. With more, a row is read again, from L2, for each kTile rows before it.
 #include "segments.cuh"
 #include "sum.cuh"
 
@@ -7,14 +7,14 @@ namespace ddpcore::cuda {
 
 namespace {
 
-// Rows whose shares a thread holds at a time. With three or more, one CUDA block fills a multiprocessor.
+// The rows whose shares a thread holds at a time. With three, only one CUDA block would fit on a multiprocessor.
 inline constexpr int kTile = 2;
 inline constexpr int kPairs = kTile * (kTile + 1) / 2;
 inline constexpr int kSomeRows = 32;
 
 template <int capacity, int max_rows>
-struct NoiseTable {
-    SegmentTable<NoiseSegment, capacity> list;
+struct GramTable {
+    SegmentTable<GramSegment, capacity> list;
     const void* origin;
     double* partials;
     int32_t num_rows;
@@ -23,7 +23,7 @@ struct NoiseTable {
 };
 
 // values[a] = this thread's share of row `row + a` less the origin, each difference rounded to fp32. All loads are
-// issued before the first element is converted. Behind the last row stands that row again, whose sums nobody writes.
+// issued before the first element is converted. Past the last row it reads that row again; its sums are not stored.
 template <bool whole, typename T, bool kOrigin, int count, typename Table>
 __device__ __forceinline__ void read_rows(
     float (&values)[count][kShare], const Table& table, int row, int64_t first, int numel) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void products_of_tile(double (&sums)[kPairs], const f
     }
 }
 
-// And with a row behind the tile.
+// The products of a tile's rows with a row after the tile.
 __device__ __forceinline__ void products_with_row(
     double (&sums)[kTile], const float (&own)[kTile][kShare], const float (&other)[kShare]) {
 #pragma unroll
@@ -93,12 +93,12 @@ __device__ __forceinline__ void products_of_block(
 }
 
 template <typename T, bool kOrigin, typename Table>
-__global__ void __launch_bounds__(kThreads, 2) noise_kernel(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kThreads, 2) gram_kernel(const __grid_constant__ Table table) {
     BlockSums<kThreads, kPairs> block_sums;
     const auto& list = table.list;
     for (int block = list.begin_block + static_cast<int>(blockIdx.x); block < list.end_block;
          block += static_cast<int>(gridDim.x)) {
-        const NoiseSegment& segment = list.segment_of(block);
+        const GramSegment& segment = list.segment_of(block);
         const int64_t begin = (block - segment.first_block) * kBlock;
         const int numel = static_cast<int>(min(kBlock, segment.numel - begin));
         double* partials = table.partials + int64_t{block} * num_pairs_of(table.num_rows);
@@ -111,21 +111,21 @@ __global__ void __launch_bounds__(kThreads, 2) noise_kernel(const __grid_constan
     }
 }
 
-// One CUDA block for each entry of each segment's matrix; an empty segment has no blocks to add and gets zeros.
+// One CUDA block for each entry of each segment's matrix. The matrix of an empty segment is zero.
 template <typename Table>
 __global__ void __launch_bounds__(kThreads) sum_pairs_kernel(const __grid_constant__ Table table, double* sums) {
     const int64_t num_rows = table.num_rows, num_pairs = num_pairs_of(num_rows);
     const int64_t index = blockIdx.x / (num_rows * num_rows), entry = blockIdx.x % (num_rows * num_rows);
     const int64_t i = min(entry / num_rows, entry % num_rows), j = max(entry / num_rows, entry % num_rows);
-    const NoiseSegment& segment = table.list.segments[index];
+    const GramSegment& segment = table.list.segments[index];
     const double* partials = table.partials + segment.first_block * num_pairs + pair_of(i, j, num_rows);
     const double total = sum_rows<kThreads>(partials, (segment.numel + kBlock - 1) / kBlock, num_pairs);
     if (threadIdx.x == 0) sums[(table.list.first_segment + index) * num_rows * num_rows + entry] = total;
 }
 
 template <int capacity, int max_rows>
-cudaError_t launch_noise(const NoiseArgs& args, int64_t first, int64_t end, cudaStream_t stream) {
-    NoiseTable<capacity, max_rows> table;
+cudaError_t launch_gram(const GramArgs& args, int64_t first, int64_t end, cudaStream_t stream) {
+    GramTable<capacity, max_rows> table;
     static_assert(sizeof table + sizeof(void*) <= kMaxArgumentBytes);
     fill_segments(table.list, args.segments, args.num_segments, args.num_blocks, first, end);
     table.num_rows = static_cast<int32_t>(args.num_rows);
@@ -137,28 +137,28 @@ cudaError_t launch_noise(const NoiseArgs& args, int64_t first, int64_t end, cuda
     if (num_blocks > 0) {
         const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
             using T = std::remove_pointer_t<decltype(tag)>;
-            using Table = NoiseTable<capacity, max_rows>;
-            const auto kernel = args.origin == nullptr ? noise_kernel<T, false, Table> : noise_kernel<T, true, Table>;
+            using Table = GramTable<capacity, max_rows>;
+            const auto kernel = args.origin == nullptr ? gram_kernel<T, false, Table> : gram_kernel<T, true, Table>;
             return launch(kernel, num_blocks, kThreads, 0, stream, table);
         });
         if (error != cudaSuccess) return error;
     }
     const int64_t num_entries = (end - first) * args.num_rows * args.num_rows;
     return launch_grid(
-        sum_pairs_kernel<NoiseTable<capacity, max_rows>>, num_entries, kThreads, 0, stream, false, table, args.sums);
+        sum_pairs_kernel<GramTable<capacity, max_rows>>, num_entries, kThreads, 0, stream, false, table, args.sums);
 }
 
 }  // namespace
 
-cudaError_t noise_sums(const NoiseArgs& args, cudaStream_t stream) {
+cudaError_t noise_sums(const GramArgs& args, cudaStream_t stream) {
     if (args.num_rows > kMaxRows) return cudaErrorInvalidValue;
     if (args.num_rows == 0) return cudaSuccess;
-    constexpr int64_t many = (kMaxArgumentBytes - kMaxRows * sizeof(void*) - 128) / sizeof(NoiseSegment);
+    constexpr int64_t many = (kMaxArgumentBytes - kMaxRows * sizeof(void*) - 128) / sizeof(GramSegment);
     for (int64_t first = 0; first < args.num_segments;) {
         const bool some = args.num_segments - first <= kSomeSegments && args.num_rows <= kSomeRows;
         const int64_t end = std::min(args.num_segments, first + (some ? kSomeSegments : many));
-        const cudaError_t error = some ? launch_noise<kSomeSegments, kSomeRows>(args, first, end, stream)
-                                       : launch_noise<many, kMaxRows>(args, first, end, stream);
+        const cudaError_t error = some ? launch_gram<kSomeSegments, kSomeRows>(args, first, end, stream)
+                                       : launch_gram<many, kMaxRows>(args, first, end, stream);
         if (error != cudaSuccess) return error;
         first = end;
     }

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// One CUDA block a segment; an empty one has no blocks to add and gets zero.
+// One CUDA block a segment. The sum of an empty segment is zero.
 template <int capacity>
 __global__ void __launch_bounds__(kThreads) sum_segments_kernel(
     const __grid_constant__ SegmentTable<NormSegment, capacity> table, const double* partials, double* sums) {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) sum_segments_kernel(
 
 namespace {
 
-// Fills args.partials. Calls sum(table) for each chunk, behind it on the stream.
+// Writes args.partials. After the launch of each chunk it calls sum(table).
 template <typename Sum>
 cudaError_t launch_norms(const NormArgs& args, cudaStream_t stream, Sum&& sum) {
     return for_each_chunk(args, [&]<int capacity>(const SegmentTable<NormSegment, capacity>& table) {
@@ -73,7 +73,7 @@ cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream) {
     });
 }
 
-// Two launches for up to kManySegments tensors.
+// Two launches for up to kManyNormSegments tensors.
 cudaError_t total_norm_(const NormArgs& args, cudaStream_t stream) {
     const cudaError_t error = launch_norms(args, stream, [](const auto&) { return cudaSuccess; });
     return error == cudaSuccess ? sum_partials(args.partials, args.sums, args.num_blocks, 1, stream) : error;

@@ -1,12 +1,12 @@
-// A table of segments passed by value in kernel arguments: launched once for up to some hundred tensors, in chunks for
-// more. Kernel arguments live in constant memory, so all threads of a warp read an entry at once.
+// Tables of segments as kernel arguments. A table holds some hundred tensors; a longer list takes several launches, one
+// for each chunk. Kernel arguments are in constant memory, where all threads of a warp read one entry in one access.
 #pragma once
 
 #include "launch.cuh"
 
 namespace ddpcore::cuda {
 
-// The segments of one launch and the blocks they own, numbered as in the whole call.
+// The segments of one launch and their blocks, with the block numbers of the whole call.
 template <typename Segment, int capacity>
 struct SegmentTable {
     int32_t begin_block;
@@ -15,7 +15,7 @@ struct SegmentTable {
     int32_t num_segments;
     Segment segments[capacity];
 
-    // Each thread searches for itself: a few steps through constant memory, the same for all, no barrier.
+    // Every thread searches: a few steps in constant memory, the same in all threads, and no barrier.
     __device__ __forceinline__ const Segment& segment_of(int32_t block) const {
         return segments[segment_of_block(segments, num_segments, block)];
     }
@@ -39,9 +39,10 @@ void fill_segments(
 // segments, or the largest that arguments can be: 3 KB for small models, 8 KB for ResNet-18, up to 32 KB.
 inline constexpr int kFewSegments = 32, kSomeSegments = 128;
 
-// ---- norms: segments alone ----
+// ---- norms: tables of segments ----
 
-inline constexpr int kManyNormSegments = (kMaxArgumentBytes - 128) / sizeof(NormSegment);  // 128 bytes for the others
+inline constexpr int kManyNormSegments =
+    (kMaxArgumentBytes - 128) / sizeof(NormSegment);  // 128 bytes are for the other arguments
 
 template <int capacity, typename Fn>
 cudaError_t launch_chunk(const NormArgs& args, int64_t first, Fn&& fn) {
@@ -64,29 +65,28 @@ cudaError_t for_each_chunk(const NormArgs& args, Fn&& fn) {
     return cudaSuccess;
 }
 
-// ---- steps: segments and their groups ----
+// ---- steps: tables of segments and groups ----
 
 inline constexpr int kMaxGroups = 16;  // of one launch
 
-// Groups that the segments of one launch belong to. A group whose segments are spread over launches is counted in the
-// last of them.
+// The segments and groups of one launch. If a group has segments in several launches, the last one counts its step.
 template <typename Segment, int capacity>
 struct StepTable {
     SegmentTable<Segment, capacity> list;
     int64_t first_group;
     int32_t num_groups;
-    int32_t num_counted;  // the first ones of groups
+    int32_t num_counted;  // this many groups, from the first on, count their step in this launch
     StepGroup groups[kMaxGroups];
     GradScaling scaling;
-    uint64_t* finished;  // zero between launches; null where no group counts
+    uint64_t* finished;  // zero between launches; null if no group has a step count
 
     __device__ __forceinline__ const StepGroup& group_of(const Segment& segment) const {
         return groups[segment.group - first_group];
     }
 };
 
-// 1024 bytes for all that does not grow with the segments, and a batch's end for each (two_pass.cuh). 547 of SGD and
-// LARS, 480 of LAMB.
+// The largest capacity: 547 segments of SGD and LARS, 480 of LAMB. 1024 bytes are for the other arguments, and 2 bytes
+// a segment for the ends of batches (two_pass.cuh).
 template <typename Segment>
 inline constexpr int kManySteps = (kMaxArgumentBytes - 1024) / (sizeof(Segment) + sizeof(uint16_t));
 
@@ -129,8 +129,8 @@ cudaError_t for_each_step_chunk(const Args& args, Fn&& fn) {
     return cudaSuccess;
 }
 
-// Adds one to the step counts that end with this launch: the last CUDA block to come here does. By then all have read
-// them. All threads must call it.
+// Adds one to the step counts of this launch. The last CUDA block that calls it does so, when all others have read the
+// counts. All threads must call it.
 template <typename Segment, int capacity>
 __device__ __forceinline__ void count_steps(const StepTable<Segment, capacity>& table) {
     if (table.finished == nullptr) return;

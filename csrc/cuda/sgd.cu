@@ -8,8 +8,8 @@ namespace ddpcore::cuda {
 
 namespace {
 
-// What all threads of a CUDA block share. One of them forms it, while the elements of all are on their way from memory:
-// it takes double arithmetic, which some GPUs do at 1/64 rate.
+// Values for all threads of a CUDA block. One thread computes them while the loads of all are in flight, because they
+// take double arithmetic, which some GPUs have at 1/64 of the fp32 rate.
 struct Common {
     SgdScales scales;
     bool skip;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void sgd_block(
 template <typename T, bool Master, int capacity>
 __global__ void __launch_bounds__(kThreads, 3)
     sgd_kernel(const __grid_constant__ StepTable<SgdSegment, capacity> table, const __grid_constant__ SgdRule rule) {
-    __shared__ Common common[2];  // in turn, so that one barrier a block is enough
+    __shared__ Common common[2];  // used in turn, so that one barrier a block is enough
     const auto& list = table.list;
     int turn = 0;
     for (int block = list.begin_block + static_cast<int>(blockIdx.x); block < list.end_block;
@@ -70,7 +70,7 @@ cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream) {
         return for_each_step_chunk(args, [&]<int capacity>(const StepTable<SgdSegment, capacity>& table) {
             const int64_t num_blocks = table.list.end_block - table.list.begin_block;
             if (num_blocks == 0 && table.finished == nullptr) return cudaSuccess;
-            // Each CUDA block that counts steps ends with a barrier, a fence and an atomic operation on one address.
+            // Resident, because each CUDA block that counts steps ends with a barrier, a fence and an atomic operation.
             return launch_resident(
                 sgd_kernel<T, Master, capacity>, std::max<int64_t>(num_blocks, 1), kThreads, 0, stream, false, table,
                 args.rule);

@@ -1,15 +1,14 @@
-// One thread's share of an SGD step, used by sgd_step_ and lars_step_ (weights from memory) and mix_sgd_step_ (weights
-// just mixed).
+// One thread's share of an SGD step, for sgd_step_, lars_step_ (weights from memory) and mix_sgd_step_ (mixed weights).
 #pragma once
 
 #include "storage.cuh"
 
 namespace ddpcore::cuda {
 
-// Where a block's elements of one tensor lie.
+// The addresses of a block's elements.
 template <typename T, bool Master>
 struct SgdPlace {
-    using Momentum = std::conditional_t<Master, float, T>;  // how it is stored
+    using Momentum = std::conditional_t<Master, float, T>;  // the storage type
     static constexpr int kWidth = Master ? kVector<float> : kVector<T>;
 
     T* param;
@@ -41,7 +40,7 @@ __device__ __forceinline__ void sgd_share(
     }
 }
 
-// The step of a block that is incomplete or misaligned, from memory to memory.
+// The step of an incomplete or misaligned block.
 template <typename T, bool Master>
 __device__ __forceinline__ void sgd_by_element(const SgdPlace<T, Master>& at, const SgdScales& scales, int flags) {
     using Momentum = typename SgdPlace<T, Master>::Momentum;

@@ -1,16 +1,16 @@
-// How a block of kBlock elements is spread over the threads of a CUDA block, and how elements are stored: fp32, bf16 or
-// fp16 in memory, fp32 in arithmetic, rounded to nearest even on the way back.
+// The distribution of a block of kBlock elements over the threads of a CUDA block, and the storage of elements: fp32,
+// bf16 or fp16 in memory, fp32 in arithmetic, rounded to nearest even when stored.
 //
-// Each of the 256 threads holds a *share* of 16 elements: 4 vectors of 16 bytes in fp32, 2 in bf16 and fp16.
-// Neighbouring threads hold neighbouring vectors, so a warp moves 512 bytes in a row with one instruction. A block that
-// is incomplete or not aligned to 16 bytes moves the same elements of the same share one by one. So an element belongs
-// to the same thread, at the same place of its share, either way, and a sum over the block has the same bits. That path
-// issues four to eight times the instructions; its accesses still fall into the same cache lines. Optimizers go through
-// such a block in a loop over single elements instead: unrolled, it took more registers than the path that most blocks
-// take, and a kernel has as many as its greediest path.
+// Each of the 256 threads has a *share* of 16 elements: 4 vectors of 16 bytes in fp32, 2 in bf16 and fp16. Neighbouring
+// threads have neighbouring vectors, so a warp reads or writes 512 consecutive bytes with one instruction. In a block
+// that is incomplete or not aligned to 16 bytes, a thread reads and writes the elements of the same share one by one.
+// So an element has the same thread and the same index in its share in both cases, and a sum over the block has the
+// same bits. This path has four to eight times the instructions, but the same cache lines. Optimizers process such a
+// block in a loop over single elements instead: unrolled, the path would need more registers than that of complete
+// blocks, and the number of registers of a kernel is that of its largest path.
 //
-// Where 16-bit tensors have fp32 companions (masters, moments), vectors are 4 elements wide in all of them, 8 bytes in
-// the 16-bit ones: so a thread holds the same elements of each.
+// If a 16-bit tensor has fp32 tensors of the same shape beside it (masters, moments), the vectors of all of them have 4
+// elements, 8 bytes in the 16-bit tensor. So a thread has the same elements of each.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -74,7 +74,8 @@ union Vector {
     T elements[width];
 };
 
-// One thread's elements of a block, as they are stored: 16-bit types take half the registers until they are used.
+// One thread's elements of a block in their storage type. 16-bit elements take half the registers until they are
+// converted.
 template <typename T, int width = kVector<T>>
 struct Share {
     static constexpr int kVectors = kShare / width;
@@ -96,14 +97,14 @@ __device__ __forceinline__ void convert_after(Share<T, width>& share) {
     }
 }
 
-// Where element i of this thread's share lies in the block.
+// The index in the block of element i of this thread's share.
 template <int width>
 __device__ __forceinline__ int place_of(int i) {
     return (i / width * kThreads + static_cast<int>(threadIdx.x)) * width + i % width;
 }
 
-// How many elements of this thread's share lie in a block of `numel` elements: they are its first ones. Elements are
-// asked by this one number, because a flag for each of them would cost registers.
+// The number of elements of this thread's share in a block of `numel` elements. They are the first ones of the share.
+// One number takes fewer registers than a flag for each element.
 template <int width>
 __device__ __forceinline__ int count_in(int numel) {
     int count = 0;
@@ -112,10 +113,10 @@ __device__ __forceinline__ int count_in(int numel) {
     return count;
 }
 
-// Whether the kernel touches the elements again. Those that it does not are the first to leave the L2 cache.
+// Whether the kernel uses the elements again. If not, the L2 cache evicts them first.
 enum class Again { kYes, kNo };
 
-// `whole`: the block is complete and 16-byte aligned. Places past the end read as zero, which adds nothing to a sum.
+// Reads this thread's share. `whole`: the block is complete and 16-byte aligned. Elements past the end are zero.
 template <bool whole, Again again = Again::kYes, typename T, int width>
 __device__ __forceinline__ void read(Share<T, width>& share, const T* block, int numel) {
     if constexpr (whole) {
@@ -154,8 +155,8 @@ __device__ __forceinline__ void write(const Share<T, width>& share, T* block, in
     }
 }
 
-// The fp32 weight behind a stored one. A master that no longer rounds to the stored weight is stale: somebody else has
-// written the weight, and what was written counts. The conversion and the comparison hide behind the memory traffic.
+// The fp32 weight of a stored weight and its master. A master that does not round to the stored weight is out of date,
+// because other code has written the weight: then the stored weight is used.
 template <typename T>
 __device__ __forceinline__ float weight_of(T param, float master) {
     const T rounded = store<T>(master);
@@ -170,7 +171,7 @@ __device__ __forceinline__ float weight_of(float param, float) {
     return param;
 }
 
-// One thread's weights: the stored ones, or the fp32 weights behind them, where there are masters (which Master says).
+// One thread's weights: the stored ones, or fp32 weights if there are masters (Master).
 template <typename T, bool Master, int width = Master ? kVector<float> : kVector<T>>
 struct Weights {
     using Value = std::conditional_t<Master, float, T>;
@@ -180,7 +181,7 @@ struct Weights {
     __device__ __forceinline__ void set(int i, float weight) { values[i] = store<Value>(weight); }
 };
 
-// Of a whole block. Masters are settled here, so that the stored weights need no registers afterwards.
+// Reads the weights of a whole block. It chooses between master and stored weight, which then needs no register.
 template <Again again = Again::kYes, typename T, bool Master, int width>
 __device__ __forceinline__ void read(Weights<T, Master, width>& weights, const T* param, const float* master) {
     if constexpr (Master) {
@@ -207,7 +208,7 @@ __device__ __forceinline__ void write(const Weights<T, Master, width>& weights, 
     }
 }
 
-// One weight of any block, as it is stored: a thread loads several before it converts the first of them.
+// One weight of any block in its storage type: a thread loads several before it converts the first of them.
 template <typename T, bool Master>
 struct StoredWeight {
     T param;
@@ -227,8 +228,8 @@ __device__ __forceinline__ void write_weight(float weight, T* param, float* mast
     if constexpr (Master) master[element] = weight;
 }
 
-// Whether 128-bit accesses may start here. A block starts a multiple of 16 bytes after its tensor, so it is enough to
-// ask this of the tensor. A null pointer counts as aligned: nothing is read there.
+// Whether 128-bit accesses are possible at this address. A block starts a multiple of 16 bytes after its tensor, so it
+// is enough to check the tensor. A null pointer is aligned: nothing is read there.
 DDPCORE_HOST_DEVICE bool is_aligned(const void* pointer) {
     return reinterpret_cast<uintptr_t>(pointer) % sizeof(uint4) == 0;
 }

@@ -1,19 +1,18 @@
-// Sums in a fixed order, with no atomics: the same bits on every run.
+// Sums in a fixed order, without atomics: the same bits on every run.
 //
-// A block of elements sums its squares in double: squares of small fp16 gradients underflow in fp32, those of large
-// weights overflow, and a long fp32 sum loses the digits that a consensus distance needs. The cost is three double
-// instructions an element (convert, multiply, add). Data-centre GPUs run them at half or full rate, behind the memory
-// traffic. Consumer GPUs run them at 1/64 rate, two a clock and multiprocessor: by count a mix in fp32 is still bound
-// by memory there, and a norm of bf16 or fp16 (2 bytes an element) by this sum, at about half the memory's speed.
-// Kernels that sum nothing pay nothing.
+// The squares of a block are summed in double: squares of small fp16 gradients underflow in fp32, those of large
+// weights overflow, and a long fp32 sum loses the digits that a consensus distance needs. The cost is two double
+// instructions an element: a conversion and a fused multiplication and addition. Data-centre GPUs run them at half the
+// fp32 rate, faster than memory delivers the elements. Other GPUs run two a clock and multiprocessor;
+// docs/performance.md lists the kernels that they limit.
 #pragma once
 
 #include "launch.cuh"
 
 namespace ddpcore::cuda {
 
-// sum + left * right of values that are fp32: a product of two is exact in double, so one fused operation has the bits
-// of a multiplication and an addition, and takes half the double instructions.
+// sum + left * right for fp32 values. Their product is exact in double, so one fused operation has the bits of a
+// multiplication and an addition, with half the double instructions.
 __device__ __forceinline__ double add_product(double sum, double left, double right) {
     return fma(left, right, sum);
 }
@@ -22,7 +21,7 @@ __device__ __forceinline__ double add_square(double sum, float value) {
     return add_product(sum, value, value);
 }
 
-// The sum over the lanes of each group of `width` lanes, by a tree; right in the first lane of the group.
+// The sum over each group of `width` lanes, by a tree. The first lane of the group gets the result.
 __device__ __forceinline__ double warp_sum(double value, int width = kWarp) {
     for (int offset = width / 2; offset > 0; offset /= 2) {
         value += __shfl_down_sync(0xffffffffu, value, static_cast<unsigned>(offset), width);
@@ -34,12 +33,13 @@ __device__ __forceinline__ NormPartials warp_sum(const NormPartials& value) {
     return {warp_sum(value.weight), warp_sum(value.update)};
 }
 
-// Sums over all threads of a CUDA block, one after the other, of double or NormPartials. Two sets of slots alternate,
-// so that one barrier a sum is enough: who writes a set again has passed the barrier behind which warp 0 has read it.
+// Sums over all threads of a CUDA block, of double or NormPartials. Two sets of slots alternate, so that one barrier a
+// sum is enough: before a set is written again, all threads pass the barrier of the other set, and warp 0 has read this
+// one.
 template <int threads, typename Value = double>
 class BlockSum {
   public:
-    // Right in thread 0. All threads must call it.
+    // Thread 0 gets the result. All threads must call it.
     __device__ __forceinline__ Value operator()(Value value) {
         constexpr int kWarps = threads / kWarp;
         __shared__ Value slots[2][kWarps];
@@ -57,13 +57,13 @@ class BlockSum {
     int parity_ = 0;
 };
 
-// Up to `most` such sums at a time behind one barrier, each with the bits of BlockSum: warp w adds the slots of sum w.
+// Up to `most` such sums with one barrier, each with the bits of BlockSum. Warp w adds the slots of sum w.
 template <int threads, int most>
 class BlockSums {
   public:
-    // Calls tell(k, total) once for each sum k, in some thread. All threads must call it.
-    template <int count, typename Tell>
-    __device__ __forceinline__ void operator()(const double (&values)[count], Tell&& tell) {
+    // Calls store(k, total) once for each sum k, in one thread. All threads must call it.
+    template <int count, typename Store>
+    __device__ __forceinline__ void operator()(const double (&values)[count], Store&& store) {
         static_assert(count <= most);
         constexpr int kWarps = threads / kWarp;
         __shared__ double slots[2][most][kWarps];
@@ -76,7 +76,7 @@ class BlockSums {
         __syncthreads();
         for (int k = warp; k < count; k += kWarps) {
             const double total = warp_sum(lane < kWarps ? slots[parity_][k][lane] : 0.0);
-            if (lane == 0) tell(k, total);
+            if (lane == 0) store(k, total);
         }
         parity_ ^= 1;
     }
@@ -85,8 +85,9 @@ class BlockSums {
     int parity_ = 0;
 };
 
-// The sum of num_rows values that lie `stride` apart, in thread 0. Thread t adds rows t, t + threads, ... to four
-// sums in turn. Sixteen of its rows are under way at a time, for one CUDA block reads them all.
+// The sum of num_rows values at a distance of `stride`, in thread 0. Thread t adds rows t, t + threads, ... to four
+// sums in turn. It loads sixteen rows before it adds the first: one CUDA block reads all rows, so many loads must
+// overlap.
 template <int threads>
 __device__ __forceinline__ double sum_rows(const double* values, int64_t num_rows, int64_t stride) {
     constexpr int kUnroll = 16;
@@ -108,7 +109,7 @@ __device__ __forceinline__ double sum_rows(const double* values, int64_t num_row
 
 inline constexpr int kSumThreads = 1024;
 
-// sums[column] = sum over rows of partials[row, column]: one CUDA block a column.
+// sums[column] = sum over rows of partials[row, column]. One CUDA block a column.
 template <int threads>
 __global__ void __launch_bounds__(threads, 1)
     sum_partials_kernel(const double* partials, double* sums, int64_t num_rows, int64_t num_columns, float* counter) {
@@ -119,8 +120,8 @@ __global__ void __launch_bounds__(threads, 1)
     if (counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *counter += 1.0f;
 }
 
-// Reads 8 bytes for each 4096 elements and column. Writes zeros where there are no rows. Where there is a counter, this
-// launch, the last one of its call, adds one to it.
+// Reads 8 bytes for each 4096 elements and column. Without rows, the sums are zero. `counter`: a step count to which
+// this launch adds one, or null.
 inline cudaError_t sum_partials(
     const double* partials, double* sums, int64_t num_rows, int64_t num_columns, cudaStream_t stream,
     float* counter = nullptr) {

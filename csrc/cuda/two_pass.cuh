@@ -1,18 +1,18 @@
 // The two passes of LARS and LAMB in one cooperative launch: norms of each tensor, then its step.
 //
-// The second pass needs the trust ratio of the whole tensor, so it cannot start before the first has ended everywhere.
-// Batches of whole tensors make what it reads again so small that it is still in L2, and they overlap: phase k runs the
-// second pass over batch k-1 and the first pass over batch k, and one grid-wide barrier ends it. One is enough: the two
-// work on different tensors, and what the second pass of batch k reads, trust ratios included, was written in phase k,
-// before that barrier. So a step takes as many barriers as there are batches, and all CUDA blocks have work between
-// any two of them.
+// The second pass needs the trust ratio of the whole tensor, so the first pass over the tensor must end before it.
+// Batches of whole tensors are so small that the second pass finds its data in L2. Batches overlap: phase k runs the
+// second pass over batch k-1 and the first pass over batch k, and ends with one barrier of the grid. One barrier is
+// enough: the two passes of a phase use different tensors, and all data that the second pass over batch k reads, with
+// the trust ratios, was written in phase k. So a step has as many barriers as batches, and all CUDA blocks have work
+// between two barriers.
 //
-// Partial sums belong to blocks of kBlock elements. The CUDA block that finishes a tensor's last block adds them, in
-// the order of the blocks however they were finished, and writes the tensor's Trust: the same bits on every run and
-// GPU.
+// There is one partial sum for each block of kBlock elements. The CUDA block that finishes the last block of a tensor
+// adds the partial sums in the order of the blocks, whatever the order in which they were finished, and writes the
+// tensor's Trust. So the bits are the same on every run and GPU.
 //
-// On a device that cannot launch cooperatively there are two launches, one a pass, over one batch of all tensors: the
-// same bits, with the second pass reading from memory.
+// If the device does not support cooperative launches, there are two launches, one for each pass, over one batch of all
+// tensors. The bits are the same; the second pass reads from memory.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -22,19 +22,19 @@
 
 namespace ddpcore::cuda {
 
-// What a launch takes beside its StepTable.
+// The arguments of a launch beside its StepTable.
 template <int capacity>
 struct Batches {
     NormPartials* partials;
     Trust* trust;
-    uint64_t* tickets;  // blocks whose first pass is done, of each segment; zero between steps
+    uint64_t* tickets;  // for each segment: the number of blocks whose first pass is done; zero between steps
     int32_t num_batches;
     int32_t begin_phase;
     int32_t end_phase;
-    uint16_t ends[capacity];  // of each batch: the segment behind its last one
+    uint16_t ends[capacity];  // for each batch: the segment after its last one
 };
 
-// Optimizer says what the passes do to a block; see Lars and Lamb. All of its functions are static.
+// Optimizer defines both passes over a block, in static functions: Lars or Lamb.
 template <typename Optimizer, int capacity>
 class TwoPasses {
   public:
@@ -43,7 +43,7 @@ class TwoPasses {
     using Scales = typename Optimizer::Scales;
     using Table = StepTable<Segment, capacity>;
 
-    // `scales` lies in shared memory, one a group.
+    // `scales` is in shared memory, one for each group.
     __device__ __forceinline__
     TwoPasses(const Table& table, const Batches<capacity>& batches, const Rule& rule, const Scales* scales)
         : table_(table), list_(table.list), batches_(batches), rule_(rule), scales_(scales) {}
@@ -52,8 +52,9 @@ class TwoPasses {
         if (batches_.begin_phase == 0) visit_empty_segments();
         for (int phase = batches_.begin_phase; phase < batches_.end_phase; ++phase) {
             if (phase > batches_.begin_phase) cooperative_groups::this_grid().sync();
-            // The CUDA blocks are dealt the blocks of both passes as one sequence, so that none has two more than
-            // another. The second pass comes first, while its batch is in L2, and starts where the first has ended.
+            // The blocks of both passes are one sequence, of which a CUDA block takes every gridDim.x-th, so that the
+            // numbers of blocks differ by at most one. The second pass runs first, while its batch is in L2, and starts
+            // with the block that the first pass has read last.
             const Batch second = batch(phase - 1), first = batch(phase);
             const int dealt = second_pass(second, second.end_block - 1 - static_cast<int>(blockIdx.x));
             first_pass(first, first.begin_block + dealt);
@@ -61,7 +62,7 @@ class TwoPasses {
     }
 
   private:
-    // Blocks are counted in 32 bits, which saves registers and is enough for 8 tera-elements.
+    // 32-bit block numbers save registers and are enough for 8 tera-elements.
     struct Batch {
         int begin, end;  // segments
         int begin_block, end_block;
@@ -85,15 +86,15 @@ class TwoPasses {
         return scales_[segment.group - table_.first_group];
     }
 
-    // They own no block: nobody else writes their Trust.
+    // Writes the Trust of empty segments, which have no block.
     __device__ __forceinline__ void visit_empty_segments() const {
         for (int64_t i = blockIdx.x; i < list_.num_segments; i += gridDim.x) {
             if (list_.segments[i].numel == 0 && threadIdx.x == 0) write_trust(static_cast<int>(i), {0.0, 0.0});
         }
     }
 
-    // From the last block of the batch to the first. Returns by how many blocks this CUDA block's next one would lie
-    // before the batch.
+    // From the last block of the batch to the first. Returns the distance from the first block of the batch to the next
+    // block of this CUDA block, less one.
     __device__ __forceinline__ int second_pass(const Batch& batch, int block) const {
         while (block >= batch.begin_block) {
             const int index = segment_of(batch, block);
@@ -136,7 +137,7 @@ class TwoPasses {
         }
     }
 
-    // One ticket for all blocks of the segment that this CUDA block has done in a row.
+    // Adds the blocks of the segment that this CUDA block has done to the ticket. Returns whether all are done now.
     __device__ __forceinline__ bool is_last(int index, int done, int num_blocks) const {
         auto* ticket = reinterpret_cast<unsigned long long*>(batches_.tickets + list_.first_segment + index);
         __threadfence();  // partial sums before the ticket
@@ -147,7 +148,7 @@ class TwoPasses {
         return true;
     }
 
-    // Thread t adds rows t, t + kThreads, ...; four of them are under way at a time.
+    // Thread t adds rows t, t + kThreads, ... to four sums in turn, so that four loads overlap.
     __device__ __forceinline__ void finish(int index, int num_blocks) {
         constexpr int kUnroll = 4;
         const NormPartials* rows = batches_.partials + list_.segments[index].first_block;
@@ -157,7 +158,7 @@ class TwoPasses {
             for (int i = 0; i < kUnroll; ++i) {
                 const int mine = row + i * kThreads;
                 if (mine >= num_blocks) continue;
-                sums[i].weight += __ldcg(&rows[mine].weight);  // from L2, where other multiprocessors have put it
+                sums[i].weight += __ldcg(&rows[mine].weight);  // from L2, to which other multiprocessors have written
                 sums[i].update += __ldcg(&rows[mine].update);
             }
         }
@@ -181,13 +182,13 @@ class TwoPasses {
     BlockSum<kThreads, NormPartials> block_sum_;
 };
 
-// Few enough registers for Optimizer::kResident CUDA blocks on a multiprocessor: one loads while another computes.
+// Optimizer::kResident CUDA blocks fit on a multiprocessor, so that one loads while another computes.
 template <typename Optimizer, int capacity>
 __global__ void __launch_bounds__(kThreads, Optimizer::kResident) two_pass_kernel(
     const __grid_constant__ StepTable<typename Optimizer::Segment, capacity> table,
     const __grid_constant__ Batches<capacity> batches, const __grid_constant__ typename Optimizer::Rule rule) {
-    if (skips_step(table.scaling)) return;  // all threads of the grid do
-    // Powers and divisions in double, once a CUDA block and group.
+    if (skips_step(table.scaling)) return;  // in all threads of the grid
+    // Powers and divisions in double: once for each CUDA block and group.
     __shared__ typename Optimizer::Scales scales[kMaxGroups];
     if (static_cast<int>(threadIdx.x) < table.num_groups) {
         scales[threadIdx.x] = Optimizer::scales(rule, table.groups[threadIdx.x], grad_factor(table.scaling));
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, Optimizer::kResident) two_pass_kerne
     if (batches.end_phase > batches.num_batches) count_steps(table);
 }
 
-// Whole consecutive segments, up to `budget` elements a batch; a larger segment is a batch of its own.
+// A batch has whole consecutive segments with up to `budget` elements together, or one larger segment.
 template <typename Segment, int capacity>
 void fill_batches(Batches<capacity>& batches, const SegmentTable<Segment, capacity>& list, int64_t budget) {
     batches.num_batches = 0;
@@ -226,7 +227,7 @@ cudaError_t launch_two_passes(
     const auto kernel = two_pass_kernel<Optimizer, capacity>;
     const int64_t num_blocks = std::max<int64_t>(table.list.end_block - table.list.begin_block, 1);
     if (cooperative != 0) {
-        // Half of L2: the other half takes what streams past, and the next batch.
+        // Half of L2: the other half is for the data that is read once, and for the next batch.
         fill_batches(batches, table.list, l2_bytes / 2 / Optimizer::kBytesReadAgain);
         return launch_cooperative(kernel, num_blocks, kThreads, 0, stream, table, batches, rule);
     }
@@ -239,7 +240,7 @@ cudaError_t launch_two_passes(
     return error;
 }
 
-// All launches of a step; `step` is SgdArgs or LambArgs, `args` what holds the partial sums and the trust ratios.
+// All launches of a step. `step` is SgdArgs or LambArgs; `args` has the partial sums and the trust ratios.
 template <typename Optimizer, typename StepArgs, typename Args>
 cudaError_t two_passes(
     const StepArgs& step, const Args& args, const typename Optimizer::Rule& rule, cudaStream_t stream) {

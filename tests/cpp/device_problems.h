@@ -83,10 +83,10 @@ struct DeviceNorms {
     NormArgs args;
 };
 
-// The same of a NoiseProblem.
+// The same of a GramProblem.
 template <typename T>
-struct DeviceNoise {
-    DeviceNoise(NoiseProblem<T>& host, int64_t offset)
+struct DeviceGram {
+    DeviceGram(GramProblem<T>& host, int64_t offset)
         : args(host.args()),
           origin(host.origin, host.num_rows() % 3 == 0 ? 1 : 0),  // not always where rows are
           partials(static_cast<int64_t>(host.partials.size())),
@@ -101,7 +101,7 @@ struct DeviceNoise {
         args.sums = sums.data();
     }
 
-    NoiseArgs args;
+    GramArgs args;
     DeviceBuffer<T> origin;
     DeviceBuffer<double> partials, sums;
     std::vector<std::unique_ptr<DeviceBuffer<T>>> rows;

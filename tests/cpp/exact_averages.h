@@ -94,11 +94,11 @@ void expect_exact(const NormProblem<T>& problem, const std::vector<double>& sums
 
 // Products of fp32 differences are exact in double; each addition errs by at most 2^-53 of the magnitudes so far.
 template <typename T>
-void expect_exact(const NoiseProblem<T>& problem, const std::vector<double>& sums) {
+void expect_exact(const GramProblem<T>& problem, const std::vector<double>& sums) {
     const int64_t n = problem.num_rows();
     ASSERT_EQ(sums.size(), problem.segments.size() * static_cast<size_t>(n * n));
     for (size_t s = 0; s < problem.segments.size(); ++s) {
-        const NoiseSegment& segment = problem.segments[s];
+        const GramSegment& segment = problem.segments[s];
         for (int64_t i = 0; i < n; ++i) {
             for (int64_t j = 0; j < n; ++j) {
                 long double exact = 0.0L, magnitude = 0.0L;

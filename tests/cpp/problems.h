@@ -210,8 +210,8 @@ struct NormProblem {
 
 // Rows of one length, and segments of the given sizes.
 template <typename T>
-struct NoiseProblem {
-    NoiseProblem(int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin = false)
+struct GramProblem {
+    GramProblem(int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin = false)
         : numel(std::accumulate(sizes.begin(), sizes.end(), int64_t{0})),
           origin(numel, offset),
           has_origin(with_origin) {
@@ -236,7 +236,7 @@ struct NoiseProblem {
         const float row = (*rows[static_cast<size_t>(k)])[i];
         return has_origin ? row - origin[i] : row;
     }
-    NoiseArgs args() {
+    GramArgs args() {
         return {
             pointers.data(),
             has_origin ? origin.data() : nullptr,
@@ -254,7 +254,7 @@ struct NoiseProblem {
     std::vector<const void*> pointers;
     Buffer<T> origin;
     bool has_origin;
-    std::vector<NoiseSegment> segments;
+    std::vector<GramSegment> segments;
     std::vector<double> partials, sums;
 };
 

@@ -243,8 +243,8 @@ TYPED_TEST(CudaExactAverages, NormsOfEverySizeAlignmentAndMagnitude) {
 template <typename T>
 void expect_exact_noise(
     int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin, std::vector<double>& sums) {
-    NoiseProblem<T> problem(num_rows, sizes, 0, with_origin);
-    const DeviceNoise<T> device(problem, offset);
+    GramProblem<T> problem(num_rows, sizes, 0, with_origin);
+    const DeviceGram<T> device(problem, offset);
     ASSERT_CUDA(cuda::noise_sums(device.args, nullptr));
     sums = device.sums.download();
     ASSERT_NO_FATAL_FAILURE(expect_exact(problem, sums));
@@ -273,7 +273,7 @@ TYPED_TEST(CudaExactAverages, NoiseOfManySegments) {
     ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(9, kManySizes, 0, true, sums));
     ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(33, {5, 70}, 0, true, sums));  // rows of the large table
     ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(2, {}, 0, false, sums));
-    NoiseArgs args{};
+    GramArgs args{};
     args.num_rows = cuda::kMaxRows + 1;
     ASSERT_EQ(cuda::noise_sums(args, nullptr), cudaErrorInvalidValue);
 }

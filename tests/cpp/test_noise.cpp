@@ -6,7 +6,7 @@ namespace {
 
 template <typename T>
 void expect_exact_noise(int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin) {
-    NoiseProblem<T> problem(num_rows, sizes, offset, with_origin);
+    GramProblem<T> problem(num_rows, sizes, offset, with_origin);
     cpu::noise_sums(problem.args(), 0, problem.num_blocks());
     cpu::sum_pairs(problem.args());
     expect_exact(problem, problem.sums);
@@ -37,7 +37,7 @@ TYPED_TEST(NoiseTest, ManySegmentsSomeEmpty) {
 }
 
 TYPED_TEST(NoiseTest, AnySplitIntoRangesHasTheSameBits) {
-    NoiseProblem<TypeParam> whole(5, kManySizes, 0, true), split(5, kManySizes, 3, true);
+    GramProblem<TypeParam> whole(5, kManySizes, 0, true), split(5, kManySizes, 3, true);
     cpu::noise_sums(whole.args(), 0, whole.num_blocks());
     for (uint32_t seed = 0; seed < 20; ++seed) {
         split.partials.assign(split.partials.size(), NAN);
