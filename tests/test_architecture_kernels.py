@@ -1,4 +1,4 @@
-"""The house rules for kernels: one name in every place, and no torch below the bindings.
+"""The rules for kernels: one name in every place, and no torch below the bindings.
 
 Each rule is a function from files to complaints ``path:line: what``, so that the tests below can prove it red on
 made-up files before they hold it against the repository.

@@ -328,7 +328,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _batches(
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], rules: list[int]
     ) -> list[Batch]:
-        # Tensors are keys by identity, as id() would be, which torch.compile cannot trace for tensors that a step creates.
+        # Tensors are keys by identity. torch.compile of torch 2.11 cannot trace id() of a tensor that the step creates.
         keyed: dict[Any, list[tuple[int, int, Tensor | None]]] = {}
         ages: dict[Tensor | None, int] = {}  # numbers the steps in order of appearance, the same in every run
         owners: dict[Tensor, Any] = {}  # the batch and group that count a step; others get a copy

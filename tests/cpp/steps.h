@@ -334,7 +334,7 @@ void take_step(SgdProblem<Kind>& problem, uint32_t seed = 0) {
     problem.count_step();
 }
 
-// The second pass uses `trust` where given, so that a twin can be held against the same ratios.
+// The second pass uses `trust` if given, so that a test can compare two kernels with the same ratios.
 template <typename Kind>
 void take_step(LarsProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust = nullptr) {
     LarsArgs args = problem.args();

@@ -1,5 +1,5 @@
-// The CUDA kernels of averages and norms against their CPU twins: elements have the same bits, sums the same terms in
-// another order. Skipped, with the reason, where there is no CUDA device.
+// Compares the CUDA kernels of averages and norms with the CPU kernels: elements have the same bits, sums the same
+// terms in another order. Skipped, with the reason, if there is no CUDA device.
 #include <numeric>
 
 #include "device_problems.h"
@@ -18,7 +18,7 @@ TYPED_TEST_SUITE(CudaTest, Storages);
 
 // Leaves the sums of the device in `sums`.
 template <typename T>
-void expect_twin_mix(int64_t numel, int64_t num_peers, int64_t offset, std::vector<double>& sums) {
+void expect_cpu_mix(int64_t numel, int64_t num_peers, int64_t offset, std::vector<double>& sums) {
     MixProblem<T> host(numel, num_peers, 0);
     const DeviceMix<T> device(host, offset);
     ASSERT_CUDA(cuda::mix_(device.args, nullptr));
@@ -33,8 +33,8 @@ TYPED_TEST(CudaTest, Mix) {
         for (const int64_t num_peers : {0, 1, 2, 8, 9, 33}) {
             SCOPED_TRACE(::testing::Message() << "numel " << numel << " peers " << num_peers);
             std::vector<double> aligned, misaligned;
-            ASSERT_NO_FATAL_FAILURE(expect_twin_mix<TypeParam>(numel, num_peers, 0, aligned));
-            ASSERT_NO_FATAL_FAILURE(expect_twin_mix<TypeParam>(numel, num_peers, 1, misaligned));
+            ASSERT_NO_FATAL_FAILURE(expect_cpu_mix<TypeParam>(numel, num_peers, 0, aligned));
+            ASSERT_NO_FATAL_FAILURE(expect_cpu_mix<TypeParam>(numel, num_peers, 1, misaligned));
             ASSERT_EQ(aligned, misaligned);
         }
     }
@@ -140,7 +140,7 @@ void run_or_capture(cudaStream_t stream, Launch&& launch) {
 }
 
 template <typename T>
-void expect_twin_mix_sgd(
+void expect_cpu_mix_sgd(
     int64_t numel, int64_t num_peers, int64_t offset, const SgdSetting& setting, float steps, cudaStream_t stream) {
     MixSgdProblem<T> host(numel, num_peers, 0, setting.rule, setting.weight_decay, setting.maximize);
     host.steps = steps;
@@ -175,7 +175,7 @@ TYPED_TEST(CudaTest, MixSgdStep) {
                         << settings[k].name() << " numel " << numel << "+" << offset << " peers " << num_peers);
                     const auto steps = static_cast<float>((numel + num_peers + offset) % 2);
                     ASSERT_NO_FATAL_FAILURE(
-                        expect_twin_mix_sgd<TypeParam>(numel, num_peers, offset, settings[k], steps, nullptr));
+                        expect_cpu_mix_sgd<TypeParam>(numel, num_peers, offset, settings[k], steps, nullptr));
                 }
             }
         }
@@ -187,15 +187,15 @@ TYPED_TEST(CudaTest, CanBeCapturedIntoAGraph) {
     const SgdSetting plain{{0.9f, 0.7f, false, false}, 0.0f, false}, nesterov{{0.9f, 1.0f, true, false}, 0.03f, true};
     cudaStream_t stream;
     ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    ASSERT_NO_FATAL_FAILURE(expect_twin_mix_sgd<TypeParam>(kNumel, 2, 0, plain, 0.0f, stream));
-    ASSERT_NO_FATAL_FAILURE(expect_twin_mix_sgd<TypeParam>(kNumel, 20, 1, nesterov, 1.0f, stream));
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_mix_sgd<TypeParam>(kNumel, 2, 0, plain, 0.0f, stream));
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_mix_sgd<TypeParam>(kNumel, 20, 1, nesterov, 1.0f, stream));
     ASSERT_CUDA(cudaStreamDestroy(stream));
 }
 
 // ---- mix_stacked_ ----
 
 template <typename T>
-void expect_twin_stacked(
+void expect_cpu_stacked(
     int64_t num_learners, int64_t numel, int64_t offset, std::vector<double>& sums, int64_t num_others = 0) {
     StackedProblem<T> host(num_learners, numel, 0, num_others);
     host.randomize_matrix();
@@ -216,26 +216,26 @@ TYPED_TEST(CudaTest, MixStacked) {
             if (num_learners * numel > kMostStacked) continue;
             SCOPED_TRACE(::testing::Message() << num_learners << " learners, numel " << numel);
             std::vector<double> aligned, misaligned;
-            ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(num_learners, numel, 0, aligned));
-            ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(num_learners, numel, 1, misaligned));
+            ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(num_learners, numel, 0, aligned));
+            ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(num_learners, numel, 1, misaligned));
             ASSERT_EQ(aligned, misaligned);
             if (num_learners > 5) continue;
             const int64_t num_others = num_learners == 5 ? 9 : 2;  // more than the small table holds, and fewer
-            ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(num_learners, numel, 0, aligned, num_others));
-            ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(num_learners, numel, 1, misaligned, num_others));
+            ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(num_learners, numel, 0, aligned, num_others));
+            ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(num_learners, numel, 1, misaligned, num_others));
             ASSERT_EQ(aligned, misaligned);
         }
     }
     std::vector<double> sums;
-    ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(cuda::kMaxLearners, 72, 0, sums));
-    ASSERT_NO_FATAL_FAILURE(expect_twin_stacked<TypeParam>(kManyLearners, kElementsOfManyLearners, 0, sums));
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(cuda::kMaxLearners, 72, 0, sums));
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(kManyLearners, kElementsOfManyLearners, 0, sums));
 }
 
 // ---- segment_norms and total_norm_ ----
 
 // After the norms of the host are formed.
 template <typename T>
-void expect_twin_total(NormProblem<T>& host, int64_t offset) {
+void expect_cpu_total(NormProblem<T>& host, int64_t offset) {
     DeviceNorms<T> device(host, offset);
     const DeviceBuffer<double> total(1);
     device.args.sums = total.data();
@@ -245,7 +245,7 @@ void expect_twin_total(NormProblem<T>& host, int64_t offset) {
 }
 
 template <typename T>
-void expect_twin_norms(const std::vector<int64_t>& sizes, int64_t offset, std::vector<double>& sums) {
+void expect_cpu_norms(const std::vector<int64_t>& sizes, int64_t offset, std::vector<double>& sums) {
     NormProblem<T> host(sizes, 0);
     // Magnitudes so far apart that a few threads make up most of a sum, and the order in which those add shows in it.
     for (const auto& tensor : host.data) {
@@ -259,7 +259,7 @@ void expect_twin_norms(const std::vector<int64_t>& sizes, int64_t offset, std::v
     ASSERT_CUDA(cuda::segment_norms(device.args, nullptr));
     sums = device_sums.download();
     ASSERT_NO_FATAL_FAILURE(expect_near(sums, host.sums()));
-    ASSERT_NO_FATAL_FAILURE(expect_twin_total(host, offset));
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_total(host, offset));
 }
 
 TYPED_TEST(CudaTest, SegmentNorms) {
@@ -268,12 +268,12 @@ TYPED_TEST(CudaTest, SegmentNorms) {
     for (const auto& sizes : lists) {
         SCOPED_TRACE(::testing::Message() << sizes.size() << " segments");
         std::vector<double> aligned, misaligned;
-        ASSERT_NO_FATAL_FAILURE(expect_twin_norms<TypeParam>(sizes, 0, aligned));
-        ASSERT_NO_FATAL_FAILURE(expect_twin_norms<TypeParam>(sizes, 3, misaligned));
+        ASSERT_NO_FATAL_FAILURE(expect_cpu_norms<TypeParam>(sizes, 0, aligned));
+        ASSERT_NO_FATAL_FAILURE(expect_cpu_norms<TypeParam>(sizes, 3, misaligned));
         ASSERT_EQ(aligned, misaligned);
     }
     std::vector<double> sums;
-    ASSERT_NO_FATAL_FAILURE(expect_twin_norms<TypeParam>(many_tiny_sizes(), 0, sums));
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_norms<TypeParam>(many_tiny_sizes(), 0, sums));
 }
 
 // More blocks than the threads that add them take in one turn: four for each of 1024.
@@ -281,7 +281,7 @@ using CudaFloatTest = CudaTest<float>;
 TEST_F(CudaFloatTest, TotalOfManyBlocks) {
     NormProblem<float> host(std::vector<int64_t>(4200, 1), 0);
     cpu::segment_norms(host.args(), 0, host.num_blocks());
-    ASSERT_NO_FATAL_FAILURE(expect_twin_total(host, 0));
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_total(host, 0));
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// The CUDA kernels of the optimizers against their CPU twins, step by step. Skipped, with the reason, where there is no
-// CUDA device.
+// Compares the CUDA kernels of the optimizers with the CPU kernels, step by step. Skipped, with the reason, if there is
+// no CUDA device.
 //
-// Trust ratios come from sums in another order, so they are close and not the same. The CPU twin then takes its second
-// pass with the device's ratios: from there on all elements must have the same bits, in this step and in the next.
+// Trust ratios come from sums in another order, so they are close but not equal. The CPU kernel therefore does its
+// second pass with the device's ratios. Then all elements must have the same bits, in this step and in the next.
 #include "device_steps.h"
 
 namespace ddpcore::test {
@@ -46,7 +46,7 @@ void launch(const DeviceLamb<Kind>& device, LambProblem<Kind>& host) {
 
 // Steps with found_inf as given, and a learning rate in memory that falls in between.
 template <typename Problem>
-void expect_twins(Problem& host, int64_t offset, const std::vector<float>& overflows = {0.0f, 0.0f}) {
+void expect_same_as_cpu(Problem& host, int64_t offset, const std::vector<float>& overflows = {0.0f, 0.0f}) {
     const auto device = on_device(host, offset);
     for (const float found_inf : overflows) {
         if (host.scaling.found_inf) {
@@ -70,7 +70,7 @@ TYPED_TEST(CudaOptimizers, EverySettingSizeAndAlignment) {
         const float decay = turn % 7 < 4 ? 0.03f : 0.0f;
         ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
             {{.sizes = kDeviceSizes, .weight_decay = decay}}, {.maximize = turn % 2 != 0}, turn,
-            [&](auto& problem) { expect_twins(problem, offset); })));
+            [&](auto& problem) { expect_same_as_cpu(problem, offset); })));
     }
 }
 
@@ -80,7 +80,7 @@ TYPED_TEST(CudaOptimizers, EveryScalingAndSkippedSteps) {
         scaling.found_inf = 0.0f;
         ASSERT_NO_FATAL_FAILURE(
             (for_each_optimizer<TypeParam>({{.sizes = {4097, 0, 17}}}, scaling, turn += 5, [](auto& problem) {
-                expect_twins(problem, 0, {1.0f, 0.0f, NAN, 0.0f, 1.0f});
+                expect_same_as_cpu(problem, 0, {1.0f, 0.0f, NAN, 0.0f, 1.0f});
             })));
     }
 }
@@ -116,23 +116,23 @@ std::vector<GroupSetting> many_groups() {
 
 TYPED_TEST(CudaOptimizers, ManyTinyTensorsInManyGroups) {
     ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
-        many_groups(), {}, 31, [](auto& problem) { expect_twins(problem, 0, std::vector<float>(kMostSteps)); })));
+        many_groups(), {}, 31, [](auto& problem) { expect_same_as_cpu(problem, 0, std::vector<float>(kMostSteps)); })));
 }
 
-// Lists that fill each table of kernel arguments, and lists of one tensor more.
+// Lists that fill a table of kernel arguments, and lists with one tensor more.
 TYPED_TEST(CudaOptimizers, TensorsOfEveryTable) {
     for (const size_t num_tensors : {32u, 33u, 128u, 129u}) {
         SCOPED_TRACE(::testing::Message() << num_tensors << " tensors");
         const std::vector<int64_t> sizes(num_tensors, 5);
         ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
-            {{.sizes = sizes}}, {}, 31, [](auto& problem) { expect_twins(problem, 0); })));
+            {{.sizes = sizes}}, {}, 31, [](auto& problem) { expect_same_as_cpu(problem, 0); })));
     }
 }
 
 TYPED_TEST(CudaOptimizers, NoSegmentsAndOnlyEmptyOnes) {
     for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{}, std::vector<int64_t>{0, 0}}) {
         ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
-            {{.sizes = sizes}}, {}, 31, [](auto& problem) { expect_twins(problem, 0); })));
+            {{.sizes = sizes}}, {}, 31, [](auto& problem) { expect_same_as_cpu(problem, 0); })));
     }
 }
 
@@ -143,14 +143,14 @@ TYPED_TEST(CudaOptimizers, MoreThanTheCacheHolds) {
     const int64_t large = l2_bytes / 16, small = l2_bytes / 64;
     ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
         {{.sizes = {small, large + 5, 1, small + 1, small, 0, large, large, 7}}}, {}, 31,
-        [](auto& problem) { expect_twins(problem, 0, {0.0f, 0.0f, 0.0f}); })));
+        [](auto& problem) { expect_same_as_cpu(problem, 0, {0.0f, 0.0f, 0.0f}); })));
 }
 
 // A weight that moved overrides its master on the device too.
 TYPED_TEST(CudaOptimizers, StaleMasters) {
     ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>({{.sizes = {5000}}}, {}, 31, [](auto& problem) {
         for (int64_t i = 0; i < 5000; i += 3) problem.params.set(0, i, 4.0f + static_cast<float>(i % 7));
-        expect_twins(problem, 1);
+        expect_same_as_cpu(problem, 1);
     })));
 }
 
@@ -162,7 +162,7 @@ TYPED_TEST(CudaOptimizers, ZeroNorms) {
             if (TypeParam::kMaster) problem.masters.fill(s, 0.0f);
         }
         for (const size_t s : {size_t{1}, size_t{2}}) problem.grads.fill(s, 0.0f);
-        expect_twins(problem, 0);
+        expect_same_as_cpu(problem, 0);
     })));
 }
 
@@ -171,7 +171,7 @@ TYPED_TEST(CudaOptimizers, LambWithoutEps) {
     LambProblem<TypeParam> host(
         {{.sizes = {4097, 17}, .steps = 0.0f}},
         {0.9, 0.999, 0.0f, true, LambDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY}, {});
-    ASSERT_NO_FATAL_FAILURE(expect_twins(host, 0));
+    ASSERT_NO_FATAL_FAILURE(expect_same_as_cpu(host, 0));
 }
 
 // Many threads of one CUDA block still read the scales of a group while the next one's are formed.
@@ -179,7 +179,7 @@ TYPED_TEST(CudaOptimizers, GroupsOfWholeBlocks) {
     std::vector<GroupSetting> groups;
     for (int g = 0; g < 12; ++g) groups.push_back({.sizes = {4097}, .lr = 0.1f + static_cast<float>(g)});
     ASSERT_NO_FATAL_FAILURE(
-        (for_each_optimizer<TypeParam>(groups, {}, 31, [](auto& problem) { expect_twins(problem, 0); })));
+        (for_each_optimizer<TypeParam>(groups, {}, 31, [](auto& problem) { expect_same_as_cpu(problem, 0); })));
 }
 
 #ifdef DDPCORE_FEW_ELEMENTS
@@ -187,7 +187,7 @@ TYPED_TEST(CudaOptimizers, GroupsOfWholeBlocks) {
 TYPED_TEST(CudaOptimizers, WithoutCooperativeLaunch) {
     cuda_on_cpu::device().cooperative = false;
     for_each_optimizer<TypeParam>(
-        {{.sizes = {4097, 0, 17, 40000}}}, {}, 31, [](auto& problem) { expect_twins(problem, 0); });
+        {{.sizes = {4097, 0, 17, 40000}}}, {}, 31, [](auto& problem) { expect_same_as_cpu(problem, 0); });
     cuda_on_cpu::device().cooperative = true;
 }
 #endif

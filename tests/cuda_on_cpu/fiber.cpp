@@ -13,8 +13,8 @@
 #error "no switch of stacks is written for this processor: add one below"
 #endif
 
-// Saves the registers that a call preserves on the old stack and takes those of the new one. Hand-written because
-// swapcontext makes a system call each time, and a test makes millions of switches.
+// Saves the registers that a call preserves on the old stack and loads those of the new one. In assembly, because
+// swapcontext makes a system call, and a test makes millions of switches.
 extern "C" void cuda_on_cpu_switch(void** save, void* load);
 #ifdef __x86_64__
 asm(R"(

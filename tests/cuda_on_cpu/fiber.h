@@ -1,4 +1,4 @@
-// A stack of its own and where its code stopped. One OS thread runs all fibers, one at a time.
+// A stack and the state of its code. One OS thread runs all fibers, one at a time.
 #pragma once
 
 #include <cstddef>

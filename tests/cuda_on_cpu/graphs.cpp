@@ -1,5 +1,4 @@
-// Streams and graphs of the stand-in. A graph keeps copies of kernel arguments and pointers to all else, as CUDA's
-// does.
+// Streams and graphs. A graph keeps copies of kernel arguments, and pointers to all other data, as CUDA's does.
 #include <set>
 #include <vector>
 
@@ -29,7 +28,7 @@ cudaError_t invalidate(cudaError_t error) {
 
 }  // namespace
 
-// The stream of null waits for all others, which none can do that records.
+// The null stream waits for all other streams, which is not possible while one of them captures.
 cudaError_t submit(cudaStream_t stream, CUgraphNode_st node) {
     if (stream != nullptr && stream->capture) {
         if (stream->invalidated) return report(cudaErrorStreamCaptureInvalidated);

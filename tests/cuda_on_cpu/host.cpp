@@ -1,4 +1,4 @@
-// The host functions of the stand-in but for streams and graphs: launches, attributes and memory.
+// The host functions except those of streams and graphs: launches, attributes and memory.
 #include <link.h>
 
 #include <cstdlib>
@@ -11,7 +11,7 @@
 
 #include <sanitizer/asan_interface.h>
 
-// Leaks are no concern of these tests, and the search for them needs ptrace, which containers forbid.
+// These tests do not look for leaks, because that needs ptrace, which containers forbid.
 extern "C" const char* __asan_default_options() {
     return "detect_leaks=0";
 }
@@ -35,8 +35,8 @@ uint64_t next_seed =
     std::getenv("CUDA_ON_CPU_SEED") ? std::strtoull(std::getenv("CUDA_ON_CPU_SEED"), nullptr, 10) << 32 : 0;
 std::map<const void*, size_t> shared_limits;
 
-// Base and size of what cudaMalloc gave. While host code runs it is poisoned, so that a host that reads device memory
-// is an error, as on a machine with a GPU.
+// Base and size of each allocation of cudaMalloc. It is poisoned while host code runs, so that a read of device memory
+// by the host is an error, as on a machine with a GPU.
 std::map<char*, size_t> allocations;
 
 class DeviceMemoryOpen {
@@ -49,7 +49,7 @@ class DeviceMemoryOpen {
     }
 };
 
-// Opens the allocation that a pointer points into, if there is one.
+// Unpoisons the allocation that contains a pointer, if there is one.
 class AllocationOpen {
   public:
     explicit AllocationOpen(const void* pointer)
@@ -216,7 +216,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 
 // ---- memory ----
 
-// Exactly as large as asked for, on 256 bytes as CUDA's, and full of garbage.
+// Exactly as large as requested, aligned to 256 bytes as CUDA's, and filled with arbitrary values.
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     *pointer = nullptr;
     if (const cudaError_t error = refuse_while_capturing(); error != cudaSuccess || bytes == 0) return error;

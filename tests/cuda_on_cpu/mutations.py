@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Breaks the CUDA kernels on purpose, one line at a time, and demands that a test of the stand-in goes red each time.
+"""Changes one line of the CUDA kernels at a time and requires that a test of the CPU replacement fails each time.
 
-Works on a copy of the tree: ``tests/cuda_on_cpu/mutations.py [words]``, where a mutation runs if its name contains each
-of the words. Exits with 1 where one survives, or where a test is red without any.
+Usage: ``tests/cuda_on_cpu/mutations.py [words]``. It works on a copy of the tree. A mutation runs if its name contains
+all words. The exit code is 1 if no test fails for a mutation, or if a test fails without one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = (1, 2, 3)  # as CMakeLists.txt runs the twins
+SEEDS = (1, 2, 3)  # those of the comparisons in CMakeLists.txt
 
 
 class Mutation(NamedTuple):
-    """``new`` in place of the only ``old`` in a file, by its path from csrc/cuda; ``program:test`` must see it."""
+    """Replaces ``old``, which must occur once, by ``new`` in a file of csrc/cuda. ``program:test`` must then fail."""
 
     name: str
     file: str
@@ -95,17 +95,18 @@ MUTATIONS = [
              "args.sums, args.num_blocks, 1, stream", "args.sums, args.num_segments, 1, stream",
              "kernels:SegmentNorms"),
     Mutation("a row of noise sums, one off", "noise.cu",
-             "table.rows[row]) + first", "table.rows[row == 0 ? 0 : row - 1]) + first", "exact:Noise*"),
+             "min(row + a, table.num_rows - 1)]", "max(row + a - 1, 0)]", "exact:Noise*"),
     Mutation("pairs of a tile only", "noise.cu",
-             "int64_t row = tile + kTile; row < num_rows;", "int64_t row = tile + 2 * kTile; row < num_rows;",
+             "int row = tile + kTile; row < num_rows;", "int row = tile + 2 * kTile; row < num_rows;",
              "exact:Noise*"),
     Mutation("alignment of a segment is not asked for", "noise.cu",
              " && segment.first % kVector<T> == 0;", ";", "exact:Noise*"),
     Mutation("alignment of the origin is not asked for", "noise.cu", "is_aligned(args.origin) && ", "", "exact:Noise*"),
     Mutation("segments of a later launch", "noise.cu",
              "(table.list.first_segment + index) * num_rows", "index * num_rows", "exact:NoiseOfMany*"),
-    Mutation("the origin is left out", "noise.cu", "values[i] -= load(share[i]);", ";", "exact:Noise*"),
-    Mutation("turns of a block", "sgd.cu", "block += gridDim.x,", "block += gridDim.x + 1,",
+    Mutation("the origin is left out", "noise.cu", "values[a][i] -= load(origin[i]);", ";", "exact:Noise*"),
+    Mutation("turns of a block", "sgd.cu",
+             "block += static_cast<int>(gridDim.x),", "block += static_cast<int>(gridDim.x) + 1,",
              "optimizers:EverySettingSizeAndAlignment"),
     Mutation("shared memory, too little", "mix.cu",
              "return sums_bytes() + tile_bytes() +", "return tile_bytes() +", "kernels:MixStacked"),
@@ -153,16 +154,16 @@ MUTATIONS = [
     Mutation("the count of a launch that is not the last", "two_pass.cuh",
              "if (batches.end_phase > batches.num_batches) count_steps", "count_steps",
              "optimizers:WithoutCooperativeLaunch"),
-    Mutation("one place for scales in turn", "sgd.cu", "block += gridDim.x, turn ^= 1", "block += gridDim.x",
+    Mutation("one place for scales in turn", "sgd.cu", ", turn ^= 1", "",
              "optimizers:GroupsOfWholeBlocks"),
     Mutation("no tail guard of an update", "lamb.cu",
-             "i < count; ++i", "i < kShare; ++i", "optimizers:LambWithoutEps"),
+             "if (first + k >= count) break;", "", "optimizers:LambWithoutEps"),
     Mutation("no tail guard of a norm", "lars.cu",
              "i < count; ++i", "i < kShare; ++i", "optimizers:EverySettingSizeAndAlignment"),
     Mutation("tail guard of SGD, one off", "sgd.cuh",
-             "i < at.numel; i +=", "i <= at.numel; i +=", "optimizers:EverySettingSizeAndAlignment"),
+             "if (i >= at.numel) break;", "if (i > at.numel) break;", "optimizers:EverySettingSizeAndAlignment"),
     Mutation("tail guard of LAMB, one off", "lamb.cu",
-             "i < at.numel; i +=", "i <= at.numel; i +=", "optimizers:EverySettingSizeAndAlignment"),
+             "if (i >= at.numel) break;", "if (i > at.numel) break;", "optimizers:EverySettingSizeAndAlignment"),
     Mutation("every peer begins the mix anew", "mix.cuh", "k == 0 ? table.self", "k >= 0 ? table.self", "kernels:Mix"),
     Mutation("no peer, no mix", "mix.cuh", "if (table.num_peers == 0) {", "if (table.num_peers < 0) {", "kernels:Mix"),
     Mutation("noise of every block from the first element", "mix.cuh",
@@ -173,7 +174,7 @@ MUTATIONS = [
     Mutation("noise not shifted by two", "mix.cuh",
              "(index & 2) != 0 ? both[k + 2] : both[k]", "both[k]", "kernels:Noise"),
     Mutation("norm of one element of a share", "lars.cu",
-             "squared(load(grads[i]))", "squared(load(grads[0]))", "optimizers:EverySettingSizeAndAlignment"),
+             "load(grads[i]));", "load(grads[0]));", "optimizers:EverySettingSizeAndAlignment"),
     Mutation("turns of finish", "two_pass.cuh",
              "row < num_blocks; row += kUnroll * kThreads", "row < num_blocks; row += kThreads",
              "exact:TrustOfATensorOfManyBlocks"),
@@ -187,6 +188,11 @@ MUTATIONS = [
              "graphs:AStepOfNothingIsOneLaunchIfItIsCounted"),
     Mutation("no cooperative launch", "two_pass.cuh",
              "    if (cooperative != 0) {\n", "    if (cooperative < 0) {\n", "graphs:AStepOfLeNet5*"),
+    Mutation("a middle table, one off", "segments.cuh",
+             "end - first <= kSomeSegments", "end - first <= kSomeSegments + 1", "optimizers:TensorsOfEveryTable"),
+    Mutation("elements ahead, one too few", "sgd.cuh",
+             "first += kAhead * kThreads", "first += (kAhead + 1) * kThreads",
+             "optimizers:EverySettingSizeAndAlignment"),
     Mutation("tables never full", "segments.cuh",
              "end - first < many && args", "end - first < kFewSegments && args",
              "graphs:AStepTakesOneLaunchForEachTable*"),
@@ -203,13 +209,13 @@ MUTATIONS = [
              "            rule.beta1 -= 1e-3 * calls++;\n"
              "            return two_passes<Lamb<T, Master>>(args, args, rule, stream);\n        }();",
              "graphs:ReplayedSteps*"),
-    Mutation("both twins without decay in R", "../math.h",
+    Mutation("no decay in R, on CPU and CUDA", "../math.h",
              "(grad_norm + decay * weight_norm + ", "(grad_norm + 0.0 * decay + ", "exact:LarsOfEvery*"),
 ]  # fmt: skip
 
 
 def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
-    """The finished command, its output in stdout; never raises for a failure."""
+    """Run a command with its output in stdout. A failure does not raise."""
     return subprocess.run(
         command, env={**os.environ, **more}, text=True, errors="replace", stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -217,12 +223,12 @@ def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def copy_tree(target: Path) -> Path:
-    """What a build of the stand-in needs; returns its build folder, configured."""
+    """Copy the files of a build to ``target`` and configure it. Returns the build folder."""
     for name in ("csrc", "tests/cpp", "tests/cuda_on_cpu"):
         shutil.copytree(ROOT / name, target / name)
     shutil.copy(ROOT / "CMakeLists.txt", target)
     flags = target / "tests/cuda_on_cpu/CMakeLists.txt"
-    flags.write_text(flags.read_text().replace(" -Werror", ""))  # what is left of a broken line may be unused
+    flags.write_text(flags.read_text().replace(" -Werror", ""))  # a mutation may leave unused variables
     build = target / "build"
     configured = run(["cmake", "-S", str(target), "-B", str(build), "-DDDPCORE_CUDA=OFF"])
     if configured.returncode != 0:
@@ -231,7 +237,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def compile_program(build: Path, test: str) -> Path:
-    """The program of a ``program:test``, made anew; ends the script where it does not compile."""
+    """Build the program of a ``program:test`` again. Ends the script if it does not compile."""
     name = f"test_cuda_{test.partition(':')[0]}_on_cpu"
     done = run(["cmake", "--build", str(build), "--target", name, "-j", str(os.cpu_count())])
     if done.returncode != 0:
@@ -240,7 +246,7 @@ def compile_program(build: Path, test: str) -> Path:
 
 
 def first_red(program: Path, test: str, seeds: tuple[int, ...] = SEEDS) -> tuple[int, str] | None:
-    """The first seed under which the test fails and the line that says why; None where it passes under all."""
+    """The first seed with which the test fails, and the line with the reason; None if it passes with all seeds."""
     command = [str(program), f"--gtest_filter=*.{test.partition(':')[2]}", "--gtest_fail_fast"]
     for seed in seeds:
         done = run(command, CUDA_ON_CPU_SEED=str(seed))
@@ -255,7 +261,7 @@ def first_red(program: Path, test: str, seeds: tuple[int, ...] = SEEDS) -> tuple
 
 
 def try_mutation(mutation: Mutation, tree: Path, build: Path) -> tuple[int, str] | None:
-    """What first_red says of the mutated tree; the tree is whole again afterwards."""
+    """The result of first_red for the mutated tree. The file is restored afterwards."""
     path = tree / "csrc/cuda" / mutation.file
     whole = path.read_text()
     if whole.count(mutation.old) != 1:
@@ -268,7 +274,7 @@ def try_mutation(mutation: Mutation, tree: Path, build: Path) -> tuple[int, str]
 
 
 def main(words: list[str]) -> int:
-    """The table, a line a mutation, and the exit status."""
+    """Print a line for each mutation. Returns the exit code."""
     chosen = [mutation for mutation in MUTATIONS if all(word in mutation.name for word in words)]
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)

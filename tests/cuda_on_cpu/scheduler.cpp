@@ -78,7 +78,7 @@ void Scheduler::run(const Launch& launch, uint64_t seed) {
     active = nullptr;
 }
 
-// Fills a place with the next block of the grid, if there is one.
+// Starts the next block of the grid in this slot, if there is one.
 bool Scheduler::start_block(Block& block) {
     if (waiting_blocks_.empty()) return false;
     block.index = index_in(launch_->grid, waiting_blocks_.back());
@@ -120,7 +120,7 @@ void Scheduler::thread_done() {
     suspend();
 }
 
-// Leaves the running thread until it may go on; after the last one, the launch returns.
+// Suspends the running thread. After the last thread, the launch returns.
 void Scheduler::suspend() {
     if (Thread* thread = next()) {
         resume(*thread);
@@ -140,7 +140,7 @@ void Scheduler::resume(Thread& thread) {
     if (running_ != &from) Fiber::switch_to(from, *running_);
 }
 
-// Puts the block's shared memory in place of that of the block that ran before.
+// Replaces the shared memory of the previous block with that of this block.
 void Scheduler::enter(Block& block) {
     if (entered_ == &block) return;
     const std::span dynamic_shared(dynamic_shared_memory(), launch_->shared_bytes);
@@ -153,7 +153,7 @@ void Scheduler::enter(Block& block) {
     entered_ = &block;
 }
 
-// Null where the grid is done. Seldom moves to another block while this one could go on.
+// The next thread; null if the grid is done. It seldom changes to another block while this one can continue.
 Thread* Scheduler::next() {
     Block* block = current_ != nullptr ? current_->block : nullptr;
     if (block == nullptr || block->ready.empty() || (resident_.size() > 1 && random_() % 256 == 0)) {
@@ -199,8 +199,8 @@ void Scheduler::line_up(Block& block) {
     group_.clear();
 }
 
-// Lets others run first, now and then. Behind those that are ready, whatever the pick: a loop that waits for another
-// thread lets that one run.
+// Sometimes lets other threads run first. The thread becomes the last of the ready ones, so that in a loop that waits
+// for another thread, that thread runs.
 void Scheduler::may_switch() {
     if (random_() % 4 != 0) return;
     if (++idle_switches_ > 5'000'000) fail(*current_, "waits in a loop for what never comes");
@@ -221,8 +221,8 @@ void may_switch() {
     active->may_switch();
 }
 
-uint64_t meet_in_warp(const LaneCall& call) {
-    return active->meet_in_warp(call);
+uint64_t operate_in_warp(const LaneCall& call) {
+    return active->operate_in_warp(call);
 }
 
 int barrier(bool predicate, Where where) {

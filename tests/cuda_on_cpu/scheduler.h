@@ -1,4 +1,4 @@
-// Runs a grid: each CUDA thread is a fiber, and which one runs next, wherever there is a choice, follows from a seed.
+// Runs a grid. Each CUDA thread is a fiber; a seed determines which fiber runs next.
 #pragma once
 
 #include <functional>
@@ -23,7 +23,7 @@ struct Launch {
 struct Block;
 struct Thread;
 
-// Threads that could run, taken from either end; never more than one block has.
+// The threads of a block that can run, as a queue with two ends.
 class ReadyThreads {
   public:
     bool empty() const { return first_ == last_; }
@@ -47,12 +47,12 @@ struct Thread {
     int rank = 0;
     uint3 index{};
     State state = State::kDone;
-    LaneCall call{};  // where it waits; for barriers only the value and the place count
+    LaneCall call{};  // the call in which it waits; barriers use the value and the place only
     uint64_t result = 0;
     std::unique_ptr<Fiber> fiber;
 };
 
-// A place for a CUDA block on the device. It keeps its fibers for the next one.
+// A slot of the device for a CUDA block. It keeps its fibers for the next block.
 struct Block {
     uint3 index{};
     std::vector<Thread> threads;
@@ -81,15 +81,14 @@ class Scheduler {
     void run(const Launch& launch, uint64_t seed);
 
     // Called by the running thread.
-    uint64_t meet_in_warp(const LaneCall& call);
+    uint64_t operate_in_warp(const LaneCall& call);
     int barrier(bool predicate, Where where);
     void grid_barrier(Where where);
     void may_switch();
 
   private:
-    // Which of the threads that could run does: the one that could first, the one that could last (one warp runs as far
-    // ahead as it can), or any. In a launch it stays the same, and so does the order in which threads of a group that
-    // may go on are lined up.
+    // Which thread runs next: the first that became ready, the last one (so one warp runs as far ahead as possible), or
+    // any. A launch has one Pick, and one Order in which threads become ready that are released together.
     enum class Pick { kOldest, kNewest, kAny };
     enum class Order { kAscending, kDescending, kShuffled, kWarpsShuffled };
 
@@ -125,19 +124,19 @@ class Scheduler {
     std::vector<Block*> resident_;
     std::vector<size_t> waiting_blocks_;
     size_t num_at_grid_ = 0;
-    int64_t idle_switches_ = 0;  // since a thread got further: many are a loop that waits for ever
+    int64_t idle_switches_ = 0;  // since the last progress of a thread: a large number is an endless loop
     Fiber main_;
     Fiber* running_ = nullptr;
     Thread* current_ = nullptr;
-    std::vector<Thread*> group_;  // that may go on, for line_up
-    Block* entered_ = nullptr;    // whose shared memory is in place
+    std::vector<Thread*> group_;  // threads that are released together, for line_up
+    Block* entered_ = nullptr;    // the block whose shared memory is active
     std::span<unsigned char> static_shared_;
 };
 
 // The contents of fresh memory: NaN, or large numbers of every type.
 unsigned char garbage_of(uint64_t seed);
 
-// What `__shared__` variables of the module that holds the kernel occupy: its thread-local storage.
+// The memory of the `__shared__` variables of the module with the kernel: its thread-local storage.
 std::span<unsigned char> static_shared_of(const void* kernel);
 
 // The storage behind dynamic_shared() of csrc/cuda/launch.cuh.

@@ -1,4 +1,4 @@
-// How work gets onto a stream: done at once, or kept as a node of the graph that the stream records.
+// Work on a stream runs at once, or becomes a node of the graph that the stream captures.
 #pragma once
 
 #include "cuda_runtime_api.h"
@@ -11,12 +11,12 @@ struct CUgraphNode_st {
 
 namespace cuda_on_cpu {
 
-// Keeps an error for cudaGetLastError.
+// Stores an error for cudaGetLastError.
 cudaError_t report(cudaError_t error);
 
 cudaError_t submit(cudaStream_t stream, CUgraphNode_st node);
 
-// What allocates or waits is no work of a stream: during a capture it is an error, and the capture is lost.
+// Allocation and waiting cannot be captured: during a capture they are an error, and the capture becomes invalid.
 cudaError_t refuse_while_capturing();
 
 }  // namespace cuda_on_cpu

@@ -1,4 +1,4 @@
-// The stand-in itself: what threads exchange, where they wait, what is refused, and that seeds make a difference.
+// Tests of the replacement itself: exchanges between threads, barriers, refused calls, and the effect of seeds.
 #include <cooperative_groups.h>
 #include <gtest/gtest.h>
 
@@ -96,7 +96,7 @@ TEST(CudaOnCpu, VotesCountTheLanesOfTheMask) {
 
 // ---- blocks ----
 
-// Each block turns its row round through both kinds of shared memory.
+// Each block reverses its row, through both kinds of shared memory.
 __global__ void reverse_kernel(int* out) {
     __shared__ int row[64];
     int* again = reinterpret_cast<int*>(dynamic_shared());
@@ -229,7 +229,7 @@ TEST(CudaOnCpu, ARaceBetweenBarriersIsSeenUnderMostSeeds) {
     EXPECT_GE(num_wrong[false], 30);
 }
 
-// ---- what must fail, and say where ----
+// ---- calls that must fail and report the place ----
 
 __global__ void half_barrier_kernel() {
     if (threadIdx.x < 40) __syncthreads();
@@ -278,7 +278,7 @@ class CudaOnCpuDeathTest : public ::testing::Test {
 TEST_F(CudaOnCpuDeathTest, WaitingInVain) {
     EXPECT_DEATH(
         run(half_barrier_kernel, 2, 64), "deadlock: .*\n.*block \\(.,0,0\\) thread \\(0,0,0\\) .*waits at .*cpp:");
-    EXPECT_DEATH(run(two_barriers_kernel, 1, 64), "threads of a block do not meet at one barrier(.|\n)*two_barriers");
+    EXPECT_DEATH(run(two_barriers_kernel, 1, 64), "threads of a block wait at different barriers(.|\n)*two_barriers");
     EXPECT_DEATH(run(divergent_shuffle_kernel, 1, 32, out_.data()), "deadlock(.|\n)*lanes 0xffffffff");
     EXPECT_DEATH(run(foreign_lane_kernel, 1, 32, out_.data()), "reads lane 20, which mask 0x0000ffff does not name");
     EXPECT_DEATH(run(wrong_mask_kernel, 1, 32), "thread \\(0,0,0\\): .*the mask does not name the caller");
@@ -363,7 +363,7 @@ TEST_F(CudaOnCpuGraph, KeepsArgumentsByValueAndItsNodesTell) {
     EXPECT_EQ(type, cudaGraphNodeTypeMemcpy);
 }
 
-// What is no work of the stream is refused, and the capture is lost.
+// Calls that a stream cannot capture are refused, and the capture becomes invalid.
 TEST_F(CudaOnCpuGraph, RefusesWhatCannotBeRecorded) {
     int host = 0;
     void* pointer = nullptr;

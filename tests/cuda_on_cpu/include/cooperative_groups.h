@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of this name: the grid of a cooperative launch.
+// Replaces CUDA's header of this name: the grid of a cooperative launch.
 #pragma once
 
 #include "cuda_runtime.h"

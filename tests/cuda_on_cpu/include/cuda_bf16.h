@@ -1,5 +1,5 @@
-// Stands in for CUDA's header of this name. The conversions are those of the CPU kernels, which
-// tests/cpp/test_storage.cpp holds against exact arithmetic.
+// Replaces CUDA's header of this name. The conversions are those of the CPU kernels, which
+// tests/cpp/test_storage.cpp compares with exact arithmetic.
 #pragma once
 
 #include "cpu/storage.h"

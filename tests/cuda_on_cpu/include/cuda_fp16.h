@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of this name; see cuda_bf16.h.
+// Replaces CUDA's header of this name; see cuda_bf16.h.
 #pragma once
 
 #include "cpu/storage.h"

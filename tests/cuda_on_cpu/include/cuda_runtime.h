@@ -1,6 +1,5 @@
-// Stands in for CUDA's header of this name: what a kernel may use without an include, as far as csrc/cuda does. Every
-// meeting of threads takes the place in the source where it is called, so that threads that meet at different places
-// are an error with a name.
+// Replaces CUDA's header of this name: the functions that csrc/cuda uses without an include. Every synchronization gets
+// the source line of its call, so that threads at different lines are an error that names them.
 #pragma once
 
 #include <cmath>
@@ -32,11 +31,11 @@ inline int __syncthreads_and(int predicate, CUDA_ON_CPU_WHERE) {
     return cuda_on_cpu::barrier(predicate == 0, {file, line}) == 0;
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, CUDA_ON_CPU_WHERE) {
-    cuda_on_cpu::meet_in_warp({cuda_on_cpu::Meeting::kSyncWarp, mask, 0, 0, warpSize, {file, line}});
+    cuda_on_cpu::operate_in_warp({cuda_on_cpu::WarpOperation::kSyncWarp, mask, 0, 0, warpSize, {file, line}});
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_ON_CPU_WHERE) {
-    return static_cast<unsigned>(cuda_on_cpu::meet_in_warp(
-        {cuda_on_cpu::Meeting::kVote, mask, static_cast<uint64_t>(predicate != 0), 0, warpSize, {file, line}}));
+    return static_cast<unsigned>(cuda_on_cpu::operate_in_warp(
+        {cuda_on_cpu::WarpOperation::kVote, mask, static_cast<uint64_t>(predicate != 0), 0, warpSize, {file, line}}));
 }
 inline int __any_sync(unsigned mask, int predicate, CUDA_ON_CPU_WHERE) {
     return __ballot_sync(mask, predicate, file, line) != 0;
@@ -48,11 +47,11 @@ inline int __all_sync(unsigned mask, int predicate, CUDA_ON_CPU_WHERE) {
 namespace cuda_on_cpu {
 
 template <typename T>
-T shuffle(Meeting meeting, unsigned mask, T value, int lane, int width, Where where) {
+T shuffle(WarpOperation operation, unsigned mask, T value, int lane, int width, Where where) {
     static_assert(sizeof(T) <= sizeof(uint64_t) && std::is_trivially_copyable_v<T>);
     uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof value);
-    bits = meet_in_warp({meeting, mask, bits, lane, width, where});
+    bits = operate_in_warp({operation, mask, bits, lane, width, where});
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }
@@ -61,21 +60,21 @@ T shuffle(Meeting meeting, unsigned mask, T value, int lane, int width, Where wh
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = warpSize, CUDA_ON_CPU_WHERE) {
-    return cuda_on_cpu::shuffle(cuda_on_cpu::Meeting::kShuffle, mask, value, lane, width, {file, line});
+    return cuda_on_cpu::shuffle(cuda_on_cpu::WarpOperation::kShuffle, mask, value, lane, width, {file, line});
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize, CUDA_ON_CPU_WHERE) {
     return cuda_on_cpu::shuffle(
-        cuda_on_cpu::Meeting::kShuffleUp, mask, value, static_cast<int>(delta), width, {file, line});
+        cuda_on_cpu::WarpOperation::kShuffleUp, mask, value, static_cast<int>(delta), width, {file, line});
 }
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize, CUDA_ON_CPU_WHERE) {
     return cuda_on_cpu::shuffle(
-        cuda_on_cpu::Meeting::kShuffleDown, mask, value, static_cast<int>(delta), width, {file, line});
+        cuda_on_cpu::WarpOperation::kShuffleDown, mask, value, static_cast<int>(delta), width, {file, line});
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize, CUDA_ON_CPU_WHERE) {
-    return cuda_on_cpu::shuffle(cuda_on_cpu::Meeting::kShuffleXor, mask, value, lane_mask, width, {file, line});
+    return cuda_on_cpu::shuffle(cuda_on_cpu::WarpOperation::kShuffleXor, mask, value, lane_mask, width, {file, line});
 }
 
 // ---- atomics ----

@@ -1,4 +1,4 @@
-// Stands in for CUDA's header of this name: the types and host functions that csrc/cuda and its tests use. Errors have
+// Replaces CUDA's header of this name: the types and host functions that csrc/cuda and its tests use. Errors have
 // CUDA's names and meanings; a stream runs its work at once, a graph keeps it.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the shadow headers need of the scheduler: where the running thread is, and the ways in which it waits.
+// The functions of the scheduler for the headers in this folder: the index of the running thread, and synchronization.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace cuda_on_cpu {
 
 inline constexpr int kWarp = 32;
 
-// Set anew before a thread runs on.
+// Set before a thread continues.
 struct Position {
     uint3 thread, block;
     dim3 block_dim, grid_dim;
@@ -21,11 +21,11 @@ struct Where {
     int line;
 };
 
-enum class Meeting { kSyncWarp, kVote, kShuffle, kShuffleUp, kShuffleDown, kShuffleXor };
+enum class WarpOperation { kSyncWarp, kVote, kShuffle, kShuffleUp, kShuffleDown, kShuffleXor };
 
-// What one lane brings to a meeting of the lanes of `mask`; all must bring the same meeting, mask and place.
+// The call of one lane to an operation of the lanes of `mask`. All lanes must have the same operation, mask and place.
 struct LaneCall {
-    Meeting meeting;
+    WarpOperation operation;
     unsigned mask;
     uint64_t value;
     int lane;   // of a shuffle: absolute, a distance, or a mask
@@ -33,8 +33,8 @@ struct LaneCall {
     Where where;
 };
 
-uint64_t meet_in_warp(const LaneCall& call);
-int barrier(bool predicate, Where where);  // returns how many threads of the block brought a true one
+uint64_t operate_in_warp(const LaneCall& call);
+int barrier(bool predicate, Where where);  // returns the number of threads of the block with a true predicate
 void grid_barrier(Where where);
 void may_switch();
 

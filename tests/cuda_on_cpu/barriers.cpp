@@ -1,4 +1,4 @@
-// Where threads wait for each other, and what is said when they wait in vain.
+// The synchronization of threads: of warps, of blocks and of the grid. Errors if threads wait for ever.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -42,7 +42,7 @@ std::string kernel_name(const void* kernel) {
 
 // ---- warps ----
 
-uint64_t Scheduler::meet_in_warp(const LaneCall& call) {
+uint64_t Scheduler::operate_in_warp(const LaneCall& call) {
     Thread& thread = *current_;
     Block& block = *thread.block;
     const int warp = thread.rank / kWarp, lane = thread.rank % kWarp;
@@ -59,7 +59,7 @@ uint64_t Scheduler::meet_in_warp(const LaneCall& call) {
     return thread.result;
 }
 
-// All lanes of the mask are here: each gets its result, and all may go on.
+// All lanes of the mask have arrived: each gets its result, and all can continue.
 void Scheduler::finish_warp(Block& block, int warp, unsigned mask) {
     Thread* const lanes = &block.threads[static_cast<size_t>(warp * kWarp)];
     const LaneCall& call = current_->call;
@@ -67,18 +67,20 @@ void Scheduler::finish_warp(Block& block, int warp, unsigned mask) {
     for (int lane = 0; lane < kWarp; ++lane) {
         if ((mask >> lane & 1u) == 0) continue;
         Thread& thread = lanes[lane];
-        if (thread.call.mask != mask || thread.call.meeting != call.meeting ||
+        if (thread.call.mask != mask || thread.call.operation != call.operation ||
             !same_place(thread.call.where, call.where)) {
             fail(
-                *current_, "the lanes of a warp do not meet at one place:\n  " + state(*current_) + "\n  " +
+                *current_, "the lanes of a warp wait at different places:\n  " + state(*current_) + "\n  " +
                                name(thread) + " " + state(thread));
         }
         votes |= thread.call.value << lane;
         group_.push_back(&thread);
     }
     for (Thread* thread : group_) {
-        const bool votes_count = call.meeting == Meeting::kVote;
-        thread->result = votes_count ? votes : call.meeting == Meeting::kSyncWarp ? 0 : shuffled_value(*thread, lanes);
+        const bool votes_count = call.operation == WarpOperation::kVote;
+        thread->result = votes_count                                  ? votes
+                         : call.operation == WarpOperation::kSyncWarp ? 0
+                                                                      : shuffled_value(*thread, lanes);
     }
     block.lanes_waiting[static_cast<size_t>(warp)] &= ~mask;
     idle_switches_ = 0;
@@ -90,10 +92,10 @@ uint64_t Scheduler::shuffled_value(const Thread& thread, const Thread* warp) {
     const int lane = thread.rank % kWarp;
     const int first = lane & ~(call.width - 1), last = first + call.width - 1;
     int source = lane;
-    switch (call.meeting) {
-        case Meeting::kShuffleDown: source = lane + call.lane > last ? lane : lane + call.lane; break;
-        case Meeting::kShuffleUp: source = lane - call.lane < first ? lane : lane - call.lane; break;
-        case Meeting::kShuffleXor: source = (lane ^ call.lane) > last ? lane : lane ^ call.lane; break;
+    switch (call.operation) {
+        case WarpOperation::kShuffleDown: source = lane + call.lane > last ? lane : lane + call.lane; break;
+        case WarpOperation::kShuffleUp: source = lane - call.lane < first ? lane : lane - call.lane; break;
+        case WarpOperation::kShuffleXor: source = (lane ^ call.lane) > last ? lane : lane ^ call.lane; break;
         default: source = first + (call.lane & (call.width - 1));
     }
     if (source < 0 || source >= kWarp || (call.mask >> source & 1u) == 0) {
@@ -108,7 +110,7 @@ uint64_t Scheduler::shuffled_value(const Thread& thread, const Thread* warp) {
 
 int Scheduler::barrier(bool predicate, Where where) {
     Thread& thread = *current_;
-    thread.call = {Meeting::kSyncWarp, 0, predicate ? 1u : 0u, 0, 0, where};
+    thread.call = {WarpOperation::kSyncWarp, 0, predicate ? 1u : 0u, 0, 0, where};
     thread.state = Thread::State::kAtBarrier;
     if (++thread.block->num_at_barrier == thread.block->num_threads) finish_barrier(*thread.block);
     suspend();
@@ -121,7 +123,7 @@ void Scheduler::finish_barrier(Block& block) {
         Thread& thread = block.threads[static_cast<size_t>(rank)];
         if (!same_place(thread.call.where, current_->call.where)) {
             fail(
-                *current_, "the threads of a block do not meet at one barrier:\n  " + state(*current_) + "\n  " +
+                *current_, "the threads of a block wait at different barriers:\n  " + state(*current_) + "\n  " +
                                name(thread) + " " + state(thread));
         }
         sum += thread.call.value;
@@ -136,7 +138,7 @@ void Scheduler::finish_barrier(Block& block) {
 void Scheduler::grid_barrier(Where where) {
     Thread& thread = *current_;
     if (!launch_->cooperative) fail(thread, text_of(where) + ": waits for the grid, but the launch is not cooperative");
-    thread.call = {Meeting::kSyncWarp, 0, 0, 0, 0, where};
+    thread.call = {WarpOperation::kSyncWarp, 0, 0, 0, 0, where};
     thread.state = Thread::State::kAtGrid;
     const size_t num_blocks = static_cast<size_t>(launch_->grid.x) * launch_->grid.y * launch_->grid.z;
     if (++num_at_grid_ == num_blocks * static_cast<size_t>(thread.block->num_threads)) finish_grid_barrier();
@@ -151,7 +153,7 @@ void Scheduler::finish_grid_barrier() {
             Thread& thread = block->threads[static_cast<size_t>(rank)];
             if (!same_place(thread.call.where, current_->call.where)) {
                 fail(
-                    *current_, "the threads of a grid do not meet at one barrier:\n  " + state(*current_) + "\n  " +
+                    *current_, "the threads of a grid wait at different barriers:\n  " + state(*current_) + "\n  " +
                                    name(thread) + " " + state(thread));
             }
             group_.push_back(&thread);
@@ -189,7 +191,7 @@ void Scheduler::fail(const Thread& thread, const std::string& what) const {
     fail(name(thread) + ": " + what);
 }
 
-// No thread can go on: says of the first threads that wait, each at another place, where they wait.
+// No thread can continue: reports the places where threads wait, with the first thread of each.
 void Scheduler::deadlock() const {
     std::string what = "deadlock: no thread can go on";
     for (const Block* block : resident_) {
