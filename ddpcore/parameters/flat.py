@@ -74,13 +74,13 @@ class FlatParameters:
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
         self.names = tuple(name for name, _ in reversed(named))
         self.parameters = tuple(parameter for _, parameter in reversed(named))
+        itemsize = self.parameters[0].element_size()
+        sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT
+        plan_buckets(0, *sizes)  # refuses sizes before anything moves
         values = [parameter.detach() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
         self._move(values, gradients, [(p.shape, p.stride()) for p in self.parameters])
-        itemsize = self.param_LP.element_size()
-        self.buckets: tuple[tuple[int, int], ...] = tuple(
-            plan_buckets(self.numel, bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT)
-        )
+        self.buckets: tuple[tuple[int, int], ...] = tuple(plan_buckets(self.numel, *sizes))
 
     @property
     def numel(self) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from ddpcore.testing.learners import Result
 from helpers import device_ranks as helper
 from helpers import ranks
 
@@ -38,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 @functools.cache
-def virtual(case: Any) -> dict[str, Any]:
+def virtual(case: Any) -> Result:
     """Virtual learners on the CPU."""
     return helper.train(case)
 
@@ -48,12 +50,12 @@ def real() -> list[dict[Any, Any]]:
     return ranks.run("device_ranks", helper.WORLD_SIZE)
 
 
-def check(seen: dict[str, Any], expected: dict[str, Any], row: int, device: str) -> None:
-    largest = expected["weights"].abs().max()
-    for name in ("weights", "average"):
-        theirs = expected[name][row : row + 1] if name == "weights" else expected[name]
-        assert (seen[name] - theirs).abs().max() <= TOLERANCES[device] * largest, name
-    torch.testing.assert_close(seen["losses"][:, 0], expected["losses"][:, row], rtol=1e-3, atol=1e-5)
+def check(seen: Result, expected: Result, row: int, device: str) -> None:
+    largest = expected.weights.abs().max()
+    pairs = {"weights": (seen.weights, expected.weights[row : row + 1]), "average": (seen.average, expected.average)}
+    for name, (ours, theirs) in pairs.items():
+        assert (ours - theirs).abs().max() <= TOLERANCES[device] * largest, name
+    torch.testing.assert_close(seen.losses[:, 0], expected.losses[:, row], rtol=1e-3, atol=1e-5)
 
 
 def skip_without(device: str) -> None:
@@ -86,5 +88,5 @@ def test_virtual_learners(case: Any, device: str) -> None:
     skip_without(device)
     expected, seen = virtual(case), helper.train(case, device=device)
     for row in range(helper.WORLD_SIZE):
-        one = seen | {"weights": seen["weights"][row : row + 1], "losses": seen["losses"][:, row : row + 1]}
+        one = replace(seen, weights=seen.weights[row : row + 1], losses=seen.losses[:, row : row + 1])
         check(one, expected, row, device)
