@@ -47,10 +47,13 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int) 
     """Run ``worker(world, *args)`` on every rank over gloo, with half of the ranks on each host.
 
     Raises:
+        ValueError: ``world_size`` is odd.
         RankFailed: see :func:`ddpcore.runtime.launch.run`.
         Stopped: see there.
         NotPermitted: see :func:`check`.
     """
+    if world_size % NUM_HOSTS or world_size < NUM_HOSTS:
+        raise ValueError(f"world_size is {world_size}: {NUM_HOSTS} hosts need an even number of ranks, half on each")
     with _hosts() as keepers:
         launch.run(_join_host, (keepers, worker, args), world_size=world_size, backend="none")
 

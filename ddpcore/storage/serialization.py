@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 _PLAIN = (bool, int, float, str, type(None))
-_TENSOR, _TUPLE, _ITEMS = "__tensor__", "__tuple__", "__items__"  # keys that mark what JSON does not have
+_TENSOR, _TUPLE, _ITEMS = _MARKS = "__tensor__", "__tuple__", "__items__"  # keys that mark what JSON does not have
 
 
 def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Convert state to a tree for JSON, with names in place of tensors, and the tensors by name, flat and on the CPU.
+
+    A tensor's name is its path: the keys that lead to it, joined by points. Two tensors with one path (``"a.b"`` and
+    ``{"a": {"b": ...}}``) get different names.
 
     Takes dicts (of text or other plain keys), lists, tuples, tensors, numbers, text and None; TypeError for anything
     else. Tensors keep the order of their elements in memory (``channels_last``), without gaps between them.
@@ -22,11 +25,14 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
     def visit(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
+            name = path
+            while name in tensors:
+                name += "'"
             dense = torch.empty_like(value, requires_grad=False).copy_(value.detach())
-            tensors[path] = dense.as_strided((dense.numel(),), (1,)).cpu()
-            return {_TENSOR: path, "shape": list(dense.shape), "stride": list(dense.stride()), "on": dense.device.type}
+            tensors[name] = dense.as_strided((dense.numel(),), (1,)).cpu()
+            return {_TENSOR: name, "shape": list(dense.shape), "stride": list(dense.stride()), "on": dense.device.type}
         if isinstance(value, Mapping):
-            if all(isinstance(key, str) for key in value):
+            if all(isinstance(key, str) and key not in _MARKS for key in value):
                 return {key: visit(item, f"{path}.{key}") for key, item in value.items()}
             return {_ITEMS: [[visit(key, path), visit(item, f"{path}.{key}")] for key, item in value.items()]}
         if isinstance(value, list | tuple):
@@ -42,16 +48,32 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:
-    """The state that :func:`pack` converted; tensors from an accelerator are moved to ``device``."""
-    if isinstance(tree, list):
-        return [unpack(item, tensors, device) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if _TENSOR in tree:
-        value = tensors[tree[_TENSOR]].as_strided(tree["shape"], tree["stride"])
-        return value if tree["on"] == "cpu" else value.to(device)
-    if _TUPLE in tree:
-        return tuple(unpack(item, tensors, device) for item in tree[_TUPLE])
-    if _ITEMS in tree:
-        return {unpack(key, tensors, device): unpack(item, tensors, device) for key, item in tree[_ITEMS]}
-    return {key: unpack(item, tensors, device) for key, item in tree.items()}
+    """The state that :func:`pack` converted; tensors from an accelerator are moved to ``device``.
+
+    Raises:
+        ValueError: two entries have one tensor. Version 0.1.0 gave such entries one name and kept only the last tensor.
+    """
+    seen: set[str] = set()
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, list):
+            return [visit(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if _TENSOR in value:
+            name = value[_TENSOR]
+            if name in seen:
+                raise ValueError(
+                    f"two entries of the state have the name {name.lstrip('.')}, so ddpcore 0.1.0 saved only one of "
+                    "their tensors: rename a key, and train from the beginning"
+                )
+            seen.add(name)
+            tensor = tensors[name].as_strided(value["shape"], value["stride"])
+            return tensor if value["on"] == "cpu" else tensor.to(device)
+        if _TUPLE in value:
+            return tuple(visit(item) for item in value[_TUPLE])
+        if _ITEMS in value:
+            return {visit(key): visit(item) for key, item in value[_ITEMS]}
+        return {key: visit(item) for key, item in value.items()}
+
+    return visit(tree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from safetensors import SafetensorError
 from ddpcore.storage.files import sync_folder, write_file
 from ddpcore.storage.serialization import pack, unpack
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # format 1 differs only in what it lost: see ddpcore.storage.serialization.unpack
 MANIFEST = "manifest.json"
 
 
@@ -26,8 +28,10 @@ MANIFEST = "manifest.json"
 class Checkpoints:
     """The checkpoints of one run, ``folder/step-00000123``. Every process of the run must see the folder.
 
-    Each process writes its tensors as safetensors, and everything else as JSON, into a folder with a temporary name.
-    The folder gets its final name when all files are on the disk. Loading does not unpickle anything.
+    Each process writes its tensors as safetensors, and everything else as JSON, into a folder ``partial-00000123``.
+    The folder gets its final name when all files are on the disk. Until then, an earlier checkpoint of the same step is
+    there as ``replaced-00000123``. It gets its name back if the process is killed in between. A folder is renamed
+    before it is removed, so a folder with a final name has all of its files. Loading does not unpickle anything.
 
     Attributes:
         folder: created by the first :meth:`save`.
@@ -47,8 +51,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, complete or damaged, in ascending order."""
-        names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
-        return sorted(int(name) for name in names if name.isdigit())
+        found = (re.fullmatch("step-([0-9]{8,})", path.name) for path in self.folder.glob("step-*"))
+        return sorted(int(match[1]) for match in found if match)
 
     def save(self, step: int, state: Any, *, keep_last: int, best: int | None = None) -> None:
         """Write the state of this process, and remove old checkpoints. Collective.
@@ -64,8 +68,7 @@ class Checkpoints:
         """
         partial = self.folder / f"partial-{step:08d}"
         if self.rank == 0:
-            for left in self.folder.glob("partial-*"):
-                shutil.rmtree(left)
+            self._clean_up()
             partial.mkdir(parents=True)
         if self.num_ranks > 1:
             dist.barrier()
@@ -83,7 +86,8 @@ class Checkpoints:
             self._publish(partial, step, {name: digest for one in digests for name, digest in one.items()})
             kept = {*[other for other in self.steps() if other <= step][-keep_last:], best}
             for other in set(self.steps()) - kept:
-                shutil.rmtree(self.path(other))
+                self.path(other).rename(self.folder / f"partial-{other:08d}")
+            self._clean_up()
 
     def _publish(self, partial: Path, step: int, files: dict[str, str]) -> None:
         """Write the manifest, and give the folder its final name."""
@@ -97,9 +101,21 @@ class Checkpoints:
         text = json.dumps({"manifest": manifest, "sha256": _digest(_canonical(manifest))}, indent=1)
         write_file(partial / MANIFEST, text.encode())
         sync_folder(partial)
-        shutil.rmtree(self.path(step), ignore_errors=True)
+        if self.path(step).exists():
+            self.path(step).rename(self.folder / f"replaced-{step:08d}")
         partial.rename(self.path(step))
         sync_folder(self.folder)
+
+    def _clean_up(self) -> None:
+        """Give a replaced checkpoint its name back if no new one has it, and remove what else a crash has left."""
+        for replaced in sorted(self.folder.glob("replaced-*")):
+            final = replaced.with_name(replaced.name.replace("replaced", "step"))
+            if final.exists():
+                shutil.rmtree(replaced)
+            else:
+                replaced.rename(final)
+        for left in sorted(self.folder.glob("partial-*")):
+            shutil.rmtree(left)
 
     def load_last(self, device: torch.device | str, warn: Callable[[str], None]) -> tuple[int, Any] | None:
         """Step and state of the last complete checkpoint; None if there is no checkpoint. Collective.
@@ -113,8 +129,10 @@ class Checkpoints:
         Raises:
             ValueError: all checkpoints are damaged, or another number of processes has written the last complete one.
         """
-        found, steps = -1, self.steps()
+        found, steps = -1, []
         if self.rank == 0:
+            self._clean_up()
+            steps = self.steps()
             found = self._find_last(steps, warn)
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
@@ -162,8 +180,10 @@ class Checkpoints:
             outer = json.loads((folder / MANIFEST).read_bytes())
             if outer["sha256"] != _digest(_canonical(outer["manifest"])):
                 return f"{MANIFEST} does not match its checksum"
-            if outer["manifest"]["format"] != FORMAT:
-                return f"format {outer['manifest']['format']} where this version reads {FORMAT}"
+            if outer["manifest"]["format"] not in READABLE:
+                return (
+                    f"format {outer['manifest']['format']} where this version reads {' and '.join(map(str, READABLE))}"
+                )
             for name, digest in outer["manifest"]["files"].items():
                 if _digest((folder / name).read_bytes()) != digest:
                     return f"{name} does not match its checksum"

@@ -57,3 +57,11 @@ def test_not_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
     children = [path for path in set(Path("/proc").glob("[0-9]*")) - before if (path / "comm").exists()]
     assert not [path for path in children if (path / "comm").read_text().strip() in ("cat", "unshare")]
+
+
+@pytest.mark.parametrize("world_size", [0, 1, 3])
+def test_ranks_that_two_hosts_cannot_share(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error before anything starts; half of three ranks would be one, and the third would have no host."""
+    monkeypatch.setattr(hosts.launch, "run", lambda *args, **kwargs: pytest.fail("ranks were started"))
+    with pytest.raises(ValueError, match=f"world_size is {world_size}: 2 hosts need an even number of ranks"):
+        hosts.run(print, (), world_size=world_size)

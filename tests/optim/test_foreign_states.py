@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -59,6 +60,26 @@ def test_a_state_of_another_rule_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match=says):
         optimizer.load_state_dict(saved)
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("ours", [FusedSGD, FusedLARS, FusedLAMB])
+def test_options_of_torch_alone_are_left_out(ours: Any) -> None:
+    """Those that say how torch computes a step; a group of a loaded state has the keys of a new group."""
+    model = net()
+    theirs = torch.optim.Adam if ours is FusedLAMB else torch.optim.SGD
+    saved = stepped(model, theirs(model.parameters(), lr=0.1, foreach=True))
+    optimizer = ours(model.parameters())
+    expected = {*optimizer.param_groups[0], *saved["param_groups"][0]}
+    expected -= {"capturable", "differentiable", "foreach", "fused"}
+    names = set(optimizer.defaults)
+    optimizer.load_state_dict(saved)
+    assert set(optimizer.param_groups[0]) == expected and set(optimizer.defaults) == names
+    optimizer.load_state_dict(optimizer.state_dict())
+    for one in (optimizer, pickle.loads(pickle.dumps(optimizer))):
+        assert set(one.param_groups[0]) == expected and set(one.defaults) == names
+    saved["param_groups"][0]["differentiable"] = True
+    with pytest.raises(ValueError, match="differentiable is True: the fused step has no gradient"):
+        optimizer.load_state_dict(saved)
 
 
 def test_momentum_of_torch_is_that_of_one_variant() -> None:

@@ -46,6 +46,36 @@ def test_tensors_keep_bits_shape_and_order(dtype: torch.dtype) -> None:
         assert (back.dtype, back.stride()) == (tensor.dtype, tensor.stride())
 
 
+def test_tensors_with_one_path_both_come_back() -> None:
+    one, two, three = (torch.full((2,), float(number)) for number in range(3))
+    for state in (
+        {"a.b": one, "a": {"b": two}},
+        {"a": {"b.c": one, "b": {"c": two}}, "a.b.c": three},
+        {1: one, "1": two},
+        {"a": [one], "a.0": two, "a.0'": three},
+        {"x": (one,), "x.0": two},
+    ):
+        back = there_and_back(state)
+        assert list(back) == list(state)
+        torch.testing.assert_close(back, state, rtol=0, atol=0)
+
+
+def test_keys_that_mark_tensors_come_back() -> None:
+    for key in ("__tensor__", "__tuple__", "__items__"):
+        state = {"outer": {key: [1, 2], "shape": [3]}, "x": torch.ones(2)}
+        assert there_and_back(state)["outer"] == state["outer"]
+
+
+def test_files_of_the_first_version() -> None:
+    """A name for each path; where two entries have one name, only one tensor was saved, which is an error."""
+    first = {"__tensor__": ".a.b", "shape": [2], "stride": [1], "on": "cpu"}
+    tree = {"a": {"b": first}, "by number": {"__items__": [[3, "three"]]}, "t": {"__tuple__": [1]}}
+    state = unpack(tree, {".a.b": torch.ones(2)}, "cpu")
+    assert state["a"]["b"].tolist() == [1, 1] and state["by number"] == {3: "three"} and state["t"] == (1,)
+    with pytest.raises(ValueError, match=r"two entries of the state have the name a\.b, so ddpcore 0\.1\.0 saved only"):
+        unpack({**tree, "a.b": first}, {".a.b": torch.ones(2)}, "cpu")
+
+
 def test_views_are_saved_without_what_surrounds_them() -> None:
     buffer = torch.arange(40.0).view(4, 10)
     _, tensors = pack({"a": buffer[:, :3], "b": buffer[:, 3:6], "c": torch.ones(1).expand(5)})

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,6 +67,83 @@ def test_a_crash_while_saving_leaves_what_was(tmp_path: Path, monkeypatch: pytes
     assert saved.load_last("cpu", no_warning)[0] == 1
     saved.save(2, {"x": torch.zeros(1)}, keep_last=1)  # removes what the failed save has left
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+FILE_OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+
+def killed_at(operation: int, function: Callable[[], None]) -> bool:
+    """Call a function in a forked process, which is killed before this file operation. Return whether it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def step(event: str) -> None:
+            nonlocal count
+            if event in FILE_OPERATIONS:
+                count += 1
+                if count > operation:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sync = os.fsync
+        os.fsync = lambda descriptor: (step("open"), sync(descriptor))
+        sys.addaudithook(lambda event, args: step(event))
+        try:
+            function()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL)
+    return status == signal.SIGKILL
+
+
+def test_the_same_step_again_killed_at_each_file_operation(tmp_path: Path) -> None:
+    """The old or the new checkpoint of the step loads, whole and without a warning, and the next save works."""
+    first = checkpoints(tmp_path / "first")
+    for step, value in ((1, 1.0), (2, 2.0)):
+        first.save(step, {"x": torch.full((2,), value)}, keep_last=2)
+    seen = []
+    for operation in range(200):
+        saved = checkpoints(tmp_path / f"killed-{operation}")
+        shutil.copytree(first.folder, saved.folder)
+        was_killed = killed_at(operation, partial(saved.save, 2, {"x": torch.full((2,), 3.0)}, keep_last=1))
+        step, state = saved.load_last("cpu", no_warning)
+        assert step == 2 and state["x"].tolist() in ([2.0] * 2, [3.0] * 2), f"killed at operation {operation}"
+        assert set(saved.steps()) <= {1, 2} and all(saved._problem(step) is None for step in saved.steps())
+        saved.save(3, {}, keep_last=1)
+        assert [path.name for path in saved.folder.iterdir()] == ["step-00000003"]
+        seen.append(state["x"][0].item())
+        if not was_killed:
+            break
+    assert seen == sorted(seen) and seen[0] == 2.0 and seen[-1] == 3.0
+    assert len(seen) > 15, "each write, rename and removal is an operation"
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_other_formats(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Format 1, of version 0.1.0, loads. A format of a later version is damage with a reason."""
+    saved = checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("ddpcore.training.checkpoint.FORMAT", number)
+        saved.save(1, {"x": torch.ones(2)}, keep_last=1)
+    assert saved._problem(1) == (None if number == 1 else "format 3 where this version reads 1 and 2")
+
+
+def test_folders_of_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    saved = checkpoints(tmp_path)
+    saved.save(1, {}, keep_last=1)
+    for name in (
+        "step-\u00b2",
+        "step-\u0663\u0663\u0663\u0663\u0663\u0663\u0663\u0663",
+        "step-5",
+        "step-",
+        "step-00000002.bak",
+    ):
+        (tmp_path / name).mkdir()
+    assert saved.steps() == [1]
+    assert saved.load_last("cpu", no_warning)[0] == 1
 
 
 def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path) -> None:

@@ -37,10 +37,14 @@ class Memory(ABC):
 
 
 def create_file(num_bytes: int) -> int:
-    """Create a file of zeros in memory, without a name, that only this user may open. Returns its descriptor."""
-    descriptor = os.memfd_create("ddpcore", os.MFD_CLOEXEC)
+    """Create a file of zeros in memory, without a name, that only this user may open. Returns its descriptor.
+
+    Its size is sealed: if a process could shrink the file, the others would die of SIGBUS when they read it.
+    """
+    descriptor = os.memfd_create("ddpcore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(descriptor, 0o600)
     os.ftruncate(descriptor, num_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return descriptor
 
 
