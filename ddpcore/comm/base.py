@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm.errors import check_has_average
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
@@ -135,6 +136,9 @@ class Communicator(ABC):
         Args:
             rows: of the learners held here. They must not change before the work ends.
             step: of training, for error messages. Shared memory raises an error if ranks are at different steps.
+
+        Raises:
+            ValueError: the dtype has no average: it is an integer, bool, or has 8 bits. Nothing is sent then.
         """
 
     @abstractmethod
@@ -151,6 +155,7 @@ class Communicator(ABC):
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
         """Apply ``w <- W w`` and wait, for callers that overlap nothing. The same bits as an exchange."""
+        check_has_average(weights_LP)
         self.exchange(weights_LP, topology, step).mixture().apply_(weights_LP)
 
     @abstractmethod

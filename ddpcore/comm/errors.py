@@ -19,6 +19,14 @@ def at(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
 
 
+def check_has_average(rows: Tensor) -> None:
+    """Raise ValueError if rows of this dtype have no average. Call it before anything is sent, on all ranks."""
+    dtype = rows.dtype
+    if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize < 2:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name} has no average: convert the values to float32, or to another dtype of 16 to 64 bits")
+
+
 class Call(AbstractContextManager[None]):
     """Adds the call, this rank and its peers to an error of a process group. It can be entered repeatedly.
 

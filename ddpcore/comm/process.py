@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
-from ddpcore.comm.errors import Call, at, size_of
+from ddpcore.comm.errors import Call, at, check_has_average, size_of
 from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
@@ -68,7 +68,9 @@ class ProcessGroupCommunicator(Communicator):
     def broadcast_(self, rows: Tensor) -> None:
         first = rows[0].contiguous()
         with Call(self.group, f"the broadcast of {size_of(first)}"):
-            dist.broadcast(first, group=self.group, group_src=0)
+            dist.broadcast(
+                first.view(torch.uint8), group=self.group, group_src=0
+            )  # backends lack dtypes, such as int16
         if self.num_rows > 1 or first.data_ptr() != rows.data_ptr():
             rows.copy_(first.expand_as(rows))
 
@@ -79,6 +81,7 @@ class ProcessGroupCommunicator(Communicator):
         An all-reduce sends rows of 16 bits as fp32, because it rounds at every hop. Gathered rows are added in
         ascending order, as the rows of virtual learners are.
         """
+        check_has_average(rows)
         if self.num_learners == 1:
             return Done()
         self.bytes_sent += (average_bytes if self._is_gloo else sum_bytes)(rows[0], self.num_learners)
@@ -127,8 +130,10 @@ class ProcessGroupCommunicator(Communicator):
     @override
     def gather(self, values: Tensor) -> Tensor:
         result = values.new_empty((self.num_learners, *values.shape[1:]))
+        sent = values.contiguous().view(-1).view(torch.uint8)
+        received = result.view(-1).view(torch.uint8).view(self.num_ranks, -1)
         with Call(self.group, f"the gathering of {size_of(values)}"):
-            dist.all_gather(list(result.split(self.num_rows)), values.contiguous(), group=self.group)
+            dist.all_gather(list(received), sent, group=self.group)
         return result
 
     def _buffer(self, slot: int, number: int, like: Tensor) -> Tensor:

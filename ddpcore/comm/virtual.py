@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
+from ddpcore.comm.errors import check_has_average
 from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
@@ -39,6 +40,7 @@ class VirtualCommunicator(Communicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
+        check_has_average(rows)
         if self.num_learners > 1:
             self.bytes_sent += average_bytes(rows[0], self.num_learners)
             for columns in rows.split(_COLUMNS, dim=1):

@@ -22,8 +22,8 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
     Args:
         model: the model in training, a ``StackedModel`` for virtual learners.
         learner: its flat weights and its connection.
-        batch_norm: ``local`` keeps the floating-point buffers of the (first) learner held here; other values average
-            them.
+        batch_norm: ``local`` keeps the floating-point and complex buffers of the (first) learner held here. Other
+            values average them.
     """
     flat, comm = learner.flat, learner.comm
     average_LP = learner.average_of(flat.param_LP)
@@ -44,7 +44,7 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
 
 def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
     """The mean of a stacked buffer over its learners. Counters are those of the first learner."""
-    if not stack.is_floating_point():
+    if not has_average(stack):
         return stack[0].clone()
     rows = stack.reshape(len(stack), -1).clone()
     learner.comm.average_(rows).wait()
@@ -52,12 +52,17 @@ def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
 
 
 def average_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Overwrite floating-point buffers with their mean over the ranks. Collective."""
+    """Overwrite floating-point and complex buffers with their mean over the ranks. Collective."""
     for buffer in model.buffers():
-        if buffer.is_floating_point():
+        if has_average(buffer):
             rows = rows_of(buffer, comm)
             comm.average_(rows).wait()
             buffer.data = rows[0].view(buffer.shape)
+
+
+def has_average(buffer: Tensor) -> bool:
+    """Whether a buffer is averaged: it holds real or complex numbers, and no counters or flags."""
+    return buffer.is_floating_point() or buffer.is_complex()
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpcore.distributed.averaging import has_average
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.push_sum import PushSum
@@ -31,7 +32,7 @@ class Policies:
 
     Attributes:
         momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
-        batch_norm: floating-point buffers of the model.
+        batch_norm: floating-point and complex buffers of the model.
         scaler: the scale of ``torch.amp.GradScaler``: ``keep``, ``average`` (the smallest scale of all, so that no
             learner overflows) or ``reset``.
         rng: torch's generators: ``keep``, or ``reset`` (equal on all learners: a function of learner 0's first seed and
@@ -178,7 +179,9 @@ class StateSync:
         return [parameter for group in self._learner.optimizer.param_groups for parameter in group["params"]]
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
+        averaged = [buffer for buffer in self._model.buffers() if has_average(buffer)]
+        return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in averaged]
 
 
 def scales_inside(optimizer: torch.optim.Optimizer) -> bool:

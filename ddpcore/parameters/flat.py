@@ -50,7 +50,7 @@ class FlatParameters:
 
     Raises:
         ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse,
-            complex, not dense, or overlaps another one in memory.
+            complex, of 8 bits, not dense, or overlaps another one in memory.
     """
 
     param_LP: Tensor
@@ -271,8 +271,11 @@ def _check(named: Sequence[tuple[str, Parameter]]) -> None:
                 f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype}): "
                 "convert the model to one"
             )
-        if not parameter.is_floating_point():
-            raise ValueError(f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters")
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "
+                "bits: convert it, or freeze it with requires_grad_(False)"
+            )
         if not _is_dense(parameter):
             raise ValueError(
                 f"parameter {name} is not dense in memory: use parameter.data = parameter.data.contiguous()"

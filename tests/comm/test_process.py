@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddpcore import Complete, RandomPair
 from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
 from helpers import ranks
+from helpers.communicator_ranks import MEAN, NO_MEAN
 
 
 def test_without_a_process_group() -> None:
@@ -130,3 +131,23 @@ def test_averages_of_16_bits_are_rounded_once(transport: str, everything: list[d
             assert torch.equal(end, mean.expand_as(end)), name
         if "reduce" in name and transport == "pg":
             assert bytes_sent == (2 * 2 * 4 * start.shape[1] // 3,) * 3, "an all-reduce sends fp32"
+
+
+@pytest.mark.parametrize("transport", ["pg", "shm", "grid"])
+def test_all_dtypes_are_sent_and_those_with_a_mean_are_averaged(
+    transport: str, everything: list[dict[str, Any]]
+) -> None:
+    """The others are refused on all ranks, before anything is sent."""
+    results = [one["dtypes"][transport] for one in everything]
+    for dtype in MEAN + NO_MEAN:
+        own, first, gathered, ends = zip(*(one[str(dtype)] for one in results), strict=True)
+        assert all(torch.equal(rows, own[0]) for rows in first), dtype
+        assert all(torch.equal(rows, torch.cat(own)) for rows in gathered), dtype
+        if dtype in MEAN:  # of 0, 1 and 2, plus the column
+            assert torch.equal(torch.cat(ends), (torch.arange(6) + 1).to(dtype).expand(len(torch.cat(own)), 6)), dtype
+        else:
+            name = str(dtype).removeprefix("torch.")
+            assert ends == ends[:1] * 3, "the same on all ranks"
+            errors, bytes_sent = ends[0]
+            assert len(errors) == 2 and bytes_sent == 0
+            assert all(error.startswith(f"ValueError: {name} has no average: convert the values") for error in errors)

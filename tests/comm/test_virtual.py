@@ -38,6 +38,15 @@ def test_average_of_columns_leaves_the_others_alone() -> None:
     assert torch.equal(rows[0, 10:20], rows[2, 10:20])
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_rows_without_an_average_are_refused(dtype: torch.dtype) -> None:
+    comm, rows = VirtualCommunicator(2), torch.ones(2, 3).to(dtype)
+    for call in (comm.average_, lambda rows: comm.mix_(rows, Ring(), 0)):
+        with pytest.raises(ValueError, match=f"{str(dtype)[6:]} has no average: convert the values to float32"):
+            call(rows)
+    assert comm.bytes_sent == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [3, 32, 300])
 def test_averages_of_16_bits_are_rounded_once(n: int, dtype: torch.dtype) -> None:

@@ -155,7 +155,10 @@ def test_buffers_of_any_shape_and_strides(seen: list[dict[str, Any]]) -> None:
         mean = (expected + second["own"][name]) / 2
         for one in (first, second):
             assert torch.equal(one["given"][name], expected), name
-            torch.testing.assert_close(one["average"][name], mean, rtol=1e-6, atol=1e-7)
+            if expected.dtype == torch.int16:  # codes have no mean: each learner keeps its own
+                assert torch.equal(one["average"][name], one["own"][name])
+            else:
+                torch.testing.assert_close(one["average"][name], mean, rtol=1e-6, atol=1e-7)
 
 
 def test_buffers_of_several_learners_a_rank(seen: list[dict[str, Any]]) -> None:

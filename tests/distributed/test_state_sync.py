@@ -68,6 +68,35 @@ def test_momentum_of_adam() -> None:
         assert not forgotten.any()
 
 
+class Phases(nn.Module):
+    """A linear layer with a complex buffer, which each learner rotates by its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs)
+
+
+@pytest.mark.parametrize("policy", ["average", "gossip", "reset"])
+def test_complex_buffers(policy: str) -> None:
+    """They are averaged, mixed and reset as the others are, real and imaginary part."""
+    torch.manual_seed(3)
+    model = Phases()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, DPSGD(Ring()), learners=N, policies=Policies(batch_norm=policy))
+    first = model.phases.clone()
+    own = torch.randn(N, 2, dtype=torch.complex64)
+    model.phases.copy_(own)
+    mean = handle.evaluation_model().phases
+    torch.testing.assert_close(mean, own.mean(0))
+    step(handle, optimizer, 0)
+    mixed = (torch.from_numpy(Ring().matrix(0, N)).to(torch.complex64) @ own) if policy == "gossip" else None
+    torch.testing.assert_close(model.phases, {"average": own.mean(0).expand(N, 2), "reset": first}.get(policy, mixed))
+
+
 def test_policies_act_only_in_steps_that_average() -> None:
     model, optimizer, handle = make(LocalSGD(3), Policies(momentum="average"))
     for count in range(1, 7):

@@ -79,6 +79,33 @@ def narrow(comm: Communicator, rank: int) -> dict[str, Any]:
     return seen
 
 
+MEAN = (torch.float64, torch.float32, torch.complex64)
+NO_MEAN = (torch.float8_e4m3fn, torch.int16, torch.int64, torch.bool)
+
+
+def dtypes(comm: Communicator, rank: int) -> dict[str, Any]:
+    """Of each dtype: own rows, and those after a broadcast, a gathering and an average, or the errors of an average."""
+    seen: dict[str, Any] = {}
+    for dtype in MEAN + NO_MEAN:
+        rows = (torch.arange(6).view(1, 6) + rank).to(dtype).repeat(len(comm.learners), 1)
+        first, averaged = rows.clone(), rows.clone()
+        comm.broadcast_(first)
+        moved = [tensor.view(torch.uint8) for tensor in (rows, first, comm.gather(rows))]  # torch compares no float8
+        if dtype in MEAN:
+            comm.average_(averaged).wait()
+            seen[str(dtype)] = *moved, averaged
+            continue
+        sent = comm.bytes_sent
+        errors = []
+        for call in (comm.average_, lambda rows: comm.mix_(rows, Complete(), 0)):
+            try:
+                call(rows)
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        seen[str(dtype)] = *moved, (errors, comm.bytes_sent - sent)
+    return seen
+
+
 def main() -> None:
     path, rank, _ = join()
     pg, shm = ProcessGroupCommunicator(), SharedMemoryCommunicator(timeout=60.0)
@@ -87,6 +114,11 @@ def main() -> None:
         "pg": narrow(pg, rank),
         "shm": narrow(shm, rank),
         "grid": narrow(ProcessGroupCommunicator(num_rows=2), rank),
+    }
+    seen["dtypes"] = {
+        "pg": dtypes(pg, rank),
+        "shm": dtypes(shm, rank),
+        "grid": dtypes(ProcessGroupCommunicator(num_rows=2), rank),
     }
     torch.save(seen, path)
     dist.barrier()

@@ -208,7 +208,7 @@ def ddp_twin(rank: int, world_size: int) -> dict[str, Tensor]:
 
 
 class OddBuffers(nn.Module):
-    """Buffers that are no contiguous row: expanded, transposed, two-dimensional, of no dimension."""
+    """Buffers that are no contiguous row: expanded, transposed, of two dimensions, of none; and of rare dtypes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -218,6 +218,8 @@ class OddBuffers(nn.Module):
         self.register_buffer("turned", torch.randn(2, 3, generator=generator).t())
         self.register_buffer("table", torch.randn(3, 5, generator=generator))
         self.register_buffer("scale", torch.randn((), generator=generator))
+        self.register_buffer("phases", torch.randn(2, 3, dtype=torch.complex64, generator=generator))
+        self.register_buffer("codes", torch.randint(900, (4,), dtype=torch.int16, generator=generator))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.linear(inputs)

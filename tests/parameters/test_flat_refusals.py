@@ -57,6 +57,11 @@ def test_complex() -> None:
     refused(nn.Parameter(torch.zeros(4, dtype=torch.complex64)), match="p0 is torch.complex64")
 
 
+def test_eight_bits() -> None:
+    parameter = nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fn))
+    refused(parameter, match=r"p0 is torch\.float8_e4m3fn.* convert it, or freeze it")
+
+
 def test_not_dense() -> None:
     refused(good(), nn.Parameter(torch.zeros(4, 8)[:, ::2]), match="p1 is not dense")
     refused(nn.Parameter(torch.zeros(8, 4)[:, :3]), match="p0 is not dense")

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
-from ddpcore.comm.errors import at, size_of
+from ddpcore.comm.errors import at, check_has_average, size_of
 from ddpcore.comm.process import default_group
 from ddpcore.comm.reductions import average_half_, average_share_
 from ddpcore.comm.shared.coordination import NUM_TEXTS, Coordinator
@@ -114,6 +114,7 @@ class SegmentCommunicator(Communicator):
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """Learners are added in ascending order. ``wait`` computes an average in shared memory."""
+        check_has_average(rows)
         if self.num_learners == 1:
             return Done()
         self.bytes_sent += all_reduce_bytes(rows.nbytes, self.num_learners)
@@ -152,6 +153,7 @@ class SegmentCommunicator(Communicator):
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
         """If all learners average in pairs, each of the two writes one half of the mean into both rows."""
+        check_has_average(weights_LP)
         found = self._find(weights_LP)
         rounds = topology.rounds(step, self.num_learners)
         if found is None or not all(map(_is_pair_or_idle, rounds)):  # the same on all ranks
