@@ -21,18 +21,12 @@ from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing
-from ddpcore.optim.checks import check_common, check_differentiable, check_one_norm, check_state, overlaps_itself
+from ddpcore.optim.checks import check_common, check_one_norm, check_state, options_of, overlaps_itself
 from ddpcore.optim.states import create_states, restore_bits, split_steps
 from ddpcore.optim.weight_step import ColumnRule, WeightStep
 from ddpcore.parameters.flat import FlatParameters
 
 PER_GROUP = ("lr", "weight_decay", "always_adapt", "max_grad_norm")  # one call may have groups that differ in these
-_ONLY_TORCH = (
-    "capturable",
-    "differentiable",
-    "foreach",
-    "fused",
-)  # options of torch's optimizers without a meaning here
 _NO_STATE: State = {}
 
 
@@ -110,9 +104,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for options in (self.defaults, *self.param_groups):  # torch adds `differentiable` to the defaults
-            for name in _ONLY_TORCH:
-                options.pop(name, None)
+        self.defaults.pop("differentiable", None)  # which torch adds
         self._kept = {}
         self._shared_options = tuple(name for name in self.defaults if name not in PER_GROUP)
         self.__dict__.setdefault("_captured", [])  # a copy has none
@@ -142,11 +134,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             check_state(index, param, state_dict["state"].get(index, {}), self.buffers)
         groups = list(state_dict["param_groups"])
         if len(groups) == len(self.param_groups):  # else torch raises an error
-            groups = [{**own, **group} for own, group in zip(self.param_groups, groups, strict=True)]
+            groups = [{**own, **options_of(group)} for own, group in zip(self.param_groups, groups, strict=True)]
             self.check_saved(state_dict)
             for group in groups:
                 self.check_group(group)
-                check_differentiable(group.get("differentiable", False))
             check_one_norm(groups)
         state_dict = {**state_dict, "param_groups": groups}
         hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()

@@ -12,6 +12,8 @@ from torch import Tensor
 from ddpcore.optim.batch import Group
 from ddpcore.options.typed import check_range
 
+_OF_TORCH = ("capturable", "differentiable", "foreach", "fused")
+
 
 def is_number(value: Any) -> bool:
     """Whether it is a real number, of Python, numpy or any other library."""
@@ -88,6 +90,12 @@ def check_differentiable(differentiable: bool) -> None:
     """Raise ValueError if it is true."""
     if differentiable:
         raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
+
+
+def options_of(group: Group) -> Group:
+    """A loaded group without the options that say how torch computes a step. ValueError if it is differentiable."""
+    check_differentiable(group.get("differentiable", False))
+    return {name: value for name, value in group.items() if name not in _OF_TORCH}
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
