@@ -1,4 +1,4 @@
-# make bench | test | check | mutations | build | clean. The first call on a machine sets up everything it needs in .venv.
+# make bench | test | check | mutations | sass | build | clean. The first call on a machine sets up everything it needs in .venv.
 #
 #   make bench ARGS="--model mlp"              any flags of python -m ddpcore.bench
 #   make test ARGS="tests/ops" WORKERS=0       some tests, in this process alone
@@ -23,7 +23,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib ruff mypy clang-format
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: bench test check lint types cpp mutations build clean
+.PHONY: bench test check lint types cpp mutations sass build clean
 bench: build
 	@$(PY) -m ddpcore.bench $(ARGS)
 
@@ -53,6 +53,10 @@ cpp: $(READY)
 mutations:
 	@tools/system_packages
 	python3 tests/cuda_on_cpu/mutations.py $(ARGS)
+
+# What limits each CUDA kernel on several GPUs, from its machine code. Needs nvcc, and no GPU.
+sass:
+	python3 benchmarks/sass.py $(ARGS)
 
 build: $(BUILT)
 
