@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
@@ -17,15 +16,15 @@ from ddpcore.comm.link import Link
 from ddpcore.comm.process import default_group
 from ddpcore.comm.shared.host import TIMEOUT_SECONDS
 from ddpcore.distributed.averaging import rows_of
+from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.hooks import Distributed, HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
+from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.parameters.flat import FlatParameters, MiB
 from ddpcore.parameters.learner_models import StackedModel
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
-
-_IN_USE = WeakTensorKeyDictionary()  # the parameters that earlier calls moved to a flat buffer
 
 
 def distribute(
@@ -82,12 +81,12 @@ def distribute(
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
     strategy.setup(comm.num_learners, _trained(model).dtype)
-    flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
-    strategy.in_use = True
-    _IN_USE.update(dict.fromkeys(flat.parameters, True))
-    learner = Learner(flat, comm, optimizer)
-    model = _start_alike(model, learner, vectorize)
-    return HookedDistributed(model, learner, strategy, StateSync(policies, model, learner, strategy, scaler))
+    with undone_on_error(model, strategy):
+        flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
+        strategy.in_use = True
+        learner = Learner(flat, comm, optimizer)
+        model = _start_alike(model, learner, vectorize)
+        return HookedDistributed(model, learner, strategy, StateSync(policies, model, learner, strategy, scaler))
 
 
 def _baseline(
@@ -95,7 +94,7 @@ def _baseline(
 ) -> Distributed:
     if given := _given({**options, "policies": None if options["policies"] == Policies() else options["policies"]}):
         raise ValueError(f"{strategy.name} runs without any of that: leave {given} out")
-    _check_model(model)
+    _check_unused(model)
     comm = strategy.connect(group)
     return Distributed(strategy.wrap(model, group), comm)
 
@@ -169,8 +168,10 @@ def _check(
 ) -> None:
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
-    _check_model(model)
-    _check_optimizer(model, optimizer)
+    _check_unused(model)
+    check_model(model)
+    check_optimizer(optimizer)
+    _check_members(model, optimizer)
     policies.check(strategy, scaler)
     if scaler is not None and not strategy.learners_stay_identical and not scales_inside(optimizer):
         raise ValueError(
@@ -181,16 +182,16 @@ def _check(
         raise ValueError("the strategy already serves a distribute() call: make a new one")
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_unused(model: nn.Module) -> None:
     """Refuse a model whose parameters hold the hooks of an earlier call: they would run beside those of this call."""
-    if any(parameter in _IN_USE for parameter in model.parameters()):
+    if is_distributed(model.parameters()):
         raise ValueError(
             "the model already serves a distribute() call: make a new one, or continue with a copy of it, the handle's "
             "evaluation_model()"
         )
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_members(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:

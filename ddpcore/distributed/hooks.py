@@ -13,7 +13,8 @@ One call of the user's ``optimizer.step()`` runs in this order:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +27,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, averaged_model, recalibrate
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.state_sync import StateSync
+from ddpcore.distributed.step_guards import WeightGuard, creates_states_only, watch_steps
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets
@@ -142,10 +144,14 @@ class HookedDistributed(Distributed):
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
+        self._stepped_version = -1  # of grad_LP, when the last step ended
         self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(learner, strategy, self.observers))
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._weights = WeightGuard(model, learner.flat)
+        self._step_calls = watch_steps(learner.flat.parameters, optimizer)
+        forward_hook = _ForwardHook(learner, strategy, self.observers, self._weights)
+        self._forward_hook = model.register_forward_pre_hook(forward_hook)
+        optimizer.register_step_pre_hook(self._before_call)
+        optimizer.register_step_post_hook(self._after_call)
 
     @contextmanager
     @override
@@ -195,6 +201,7 @@ class HookedDistributed(Distributed):
             )
         self._new_order = self._used = None
         self._averaged = False
+        self._weights.begin_step()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
         if state["used"] is not None:
@@ -254,15 +261,32 @@ class HookedDistributed(Distributed):
         comm.broadcast_(agreed)
         self._new_order = None if self._laid_out else agreed[0].tolist()
 
-    @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        strategy, learner = self.strategy, self.learner
+    def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._step_calls.begin(sys._getframe(1)):
+            return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None and not self._weights.num_passes and creates_states_only(optimizer):
+            self._step_calls.cancel()
+            return
+        try:
+            self._before_step(closure)
+        except BaseException:
+            self._step_calls.cancel()
+            raise
+
+    def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._step_calls.end(sys._getframe(1)):
+            self._after_step()
+
+    @torch.no_grad()
+    def _before_step(self, closure: Callable[[], Any] | None) -> None:
+        strategy, learner = self.strategy, self.learner
         if closure is not None and not strategy.takes_closure:
             raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
         if closure is None:
             self._check_averaged()
-        self._check_parameters()
+        self._weights.check_parameters()
+        self._check_optimized()
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -272,33 +296,31 @@ class HookedDistributed(Distributed):
         self._weight_step.average(strategy.before_step(learner))
 
     @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self) -> None:
         self.learner.step += 1
         self._averaged = False
+        self._weights.begin_step()
         self.strategy.after_step(self.learner)
         if self.strategy.averages_weights_at(self.learner.step):
             self._state_sync.sync()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         torch.autograd.graph.increment_version(self.learner.flat.parameters)
+        self._stepped_version = self.learner.flat.grad_LP._version
 
     def _check_averaged(self) -> None:
         if self._averaged or not self.strategy.averages_gradients_at(self.learner.step):
             return
-        if any(parameter.grad is not None for parameter in self.learner.flat.parameters):
-            raise RuntimeError(
-                f"{self.strategy.name}: gradients were set without a backward pass, so nothing has averaged them: call "
-                "backward() before step()"
-            )
-
-    def _check_parameters(self) -> None:
-        """Check that parameters are still views of the flat buffer, and that no parameter was added."""
         flat = self.learner.flat
-        for name, parameter, pointer in zip(flat.names, flat.parameters, flat.param_pointers, strict=True):
-            if parameter.data_ptr() != pointer:
+        unchanged = flat.grad_LP._version == self._stepped_version  # since the last step, which may be repeated
+        for parameter, view in zip(flat.parameters, flat.grad_views, strict=True):
+            if parameter.grad is not None and not (unchanged and parameter.grad is view):
                 raise RuntimeError(
-                    f"parameter {name} has left the flat buffer (.to(), .data = or vector_to_parameters): "
-                    "change weights in place, with copy_"
+                    f"{self.strategy.name}: gradients were set or changed without a backward pass, so nothing has averaged "
+                    "them: call backward() before step()"
                 )
+
+    def _check_optimized(self) -> None:
+        """Check that the optimizer steps no parameter that was added."""
         for group in self.learner.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._members:
@@ -318,15 +340,20 @@ class HookedDistributed(Distributed):
 class _ForwardHook:
     """Calls strategy and observers before a forward pass that records gradients. Copies of the model lose the hook."""
 
-    def __init__(self, learner: Learner, strategy: Strategy, observers: list[Observer]) -> None:
-        self._learner, self._strategy, self._observers = learner, strategy, observers
+    def __init__(self, learner: Learner, strategy: Strategy, observers: list[Observer], weights: WeightGuard) -> None:
+        self._learner, self._strategy, self._observers, self._weights = learner, strategy, observers, weights
 
     @torch.compiler.disable(reason="ddpcore calls a strategy in the forward pass: compile first, then distribute()")
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and not self._learner.hooks_paused:  # also in eval mode: batch norm may be frozen
-            for observer in self._observers:
-                observer.before_forward(self._learner)
-            self._strategy.before_forward(self._learner)
+        if not torch.is_grad_enabled() or self._learner.hooks_paused:  # also in eval mode: batch norm may be frozen
+            return
+        if not self._weights.is_own_pass():
+            return
+        self._weights.check_gradients()
+        for observer in self._observers:
+            observer.before_forward(self._learner)
+        self._strategy.before_forward(self._learner)
+        self._weights.count_pass(by_weights=not self._strategy.averages_gradients_at(self._learner.step))
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()

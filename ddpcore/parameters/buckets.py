@@ -49,8 +49,9 @@ class GradientBuckets:
         self._on_end = on_end
         self._pass = -1  # autograd's number of the current backward pass
         self._order: list[int] = []
+        self._sent: set[int] = set()  # parameters whose gradient was reported as complete
         hook = _weak(self._hook)
-        self._handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in flat.parameters]
+        self._handles = {id(p): p.register_post_accumulate_grad_hook(hook) for p in flat.parameters}
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -61,7 +62,7 @@ class GradientBuckets:
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     @torch.no_grad()
@@ -72,17 +73,39 @@ class GradientBuckets:
         if current != self._pass:  # a new pass, also after one that raised an error
             self._pass = current
             self._order.clear()
+            self._sent.clear()
             self._tracker.reset()
             # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        assert parameter.grad is not None
+        if parameter.grad.requires_grad:
+            raise RuntimeError(
+                "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost: take "
+                "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
+            )
         index = self._index[id(parameter)]
-        self.flat.gather_grad(index)
         self._order.append(index)
-        self._send(self._tracker.mark(index))
+        if self._runs_last(parameter):
+            self.flat.gather_grad(index)
+            self._sent.add(index)
+            self._send(self._tracker.mark(index))
+
+    def _runs_last(self, parameter: Tensor) -> bool:
+        """Whether no hook of this parameter follows, which might change the gradient. From the next pass on, none does.
+
+        torch calls these hooks in the order in which they were registered. If one was registered later, the gradient is
+        sent at the end of this pass.
+        """
+        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        own = self._handles[id(parameter)].id
+        if next(reversed(hooks)) == own:
+            return True
+        hooks[own] = hooks.pop(own)
+        return False
 
     @torch.no_grad()
     def _end(self) -> None:
-        for index in set(range(len(self.flat.segments))).difference(self._order):
+        for index in set(range(len(self.flat.segments))).difference(self._sent):
             self.flat.gather_grad(index)
         self._send(self._tracker.finish())
         self._on_end(self._order)
