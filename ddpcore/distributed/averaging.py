@@ -34,9 +34,10 @@ def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Mo
             values |= {name: _mean_of(stack, learner) for name, stack in model.module.named_buffers()}
         return single_model(model.module, values)
     result = copy_of(model)
-    for name, parameter in result.named_parameters():
-        if name in views:
-            parameter.data = views[name].clone()
+    averages = dict(zip(map(id, flat.parameters), views.values(), strict=True))  # a parametrization may change names
+    for parameter, copied in zip(model.parameters(), result.parameters(), strict=True):
+        if id(parameter) in averages:
+            copied.data = averages[id(parameter)].clone()
     if batch_norm != "local":
         average_buffers(result, comm)
     return result

@@ -315,8 +315,8 @@ class HookedDistributed(Distributed):
         for parameter, view in zip(flat.parameters, flat.grad_views, strict=True):
             if parameter.grad is not None and not (unchanged and parameter.grad is view):
                 raise RuntimeError(
-                    f"{self.strategy.name}: gradients were set or changed without a backward pass, so nothing has averaged "
-                    "them: call backward() before step()"
+                    f"{self.strategy.name}: gradients were set or changed without a backward pass and so not "
+                    "averaged: call backward() before step()"
                 )
 
     def _check_optimized(self) -> None:

@@ -63,9 +63,10 @@ class StepCalls:
         own = self._optimizer()
         if self.are_running(frame) or (own is not None and any(value is own for value in vars(other).values())):
             return
+        name = "optimizer" if own is None else type(own).__name__
         raise RuntimeError(
             f"a {type(other).__name__} that distribute() did not get steps its parameters, so learners would not "
-            f"average: step the {'optimizer' if own is None else type(own).__name__} that it got, and change its options"
+            f"average: step the {name} that it got, and change its options"
         )
 
 
@@ -125,7 +126,8 @@ class WeightGuard:
         self._known = {id(parameter): parameter for parameter in model.parameters()}
         self._read_structure()
         self._segments: object = None
-        self._gradients = 0
+        self._gradients: list[int] = []
+        self._buffer = 0
         self.num_passes = 0  # forward passes of this step that record gradients
         self._sample: Tensor | None = None
 
@@ -156,7 +158,8 @@ class WeightGuard:
             )
 
     def _read_structure(self) -> None:
-        parts = [part for m in self._model.modules() for part in (m._parameters, m._modules)]
+        modules = [module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        parts = [part for module in modules for part in (module._parameters, module._modules)]
         self._sizes: list[tuple[dict[str, Any], int]] = [(part, len(part)) for part in parts]
         self._places = [(part, name, value) for part in parts for name, value in part.items()]
 
@@ -204,7 +207,7 @@ class WeightGuard:
             return  # compare seldom, because the host waits for the device
         elif self._sample is not None and not torch.equal(self._sample, self._sampled()):
             raise RuntimeError(
-                "weights were changed between several forward passes without optimizer.step(), so learners would not "
+                "weights were changed between several forward passes without optimizer.step(), so learners would "
                 "average: change them by the optimizer that distribute() got, or run such passes under no_grad"
             )
 
@@ -222,12 +225,15 @@ class WeightGuard:
     # ---- before forward passes and steps ----
 
     def check_gradients(self) -> None:
-        """Check that the gradient buffer is where it was allocated."""
+        """Check that the gradient buffer is where it was allocated, and restore views that got other memory."""
         flat = self._flat
         if self._segments is not flat.segments:  # allocated anew
-            self._segments, self._gradients = flat.segments, flat.grad_LP.data_ptr()
-        if flat.grad_LP.data_ptr() != self._gradients:
+            self._segments, self._gradients = flat.segments, [view.data_ptr() for view in flat.grad_views]
+            self._buffer = flat.grad_LP.data_ptr()
+        if flat.grad_LP.data_ptr() != self._buffer:
             raise RuntimeError(_MOVED.format("gradients"))
+        if [view.data_ptr() for view in flat.grad_views] != self._gradients:  # parameter.grad.data = ...
+            flat.grad_views = flat.views_of(flat.grad_LP)
 
     def check_parameters(self) -> None:
         """Check that each parameter is the view of the flat buffer that it was."""

@@ -96,7 +96,7 @@ class GradientBuckets:
         torch calls these hooks in the order in which they were registered. If one was registered later, the gradient is
         sent at the end of this pass.
         """
-        hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks = parameter._post_accumulate_grad_hooks
         own = self._handles[id(parameter)].id
         if next(reversed(hooks)) == own:
             return True

@@ -1,0 +1,8 @@
+"""The table of idioms: the files that fill it, in order."""
+
+from __future__ import annotations
+
+from helpers.idioms import distributed, hooks, loops, models, optimizers, state
+from helpers.idioms.run import IDIOMS
+
+__all__ = ["IDIOMS", "distributed", "hooks", "loops", "models", "optimizers", "state"]
