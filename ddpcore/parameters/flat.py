@@ -69,9 +69,6 @@ class FlatParameters:
             raise ValueError(f"stack is {stack}: it must be at least 1 learner")
         named = _unique_trainable(parameters)
         _check(named)
-        itemsize = named[0][1].element_size()
-        sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT
-        plan_buckets(0, *sizes)  # raises an error before anything is moved
         self.stack = stack
         self._new = _zeros if allocate is None else allocate
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
