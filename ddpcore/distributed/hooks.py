@@ -13,7 +13,8 @@ One call of the user's ``optimizer.step()`` runs in this order:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +29,8 @@ from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.state_sync import StateSync
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
-from ddpcore.parameters.buckets import GradientBuckets
-from ddpcore.parameters.learner_models import copy_of
+from ddpcore.parameters.buckets import GradientBuckets, weakly
+from ddpcore.parameters.learner_models import LearnerModels, copy_of
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
@@ -48,6 +49,16 @@ class Distributed:
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
         self.comm = comm
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The models of the learners of this process: ``[model]`` for a baseline."""
+        return [self.model]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
+        """Clip the gradient of each learner to a norm, as ``torch.nn.utils.clip_grad_norm_``. Returns their norms."""
+        return [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -88,7 +99,7 @@ class Distributed:
             inner = self.model.module
         model = copy_of(inner)
         if batch_norm != "local":
-            average_buffers(model, self.comm)
+            average_buffers(model, [inner], self.comm)
         return model
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,9 +154,31 @@ class HookedDistributed(Distributed):
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
         self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._forward_hook = model.register_forward_pre_hook(_ForwardHook(learner, strategy, self.observers))
+        self._grad_versions: dict[int, int] = {}  # of virtual learners, after their last backward pass
+        self._index: dict[int, int] = {}
+        self._index_parameters()
+        if learner.flat.num_rows > 1 and self._buckets is None:
+            note = weakly(self._note_grad)
+            for parameter in learner.flat.parameters:
+                parameter.register_post_accumulate_grad_hook(note)
+        self._register_forward_hooks()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    def _index_parameters(self) -> None:
+        self._index = {id(parameter): index for index, parameter in enumerate(self.learner.flat.parameters)}
+
+    def _register_forward_hooks(self) -> None:
+        hook = _ForwardHook(self)
+        self._forward_hooks = [model.register_forward_pre_hook(hook) for model in self.models]
+        if isinstance(self.model, LearnerModels):
+            self.model.register_forward_pre_hook(hook)
+            self.model.register_forward_hook(hook.leave, always_call=True)
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The learners' models: one on a rank, one per virtual learner."""
+        return self.learner.models
 
     @contextmanager
     @override
@@ -164,9 +197,9 @@ class HookedDistributed(Distributed):
     @override
     def _copy(self, batch_norm: str) -> nn.Module:
         self.strategy.restore_weights(self.learner)
-        model = averaged_model(self.model, self.learner, batch_norm)
-        for module in model.modules():
-            module._forward_pre_hooks.pop(self._forward_hook.id, None)
+        model = averaged_model(self.learner, batch_norm)
+        for handle in self._forward_hooks:
+            model._forward_pre_hooks.pop(handle.id, None)
         return model
 
     @override
@@ -177,6 +210,7 @@ class HookedDistributed(Distributed):
             "made_by": self._made_by(),
             "step": self.learner.step,
             "layout": list(names),
+            "learners": [model.state_dict() for model in self.models[1:]],
             "used": used,
             "strategy": self.strategy.state_dict(),
             "policies": self._state_sync.state_dict(),
@@ -193,6 +227,12 @@ class HookedDistributed(Distributed):
                 f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
                 "only the states of the model and the optimizer"
             )
+        if len(state.get("learners", ())) != len(self.models) - 1:
+            raise ValueError(
+                "the state is of ddpcore 0.1, where virtual learners were rows of one model: resume with that version"
+            )
+        for model, own in zip(self.models[1:], state["learners"], strict=True):
+            model.load_state_dict(own)
         self._new_order = self._used = None
         self._averaged = False
         self._lay_out([flat.names.index(name) for name in state["layout"]])
@@ -213,6 +253,14 @@ class HookedDistributed(Distributed):
         self.strategy.restore_weights(self.learner)
         return self.learner.squared_distances()
 
+    def before_forward(self) -> None:
+        """Call observers and strategy before a forward pass of all learners."""
+        if self._buckets is not None and not self._buckets.paused:
+            self._buckets.restart()
+        for observer in self.observers:
+            observer.before_forward(self.learner)
+        self.strategy.before_forward(self.learner)
+
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.averages_gradients_at(self.learner.step):
             for observer in self.observers:
@@ -232,14 +280,17 @@ class HookedDistributed(Distributed):
         if self._used is None:
             self._agree(order, seen)
         assert self._used is not None
-        for index, (parameter, used) in enumerate(zip(flat.parameters, self._used, strict=True)):
-            if used and index not in seen and parameter.requires_grad:
-                parameter.grad = flat.grad_views[index]  # another rank has a gradient, so this rank steps too
-            elif index in seen and not used:
+        for index, parameter in enumerate(flat.parameters):
+            segment = index % len(flat.segments)
+            if self._used[segment] and index not in seen and parameter.requires_grad:
+                parameter.grad = flat.grad_views[index]  # another learner has a gradient, so this one steps too
+            elif index in seen and not self._used[segment]:
                 raise RuntimeError(
-                    f"parameter {flat.names[index]} got a gradient after a first backward pass in which it had none on "
-                    "any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
+                    f"parameter {flat.names[segment]} got a gradient after a first backward pass in which it had none "
+                    "on any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
                 )
+        for parameter in flat.parameters if flat.num_rows > 1 else ():
+            self._note_grad(parameter)
 
     def _agree(self, order: list[int], seen: set[int]) -> None:
         """Agree on the parameters in use and, for the buckets, on rank 0's order of gradients. Collective."""
@@ -247,9 +298,9 @@ class HookedDistributed(Distributed):
         num = len(flat.segments)
         complete = order + sorted(set(range(num)).difference(order))
         rows = flat.param_LP.shape[0]
-        mask = torch.zeros(num, dtype=torch.int64, device=flat.param_LP.device)
+        mask = torch.zeros(rows * num, dtype=torch.int64, device=flat.param_LP.device)
         mask[list(seen)] = 1
-        self._used = comm.gather(mask.expand(rows, num)).any(dim=0).tolist()
+        self._used = comm.gather(mask.view(rows, num)).any(dim=0).tolist()
         agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
         comm.broadcast_(agreed)
         self._new_order = None if self._laid_out else agreed[0].tolist()
@@ -263,6 +314,7 @@ class HookedDistributed(Distributed):
         if closure is None:
             self._check_averaged()
         self._check_parameters()
+        self._check_learners()
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -279,7 +331,8 @@ class HookedDistributed(Distributed):
         if self.strategy.averages_weights_at(self.learner.step):
             self._state_sync.sync()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
-        torch.autograd.graph.increment_version(self.learner.flat.parameters)
+        flat = self.learner.flat
+        torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
 
     def _check_averaged(self) -> None:
         if self._averaged or not self.strategy.averages_gradients_at(self.learner.step):
@@ -293,7 +346,8 @@ class HookedDistributed(Distributed):
     def _check_parameters(self) -> None:
         """Check that parameters are still views of the flat buffer, and that no parameter was added."""
         flat = self.learner.flat
-        for name, parameter, pointer in zip(flat.names, flat.parameters, flat.param_pointers, strict=True):
+        names = flat.names * flat.num_rows
+        for name, parameter, pointer in zip(names, flat.parameters, flat.param_pointers, strict=True):
             if parameter.data_ptr() != pointer:
                 raise RuntimeError(
                     f"parameter {name} has left the flat buffer (.to(), .data = or vector_to_parameters): "
@@ -307,8 +361,35 @@ class HookedDistributed(Distributed):
                         "do so before it, and freeze by a zero learning rate"
                     )
 
+    def _check_learners(self) -> None:
+        """Refuse gradients that were changed for some virtual learners only, as by clipping learner 0's alone."""
+        flat = self.learner.flat
+        if flat.num_rows == 1:
+            return
+        num, versions = len(flat.segments), self._grad_versions
+        changed = {
+            index
+            for index, parameter in enumerate(flat.parameters)
+            if parameter.grad is not None and versions.get(index, parameter.grad._version) != parameter.grad._version
+        }
+        self._grad_versions = {}
+        for segment in sorted({index % num for index in changed}):
+            rows = {index // num for index in changed if index % num == segment}
+            known = {index // num for index in versions if index % num == segment}
+            if rows != known:
+                raise RuntimeError(
+                    f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
+                    "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
+                    "for each of handle.models"
+                )
+
+    def _note_grad(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._grad_versions[self._index[id(parameter)]] = parameter.grad._version
+
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
+        self._index_parameters()
         if self._used is not None:
             self._used = [self._used[index] for index in order]
         if self._buckets is not None:
@@ -316,17 +397,35 @@ class HookedDistributed(Distributed):
 
 
 class _ForwardHook:
-    """Calls strategy and observers before a forward pass that records gradients. Copies of the model lose the hook."""
+    """Calls strategy and observers before a forward pass of all learners that records gradients.
 
-    def __init__(self, learner: Learner, strategy: Strategy, observers: list[Observer]) -> None:
-        self._learner, self._strategy, self._observers = learner, strategy, observers
+    A call of ``handle.model`` is one. So is a loop that calls each of ``handle.models`` once: its first call counts.
+    Copies of a model lose the hook.
+    """
+
+    is_ours = True
+
+    def __init__(self, handle: HookedDistributed) -> None:
+        self._handle = weakref.ref(handle)
+        self._called: set[int] = set()  # learners' models, since the strategy was called last
+        self._is_inside = False  # of a call of handle.model
 
     @torch.compiler.disable(reason="ddpcore calls a strategy in the forward pass: compile first, then distribute()")
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and not self._learner.hooks_paused:  # also in eval mode: batch norm may be frozen
-            for observer in self._observers:
-                observer.before_forward(self._learner)
-            self._strategy.before_forward(self._learner)
+        handle = self._handle()
+        if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
+            return  # in eval mode it goes on: batch norm may be frozen
+        self._is_inside = isinstance(module, LearnerModels)
+        is_new = self._is_inside or not self._called or id(module) in self._called
+        if is_new:
+            self._called.clear()
+        self._called |= set(map(id, handle.models)) if self._is_inside else {id(module)}
+        if is_new:
+            handle.before_forward()
+
+    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """After a call of ``handle.model``, also after an error."""
+        self._is_inside = False
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()

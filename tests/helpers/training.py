@@ -42,8 +42,10 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
     return sum(F.cross_entropy(row, label) for row, label in zip(outputs, labels, strict=True))
 
 
-def stacked_weights(model: nn.Module, num_learners: int = L) -> Tensor:
-    return torch.cat([p.detach().reshape(num_learners, -1) for p in model.parameters() if p.requires_grad], dim=1)
+def weights_of_learners(handle: ddpcore.Distributed) -> Tensor:
+    """Trained weights ``[L, x]`` in the order of the model."""
+    trained = [[p.detach().flatten() for p in model.parameters() if p.requires_grad] for model in handle.models]
+    return torch.stack([torch.cat(weights) for weights in trained])
 
 
 def flat_weights(model: nn.Module) -> Tensor:
