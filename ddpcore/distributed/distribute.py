@@ -57,7 +57,7 @@ def distribute(
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
             on each rank). For these, call the returned ``.model`` with inputs ``[learners, batch, ...]`` and add the
-            losses of the learners. Each parameter becomes the stack of all learners, see docs/strategies.md.
+            losses of the learners. ``handle.models`` lists the learners' models, see docs/strategies.md.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.

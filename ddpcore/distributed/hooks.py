@@ -109,6 +109,9 @@ class Distributed:
         """
         return {}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError, as :meth:`load_state_dict`, if the state cannot be loaded here. Changes nothing."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, after the states of model and optimizer. Collective.
 
@@ -220,18 +223,8 @@ class HookedDistributed(Distributed):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
-        if sorted(state["layout"]) != sorted(flat.names):
-            raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
-        if state["made_by"] != self._made_by():
-            raise ValueError(
-                f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
-                "only the states of the model and the optimizer"
-            )
-        if len(state.get("learners", ())) != len(self.models) - 1:
-            raise ValueError(
-                "the state is of ddpcore 0.1, where virtual learners were rows of one model: resume with that version"
-            )
-        for model, own in zip(self.models[1:], state["learners"], strict=True):
+        self.check_state(state)
+        for model, own in zip(self.models[1:], state.get("learners", ()), strict=True):
             model.load_state_dict(own)
         self._new_order = self._used = None
         self._averaged = False
@@ -243,6 +236,21 @@ class HookedDistributed(Distributed):
         self.strategy.load_state_dict(self.learner, state["strategy"])
         if "policies" in state:  # older states have none
             self._state_sync.load_state_dict(state["policies"])
+
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        if sorted(state["layout"]) != sorted(self.learner.flat.names):
+            raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
+        if state["made_by"] != self._made_by():
+            raise ValueError(
+                f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
+                "only the states of the model and the optimizer"
+            )
+        if len(self.models) > 1 and "learners" not in state:
+            raise ValueError(
+                "the state was saved by ddpcore 0.1, in which virtual learners were rows of one model: resume with "
+                "ddpcore 0.1, or begin anew"
+            )
 
     def _made_by(self) -> str:
         settings = hashlib.sha256(describe(self.strategy).encode()).hexdigest()[:8]  # short for any matrix

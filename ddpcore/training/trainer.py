@@ -119,8 +119,9 @@ class Trainer:
         """Load a result of :meth:`state_dict`. Collective.
 
         Raises:
-            ValueError: the state belongs to another model.
+            ValueError: the state belongs to another model or another version of ddpcore.
         """
+        self.handle.check_state(state["handle"])
         mine, theirs = self.module.state_dict(), state["model"]
         for name in [*mine, *theirs]:
             here, there = (tuple(side[name].shape) if name in side else None for side in (mine, theirs))
