@@ -440,5 +440,10 @@ class _ForwardHook:
 
 
 class _NoHook:
+    is_ours = True
+
+    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        return
+
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         return

@@ -256,7 +256,8 @@ def test_gradients_of_gradients() -> None:
     model, optimizer, handle = make()
     optimizer.zero_grad()
     handle.model(torch.ones(L, 1, 5)).square().sum().backward(create_graph=True)
-    assert torch.equal(model[0].weight.grad[0], model[0].weight.grad[1])
+    first, second = (one[0].weight.grad for one in handle.models[:2])
+    assert torch.equal(first, second)
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -270,15 +271,15 @@ def test_sparse_gradients_are_refused() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(6, 3, sparse=True))
         optimizer = build(model.parameters(), lr=0.1)
-        ddpcore.distribute(model, optimizer, strategy, learners=2)
-        gradient = torch.arange(36.0).view(2, 6, 3)
-        model[0].weight.grad = gradient.to_sparse() if is_sparse else gradient
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
+        for one, gradient in zip(handle.models, torch.arange(36.0).view(2, 6, 3), strict=True):
+            one[0].weight.grad = gradient.to_sparse(1) if is_sparse else gradient
         if build is FusedSGD:
             with pytest.raises(RuntimeError, match="sparse"):
                 optimizer.step()
             continue
         optimizer.step()
-        weights.append(model[0].weight.detach().clone())
+        weights.append(torch.stack([one[0].weight.detach() for one in handle.models]))
     assert torch.equal(*weights)
 
 

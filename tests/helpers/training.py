@@ -48,6 +48,18 @@ def weights_of_learners(handle: ddpcore.Distributed) -> Tensor:
     return torch.stack([torch.cat(weights) for weights in trained])
 
 
+def rows_of(handle: ddpcore.Distributed, name: str) -> Tensor:
+    """A parameter or buffer of all learners ``[L, *S]``, a copy."""
+    return torch.stack([model.state_dict()[name].detach() for model in handle.models])
+
+
+def set_rows(handle: ddpcore.Distributed, name: str, rows_LS: Tensor) -> None:
+    """Overwrite a parameter of each learner."""
+    with torch.no_grad():
+        for model, row in zip(handle.models, rows_LS, strict=True):
+            model.get_parameter(name).copy_(row)
+
+
 def flat_weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
