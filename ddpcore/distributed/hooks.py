@@ -322,6 +322,8 @@ class HookedDistributed(Distributed):
     def _check_optimized(self) -> None:
         """Check that the optimizer steps no parameter that was added."""
         for group in self.learner.optimizer.param_groups:
+            if self._members.issuperset(map(id, group["params"])):
+                continue
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._members:
                     raise RuntimeError(
@@ -349,7 +351,7 @@ class _ForwardHook:
             return
         if not self._weights.is_own_pass():
             return
-        self._weights.check_gradients()
+        self._weights.check_buffers()
         for observer in self._observers:
             observer.before_forward(self._learner)
         self._strategy.before_forward(self._learner)

@@ -94,7 +94,7 @@ def watch_steps(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """torch calls this before every step of any optimizer, so parameters are looked up once for each optimizer."""
-    if torch.compiler.is_compiling() or optimizer in _OWN:
+    if optimizer in _OWN or torch.compiler.is_compiling():
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if _OTHERS.get(optimizer) == len(parameters):
@@ -118,15 +118,39 @@ def creates_states_only(optimizer: torch.optim.Optimizer) -> bool:
     return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
 
+class _Registrations:
+    """Counts the parameters and modules that any model of this process registers, to see when one has changed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._handles: list[Any] = []
+
+    def watch(self) -> None:
+        """Start to count, at the first call."""
+        if not self._handles:
+            self._handles = [
+                nn.modules.module.register_module_parameter_registration_hook(self._add),
+                nn.modules.module.register_module_module_registration_hook(self._add),
+            ]
+
+    def _add(self, module: nn.Module, name: str, value: object) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
+
+
 class WeightGuard:
     """Checks that the model's weights are those of the flat buffer, and that its optimizer steps them."""
 
     def __init__(self, model: nn.Module, flat: FlatParameters) -> None:
         self._model, self._flat = model, flat
         self._known = {id(parameter): parameter for parameter in model.parameters()}
+        _registrations.watch()
         self._read_structure()
         self._segments: object = None
         self._gradients: list[int] = []
+        self._sizes: list[int] = []
         self._buffer = 0
         self.num_passes = 0  # forward passes of this step that record gradients
         self._sample: Tensor | None = None
@@ -143,7 +167,8 @@ class WeightGuard:
             return False  # torch.func.grad or vmap
         if DistributedDataParallel._active_ddp_module is not None:
             self._check_ddp(DistributedDataParallel._active_ddp_module)
-        if self._is_changed():
+        present = list(map(id, map(dict.get, self._owners, self._names)))
+        if self._registered != _registrations.count or self._ids != present:
             if _calls(stateless._functional_call.__code__):
                 return False  # torch.func.functional_call has replaced the parameters for this pass
             self._check_structure()
@@ -159,15 +184,11 @@ class WeightGuard:
 
     def _read_structure(self) -> None:
         modules = [module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        parts = [part for module in modules for part in (module._parameters, module._modules)]
-        self._sizes: list[tuple[dict[str, Any], int]] = [(part, len(part)) for part in parts]
-        self._places = [(part, name, value) for part in parts for name, value in part.items()]
-
-    def _is_changed(self) -> bool:
-        for part, name, value in self._places:
-            if part.get(name) is not value:
-                return True
-        return any(len(part) != size for part, size in self._sizes)
+        self._places = [(module, name, value) for module in modules for name, value in module._parameters.items()]
+        self._owners = [module._parameters for module, _, _ in self._places]
+        self._names = [name for _, name, _ in self._places]
+        self._ids = [id(value) for _, _, value in self._places]
+        self._registered = _registrations.count
 
     def _check_structure(self) -> None:
         """Parameters may move to other names, as pruning and parametrizations do it, and layers may go."""
@@ -182,9 +203,8 @@ class WeightGuard:
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise RuntimeError(f"parameter {name} was added or replaced after distribute(): {advice}")
         trained = {id(parameter): name for name, parameter in zip(self._flat.names, self._flat.parameters, strict=True)}
-        owners = {id(module._parameters): module for module in modules}
-        for part, key, value in self._places:
-            if id(value) in trained and id(value) not in present and hasattr(owners.get(id(part)), key):
+        for module, key, value in self._places:
+            if id(value) in trained and id(value) not in present and module in modules and hasattr(module, key):
                 raise RuntimeError(f"parameter {trained[id(value)]} was replaced after distribute(): {advice}")
 
     def count_pass(self, *, by_weights: bool) -> None:
@@ -207,7 +227,7 @@ class WeightGuard:
             return  # compare seldom, because the host waits for the device
         elif self._sample is not None and not torch.equal(self._sample, self._sampled()):
             raise RuntimeError(
-                "weights were changed between several forward passes without optimizer.step(), so learners would "
+                "weights were changed between several forward passes without optimizer.step(), so learners would not "
                 "average: change them by the optimizer that distribute() got, or run such passes under no_grad"
             )
 
@@ -224,34 +244,39 @@ class WeightGuard:
 
     # ---- before forward passes and steps ----
 
-    def check_gradients(self) -> None:
-        """Check that the gradient buffer is where it was allocated, and restore views that got other memory."""
+    def check_buffers(self) -> None:
+        """Check that both flat buffers are where they were allocated."""
         flat = self._flat
         if self._segments is not flat.segments:  # allocated anew
-            self._segments, self._gradients = flat.segments, [view.data_ptr() for view in flat.grad_views]
-            self._buffer = flat.grad_LP.data_ptr()
+            self._segments, self._buffer = flat.segments, flat.grad_LP.data_ptr()
+            self._gradients = _pointers(flat.grad_views)
+            self._sizes = [view.numel() for view in flat.param_views]
+        if flat.param_LP.data_ptr() != flat.param_pointers[0]:
+            raise RuntimeError(_MOVED.format("parameters"))
         if flat.grad_LP.data_ptr() != self._buffer:
             raise RuntimeError(_MOVED.format("gradients"))
-        if [view.data_ptr() for view in flat.grad_views] != self._gradients:  # parameter.grad.data = ...
-            flat.grad_views = flat.views_of(flat.grad_LP)
 
     def check_parameters(self) -> None:
         """Check that each parameter is the view of the flat buffer that it was."""
         flat = self._flat
-        self.check_gradients()
-        places = zip(flat.names, flat.parameters, flat.param_pointers, flat.param_views, strict=True)
-        for name, parameter, pointer, view in places:
-            if parameter.data_ptr() == pointer and parameter.numel() == view.numel():
+        self.check_buffers()
+        if _pointers(flat.grad_views) != self._gradients:  # the program has set parameter.grad.data
+            flat.grad_views = flat.views_of(flat.grad_LP)
+        sizes = list(map(Tensor.numel, flat.parameters))
+        if _pointers(flat.parameters) == [*flat.param_pointers] and sizes == self._sizes:
+            return
+        places = zip(flat.names, flat.parameters, flat.param_pointers, self._sizes, strict=True)
+        for name, parameter, pointer, size in places:
+            if parameter.data_ptr() == pointer and parameter.numel() == size:
                 continue
-            if (
-                parameter.data_ptr() != pointer
-                and parameter.untyped_storage()._cdata == flat.param_LP.untyped_storage()._cdata
-            ):
-                raise RuntimeError(_MOVED.format("parameters"))
             raise RuntimeError(
                 f"parameter {name} has left the flat buffer (.to(), .data = or vector_to_parameters): "
                 "change weights in place, with copy_"
             )
+
+
+def _pointers(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 _MOVED = (

@@ -58,6 +58,7 @@ class GradientBuckets:
         """Read the layout of ``flat`` again, after ``flat.reorder``."""
         self.messages = messages(self.flat)
         self._tracker = BucketTracker(_ranges(self.flat), self.messages)
+        self._pointers = [view.data_ptr() for view in self.flat.grad_views]
         self._index = {id(parameter): index for index, parameter in enumerate(self.flat.parameters)}
 
     def remove(self) -> None:
@@ -84,6 +85,9 @@ class GradientBuckets:
                 "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
             )
         index = self._index[id(parameter)]
+        view = self.flat.grad_views[index]
+        if parameter.grad is view and view.data_ptr() != self._pointers[index]:  # the program has set grad.data
+            self.flat.grad_views = self.flat.views_of(self.flat.grad_LP)
         self._order.append(index)
         if self._runs_last(parameter):
             self.flat.gather_grad(index)

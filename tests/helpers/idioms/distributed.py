@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.idioms.run import Run, add, idiom, net, one_step, sgd, start, train
 
@@ -188,7 +190,7 @@ def shared_memory_before(run: Run) -> None:
 def a_parameter_sent_to_a_process(run: Run) -> None:
     start(run)
     one_step(run, 0)
-    next(run.inner.parameters()).detach().share_memory_()  # as torch.multiprocessing does it
+    ForkingPickler.dumps(next(run.inner.parameters()))  # as a queue of torch.multiprocessing does it
     train(run, first=1)
 
 
@@ -201,6 +203,18 @@ def a_gradient_sent_to_a_process(run: Run) -> None:
     one_step(run, 0)
     next(run.inner.parameters()).grad.share_memory_()  # type: ignore[union-attr]
     train(run, first=1)
+
+
+@idiom(worlds=RANKS)
+def data_loader_with_a_worker(run: Run) -> None:
+    """A forked process that inherits the model."""
+    start(run)
+    inputs, labels = zip(*(run.batch(step) for step in range(4)), strict=True)
+    data = TensorDataset(torch.cat(inputs), torch.cat(labels))
+    for x, y in DataLoader(data, batch_size=4, num_workers=1):
+        run.optimizer.zero_grad()
+        run.backward(run.loss(run.model(x), y))
+        run.step()
 
 
 @idiom(worlds=RANKS)

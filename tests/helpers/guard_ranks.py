@@ -1,0 +1,117 @@
+"""One of two real ranks: an error on one rank alone, a distribute call that fails, and a checkpoint of torch."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import ddpcore
+from ddpcore.distributed import distribute as module
+from ddpcore.optim import FusedSGD
+from helpers.idioms.run import STRATEGIES, Run, net, one_step, sgd
+from helpers.ranks import join
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def moved_on_rank_0(rank: int, strategy: str, what: str) -> dict[str, Any]:
+    """Rank 0 alone moves its weights or gradients to other memory. No rank may take a further step."""
+    run = Run(strategy, "ranks")
+    model = net()
+    run.distribute(model, sgd(model), transport="shm", timeout=3.0)
+    one_step(run, 0)
+    before = weights(model)
+    if rank == 0:
+        (model[0].weight if what == "parameters" else model[0].weight.grad).share_memory_()
+    try:
+        for step in range(1, 3):
+            one_step(run, step)
+        error = "no error"
+    except Exception as raised:
+        error = str(raised)
+    return {"error": error, "before": before, "after": weights(model)}
+
+
+def failed_call(rank: int) -> dict[str, Any]:
+    """The connection fails while the weights are sent; a second call succeeds with the same objects."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer, strategy = FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD()
+    before = copy.deepcopy((model.state_dict(), [parameter.grad for parameter in model.parameters()]))
+    send, module._start_alike = module._start_alike, broken
+    try:
+        ddpcore.distribute(model, optimizer, strategy)
+        error = "no error"
+    except Exception as raised:
+        error = str(raised)
+    finally:
+        module._start_alike = send
+    after = copy.deepcopy((model.state_dict(), [parameter.grad for parameter in model.parameters()]))
+    hooks = (
+        len(model._forward_pre_hooks)
+        + len(optimizer._optimizer_step_pre_hooks)
+        + sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters())
+    )
+    optimizer.step()  # alone
+    ddpcore.distribute(model, optimizer, strategy)
+    optimizer.zero_grad()
+    model(torch.full((2, 5), float(rank))).sum().backward()
+    optimizer.step()
+    return {"error": error, "before": before, "after": after, "hooks": hooks, "weights": weights(model)}
+
+
+def broken(*_: Any) -> None:
+    raise ConnectionError("rank 1 is gone")
+
+
+def checkpoint(folder: str, strategy: str) -> dict[str, Any]:
+    """Two steps, a checkpoint of torch in files, two steps; a new run loads it and takes the same two steps."""
+    ends = []
+    for is_first in (True, False):
+        run = Run(strategy, "ranks")
+        model = net() if is_first else nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        run.distribute(model, sgd(model))
+        if is_first:
+            for step in range(2):
+                one_step(run, step)
+        states = get_state_dict(model, run.optimizer)
+        names = ("model", "optimizer")
+        mine = {f"{name} of rank {run.rank}": state for name, state in zip(names, states, strict=True)}
+        if is_first:
+            dcp.save(mine, checkpoint_id=f"{folder}/{strategy}")
+        else:
+            dcp.load(mine, checkpoint_id=f"{folder}/{strategy}")
+            loaded = [mine[f"{name} of rank {run.rank}"] for name in names]
+            set_state_dict(model, run.optimizer, model_state_dict=loaded[0], optim_state_dict=loaded[1])
+        for step in range(2, 4):
+            one_step(run, step)
+        ends.append(weights(model))
+    return {"ends": ends}
+
+
+def main() -> None:
+    path, rank, _ = join()
+    seen: dict[Any, Any] = {"failed call": failed_call(rank)}
+    for strategy in STRATEGIES:
+        seen["checkpoint", strategy] = checkpoint(f"{sys.argv[1]}/dcp", strategy)
+    for strategy in STRATEGIES:
+        for what in ("parameters", "gradients"):
+            seen["moved", strategy, what] = moved_on_rank_0(rank, strategy, what)
+            dist.barrier()
+    torch.save(seen, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
