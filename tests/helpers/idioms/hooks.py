@@ -32,11 +32,11 @@ def _on_parameters(run: Run, register: Any, when: str) -> None:
             register(parameter)
     run.distribute(model, optimizer)
     if when == "after":
-        for parameter in model.parameters():
+        for parameter in run.parameters():
             register(parameter)
     train(run, steps=2)
     if when == "in the middle":
-        for parameter in model.parameters():
+        for parameter in run.parameters():
             register(parameter)
     train(run, first=2, steps=3)
 
@@ -62,7 +62,8 @@ def _on_modules(run: Run, register: Any, when: str) -> None:
         register(model[0])
     run.distribute(model, optimizer)
     if when == "after":
-        register(model[0])
+        for one in run.models:
+            register(one[0])
     train(run)
 
 
@@ -75,18 +76,18 @@ ON_MODULES = {
 }
 for name, register in ON_MODULES.items():
     for when in ("before", "after"):
-        worlds = ("ranks", "virtual") if "forward" in name else ("ranks",)
-        add(f"{name}_{when}", partial(_on_modules, register=register, when=when), worlds=worlds)
+        add(f"{name}_{when}", partial(_on_modules, register=register, when=when))
 
 
 @idiom()
 def hook_on_the_whole_model(run: Run) -> None:
     start(run)
-    run.inner.register_forward_hook(lambda module, inputs, outputs: outputs * 0.5)
+    for model in run.models:
+        model.register_forward_hook(lambda module, inputs, outputs: outputs * 0.5)
     train(run)
 
 
-@idiom(worlds=("ranks",))
+@idiom()
 def hook_on_an_activation(run: Run) -> None:
     class Hooked(nn.Sequential):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -128,9 +129,10 @@ def global_forward_hook(run: Run) -> None:
 @idiom()
 def tensor_hook_that_is_removed(run: Run) -> None:
     start(run)
-    handle = run.inner[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    handles = [model[0].weight.register_hook(lambda gradient: gradient * 0.5) for model in run.models]
     train(run, steps=2)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     train(run, first=2, steps=2)
 
 
@@ -143,10 +145,10 @@ def multi_grad_hook(run: Run) -> None:
     run.tensors.append(torch.tensor(len(calls)))
 
 
-@idiom(worlds=("ranks",))
+@idiom()
 def hook_of_the_accumulation_node(run: Run) -> None:
     start(run)
-    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in run.inner.parameters()]
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in run.parameters()]
     for node in nodes:
         node.register_prehook(lambda gradients: (gradients[0] * 0.5,))
     train(run)
@@ -162,7 +164,7 @@ class Straight(torch.autograd.Function):
         return gradient * 0.5
 
 
-@idiom(worlds=("ranks",))
+@idiom()
 def custom_autograd_function(run: Run) -> None:
     class Binary(nn.Sequential):
         def forward(self, inputs: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def gradients_zeroed_by_the_model(run: Run) -> None:
         inputs, labels = run.batch(step)
         run.backward(run.loss(run.model(inputs), labels))
         run.step()
-        run.model.zero_grad()
+        for model in run.models:
+            model.zero_grad()
 
 
 @idiom()
@@ -43,7 +44,7 @@ def gradients_set_to_none_by_hand(run: Run) -> None:
     start(run)
     for step in range(STEPS):
         inputs, labels = run.batch(step)
-        for parameter in run.inner.parameters():
+        for parameter in run.parameters():
             parameter.grad = None
         run.backward(run.loss(run.model(inputs), labels))
         run.step()
@@ -147,7 +148,8 @@ def _clip(run: Run, clip: Any) -> None:
         inputs, labels = run.batch(step)
         run.optimizer.zero_grad()
         run.backward(run.loss(run.model(inputs), labels))
-        clip(list(run.inner.parameters()))
+        for model in run.models:
+            clip(list(model.parameters()))
         run.step()
 
 
@@ -238,7 +240,7 @@ def loss_scaled_by_hand(run: Run) -> None:
         inputs, labels = run.batch(step)
         run.optimizer.zero_grad()
         run.backward(run.loss(run.model(inputs), labels) * 1024)
-        for parameter in run.inner.parameters():
+        for parameter in run.parameters():
             parameter.grad.div_(1024)
         run.step()
 
@@ -252,7 +254,7 @@ def _scaler(run: Run, clip: bool) -> None:
         run.backward(scaler.scale(run.loss(run.model(inputs), labels)))
         if clip:
             scaler.unscale_(run.optimizer)
-            nn.utils.clip_grad_value_(run.inner.parameters(), 0.01)
+            nn.utils.clip_grad_value_(run.parameters(), 0.01)
         run.step(partial(scaler.step, run.optimizer))
         scaler.update()
 
@@ -261,7 +263,7 @@ add("grad_scaler", partial(_scaler, clip=False))
 add("grad_scaler_and_clipping", partial(_scaler, clip=True))
 
 
-@idiom(worlds=("ranks",))
+@idiom()
 def activation_checkpointing(run: Run) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

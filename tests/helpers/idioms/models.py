@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from helpers.idioms.run import Run, add, idiom, net, one_step, sgd, start, train
 
 RANKS = ("ranks",)
+BOTH = ("ranks", "virtual")
 
 
 class Apply(nn.Module):
@@ -63,33 +64,33 @@ def last_output(layer: nn.Module) -> Callable[[], nn.Module]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "layer_norm": (lambda: nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)), ("ranks", "virtual")),
-    "group_norm": (lambda: nn.Sequential(nn.Linear(5, 8), nn.GroupNorm(2, 8), nn.Linear(8, 3)), ("ranks", "virtual")),
-    "batch_norm": (lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)), ("ranks", "virtual")),
+    "layer_norm": (lambda: nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)), BOTH),
+    "group_norm": (lambda: nn.Sequential(nn.Linear(5, 8), nn.GroupNorm(2, 8), nn.Linear(8, 3)), BOTH),
+    "batch_norm": (lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)), BOTH),
     "batch_norm_without_statistics": (
         lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7, track_running_stats=False), nn.Linear(7, 3)),
-        ("ranks", "virtual"),
+        BOTH,
     ),
     "dropout": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.5), nn.Linear(7, 3)), RANKS),
-    "channels_last": (channels_last, ("ranks", "virtual")),
+    "channels_last": (channels_last, BOTH),
     "conv1d": (
         lambda: Apply(lambda m, x: m.conv(x.unsqueeze(-2)).mean(dim=-1), conv=nn.Conv1d(1, 3, 3)),
-        ("ranks", "virtual"),
+        BOTH,
     ),
-    "lstm": (last_output(nn.LSTM), RANKS),
-    "gru": (last_output(nn.GRU), RANKS),
-    "rnn": (last_output(nn.RNN), RANKS),
+    "lstm": (last_output(nn.LSTM), BOTH),
+    "gru": (last_output(nn.GRU), BOTH),
+    "rnn": (last_output(nn.RNN), BOTH),
     "attention": (
         lambda: Apply(
             lambda m, x: m.head(m.attention(x, x, x, need_weights=False)[0]),
             attention=nn.MultiheadAttention(5, 1),
             head=nn.Linear(5, 3),
         ),
-        RANKS,
+        BOTH,
     ),
     "transformer": (
         lambda: nn.Sequential(nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0), nn.Linear(5, 3)),
-        RANKS,
+        BOTH,
     ),
     "embedding": (
         lambda: Apply(
@@ -97,59 +98,59 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
             table=nn.Embedding(6, 3, padding_idx=0),
             head=nn.Linear(15, 3),
         ),
-        ("ranks", "virtual"),
+        BOTH,
     ),
     "embedding_bag": (
         lambda: Apply(lambda m, x: m.bag((x.abs() * 2).long().clamp(max=5)), bag=nn.EmbeddingBag(6, 3, mode="mean")),
-        RANKS,
+        BOTH,
     ),
-    "tied_embedding": (embedded, ("ranks", "virtual")),
-    "tied_layers": (tied, ("ranks", "virtual")),
+    "tied_embedding": (embedded, BOTH),
+    "tied_layers": (tied, BOTH),
     "one_layer_used_twice": (
         lambda: Apply(lambda m, x: m.layer(m.layer(x).tanh()), layer=nn.Linear(5, 5)),
-        ("ranks", "virtual"),
+        BOTH,
     ),
     "one_layer_twice_in_a_list": (
         lambda: (lambda layer: Apply(lambda m, x: m.all[1](m.all[0](x)), all=nn.ModuleList([layer] * 2)))(
             nn.Linear(5, 5)
         ),
-        RANKS,
+        BOTH,
     ),
     "parameter_list": (
         lambda: Apply(lambda m, x: x @ m.p[0] + m.p[1], p=nn.ParameterList([torch.randn(5, 3), torch.zeros(3)])),
-        ("ranks", "virtual"),
+        BOTH,
     ),
     "parameter_dict": (
         lambda: Apply(lambda m, x: x @ m.p["w"], p=nn.ParameterDict({"w": torch.randn(5, 3)})),
-        ("ranks", "virtual"),
+        BOTH,
     ),
     "scalar_parameter": (
         lambda: Apply(lambda m, x: m.body(x) * m.scale, body=net(), scale=nn.Parameter(torch.tensor(2.0))),
-        ("ranks", "virtual"),
+        BOTH,
     ),
     "empty_parameter": (
         lambda: Apply(lambda m, x: m.body(x) + m.none.sum(), body=net(), none=nn.Parameter(torch.zeros(0))),
-        ("ranks", "virtual"),
+        BOTH,
     ),
-    "transposed_parameter": (transposed, ("ranks", "virtual")),
-    "an_unused_layer": (lambda: Apply(lambda m, x: m.body(x), body=net(), other=nn.Linear(2, 2)), ("ranks", "virtual")),
-    "prelu": (lambda: nn.Sequential(nn.Linear(5, 7), nn.PReLU(), nn.Linear(7, 3)), ("ranks", "virtual")),
-    "bilinear": (lambda: Apply(lambda m, x: m.b(x, x), b=nn.Bilinear(5, 5, 3)), RANKS),
+    "transposed_parameter": (transposed, BOTH),
+    "an_unused_layer": (lambda: Apply(lambda m, x: m.body(x), body=net(), other=nn.Linear(2, 2)), BOTH),
+    "prelu": (lambda: nn.Sequential(nn.Linear(5, 7), nn.PReLU(), nn.Linear(7, 3)), BOTH),
+    "bilinear": (lambda: Apply(lambda m, x: m.b(x, x), b=nn.Bilinear(5, 5, 3)), BOTH),
     "module_dict": (
         lambda: Apply(
             lambda m, x: m.d["b"](m.d["a"](x)), d=nn.ModuleDict({"b": nn.Linear(4, 3), "a": nn.Linear(5, 4)})
         ),
-        ("ranks", "virtual"),
+        BOTH,
     ),
-    "weight_norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 3))), RANKS),
-    "spectral_norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 3))), RANKS),
-    "orthogonal": (lambda: nn.Sequential(nn.Linear(5, 4), parametrizations.orthogonal(nn.Linear(4, 4))), RANKS),
-    "old_weight_norm": (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 3))), RANKS),
-    "old_spectral_norm": (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 3))), RANKS),
-    "pruned": (lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(5, 3), "weight", 0.3)), RANKS),
-    "torch_compile": (lambda: torch.compile(net(), backend="eager"), RANKS),
-    "fx": (lambda: torch.fx.symbolic_trace(net()), ("ranks", "virtual")),
-    "a_scripted_layer": (lambda: nn.Sequential(torch.jit.script(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)), RANKS),
+    "weight_norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 3))), BOTH),
+    "spectral_norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 3))), BOTH),
+    "orthogonal": (lambda: nn.Sequential(nn.Linear(5, 4), parametrizations.orthogonal(nn.Linear(4, 4))), BOTH),
+    "old_weight_norm": (lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 3))), BOTH),
+    "old_spectral_norm": (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 3))), BOTH),
+    "pruned": (lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(5, 3), "weight", 0.3)), BOTH),
+    "torch_compile": (lambda: torch.compile(net(), backend="eager"), BOTH),
+    "fx": (lambda: torch.fx.symbolic_trace(net()), BOTH),
+    "a_scripted_layer": (lambda: nn.Sequential(torch.jit.script(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)), BOTH),
     "data_parallel": (lambda: nn.DataParallel(net()), RANKS),
 }
 
@@ -232,7 +233,8 @@ def _later(run: Run, change: Callable[[Any], Any]) -> None:
     """Change the model after two steps, and go on."""
     start(run)
     train(run, steps=2)
-    change(run.inner)
+    for model in run.models:
+        change(model)
     train(run, first=2, steps=2)
 
 
@@ -282,20 +284,21 @@ LATER: dict[str, tuple[Callable[[Any], Any], str | None]] = {
     "a_wrapped_layer": (lambda m: m.__setitem__(0, nn.Sequential(m[0])), None),
 }
 for name, (change, message) in LATER.items():
-    add(f"later_{name}", partial(_later, change=change), worlds=RANKS, **({"refused": message} if message else {}))
+    add(f"later_{name}", partial(_later, change=change), **({"refused": message} if message else {}))
 
 
-@idiom(worlds=RANKS)
+@idiom()
 def later_without_a_layer(run: Run) -> None:
     """An auxiliary head that is dropped."""
     model = Apply(lambda m, x: m.body(x) if m.aux is None else m.body(x) + m.aux(x), body=net(), aux=nn.Linear(5, 3))
     run.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train(run, steps=2)
-    run.inner.aux = None  # type: ignore[assignment]
+    for one in run.models:
+        one.aux = None
     train(run, first=2, steps=2)
 
 
-@idiom(worlds=RANKS)
+@idiom()
 def parametrizations_cached(run: Run) -> None:
     model = net()
     parametrize.register_parametrization(model[0], "weight", Scaled())
@@ -305,7 +308,7 @@ def parametrizations_cached(run: Run) -> None:
             one_step(run, step)
 
 
-@idiom(worlds=RANKS)
+@idiom()
 def frozen_layers(run: Run) -> None:
     model = net()
     model[0].requires_grad_(False)
@@ -313,19 +316,19 @@ def frozen_layers(run: Run) -> None:
     train(run)
 
 
-@idiom(worlds=RANKS)
+@idiom()
 def a_layer_frozen_for_some_steps(run: Run) -> None:
     start(run)
     train(run, steps=2)
-    for parameter in run.inner[0].parameters():  # type: ignore[index, union-attr]
-        parameter.requires_grad_(False)
+    for model in run.models:
+        model[0].requires_grad_(False)
     train(run, first=2, steps=2)
-    for parameter in run.inner[0].parameters():  # type: ignore[index, union-attr]
-        parameter.requires_grad_(True)
+    for model in run.models:
+        model[0].requires_grad_(True)
     train(run, first=4, steps=2)
 
 
-@idiom(worlds=RANKS)
+@idiom()
 def a_lazy_layer_after_a_first_pass(run: Run) -> None:
     model = nn.Sequential(nn.LazyLinear(7), nn.Tanh(), nn.Linear(7, 3))
     model(torch.zeros(1, 5))

@@ -22,7 +22,7 @@ def gradients_by_autograd_grad(run: Run) -> None:
     start(run)
     for step in range(STEPS):
         inputs, labels = run.batch(step)
-        parameters = list(run.inner.parameters())
+        parameters = run.parameters()
         gradients = torch.autograd.grad(run.loss(run.model(inputs), labels), parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -49,7 +49,7 @@ def a_penalty_on_the_gradient_of_the_weights(run: Run) -> None:
         inputs, labels = run.batch(step)
         run.optimizer.zero_grad()
         loss = run.loss(run.model(inputs), labels)
-        slopes = torch.autograd.grad(loss, list(run.inner.parameters()), create_graph=True)
+        slopes = torch.autograd.grad(loss, run.parameters(), create_graph=True)
         run.backward(loss + sum(slope.square().sum() for slope in slopes))
         run.step()
 
@@ -61,8 +61,8 @@ def backward_that_keeps_the_graph(run: Run) -> None:
         inputs, labels = run.batch(step)
         run.optimizer.zero_grad()
         run.backward(run.loss(run.model(inputs), labels), create_graph=True)
-        curvature = sum(parameter.grad.square().sum() for parameter in run.inner.parameters())
-        for parameter in run.inner.parameters():
+        curvature = sum(parameter.grad.square().sum() for parameter in run.parameters())
+        for parameter in run.parameters():
             parameter.grad = None
         run.backward(run.loss(run.model(inputs), labels) + 0.1 * curvature)
         run.step()
@@ -72,11 +72,13 @@ def _between(run: Run, look: Any) -> None:
     """Look at the model between two steps, and after the forward and backward pass of a step."""
     start(run)
     for step in range(STEPS):
-        look(run.inner, run.batch(60)[0])
+        for model, x in run.each(60):
+            look(model, x)
         inputs, labels = run.batch(step)
         run.optimizer.zero_grad()
         run.backward(run.loss(run.model(inputs), labels))
-        look(run.inner, run.batch(60)[0])
+        for model, x in run.each(60):
+            look(model, x)
         run.step()
 
 
@@ -121,18 +123,18 @@ LOOKS: dict[str, Any] = {
     ),
 }
 for name, look in LOOKS.items():
-    add(f"between_steps_{name}", partial(_between, look=look), worlds=("ranks",))
+    add(f"between_steps_{name}", partial(_between, look=look))
 
 
-@idiom(refused=SET, worlds=("ranks",))
+@idiom(refused=SET)
 def gradients_of_samples_set_as_gradients(run: Run) -> None:
     """Without a forward pass of the model itself. Under SSGD nothing averages them."""
     start(run)
     for step in range(STEPS):
-        inputs, _ = run.batch(step)
-        slopes = vmap(grad(_loss_at), (None, None, 0))(_values(run.inner), run.inner, inputs[:, None])
-        for name, parameter in run.inner.named_parameters():
-            parameter.grad = slopes[name].mean(dim=0)
+        for model, inputs in run.each(step):
+            slopes = vmap(grad(_loss_at), (None, None, 0))(_values(model), model, inputs[:, None])
+            for name, parameter in model.named_parameters():
+                parameter.grad = slopes[name].mean(dim=0)
         run.step()
 
 
@@ -152,9 +154,9 @@ def _by_hand(run: Run, update: Any) -> None:
     start(run)
     for step in range(8):
         inputs, labels = run.batch(step)
-        run.inner.zero_grad()
+        run.optimizer.zero_grad()
         run.backward(run.loss(run.model(inputs), labels))
-        update(run.inner.parameters()) if run.strategy == "ssgd" else run.step(partial(update, run.inner.parameters()))
+        update(run.parameters()) if run.strategy == "ssgd" else run.step(partial(update, run.parameters()))
 
 
 BY_HAND = "weights were changed between several forward passes without optimizer.step"
@@ -168,7 +170,7 @@ def weights_replaced_by_data(run: Run) -> None:
     start(run)
     for step in range(STEPS):
         one_step(run, step)
-        for parameter in run.inner.parameters():
+        for parameter in run.parameters():
             parameter.data = parameter.data - 0.01
 
 
@@ -194,20 +196,22 @@ def stochastic_weight_averaging(run: Run) -> None:
     run.tensors += [*(parameter.detach() for parameter in swa.parameters()), swa.module[1].running_mean]
 
 
-@idiom(worlds=("ranks",))
+@idiom()
 def weights_swapped_for_evaluation(run: Run) -> None:
     """Other weights for an evaluation between steps, and back."""
     start(run)
     for step in range(STEPS):
         one_step(run, step)
-        own = copy.deepcopy(run.inner.state_dict())
-        run.inner.load_state_dict({name: value * 0 for name, value in own.items()})
+        own = [copy.deepcopy(model.state_dict()) for model in run.models]
+        for model in run.models:
+            model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
         with torch.no_grad():
             run.model(run.batch(50)[0])
-        run.inner.load_state_dict(own)
+        for model, state in zip(run.models, own, strict=True):
+            model.load_state_dict(state)
 
 
-@idiom(worlds=("ranks",))
+@idiom()
 def two_models_in_turn(run: Run) -> None:
     """Each with its own optimizer and distribute call, as in a GAN."""
     other = Run(run.strategy, run.world)

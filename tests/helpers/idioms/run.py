@@ -43,6 +43,20 @@ class Run:
     def is_plain(self) -> bool:
         return self.world == "plain"
 
+    @property
+    def models(self) -> list[Any]:
+        """The models of the learners held here: what a loop does to its model, it does to each of them."""
+        return list(getattr(self.handle, "models", [self.inner]))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all models."""
+        return [parameter for model in self.models for parameter in model.parameters()]
+
+    def each(self, step: int) -> list[tuple[Any, Tensor]]:
+        """Every model with its inputs of a step."""
+        inputs = self.batch(step)[0]
+        return list(zip(self.models, inputs if self.world == "virtual" else [inputs], strict=True))
+
     def distribute(self, model: nn.Module, optimizer: Any, **options: Any) -> Any:
         """Returns the model to call. The random numbers of the learners differ from here on."""
         self.inner, self.optimizer, self.handle = model, optimizer, None
@@ -94,6 +108,8 @@ class Run:
     def close(self) -> tuple[list[Tensor], list[Tensor]]:
         """The weights of the learners held here and their average, and with both the tensors of the idiom."""
         own = [parameter.detach().clone() for parameter in self._trained()]
+        if len(self.models) > 1:
+            own = [torch.stack(rows).detach() for rows in zip(*map(self._trained_of, self.models), strict=True)]
         if self.handle is not None:
             mean = [parameter.detach() for parameter in self.handle.evaluation_model().parameters()]
             pairs = zip(mean, self.inner.parameters(), strict=True)
@@ -105,6 +121,11 @@ class Run:
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.inner.parameters() if id(parameter) in self._members]
+
+    def _trained_of(self, model: nn.Module) -> list[Tensor]:
+        """The parameters of a copy of the model that stand where those of :meth:`_trained` do."""
+        pairs = zip(model.parameters(), self.inner.parameters(), strict=True)
+        return [parameter for parameter, first in pairs if id(first) in self._members]
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
