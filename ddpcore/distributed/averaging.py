@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,53 +10,38 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpcore.comm.base import Communicator
-from ddpcore.parameters.learner_models import StackedModel, copy_of, single_model
+from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.learner import Learner
 
 BATCH_NORM = ("average", "local", "recalibrate")
 
 
-def averaged_model(model: nn.Module, learner: Learner, batch_norm: str) -> nn.Module:
-    """Return a copy of the model with averaged weights, without changing the model. Collective.
+def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
+    """Return a copy of the model with averaged weights, without changing any learner's model. Collective.
 
     Args:
-        model: the model in training, a ``StackedModel`` for virtual learners.
-        learner: its flat weights and its connection.
+        learner: its flat weights, its models and its connection.
         batch_norm: ``local`` keeps the floating-point and complex buffers of the (first) learner held here. Other
             values average them.
     """
-    flat, comm = learner.flat, learner.comm
-    average_LP = learner.average_of(flat.param_LP)
-    views = dict(zip(flat.names, flat.views_of(average_LP), strict=True))
-    if isinstance(model, StackedModel):
-        values = {name: stack[0].clone() for name, stack in views.items()}
-        if batch_norm != "local":
-            values |= {name: _mean_of(stack, learner) for name, stack in model.module.named_buffers()}
-        return single_model(model.module, values)
+    flat, model = learner.flat, learner.models[0]
+    views = flat.views_of(learner.average_of(flat.param_LP)[:1])
+    averages = dict(zip(map(id, flat.parameters), views, strict=False))  # a parametrization may change names
     result = copy_of(model)
-    averages = dict(zip(map(id, flat.parameters), views.values(), strict=True))  # a parametrization may change names
     for parameter, copied in zip(model.parameters(), result.parameters(), strict=True):
         if id(parameter) in averages:
+            copied.grad = None
             copied.data = averages[id(parameter)].clone()
     if batch_norm != "local":
-        average_buffers(result, comm)
+        average_buffers(result, learner.models, learner.comm)
     return result
 
 
-def _mean_of(stack: Tensor, learner: Learner) -> Tensor:
-    """The mean of a stacked buffer over its learners. Counters are those of the first learner."""
-    if not has_average(stack):
-        return stack[0].clone()
-    rows = stack.reshape(len(stack), -1).clone()
-    learner.comm.average_(rows).wait()
-    return rows[0].view(stack.shape[1:])
-
-
-def average_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Overwrite floating-point and complex buffers with their mean over the ranks. Collective."""
-    for buffer in model.buffers():
+def average_buffers(result: nn.Module, models: Sequence[nn.Module], comm: Communicator) -> None:
+    """Overwrite floating-point and complex buffers of a copy with their mean over all learners' models. Collective."""
+    for buffer, *own in zip(result.buffers(), *(model.buffers() for model in models), strict=True):
         if has_average(buffer):
-            rows = rows_of(buffer, comm)
+            rows = torch.stack([one.reshape(-1) for one in own])
             comm.average_(rows).wait()
             buffer.data = rows[0].view(buffer.shape)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_e
 from ddpcore.distributed.hooks import Distributed, HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
+from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.flat import FlatParameters, MiB
-from ddpcore.parameters.learner_models import StackedModel
+from ddpcore.parameters.learner_models import LearnerModels, copies_of
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
@@ -53,12 +56,12 @@ def distribute(
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
             on each rank). For these, call the returned ``.model`` with inputs ``[learners, batch, ...]`` and add the
-            losses of the learners. Each parameter becomes the stack of all learners, see docs/strategies.md.
+            losses of the learners. ``handle.models`` lists the learners' models, see docs/strategies.md.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
         link: a network to emulate between real ranks: see docs/transports.md.
-        vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.StackedModel`.
+        vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         bucket_bytes: the largest bucket of averaged gradients. Buckets that one parameter completes are sent together.
         first_bucket_bytes: size of the first bucket.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
@@ -81,12 +84,15 @@ def distribute(
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
     strategy.setup(comm.num_learners, _trained(model).dtype)
-    with undone_on_error(model, strategy):
-        flat = FlatParameters(model.named_parameters(), stack=learners, allocate=comm.allocate, **buckets)
+    with undone_on_error(model, optimizer, strategy):
+        models = copies_of(model, learners or 1)
+        flat = FlatParameters([one.named_parameters() for one in models], allocate=comm.allocate, **buckets)
         strategy.in_use = True
-        learner = Learner(flat, comm, optimizer)
-        model = _start_alike(model, learner, vectorize)
-        return HookedDistributed(model, learner, strategy, StateSync(policies, model, learner, strategy, scaler))
+        _add_learners(optimizer, models)
+        learner = Learner(flat, comm, optimizer, models)
+        _start_alike(learner)
+        called = model if learners is None else LearnerModels(models, flat, vectorize)
+        return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
 
 
 def _baseline(
@@ -115,7 +121,8 @@ def _group_of(
         return default_group(group)
     if given := _given(options):
         raise ValueError(f"virtual learners are no ranks: leave {given} out")
-    StackedModel(nn.Identity(), 1, vectorize)  # raises ValueError for an unknown vectorize
+    if isinstance(vectorize, str) and vectorize != "measure":
+        raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None, 'measure'")
     return group
 
 
@@ -140,16 +147,42 @@ def _trained(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def _start_alike(model: nn.Module, learner: Learner, vectorize: bool | str | None) -> nn.Module:
-    """Overwrite weights (frozen ones too) and buffers with those of learner 0. Returns the model to call."""
-    flat, comm = learner.flat, learner.comm
-    comm.broadcast_(flat.param_LP)
-    for parameter in model.parameters():
-        if not parameter.requires_grad and comm.num_learners > len(comm.learners):  # else all learners share it
-            parameter.copy_(_first_of(parameter, comm))
-    for buffer in model.buffers():
-        buffer.data = _first_of(buffer, comm)
-    return model if flat.stack is None else StackedModel(model, flat.stack, vectorize)
+def _start_alike(learner: Learner) -> None:
+    """Overwrite weights (frozen ones too) and buffers with those of learner 0."""
+    comm = learner.comm
+    comm.broadcast_(learner.flat.param_LP)
+    for copies in zip(*(model.parameters() for model in learner.models), strict=True):
+        if not copies[0].requires_grad:
+            first = _first_of(copies[0], comm)
+            for parameter in copies:  # mostly one that all share
+                parameter.copy_(first)
+    for copies in zip(*(model.buffers() for model in learner.models), strict=True):
+        first = _first_of(copies[0], comm)
+        for buffer in copies:
+            buffer.data = first.clone()
+
+
+def _add_learners(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+    """Add the other learners' parameters to the groups of learner 0's, and copies of their states."""
+    trained = [
+        [index for index, parameter in enumerate(group["params"]) if parameter.requires_grad]
+        for group in optimizer.param_groups
+    ]
+    for number, model in enumerate(models[1:], start=1):
+        copies = dict(zip(models[0].parameters(), model.parameters(), strict=True))
+        for group, places in zip(optimizer.param_groups, trained, strict=True):
+            own = [group["params"][place] for place in places]
+            group["params"] += [copies[parameter] for parameter in own]
+            if "param_names" in group:
+                group["param_names"] += [f"{group['param_names'][place]} of learner {number}" for place in places]
+            for parameter in own:
+                if parameter in optimizer.state:
+                    optimizer.state[copies[parameter]] = _copy_of_state(optimizer, optimizer.state[parameter])
+
+
+def _copy_of_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    shared = ("step",) if isinstance(optimizer, FusedOptimizer) else ()  # one counter for a group
+    return {name: value if name in shared else copy.deepcopy(value) for name, value in state.items()}
 
 
 def _first_of(tensor: Tensor, comm: Communicator) -> Tensor:

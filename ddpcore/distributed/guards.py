@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,21 +108,29 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def undone_on_error(model: nn.Module, strategy: Strategy) -> Iterator[None]:
-    """If the block raises, give the trained parameters memory of their own again, and free the strategy.
+def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Iterator[None]:
+    """If the block raises, give the trained parameters memory of their own again, and free optimizer and strategy.
 
     Weights keep their values. Only a connection that is lost in the middle may leave those of learner 0.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before: list[tuple[int, torch.Size, Any]] = [(p.data_ptr(), p.shape, p.grad) for p in trained]
+    before = [(parameter.data_ptr(), parameter.grad) for parameter in trained]
+    groups = [
+        {key: [*value] for key, value in group.items() if key in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
     try:
         yield
     except BaseException:
         strategy.in_use = False
-        for parameter, (pointer, shape, gradient) in zip(trained, before, strict=True):
+        for parameter, (pointer, gradient) in zip(trained, before, strict=True):
             if parameter.data_ptr() != pointer:
-                values = parameter.data if parameter.shape == shape else parameter.data[0]
                 parameter.grad = None
-                parameter.data = values.clone()
+                parameter.data = parameter.data.clone()
                 parameter.grad = gradient
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            group.update(members)
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for added in [key for key in optimizer.state if id(key) not in own]:
+            del optimizer.state[added]
         raise

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +31,8 @@ from ddpcore.distributed.state_sync import StateSync
 from ddpcore.distributed.step_guards import WeightGuard, creates_states_only, watch_steps
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
-from ddpcore.parameters.buckets import GradientBuckets
-from ddpcore.parameters.learner_models import copy_of
+from ddpcore.parameters.buckets import GradientBuckets, weakly
+from ddpcore.parameters.learner_models import LearnerModels, copy_of
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
@@ -50,6 +51,16 @@ class Distributed:
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
         self.comm = comm
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The models of the learners of this process: ``[model]`` for a baseline."""
+        return [self.model]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
+        """Clip the gradient of each learner to a norm, as ``torch.nn.utils.clip_grad_norm_``. Returns their norms."""
+        return [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -90,7 +101,7 @@ class Distributed:
             inner = self.model.module
         model = copy_of(inner)
         if batch_norm != "local":
-            average_buffers(model, self.comm)
+            average_buffers(model, [inner], self.comm)
         return model
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,6 +110,9 @@ class Distributed:
         Every rank saves its own state, and loads the state that it saved.
         """
         return {}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError, as :meth:`load_state_dict`, if the state cannot be loaded here. Changes nothing."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, after the states of model and optimizer. Collective.
@@ -144,14 +158,35 @@ class HookedDistributed(Distributed):
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
-        self._stepped_version = -1  # of grad_LP, when the last step ended
+        self._stepped_versions: list[int] = []  # of the gradients, when the last step ended
         self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._weights = WeightGuard(model, learner.flat)
+        self._weights = WeightGuard(self.models, learner.flat)
         self._step_calls = watch_steps(learner.flat.parameters, optimizer)
-        forward_hook = _ForwardHook(learner, strategy, self.observers, self._weights)
-        self._forward_hook = model.register_forward_pre_hook(forward_hook)
+        self._grad_versions: dict[int, int] = {}  # of virtual learners, after their last backward pass
+        self._index: dict[int, int] = {}
+        self._index_parameters()
+        if learner.flat.num_rows > 1 and self._buckets is None:
+            note = weakly(self._note_grad)
+            for parameter in learner.flat.parameters:
+                parameter.register_post_accumulate_grad_hook(note)
+        self._register_forward_hooks()
         optimizer.register_step_pre_hook(self._before_call)
         optimizer.register_step_post_hook(self._after_call)
+
+    def _index_parameters(self) -> None:
+        self._index = {id(parameter): index for index, parameter in enumerate(self.learner.flat.parameters)}
+
+    def _register_forward_hooks(self) -> None:
+        hook = _ForwardHook(self)
+        self._forward_hooks = [model.register_forward_pre_hook(hook) for model in self.models]
+        if isinstance(self.model, LearnerModels):
+            self.model.register_forward_pre_hook(hook)
+            self.model.register_forward_hook(hook.leave, always_call=True)
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The learners' models: one on a rank, one per virtual learner."""
+        return self.learner.models
 
     @contextmanager
     @override
@@ -170,9 +205,9 @@ class HookedDistributed(Distributed):
     @override
     def _copy(self, batch_norm: str) -> nn.Module:
         self.strategy.restore_weights(self.learner)
-        model = averaged_model(self.model, self.learner, batch_norm)
-        for module in model.modules():
-            module._forward_pre_hooks.pop(self._forward_hook.id, None)
+        model = averaged_model(self.learner, batch_norm)
+        for handle in self._forward_hooks:
+            model._forward_pre_hooks.pop(handle.id, None)
         return model
 
     @override
@@ -183,6 +218,7 @@ class HookedDistributed(Distributed):
             "made_by": self._made_by(),
             "step": self.learner.step,
             "layout": list(names),
+            "learners": [model.state_dict() for model in self.models[1:]],
             "used": used,
             "strategy": self.strategy.state_dict(),
             "policies": self._state_sync.state_dict(),
@@ -192,13 +228,9 @@ class HookedDistributed(Distributed):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
-        if sorted(state["layout"]) != sorted(flat.names):
-            raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
-        if state["made_by"] != self._made_by():
-            raise ValueError(
-                f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
-                "only the states of the model and the optimizer"
-            )
+        self.check_state(state)
+        for model, own in zip(self.models[1:], state.get("learners", ()), strict=True):
+            model.load_state_dict(own)
         self._new_order = self._used = None
         self._averaged = False
         self._weights.begin_step()
@@ -211,6 +243,21 @@ class HookedDistributed(Distributed):
         if "policies" in state:  # older states have none
             self._state_sync.load_state_dict(state["policies"])
 
+    @override
+    def check_state(self, state: dict[str, Any]) -> None:
+        if sorted(state["layout"]) != sorted(self.learner.flat.names):
+            raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
+        if state["made_by"] != self._made_by():
+            raise ValueError(
+                f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
+                "only the states of the model and the optimizer"
+            )
+        if len(self.models) > 1 and "learners" not in state:
+            raise ValueError(
+                "the state was saved by ddpcore 0.1, in which virtual learners were rows of one model: resume with "
+                "ddpcore 0.1, or begin anew"
+            )
+
     def _made_by(self) -> str:
         settings = hashlib.sha256(describe(self.strategy).encode()).hexdigest()[:8]  # short for any matrix
         return f"{self.strategy!r} of {self.comm.num_learners} learners, settings {settings}"
@@ -219,6 +266,20 @@ class HookedDistributed(Distributed):
     def _squared_distances(self) -> Tensor:
         self.strategy.restore_weights(self.learner)
         return self.learner.squared_distances()
+
+    def is_own_pass(self) -> bool:
+        """Whether the forward pass that begins uses the learners' weights, in a plain autograd graph."""
+        return self._weights.is_own_pass()
+
+    def before_forward(self) -> None:
+        """Call observers and strategy before a forward pass of all learners."""
+        self._weights.check_buffers()
+        if self._buckets is not None and not self._buckets.paused:
+            self._buckets.restart()
+        for observer in self.observers:
+            observer.before_forward(self.learner)
+        self.strategy.before_forward(self.learner)
+        self._weights.count_pass(by_weights=not self.strategy.averages_gradients_at(self.learner.step))
 
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.averages_gradients_at(self.learner.step):
@@ -239,14 +300,17 @@ class HookedDistributed(Distributed):
         if self._used is None:
             self._agree(order, seen)
         assert self._used is not None
-        for index, (parameter, used) in enumerate(zip(flat.parameters, self._used, strict=True)):
-            if used and index not in seen and parameter.requires_grad:
-                parameter.grad = flat.grad_views[index]  # another rank has a gradient, so this rank steps too
-            elif index in seen and not used:
+        for index, parameter in enumerate(flat.parameters):
+            segment = index % len(flat.segments)
+            if self._used[segment] and index not in seen and parameter.requires_grad:
+                parameter.grad = flat.grad_views[index]  # another learner has a gradient, so this one steps too
+            elif index in seen and not self._used[segment]:
                 raise RuntimeError(
-                    f"parameter {flat.names[index]} got a gradient after a first backward pass in which it had none on "
-                    "any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
+                    f"parameter {flat.names[segment]} got a gradient after a first backward pass in which it had none "
+                    "on any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
                 )
+        for parameter in flat.parameters if flat.num_rows > 1 else ():
+            self._note_grad(parameter)
 
     def _agree(self, order: list[int], seen: set[int]) -> None:
         """Agree on the parameters in use and, for the buckets, on rank 0's order of gradients. Collective."""
@@ -254,9 +318,9 @@ class HookedDistributed(Distributed):
         num = len(flat.segments)
         complete = order + sorted(set(range(num)).difference(order))
         rows = flat.param_LP.shape[0]
-        mask = torch.zeros(num, dtype=torch.int64, device=flat.param_LP.device)
+        mask = torch.zeros(rows * num, dtype=torch.int64, device=flat.param_LP.device)
         mask[list(seen)] = 1
-        self._used = comm.gather(mask.expand(rows, num)).any(dim=0).tolist()
+        self._used = comm.gather(mask.view(rows, num)).any(dim=0).tolist()
         agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
         comm.broadcast_(agreed)
         self._new_order = None if self._laid_out else agreed[0].tolist()
@@ -287,6 +351,7 @@ class HookedDistributed(Distributed):
             self._check_averaged()
         self._weights.check_parameters()
         self._check_optimized()
+        self._check_learners()
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -304,14 +369,16 @@ class HookedDistributed(Distributed):
         if self.strategy.averages_weights_at(self.learner.step):
             self._state_sync.sync()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
-        torch.autograd.graph.increment_version(self.learner.flat.parameters)
-        self._stepped_version = self.learner.flat.grad_LP._version
+        flat = self.learner.flat
+        torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
+        if self.strategy.averages_gradients:
+            self._stepped_versions = _versions(flat.grad_views)
 
     def _check_averaged(self) -> None:
         if self._averaged or not self.strategy.averages_gradients_at(self.learner.step):
             return
         flat = self.learner.flat
-        unchanged = flat.grad_LP._version == self._stepped_version  # since the last step, which may be repeated
+        unchanged = _versions(flat.grad_views) == self._stepped_versions  # since the last step, which may be repeated
         for parameter, view in zip(flat.parameters, flat.grad_views, strict=True):
             if parameter.grad is not None and not (unchanged and parameter.grad is view):
                 raise RuntimeError(
@@ -331,36 +398,88 @@ class HookedDistributed(Distributed):
                         "do so before it, and freeze by a zero learning rate"
                     )
 
+    def _check_learners(self) -> None:
+        """Refuse gradients that were changed for some virtual learners only, as by clipping learner 0's alone."""
+        flat = self.learner.flat
+        if flat.num_rows == 1:
+            return
+        num, versions = len(flat.segments), self._grad_versions
+        changed = {
+            index
+            for index, parameter in enumerate(flat.parameters)
+            if parameter.grad is not None and versions.get(index, parameter.grad._version) != parameter.grad._version
+        }
+        self._grad_versions = {}
+        for segment in sorted({index % num for index in changed}):
+            rows = {index // num for index in changed if index % num == segment}
+            known = {index // num for index in versions if index % num == segment}
+            if rows != known:
+                raise RuntimeError(
+                    f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
+                    "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
+                    "for each of handle.models"
+                )
+
+    def _note_grad(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._grad_versions[self._index[id(parameter)]] = parameter.grad._version
+
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
+        self._index_parameters()
         if self._used is not None:
             self._used = [self._used[index] for index in order]
         if self._buckets is not None:
             self._buckets.rebuild()
 
 
-class _ForwardHook:
-    """Calls strategy and observers before a forward pass that records gradients. Copies of the model lose the hook."""
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [tensor._version for tensor in tensors]
 
-    def __init__(self, learner: Learner, strategy: Strategy, observers: list[Observer], weights: WeightGuard) -> None:
-        self._learner, self._strategy, self._observers, self._weights = learner, strategy, observers, weights
+
+class _ForwardHook:
+    """Calls strategy and observers before a forward pass of all learners that records gradients.
+
+    A call of ``handle.model`` is one. So is a loop that calls each of ``handle.models`` once: its first call counts.
+    Copies of a model lose the hook.
+    """
+
+    is_ours = True
+
+    def __init__(self, handle: HookedDistributed) -> None:
+        self._handle = weakref.ref(handle)
+        self._called: set[int] = set()  # learners' models, since the strategy was called last
+        self._is_inside = False  # of a call of handle.model
 
     @torch.compiler.disable(reason="ddpcore calls a strategy in the forward pass: compile first, then distribute()")
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.is_grad_enabled() or self._learner.hooks_paused:  # also in eval mode: batch norm may be frozen
+        handle = self._handle()
+        if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
+            return  # in eval mode it goes on: batch norm may be frozen
+        if not handle.is_own_pass():
             return
-        if not self._weights.is_own_pass():
-            return
-        self._weights.check_buffers()
-        for observer in self._observers:
-            observer.before_forward(self._learner)
-        self._strategy.before_forward(self._learner)
-        self._weights.count_pass(by_weights=not self._strategy.averages_gradients_at(self._learner.step))
+        self._is_inside = isinstance(module, LearnerModels)
+        is_new = self._is_inside or not self._called or id(module) in self._called
+        if is_new:
+            self._called.clear()
+        self._called |= set(map(id, handle.models)) if self._is_inside else {id(module)}
+        if is_new:
+            handle.before_forward()
+
+    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """After a call of ``handle.model``, also after an error."""
+        self._is_inside = False
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
 
 
 class _NoHook:
+    is_ours = True
+
+    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        return
+
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         return

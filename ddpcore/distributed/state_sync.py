@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpcore.distributed.averaging import has_average
 from ddpcore.strategies.base import Strategy
@@ -69,8 +69,7 @@ class StateSync:
 
     Args:
         policies: checked policies.
-        model: the model in training, whose buffers are stacks ``[L, *S]`` for virtual learners.
-        learner: the learner, with its optimizer and connection.
+        learner: the learner, with its models, optimizer and connection.
         strategy: the strategy, whose topology ``gossip`` uses.
         scaler: the scaler, for the policy of that name.
     """
@@ -78,12 +77,11 @@ class StateSync:
     def __init__(
         self,
         policies: Policies,
-        model: nn.Module,
         learner: Learner,
         strategy: Strategy,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self._policies, self._model, self._learner, self._strategy = policies, model, learner, strategy
+        self._policies, self._learner, self._strategy = policies, learner, strategy
         self._scaler = scaler
         self._first_scale = None if scaler is None else scaler.get_scale()
         self._first_seed: int | None = None
@@ -124,18 +122,20 @@ class StateSync:
             self._first_buffers = [buffer.clone() for buffer in state["buffers"]]
 
     def _move(self, policy: str, tensors: list[Tensor]) -> None:
+        """Average tensors over the learners: as many for each learner of this process, those of the first one first."""
         if not tensors:
             return
         comm, strategy = self._learner.comm, self._strategy
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            rows_LX = torch.cat([tensor.reshape(len(comm.learners), -1) for tensor in alike], dim=1)
+            num = len(comm.learners)
+            rows_LX = torch.cat([tensor.reshape(-1) for tensor in alike]).view(num, -1)
             if policy == AVERAGE:
                 comm.average_(rows_LX).wait()
             else:
                 assert strategy.topology is not None
                 comm.mix_(rows_LX, strategy.topology, self._learner.step - 1)
-            parts = rows_LX.split([tensor.numel() // len(comm.learners) for tensor in alike], dim=1)
+            parts = rows_LX.view(-1).split([tensor.numel() for tensor in alike])
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
     def _reset_states(self) -> None:
@@ -176,11 +176,13 @@ class StateSync:
                 yield name, value
 
     def _optimized(self) -> list[Tensor]:
-        return [parameter for group in self._learner.optimizer.param_groups for parameter in group["params"]]
+        groups = self._learner.optimizer.param_groups
+        members = {id(parameter) for group in groups for parameter in group["params"]}
+        return [p for model in self._learner.models for p in model.parameters() if id(p) in members]
 
     def _buffers(self) -> list[Tensor]:
         """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
-        averaged = [buffer for buffer in self._model.buffers() if has_average(buffer)]
+        averaged = [buffer for model in self._learner.models for buffer in model.buffers() if has_average(buffer)]
         return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in averaged]
 
 

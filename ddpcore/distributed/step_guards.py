@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -141,17 +141,18 @@ _registrations = _Registrations()
 
 
 class WeightGuard:
-    """Checks that the model's weights are those of the flat buffer, and that its optimizer steps them."""
+    """Checks that the models' weights are those of the flat buffer, and that its optimizer steps them."""
 
-    def __init__(self, model: nn.Module, flat: FlatParameters) -> None:
-        self._model, self._flat = model, flat
-        self._known = {id(parameter): parameter for parameter in model.parameters()}
+    def __init__(self, models: Sequence[nn.Module], flat: FlatParameters) -> None:
+        self._models, self._flat = models, flat
+        self._known = {id(parameter): parameter for model in models for parameter in model.parameters()}
         _registrations.watch()
         self._read_structure()
         self._segments: object = None
         self._gradients: list[int] = []
         self._sizes: list[int] = []
         self._buffer = 0
+        self._first = (0, 0)  # the first segment that is not empty, and its offset in bytes
         self.num_passes = 0  # forward passes of this step that record gradients
         self._sample: Tensor | None = None
 
@@ -176,33 +177,37 @@ class WeightGuard:
         return True
 
     def _check_ddp(self, active: nn.Module) -> None:
-        if any(module is self._model for module in active.modules()):
+        if not set(self._models).isdisjoint(active.modules()):
             raise RuntimeError(
                 "DistributedDataParallel wraps a model that distribute() trains, so gradients are averaged twice: call "
                 "the model without it"
             )
 
     def _read_structure(self) -> None:
-        modules = [module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        modules = [module for module in self._modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._places = [(module, name, value) for module in modules for name, value in module._parameters.items()]
         self._owners = [module._parameters for module, _, _ in self._places]
         self._names = [name for _, name, _ in self._places]
         self._ids = [id(value) for _, _, value in self._places]
         self._registered = _registrations.count
 
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for model in self._models for module in model.modules())
+
     def _check_structure(self) -> None:
         """Parameters may move to other names, as pruning and parametrizations do it, and layers may go."""
         advice = "do it before distribute(), or change weights in place, with copy_"
-        modules = set(self._model.modules())
-        for name, module in self._model.named_modules():
-            if wrapper := wrapper_of(module):
-                raise RuntimeError(f"module {name} was wrapped by {wrapper} after distribute(): {advice}")
+        modules = set(self._modules())
         present = set()
-        for name, parameter in self._model.named_parameters():
-            present.add(id(parameter))
-            if parameter.requires_grad and id(parameter) not in self._known:
-                raise RuntimeError(f"parameter {name} was added or replaced after distribute(): {advice}")
-        trained = {id(parameter): name for name, parameter in zip(self._flat.names, self._flat.parameters, strict=True)}
+        for model in self._models:
+            for name, module in model.named_modules():
+                if wrapper := wrapper_of(module):
+                    raise RuntimeError(f"module {name} was wrapped by {wrapper} after distribute(): {advice}")
+            for name, parameter in model.named_parameters():
+                present.add(id(parameter))
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise RuntimeError(f"parameter {name} was added or replaced after distribute(): {advice}")
+        trained = dict(zip(map(id, self._flat.parameters), self._flat.names * self._flat.num_rows, strict=True))
         for module, key, value in self._places:
             if id(value) in trained and id(value) not in present and module in modules and hasattr(module, key):
                 raise RuntimeError(f"parameter {trained[id(value)]} was replaced after distribute(): {advice}")
@@ -251,7 +256,10 @@ class WeightGuard:
             self._segments, self._buffer = flat.segments, flat.grad_LP.data_ptr()
             self._gradients = _pointers(flat.grad_views)
             self._sizes = [view.numel() for view in flat.param_views]
-        if flat.param_LP.data_ptr() != flat.param_pointers[0]:
+            index = next((index for index, size in enumerate(self._sizes) if size), 0)
+            self._first = index, flat.segments[index].offset * flat.param_LP.element_size()
+        index, offset = self._first
+        if flat.param_LP.data_ptr() + offset != flat.param_pointers[index]:
             raise RuntimeError(_MOVED.format("parameters"))
         if flat.grad_LP.data_ptr() != self._buffer:
             raise RuntimeError(_MOVED.format("gradients"))
@@ -261,11 +269,11 @@ class WeightGuard:
         flat = self._flat
         self.check_buffers()
         if _pointers(flat.grad_views) != self._gradients:  # the program has set parameter.grad.data
-            flat.grad_views = flat.views_of(flat.grad_LP)
+            flat.renew_grad_views()
         sizes = list(map(Tensor.numel, flat.parameters))
         if _pointers(flat.parameters) == [*flat.param_pointers] and sizes == self._sizes:
             return
-        places = zip(flat.names, flat.parameters, flat.param_pointers, self._sizes, strict=True)
+        places = zip(flat.names * flat.num_rows, flat.parameters, flat.param_pointers, self._sizes, strict=True)
         for name, parameter, pointer, size in places:
             if parameter.data_ptr() == pointer and parameter.numel() == size:
                 continue

@@ -10,6 +10,8 @@ from ddpcore.options.typed import check_range
 class Chain(nn.Module):
     """Applies its submodules one after the other, in the order in which they were assigned."""
 
+    vectorizes = True
+
     def forward(self, inputs: Tensor) -> Tensor:
         """A batch ``[B, ...]`` to the output of the last submodule, the logits ``[B, num_classes]`` of a model."""
         for module in self.children():

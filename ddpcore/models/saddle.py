@@ -23,6 +23,8 @@ class Saddle(nn.Module):
     ValueError if the number of inputs is odd, escape is not above 0, or radius is below 0.
     """
 
+    vectorizes = True
+
     def __init__(
         self,
         input_shape: tuple[int, ...] = INPUT_SHAPES[0],

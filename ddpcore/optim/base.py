@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import is_
 from typing import Any, ClassVar
@@ -40,7 +40,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    _learner: int | None = None  # of a stack, while its learners are stepped one by one
     _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
     _flat: FlatParameters | None = None
     _weight_step: WeightStep | None = None
@@ -57,10 +56,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError("params is empty: pass the model's parameters")
         super().__init__(params, defaults)
         self._shared_options = tuple(name for name in self.defaults if name not in PER_GROUP)
-
-    @property
-    def _plan(self) -> BatchPlan | None:
-        return self._kept.get("plan")
 
     # ---- for subclasses ----
 
@@ -167,10 +162,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._flat, self._weight_step = flat, WeightStep(flat, self)
         self._kept.clear()
-        for param, state in self.state.items() if flat.stack is not None else ():
-            for name, value in state.items():
-                if name != "step" and isinstance(value, Tensor) and value.shape == param.shape[1:]:
-                    state[name] = value.expand_as(param).clone()  # every learner starts from the same state
         return self._weight_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -222,6 +213,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def step_lists(self, groups: Sequence[Group]) -> None:
         """Step every parameter of the groups that has a gradient."""
+        rows = 1 if self._flat is None else self._flat.num_rows
+        if rows == 1 or groups[0]["max_grad_norm"] is None:
+            self._step_lists("plan", groups)
+        else:  # each learner has its own norm of all gradients
+            assert self._flat is not None
+            num = len(self._flat.segments)
+            for row in range(rows):
+                mine = set(map(id, self._flat.parameters[row * num : (row + 1) * num]))
+                self._step_lists(f"plan of learner {row}", groups, mine)
+
+    def _step_lists(self, name: str, groups: Sequence[Group], members: Container[int] | None = None) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         sizes: list[int] = []
@@ -229,27 +231,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             before = len(params)
             for param in group["params"]:
                 grad = param.grad
-                if grad is not None:
+                if grad is not None and (members is None or id(param) in members):
                     params.append(param)
                     grads.append(grad)
             sizes.append(len(params) - before)
         if not params:
             return
-        plan = self._plan_of(groups, params, grads, sizes)
+        plan = self._plan_of(name, groups, params, grads, sizes)
         states = [self.state.get(param, _NO_STATE) for param in params]
-        stack = None if self._flat is None else self._flat.stack
-        if stack is None or groups[0]["max_grad_norm"] is None:
-            self._step_batches(plan.batches, groups, params, grads, states)
-        else:
-            for learner in range(stack):  # each has its own norm of all gradients
-                mine = [batch.of_learner(learner, stack) for batch in plan.batches]
-                self._learner = learner
-                try:
-                    self._step_batches(mine, groups, params, grads, states)
-                finally:
-                    self._learner = None
-                for batch, own in zip(plan.batches, mine, strict=True):
-                    batch.trust[learner::stack].copy_(own.trust)
+        self._step_batches(plan.batches, groups, params, grads, states)
         if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
             if is_capturing(params[0]):
@@ -272,22 +262,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             members = batch.of(states)
             buffers = [[state[name] for state in members] if name in names else [] for name in self.buffers]
             masters = [state["master"] for state in members] if batch.masters else []
-            tensors = [self.rows(each) for each in (batch.of(params), batch.of(grads), *buffers, masters)]
+            tensors = [batch.of(params), batch.of(grads), *buffers, masters]
             common = common_arguments(options, batch, scaling)
             operator = getattr(batch.kernels, self.operator)
             operator(*tensors, batch.steps, batch.scratch, **self.arguments(batch, options), **common)
 
     def _plan_of(
-        self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
+        self, name: str, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
     ) -> BatchPlan:
         known = self._known(groups, params, grads, sizes)
-        plan = self._plan
+        plan = self._kept.get(name)
         same = plan is not None and plan.known == known and all(map(is_, plan.params, params))
         if plan is None or not same or not all(map(is_, plan.steps, self._steps_of(params))):
             self._check(params, grads)
             batches = self._batches(groups, params, sizes, known[0])
             known = self._known(groups, params, grads, sizes)
-            plan = self._kept["plan"] = BatchPlan(params, self._steps_of(params), known, batches)
+            plan = self._kept[name] = BatchPlan(params, self._steps_of(params), known, batches)
         return plan
 
     def _steps_of(self, params: list[Tensor]) -> list[Tensor | None]:
@@ -363,12 +353,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                         steps.append(step)
                 positions.append(position)
                 counts[-1] += 1
-            segments = self.rows([params[position] for position in positions])
+            segments = [params[position] for position in positions]
             batches.append(
                 Batch(
                     members=positions,
                     groups=indices,
-                    sizes=[count * len(segments) // len(positions) for count in counts],
+                    sizes=counts,
                     steps=steps,
                     dtype=dtype,
                     device=device,
@@ -381,17 +371,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return batches
 
-    def rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The kernels' tensors: the tensors themselves, or the rows of stacks of virtual learners."""
-        if self._flat is None or self._flat.stack is None:
-            return tensors
-        if self._learner is not None:
-            return [stack[self._learner] for stack in tensors]
-        return [row for stack in tensors for row in stack.unbind(0)]
-
     def _norm_squared(self, batches: list[Batch], grads: list[Tensor]) -> Tensor:
         norms = []
         for batch in batches:
-            batch.kernels.total_norm_(self.rows(batch.of(grads)), batch.norm)
+            batch.kernels.total_norm_(batch.of(grads), batch.norm)
             norms.append(batch.norm[:1])
         return reduce(lambda total, norm: total + norm.to(total.device), norms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -42,15 +42,6 @@ class Batch:
     def kernels(self) -> Any:
         """The module with the operators: compiled ones, or reference implementations for dtypes without a kernel."""
         return ops if self.dtype in KERNEL_DTYPES else reference
-
-    def of_learner(self, learner: int, num_learners: int) -> Batch:
-        """The batch of one learner's rows. Only the last learner's batch counts the step."""
-        return replace(
-            self,
-            sizes=[size // num_learners for size in self.sizes],
-            steps=self.steps if learner == num_learners - 1 else [step.clone() for step in self.steps],
-            trust=self.trust[learner::num_learners].clone(),
-        )
 
 
 @dataclass

@@ -22,18 +22,22 @@ class AdaptiveOptimizer(FusedOptimizer):
     def trust_ratios(self) -> dict[str | int, TrustRatio | list[TrustRatio]]:
         """The ratios of the last step, by name if the optimizer got named parameters, else by index.
 
-        For stacks of virtual learners, the values are lists with one entry per learner. Empty before the first step.
+        With several virtual learners the values are lists with one entry per learner. Empty before the first step.
         Reading them waits for the device; steps do not.
         """
-        if self._plan is None:
-            return {}
-        names = {id(param): name for (name, param), _ in self.named_parameters()}
-        found: dict[int, list[TrustRatio]] = {}
-        for batch in self._plan.batches:
-            rows = [TrustRatio(*row) for row in batch.trust.tolist()]
-            learners = len(rows) // len(batch.members)
-            for index, member in enumerate(batch.members):
-                found[member] = rows[index * learners : (index + 1) * learners]
-        stacked = self._flat is not None and self._flat.stack is not None
-        params = self._plan.params
-        return {names[id(params[member])]: rows if stacked else rows[0] for member, rows in sorted(found.items())}
+        found = {
+            id(plan.params[member]): TrustRatio(*row)
+            for plan in self._kept.values()
+            for batch in plan.batches
+            for member, row in zip(batch.members, batch.trust.tolist(), strict=True)
+        }
+        flat = self._flat
+        if flat is None or flat.num_rows == 1:
+            return {name: found[id(param)] for (name, param), _ in self.named_parameters() if id(param) in found}
+        num = len(flat.segments)
+        rows_of = {id(first): flat.parameters[index::num] for index, first in enumerate(flat.parameters[:num])}
+        return {
+            name: [found[id(row)] for row in rows_of[id(param)] if id(row) in found]
+            for (name, param), _ in self.named_parameters()
+            if id(param) in rows_of and id(param) in found
+        }

@@ -118,7 +118,7 @@ class WeightStep:
             return None
         if group["master_weights"] and params[0].dtype != torch.float32:
             return None
-        if any(p.grad is None or id(p) not in self._members for p in params):
+        if any(p.grad is None or id(p) not in self._members for p in params) or not self._is_of_all_learners(params):
             return None
         rule = optimizer.column_rule(group)
         if rule is None or not rule.states:
@@ -126,6 +126,16 @@ class WeightStep:
         states = [optimizer.state.get(p, {}) for p in params]
         points = [(id(state.get("step")), *(state.get(name) is None for name in rule.states)) for state in states]
         return rule if all(point == points[0] for point in points) else None
+
+    def _is_of_all_learners(self, params: list[Tensor]) -> bool:
+        flat = self.flat
+        if flat.num_rows == 1:
+            return True
+        num, members = len(flat.segments), set(map(id, params))
+        rows = [
+            [id(p) in members for p in flat.parameters[row * num : (row + 1) * num]] for row in range(flat.num_rows)
+        ]
+        return all(row == rows[0] for row in rows)
 
     def _step_columns(self, group: Group, rule: ColumnRule, mixture: Mixture | None, own: dict[int, Tensor]) -> None:
         assert self._optimizer is not None
@@ -218,11 +228,12 @@ class _Columns:
         return pieces
 
     def _spans_of(self, members: set[int]) -> list[tuple[int, int, int, int]]:
-        """(index, begin, end, size) of each member; its columns end with the padding behind it."""
+        """(index, begin, end, size) of each segment of the members; its columns end with the padding behind it."""
         flat = self._flat
+        firsts = flat.parameters[: len(flat.segments)]
         ends = [segment.offset for segment in flat.segments[1:]] + [flat.numel]
         return [
             (index, segment.offset, end, segment.numel)
-            for index, (parameter, segment, end) in enumerate(zip(flat.parameters, flat.segments, ends, strict=True))
+            for index, (parameter, segment, end) in enumerate(zip(firsts, flat.segments, ends, strict=True))
             if id(parameter) in members
         ]

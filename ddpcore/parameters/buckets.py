@@ -37,7 +37,8 @@ class GradientBuckets:
     Args:
         flat: the parameters. Their gradients become views of ``flat.grad_LP``.
         on_message: gets columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`.
-        on_end: gets the indices of the parameters in the order of their gradients.
+        on_end: gets the indices of the segments in the order of their gradients. Of several learners a segment is
+            complete when every learner has its gradient.
     """
 
     def __init__(
@@ -48,9 +49,13 @@ class GradientBuckets:
         self._on_message = on_message
         self._on_end = on_end
         self._pass = -1  # autograd's number of the current backward pass
-        self._order: list[int] = []
-        self._sent: set[int] = set()  # parameters whose gradient was reported as complete
-        hook = _weak(self._hook)
+        self._order: list[int] = []  # segments, when their last row was complete
+        self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
+        self._sent: set[int] = set()  # those whose gradient is final
+        self._rows: set[int] = set()  # learners that had a backward pass
+        self._num_missing: list[int] = []  # rows without a final gradient, by segment
+        hook = weakly(self._hook)
+        self._tracker = BucketTracker([], [])
         self._handles = {id(p): p.register_post_accumulate_grad_hook(hook) for p in flat.parameters}
         self.rebuild()
 
@@ -60,6 +65,7 @@ class GradientBuckets:
         self._tracker = BucketTracker(_ranges(self.flat), self.messages)
         self._pointers = [view.data_ptr() for view in self.flat.grad_views]
         self._index = {id(parameter): index for index, parameter in enumerate(self.flat.parameters)}
+        self.restart()
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -70,12 +76,13 @@ class GradientBuckets:
     def _hook(self, parameter: Tensor) -> None:
         if self.paused:
             return
+        index = self._index[id(parameter)]
+        row, segment = divmod(index, len(self.flat.segments))
         current = torch._C._current_graph_task_id()
         if current != self._pass:  # a new pass, also after one that raised an error
             self._pass = current
-            self._order.clear()
-            self._sent.clear()
-            self._tracker.reset()
+            if row in self._rows:  # else one of a loop over learners, each with a pass of its own
+                self.restart()
             # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         assert parameter.grad is not None
@@ -84,15 +91,21 @@ class GradientBuckets:
                 "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost: take "
                 "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
             )
-        index = self._index[id(parameter)]
         view = self.flat.grad_views[index]
         if parameter.grad is view and view.data_ptr() != self._pointers[index]:  # the program has set grad.data
-            self.flat.grad_views = self.flat.views_of(self.flat.grad_LP)
-        self._order.append(index)
-        if self._runs_last(parameter):
-            self.flat.gather_grad(index)
-            self._sent.add(index)
-            self._send(self._tracker.mark(index))
+            self.flat.renew_grad_views()
+        if index in self._seen:
+            return
+        self._seen.add(index)
+        self._rows.add(row)
+        if not self._runs_last(parameter):
+            return
+        self.flat.gather_grad(index)
+        self._sent.add(index)
+        self._num_missing[segment] -= 1
+        if self._num_missing[segment] == 0:
+            self._order.append(segment)
+            self._send(self._tracker.mark(segment))
 
     def _runs_last(self, parameter: Tensor) -> bool:
         """Whether no hook of this parameter follows, which might change the gradient. From the next pass on, none does.
@@ -109,17 +122,30 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _end(self) -> None:
-        for index in set(range(len(self.flat.segments))).difference(self._sent):
+        num = len(self.flat.segments)
+        if len(self._rows) < self.flat.num_rows:
+            return  # the other learners have their backward passes later
+        for index in set(range(len(self.flat.parameters))).difference(self._sent):
             self.flat.gather_grad(index)
+        self._order += sorted({index % num for index in self._seen}.difference(self._order))
         self._send(self._tracker.finish())
         self._on_end(self._order)
+
+    def restart(self) -> None:
+        """Forget the gradients that were seen: those that follow are of a new step."""
+        self._order.clear()
+        self._seen.clear()
+        self._sent.clear()
+        self._rows.clear()
+        self._num_missing = [self.flat.num_rows] * len(self.flat.segments)
+        self._tracker.reset()
 
     def _send(self, ready: tuple[int, int]) -> None:
         for begin, end in self.messages[ready[0] : ready[1]]:
             self._on_message(self.flat.grad_LP[:, begin:end])
 
 
-def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """The method with a weak reference to its object. Python cannot collect a cycle through a parameter's hooks."""
     reference = weakref.WeakMethod(method)
 

@@ -36,17 +36,19 @@ class Segment:
 class FlatParameters:
     """Moves parameters and gradients into contiguous ``[L, P]`` buffers, of which they become views.
 
-    The ``Parameter`` objects, their values, strides (also ``channels_last``), order and ``state_dict`` stay the same.
-    ``.grad`` stays None until a gradient is gathered.
+    Row j belongs to learner j. The ``Parameter`` objects, their values, strides (also ``channels_last``), order and
+    ``state_dict`` stay the same. ``.grad`` stays None until a gradient is gathered.
 
     Args:
-        parameters: (name, parameter) pairs, as from ``model.named_parameters()``. Those that need no gradient are left
-            alone. A parameter that appears twice (tied weights) is taken once.
-        stack: None gives one row (L = 1) and keeps every parameter's shape S. A number L makes every parameter the
-            stack ``[L, *S]`` of L virtual learners, which start from the same values.
+        learners: for each learner (name, parameter) pairs, as from ``model.named_parameters()``, alike for all. Those
+            that need no gradient are left alone. A parameter that appears twice (tied weights) is taken once.
         bucket_bytes: the size of the largest bucket of gradients.
         first_bucket_bytes: the size of the first bucket; a smaller one starts communication earlier.
         allocate: returns zeros of ``(shape, dtype, device)`` for the buffers. :meth:`reorder` calls it again.
+
+    Attributes:
+        names: of the S parameters of one learner, in the order of the row; ``segments`` has their places.
+        parameters: of all learners, the S of learner 0 first. ``param_views`` and ``grad_views`` have their order.
 
     Raises:
         ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse,
@@ -55,31 +57,30 @@ class FlatParameters:
 
     param_LP: Tensor
     grad_LP: Tensor
+    grad_views: tuple[Tensor, ...]
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, Parameter]],
+        learners: Sequence[Iterable[tuple[str, Parameter]]],
         *,
-        stack: int | None = None,
         bucket_bytes: int = 25 * MiB,
         first_bucket_bytes: int = MiB,
         allocate: Allocate | None = None,
     ) -> None:
-        if stack is not None and stack < 1:
-            raise ValueError(f"stack is {stack}: it must be at least 1 learner")
-        named = _unique_trainable(parameters)
-        _check(named)
-        self.stack = stack
+        rows = [_unique_trainable(parameters) for parameters in learners]
+        for named in rows:
+            _check(named)
+        self.num_rows = len(rows)
         self._new = _zeros if allocate is None else allocate
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
-        self.names = tuple(name for name, _ in reversed(named))
-        self.parameters = tuple(parameter for _, parameter in reversed(named))
+        self.names = tuple(name for name, _ in reversed(rows[0]))
+        self.parameters = tuple(parameter for named in rows for _, parameter in reversed(named))
         itemsize = self.parameters[0].element_size()
         sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT
         plan_buckets(0, *sizes)  # refuses sizes before anything moves
         values = [parameter.detach() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
-        self._move(values, gradients, [(p.shape, p.stride()) for p in self.parameters])
+        self._move(values, gradients, [(p.shape, p.stride()) for p in self.parameters[: len(self.names)]])
         self.buckets: tuple[tuple[int, int], ...] = tuple(plan_buckets(self.numel, *sizes))
 
     @property
@@ -88,11 +89,19 @@ class FlatParameters:
         return self.param_LP.shape[1]
 
     def views_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
-        """One view per parameter, in the order of ``segments``, of any buffer with the layout of ``param_LP``."""
-        sizes, strides = ((), ()) if self.stack is None else ((self.stack,), (buffer_LP.stride(0),))
-        start = int(buffer_LP.storage_offset())
+        """One view per parameter, in the order of ``parameters``, of any buffer with the layout of ``param_LP``."""
+        start, step = int(buffer_LP.storage_offset()), buffer_LP.stride(0)
         return tuple(
-            buffer_LP.as_strided((*sizes, *s.shape), (*strides, *s.stride), start + s.offset) for s in self.segments
+            buffer_LP.as_strided(s.shape, s.stride, start + row * step + s.offset)
+            for row in range(len(buffer_LP))
+            for s in self.segments
+        )
+
+    def stacks_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
+        """One view ``[L, *S]`` per segment, of all learners, of any buffer with the layout of ``param_LP``."""
+        start, step = int(buffer_LP.storage_offset()), buffer_LP.stride(0)
+        return tuple(
+            buffer_LP.as_strided((len(buffer_LP), *s.shape), (step, *s.stride), start + s.offset) for s in self.segments
         )
 
     def average_(self, average: WeightAverage) -> None:
@@ -141,13 +150,14 @@ class FlatParameters:
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
         """Gradients outside of ``grad_LP`` with the layout of their weights: rows ``[1, n]`` by parameter index.
 
-        Gradients of virtual learners and of fewer than ``min_numel`` elements are left out.
+        Gradients of fewer than ``min_numel`` elements are left out, and all where several learners share the buffer.
         """
+        if self.num_rows > 1:
+            return {}
         return {
             index: gradient.as_strided((1, segment.numel), (segment.numel, 1))
             for index, (parameter, segment) in enumerate(zip(self.parameters, self.segments, strict=True))
             if segment.numel >= min_numel
-            and self.stack is None
             and (gradient := parameter.grad) is not None
             and gradient is not self.grad_views[index]
             and gradient.layout == torch.strided
@@ -166,20 +176,26 @@ class FlatParameters:
             parameter.grad = view
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Change the order of the parameters: ``order[i]`` is the present index of the new i-th parameter.
+        """Change the order of the segments: ``order[i]`` is the present index of the new i-th one, in every row.
 
         Values and gradients are moved, one buffer after the other, so that the old weights are freed before the new
         gradients are allocated. Buckets keep their boundaries, and so get other parameters.
         """
-        if sorted(order) != list(range(len(self.segments))):
+        num = len(self.segments)
+        if sorted(order) != list(range(num)):
             raise ValueError("order must contain the index of every parameter once")
         if list(order) == list(range(len(order))):
             return
-        values = [self.param_views[index] for index in order]
-        gradients = [self.parameters[index].grad for index in order]
+        places = [row * num + index for row in range(self.num_rows) for index in order]
+        values = [self.param_views[place] for place in places]
+        gradients = [self.parameters[place].grad for place in places]
         self.names = tuple(self.names[index] for index in order)
-        self.parameters = tuple(self.parameters[index] for index in order)
+        self.parameters = tuple(self.parameters[place] for place in places)
         self._move(values, gradients, [(self.segments[i].shape, self.segments[i].stride) for i in order])
+
+    def renew_grad_views(self) -> None:
+        """Make new views of ``grad_LP``. Each counts its own changes, so that one that was changed alone is seen."""
+        self.grad_views = tuple(view.data for view in self.views_of(self.grad_LP))
 
     def _move(
         self,
@@ -190,17 +206,17 @@ class FlatParameters:
         """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
         self.segments = _lay_out(self.names, layouts)
         dtype, device, last = values[0].dtype, values[0].device, self.segments[-1]
-        shape = (self.stack or 1, _aligned(last.offset + last.numel))
+        shape = (self.num_rows, _aligned(last.offset + last.numel))
         self._known_views: dict[int, _BufferViews] = {}
         self._use(self._views_at(self._new(shape, dtype, device)))
         for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
-            view.copy_(value)  # into every row
+            view.copy_(value)
             parameter.grad = None
             parameter.data = view
         del value
         values.clear()  # frees the old weights before the gradients are allocated
         self.grad_LP = self._new(shape, dtype, device)
-        self.grad_views = self.views_of(self.grad_LP)
+        self.renew_grad_views()
         for parameter, gradient, view in zip(self.parameters, gradients, self.grad_views, strict=True):
             if gradient is not None:
                 parameter.grad = view.copy_(gradient)

@@ -1,113 +1,191 @@
-"""One model for many virtual learners: every parameter is a stack with one row per learner."""
+"""One model per virtual learner, and how they run together."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import time
-import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+
+from ddpcore.parameters.flat import FlatParameters
 
 TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
 
 
-class StackedModel(nn.Module):
-    """Runs each learner's row of the parameters on its own batch: ``[L, B, ...] -> [L, B, ...]``.
+class LearnerModels(nn.Module):
+    """Runs each virtual learner's model on its own batch: tensors ``[L, B, ...]`` to tensors ``[L, B, ...]``.
+
+    Each learner is an ordinary model: hooks, Python state and buffers are its own, and it may be called by itself.
 
     Args:
-        model: its parameters that need a gradient are stacks ``[L, *S]``, as ``FlatParameters`` makes them. Its buffers
-            become stacks too: each learner has its own.
-        num_learners: L. A parameter that one learner uses counts as used by all: the others have zero gradients.
-        vectorize: True runs all learners in one ``torch.func.vmap``. False runs one after the other, with the bits of a
-            real learner. None chooses vmap if the model has no buffers, convolutions, dropout or recurrence, so the
-            same model always runs in the same way. ``"measure"`` times both on the first batch and keeps the faster.
+        models: one per learner, alike.
+        flat: their parameters, row j of learner j.
+        vectorize: True runs all learners in one ``torch.func.vmap`` over the rows. False runs one after the other, with
+            the bits of a real learner. None chooses vmap for plain models: an ``nn.Sequential`` of linear layers,
+            normalisations of samples and activations, or of classes that set ``vectorizes = True`` beside
+            their ``forward``. ``"measure"`` times both on the first batch and keeps the faster. Models with hooks or
+            parametrizations always run in turn.
     """
 
-    def __init__(self, model: nn.Module, num_learners: int, vectorize: bool | str | None = None) -> None:
+    def __init__(self, models: Sequence[nn.Module], flat: FlatParameters, vectorize: bool | str | None = None) -> None:
         super().__init__()
-        if isinstance(vectorize, str) and vectorize != "measure":
-            raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None, 'measure'")
-        self.module = model
-        self.num_learners = num_learners
-        self._stacks = {name for name, p in model.named_parameters() if p.requires_grad}  # also if frozen later
-        # Gradients of stacked parameters have other strides than torch expects, which is no error.
-        warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
-        self.vectorize = _vectorizes_well(model) if vectorize is None else vectorize
-        for owner in model.modules():
-            for name, buffer in list(owner.named_buffers(recurse=False)):
-                setattr(owner, name, buffer.expand(num_learners, *buffer.shape).clone())
+        self.models = nn.ModuleList(models)
+        self._flat = flat
+        self.vectorize = vectorize
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Learner j gets only ``inputs[j]``."""
-        if inputs.shape[0] != self.num_learners:
-            raise ValueError(
-                f"inputs have {inputs.shape[0]} rows for {self.num_learners} learners: "
-                "pass [learners, batch, ...], one mini-batch per learner"
-            )
-        parameters: dict[str, Tensor] = {n: p for n, p in self.module.named_parameters() if n in self._stacks}
-        buffers = dict(self.module.named_buffers())
-        if self.vectorize == "measure":
-            self.vectorize = self._is_faster_vectorized(parameters, buffers, inputs)
-        run = self._together if self.vectorize else self._in_turn
-        return run(parameters, buffers, inputs)
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Learner j gets ``x[j]`` of every tensor x in the arguments, and other values as they are.
 
-    def _together(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        run = vmap(lambda p, b, x: functional_call(self.module, (p, b), (x,)), randomness="different")
-        return run(parameters, buffers, inputs)
-
-    def _in_turn(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        # unbind makes one gradient of the whole stack. Indexing would add L gradients of its size.
-        rows = {name: p.unbind(0) for name, p in parameters.items()}
-        return torch.stack(
-            [
-                functional_call(
-                    self.module,
-                    ({name: row[j] for name, row in rows.items()}, {name: b[j] for name, b in buffers.items()}),
-                    (inputs[j],),
+        Returns:
+            The learners' outputs: tensors in them are stacked, other values are lists with one item per learner.
+        """
+        num = len(self.models)
+        tensors = [x for x in tree_flatten((inputs, named_inputs))[0] if isinstance(x, Tensor)]
+        for tensor in tensors:
+            if tensor.dim() == 0 or len(tensor) != num:
+                raise ValueError(
+                    f"inputs have {len(tensor) if tensor.dim() else 'no'} rows for {num} learners: "
+                    "pass [learners, batch, ...], one mini-batch per learner"
                 )
-                for j in range(self.num_learners)
-            ]
-        )
+        if self.vectorize == "measure":
+            self.vectorize = self._is_faster_vectorized(inputs, named_inputs)
+        together = self.vectorize or (self.vectorize is None and _are_plain(self.models))
+        if together and tensors and not _has_any_global_hook() and not any(map(_has_hooks, self.models)):
+            return self._together(inputs, named_inputs)
+        return self._in_turn(inputs, named_inputs)
 
-    def _is_faster_vectorized(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: Tensor) -> bool:
-        """Time both ways on copies; random numbers and buffers do not change."""
-        copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+    def _together(self, inputs: Any, named_inputs: Any) -> Any:
+        flat, num = self._flat, len(self._flat.segments)
+        names = {id(parameter): name for name, parameter in self.models[0].named_parameters()}
+        places = list(enumerate(flat.stacks_of(flat.param_LP)))
+        stacks = {  # from the last, as autograd computes the gradients of what was made last first
+            names[id(flat.parameters[index])]: _Rows.apply(stack, *flat.parameters[index::num])
+            for index, stack in reversed(places)
+            if id(flat.parameters[index]) in names
+        }
+        own = [dict(model.named_buffers()) for model in self.models]
+        buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
+
+        def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+            values = {**parameters, **buffers}
+            outputs = functional_call(self.models[0], values, args, kwargs)
+            return outputs, {name: values[name] for name in buffers}  # functional_call stores buffers set anew there
+
+        dims = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (inputs, named_inputs))
+        run = vmap(one, in_dims=(0, 0, *dims), randomness="different")
+        outputs, buffers = run(stacks, buffers, inputs, named_inputs)
+        for name, rows in buffers.items():
+            for row, model_buffers in zip(rows, own, strict=True):
+                model_buffers[name].data.copy_(row.detach())
+        return outputs
+
+    def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
+        results = []
+        for row, model in enumerate(self.models):
+            args, kwargs = tree_map_only(Tensor, itemgetter(row), (inputs, named_inputs))
+            results.append(model(*args, **kwargs))
+        flattened = [tree_flatten(result) for result in results]
+        leaves = [
+            torch.stack(values) if all(isinstance(value, Tensor) for value in values) else list(values)
+            for values in zip(*(found for found, _ in flattened), strict=True)
+        ]
+        return tree_unflatten(leaves, flattened[0][1])
+
+    def _is_faster_vectorized(self, inputs: Any, named_inputs: Any) -> bool:
+        """Time both ways; random numbers and buffers do not change."""
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        devices = [inputs.device] if inputs.is_cuda else []
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            for _ in range(1 + TRIALS):  # the first is a warm-up
-                for together, run in ((True, self._together), (False, self._in_turn)):
-                    start = time.perf_counter()
-                    try:
-                        outputs = run(copies, {name: b.clone() for name, b in buffers.items()}, inputs)
-                        torch.autograd.grad(outputs.float().sum(), list(copies.values()), allow_unused=True)
-                    except RuntimeError:
-                        if not together:
-                            raise
-                        return False  # vmap cannot run every model
-                    if inputs.is_cuda:
-                        torch.cuda.synchronize()
-                    seconds[together].append(time.perf_counter() - start)
+        device = self._flat.param_LP.device
+        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+                for _ in range(1 + TRIALS):  # the first is a warm-up
+                    for together, run in ((True, self._together), (False, self._in_turn)):
+                        start = time.perf_counter()
+                        try:
+                            outputs = [x for x in tree_flatten(run(inputs, named_inputs))[0] if isinstance(x, Tensor)]
+                            total = torch.stack([output.float().sum() for output in outputs]).sum()
+                            torch.autograd.grad(total, self._flat.parameters, allow_unused=True)
+                        except RuntimeError:
+                            if not together:
+                                raise
+                            return False  # vmap cannot run every model
+                        if device.type == "cuda":
+                            torch.cuda.synchronize()
+                        seconds[together].append(time.perf_counter() - start)
+        finally:
+            for buffer, value in buffers:
+                buffer.data.copy_(value)
         return min(seconds[True][1:]) < min(seconds[False][1:])
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+class _Rows(torch.autograd.Function):
+    """The learners' parameters as one tensor ``[L, *S]`` in the same memory; gradients go to each learner's own."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: Tensor, *rows: Tensor) -> Tensor:
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, *grad.unbind(0)
+        return None, *(row.data for row in grad.unbind(0))  # each counts its own changes
+
+
+def copies_of(model: nn.Module, num: int) -> list[nn.Module]:
+    """The model, and copies of it for the other learners. They share its frozen parameters.
+
+    Raises:
+        ValueError: Python cannot copy the model.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    try:
+        return [model, *(copy_of(model, keep=frozen) for _ in range(1, num))]
+    except Exception as error:
+        raise ValueError(
+            f"every virtual learner gets a copy of the model, and copy.deepcopy fails with {type(error).__name__}: "
+            f"{error}: give the model a __deepcopy__, or run real ranks"
+        ) from error
+
+
+def copy_of(model: nn.Module, keep: Sequence[Tensor] = ()) -> nn.Module:
     """A deep copy of a model that may keep activations, which torch cannot copy: they are copied without their graph.
 
-    An activation of a finished vmap cannot be read, and becomes an empty tensor.
+    An activation of a finished vmap cannot be read, and becomes an empty tensor. Tensors of ``keep`` are not copied.
     """
-    memo: dict[int, Any] = {}  # objects that deepcopy regards as copied
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in keep}  # objects that deepcopy regards as copied
     for module in model.modules():
         for tensor in _tensors_in(vars(module)):
             if torch._C._functorch.is_batchedtensor(tensor):
                 memo[id(tensor)] = torch.empty(0)
             elif not isinstance(tensor, nn.Parameter):  # .data, because the graph of a changed view cannot be used
                 memo[id(tensor)] = tensor.data.clone()
-    return copy.deepcopy(model, memo)
+    with torch.no_grad():  # else parameters of torch.jit layers would be results of a graph
+        copied = copy.deepcopy(model, memo)
+    for parameter, own in zip(model.parameters(), copied.parameters(), strict=True):
+        own.requires_grad_(parameter.requires_grad)
+    for module in copied.modules():
+        if is_parametrized(module):
+            _give_own_class(module)
+    return copied
+
+
+def _give_own_class(module: nn.Module) -> None:
+    """Give a copied module a class of its own, because torch keeps parametrizations and their cache in the class."""
+    module.__class__ = type(module).__bases__[0]
+    parametrize._inject_new_class(module)
+    for name in cast(nn.ModuleDict, module.parametrizations):
+        parametrize._inject_property(module, name)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -118,20 +196,41 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-def single_model(stacked: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    """A copy of a stacked model for one learner, with ``values`` by name. Other buffers are those of learner 0."""
-    model = copy_of(stacked)
-    for name, parameter in model.named_parameters():
-        if name in values:
-            parameter.grad = None
-            parameter.data = values[name]
-    for prefix, owner in model.named_modules():
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            full = f"{prefix}.{name}" if prefix else name
-            setattr(owner, name, values[full] if full in values else buffer[0].clone())
-    return model
+_VALUES = (bool, int, float, str, torch.Size)
+_PLAIN = {
+    *(nn.Sequential, nn.Linear, nn.LayerNorm, nn.Flatten, nn.Unflatten, nn.Identity),
+    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LogSoftmax),
+}
 
 
-def _vectorizes_well(model: nn.Module) -> bool:
-    convolutions = (nn.modules.conv._ConvNd, nn.modules.dropout._DropoutNd, nn.RNNBase)
-    return next(model.buffers(), None) is None and not any(isinstance(m, convolutions) for m in model.modules())
+def _are_plain(models: Iterable[nn.Module]) -> bool:
+    """Whether the ``forward`` of each module computes the same in vmap as in turn, with the same options."""
+    return all(
+        _forward_vectorizes(type(first))
+        and "forward" not in vars(first)
+        and all(_options_of(first) == _options_of(other) for other in others)
+        for first, *others in zip(*(model.modules() for model in models), strict=False)
+    )
+
+
+def _options_of(module: nn.Module) -> list[Any]:
+    """The class of a module and the plain values among its attributes, by which its ``forward`` computes."""
+    return [type(module), *((name, v) for name, v in vars(module).items() if isinstance(v, _VALUES))]
+
+
+@functools.cache
+def _forward_vectorizes(cls: type) -> bool:
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return owner in _PLAIN or bool(vars(owner).get("vectorizes"))
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Whether a module has hooks or a parametrization: they are for one learner, not for rows in vmap."""
+    return any(
+        any(getattr(hook, "is_ours", False) is False for name in _HOOKS for hook in getattr(module, name).values())
+        or is_parametrized(module)
+        for module in model.modules()
+    )

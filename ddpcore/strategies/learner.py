@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpcore import ops
 from ddpcore.comm.base import Communicator
@@ -20,7 +21,8 @@ class Learner:
     Attributes:
         flat: parameters and gradients, ``[L, P]``.
         comm: the connection to the other learners.
-        optimizer: the user's optimizer.
+        optimizer: the user's optimizer, with the parameters of all learners held here.
+        models: one per learner held here.
         step: optimizer steps taken so far, the t of the equations.
         hooks_paused: whether forward passes call no strategy and no observer, as in passes of diagnostics.
         shares: float64 ``[n]``, the weight of each learner in averages, with mean 1; None for equal weights.
@@ -29,6 +31,7 @@ class Learner:
     flat: FlatParameters
     comm: Communicator
     optimizer: torch.optim.Optimizer
+    models: Sequence[nn.Module]
     step: int = 0
     hooks_paused: bool = False
     shares: Tensor | None = None

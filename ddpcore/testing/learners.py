@@ -140,7 +140,7 @@ class SmallRun:
                 optimizer.load_state_dict(saved[1])
                 handle.load_state_dict(saved[2])
             losses.append(self._step(step, optimizer, handle))
-        return self._result(model, handle, torch.stack(losses))
+        return self._result(handle, torch.stack(losses))
 
     def _start(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Distributed]:
         torch.manual_seed(seed)
@@ -167,18 +167,12 @@ class SmallRun:
         optimizer.step()
         return losses.detach()
 
-    def _result(self, model: nn.Module, handle: Distributed, losses: Tensor) -> Result:
+    def _result(self, handle: Distributed, losses: Tensor) -> Result:
         bytes_sent = handle.comm.bytes_sent
         evaluation = handle.evaluation_model()
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        rows = [
-            (tensor.expand(len(self._held), -1) if name in frozen and not self._is_real else tensor)
-            .detach()
-            .reshape(len(self._held), -1)
-            for name, tensor in _numbers(model).items()
-        ]
+        rows = [torch.cat([x.detach().flatten() for x in _numbers(one).values()]) for one in handle.models]
         return Result(
-            weights=torch.cat(rows, dim=1).cpu().clone(),
+            weights=torch.stack(rows).cpu(),
             num_weights=sum(parameter.numel() for parameter in evaluation.parameters()),
             losses=losses.cpu(),
             average=torch.cat([tensor.detach().flatten() for tensor in _numbers(evaluation).values()]).cpu(),

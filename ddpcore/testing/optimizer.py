@@ -102,7 +102,7 @@ def _check_learners(factory: Callable[[Any], torch.optim.Optimizer], name: str) 
         if not torch.equal(row, plain[learner][0]):
             raise AssertionError(
                 f"{name}: virtual learner {learner} of 3 that never average differs from a plain loop by "
-                f"{_apart(row, plain[learner][0]):.3g}: the rule must not combine the rows of a stacked parameter"
+                f"{_apart(row, plain[learner][0]):.3g}: the rule must not combine different parameters"
             )
 
 
@@ -110,10 +110,11 @@ def _loop(factory: Callable[[Any], torch.optim.Optimizer], first: int, num_rows:
     """Weights ``[L, P]`` after some steps, of a plain loop where ``num_rows`` is None."""
     torch.manual_seed(3)
     model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    optimizer, trained = factory(model.parameters()), list(model.parameters())
+    optimizer, models = factory(model.parameters()), [model]
     if num_rows is not None:
         strategy = SSGD() if num_rows == 1 else LocalSGD(period=10**6)
-        model = distribute(model, optimizer, strategy, learners=num_rows, vectorize=False).model
+        handle = distribute(model, optimizer, strategy, learners=num_rows, vectorize=False)
+        model, models = handle.model, list(handle.models)
     for step in range(STEPS):
         inputs, labels = (x[first : first + (num_rows or 1)] for x in batch(step, 3))
         optimizer.zero_grad()
@@ -121,7 +122,7 @@ def _loop(factory: Callable[[Any], torch.optim.Optimizer], first: int, num_rows:
         losses = [nn.functional.cross_entropy(*pair) for pair in zip(outputs, labels, strict=True)]
         torch.stack(losses).sum().backward()
         optimizer.step()
-    return torch.cat([parameter.detach().reshape(num_rows or 1, -1) for parameter in trained], dim=1)
+    return torch.stack([torch.cat([p.detach().flatten() for p in one.parameters()]) for one in models])
 
 
 def _demand(what: str, ours: list[Tensor], reference: list[Tensor]) -> None:

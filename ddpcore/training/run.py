@@ -164,7 +164,7 @@ def _writer(
     header: dict[str, Any] = {
         "kind": "run",
         "config": config.to_dict(),
-        "num_parameters": num_elements // config.learners if trainer.stacked else num_elements,
+        "num_parameters": num_elements,
         "num_samples": {name: len(split) for name, split in dataset.splits().items()},
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),

@@ -73,7 +73,7 @@ class Trainer:
             with self.handle.no_sync() if part is not parts[-1] else nullcontext():
                 losses.append(self._backward(part, part.shape[1] / num))
         if self.max_grad_norm is not None:
-            clip_gradients_(self.optimizer, self.max_grad_norm, self.stacked)
+            self.handle.clip_grad_norm_(self.max_grad_norm)
         self.optimizer.step()
         self.num_steps += 1
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
@@ -119,8 +119,9 @@ class Trainer:
         """Load a result of :meth:`state_dict`. Collective.
 
         Raises:
-            ValueError: the state belongs to another model.
+            ValueError: the state belongs to another model or another version of ddpcore.
         """
+        self.handle.check_state(state["handle"])
         mine, theirs = self.module.state_dict(), state["model"]
         for name in [*mine, *theirs]:
             here, there = (tuple(side[name].shape) if name in side else None for side in (mine, theirs))
@@ -185,16 +186,3 @@ def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0)
         return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)[None]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=label_smoothing)
     return losses.view(labels.shape).mean(dim=1)
-
-
-@torch.no_grad()
-def clip_gradients_(optimizer: torch.optim.Optimizer, max_norm: float, stacked: bool) -> None:
-    """Scale each learner's gradient down to the norm ``max_norm`` if its norm is larger (Pascanu et al. 2013).
-
-    ``torch.nn.utils.clip_grad_norm_`` would compute one norm over all rows of a stack ``[L, *S]``. Here, each row of a
-    stack is the gradient of one learner.
-    """
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for learner in zip(*(gradient.unbind(0) for gradient in gradients), strict=True) if stacked else [gradients]:
-        norm = torch.nn.utils.get_total_norm(learner)
-        torch._foreach_mul_(list(learner), (max_norm / (norm + 1e-6)).clamp(max=1.0))

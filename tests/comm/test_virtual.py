@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpcore import Complete, Hierarchical, OnePeerExponential, RandomPair, Ring, Star, Topology, Torus2D
 from ddpcore.comm import VirtualCommunicator, virtual
-from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.learner_models import StackedModel
 
 
 def rows_of(num_learners: int, numel: int = 33) -> Tensor:
@@ -142,98 +139,3 @@ def test_bytes_are_those_of_real_learners() -> None:
 def test_impossible_worlds(n: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         VirtualCommunicator(n)
-
-
-# --- the stacked model -------------------------------------------------------------------------------------------
-
-
-def stacked(model: nn.Module, n: int, vectorize: bool | None) -> StackedModel:
-    flat = FlatParameters(model.named_parameters(), stack=n)
-    with torch.no_grad():  # different weights for each learner
-        flat.param_LP.add_(0.1 * torch.randn(flat.param_LP.shape, generator=torch.Generator().manual_seed(1)))
-    return StackedModel(model, n, vectorize)
-
-
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_each_learner_sees_its_own_row_only(vectorize: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    single = copy.deepcopy(model)
-    stack = stacked(model, 3, vectorize)
-    inputs = torch.randn(3, 6, 4)
-    outputs = stack(inputs)
-    outputs.square().sum().backward()
-    for learner in range(3):
-        for ours, theirs in zip(single.parameters(), model.parameters(), strict=True):
-            ours.data.copy_(theirs.data[learner])
-            ours.grad = None
-        alone = single(inputs[learner])
-        torch.testing.assert_close(outputs[learner], alone, rtol=1e-5, atol=1e-6)
-        alone.square().sum().backward()
-        for ours, theirs in zip(single.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(theirs.grad[learner], ours.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_buffers_are_each_learners_own() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    single = copy.deepcopy(model)
-    stack = stacked(model, 2, None)
-    assert stack.vectorize is False, "buffers that change in place do not vectorize"
-    inputs = torch.randn(2, 8, 4) + torch.tensor([0.0, 5.0]).view(2, 1, 1)
-    stack(inputs)
-    assert model[1].running_mean.shape == (2, 3)
-    assert model[1].num_batches_tracked.tolist() == [1, 1]
-    for learner in range(2):
-        one = copy.deepcopy(single)
-        for ours, theirs in zip(one.parameters(), model.parameters(), strict=True):
-            ours.data.copy_(theirs.data[learner])
-        one(inputs[learner])
-        torch.testing.assert_close(model[1].running_mean[learner], one[1].running_mean)
-        torch.testing.assert_close(model[1].running_var[learner], one[1].running_var)
-
-
-def test_training_and_evaluation_mode_reach_the_module() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    stack = stacked(model, 2, None)
-    stack.eval()
-    stack(torch.randn(2, 8, 4))
-    assert model[1].num_batches_tracked.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_rows_must_be_learners(rows: int) -> None:
-    stack = stacked(nn.Linear(4, 3), 2, None)
-    with pytest.raises(ValueError, match="for 2 learners"):
-        stack(torch.zeros(rows, 8, 4))
-
-
-def test_dropout_differs_between_learners() -> None:
-    for vectorize in (True, False):
-        stack = stacked(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 2, vectorize)
-        outputs = stack(torch.ones(2, 1, 4))
-        assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
-
-
-def test_the_faster_way_is_found_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement works on copies: weights, gradients, buffers and random numbers do not change."""
-    measure = StackedModel._is_faster_vectorized
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-    seen = []
-    for vectorize in ("measure", False):
-        stack = stacked(copy.deepcopy(model), 3, vectorize)  # type: ignore[arg-type]
-        if vectorize == "measure":
-            monkeypatch.setattr(StackedModel, "_is_faster_vectorized", lambda *args: measure(*args) and False)
-        torch.manual_seed(5)
-        stack(torch.ones(3, 6, 4)).square().sum().backward()
-        seen.append([*(p.grad for p in stack.parameters()), *(b.clone() for b in stack.buffers()), torch.rand(3)])
-        assert stack.vectorize is False
-    for one, other in zip(*seen, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_measuring_decides_once() -> None:
-    stack = stacked(nn.Linear(4, 2), 64, "measure")  # type: ignore[arg-type]
-    stack(torch.ones(64, 1, 4))
-    assert stack.vectorize is True, "one batched product is faster than 64 tiny layers"
-    with pytest.raises(ValueError, match="unknown vectorize 'fast'"):
-        stacked(nn.Linear(4, 2), 2, "fast")  # type: ignore[arg-type]

@@ -71,9 +71,7 @@ def measured(strategy: Any, model: nn.Module, steps: int = 1, lr: float = 1e-9, 
         optimizer.zero_grad()
         loss_of(x).backward()
         if clip is not None:
-            for learner in zip(*(p.grad.unbind(0) for p in handle.model.parameters()), strict=True):
-                total = torch.nn.utils.get_total_norm(learner)
-                torch._foreach_mul_(list(learner), (clip / (total + 1e-6)).clamp(max=1.0))
+            handle.clip_grad_norm_(clip)
         optimizer.step()
     return statistics.records[-1]
 

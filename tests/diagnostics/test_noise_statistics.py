@@ -114,9 +114,12 @@ def test_free_statistics_against_the_gradients_themselves():
     by_name: dict[str, list[tuple[float, float]]] = {name: [] for name in handle.learner.flat.names}
     for _ in range(6):
         x = torch.randn(4, 8, 3)
-        gradients = torch.autograd.grad(handle.model(x).square().mean((1, 2)).sum(), list(handle.model.parameters()))
-        expected.append(squares_of(list(gradients)))
-        for (name, _), gradient in zip(handle.model.module.named_parameters(), gradients, strict=True):
+        weights = [dict(model.named_parameters()) for model in handle.models]
+        loss = handle.model(x).square().mean((1, 2)).sum()
+        rows = [torch.autograd.grad(loss, list(own.values()), retain_graph=True) for own in weights]
+        gradients = [torch.stack(learners) for learners in zip(*rows, strict=True)]
+        expected.append(squares_of(gradients))
+        for name, gradient in zip(weights[0], gradients, strict=True):
             by_name[name].append(squares_of([gradient]))
         optimizer.zero_grad()
         handle.model(x).square().mean((1, 2)).sum().backward()

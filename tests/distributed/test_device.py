@@ -78,7 +78,7 @@ class Problem:
         self.lr = torch.tensor(0.1, device=device)
         self.optimizer = KINDS[kind](self.params, lr=self.lr)
         if way == "flat":
-            self.flat = FlatParameters((str(index), param) for index, param in enumerate(self.params))
+            self.flat = FlatParameters([((str(index), param) for index, param in enumerate(self.params))])
             self.optimizer.bind(self.flat)
 
     def step(self) -> None:

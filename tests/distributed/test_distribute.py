@@ -54,7 +54,7 @@ def test_any_optimizer_follows_the_equation(strategy_name: str, optimizer_name: 
     expected = torch.stack([training.flat_weights(twin) for twin in twins])
     # Adam divides by sqrt(v), which enlarges the rounding errors of near-zero gradients.
     training.assert_near(
-        training.stacked_weights(model), expected, ulps=8 if optimizer_name in ("fused", "sgd") else 64
+        training.weights_of_learners(handle), expected, ulps=8 if optimizer_name in ("fused", "sgd") else 64
     )
 
 
@@ -64,8 +64,9 @@ def test_the_gradient_is_that_of_the_unmixed_weights() -> None:
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete()), learners=2, vectorize=False)
-    model.weight.data.copy_(torch.tensor([1.0, 5.0]).view(2, 1, 1))
-    w = model.weight.detach().flatten().clone()
+    for one, value in zip(handle.models, (1.0, 5.0), strict=True):
+        one.weight.data.fill_(value)
+    w = training.weights_of_learners(handle).flatten()
     optimizer.zero_grad()
     outputs = handle.model(torch.ones(2, 1, 1)).flatten()
     (0.5 * h * (outputs - c) ** 2).sum().backward()
@@ -74,7 +75,7 @@ def test_the_gradient_is_that_of_the_unmixed_weights() -> None:
     awc = w.mean() - 0.25 * gradient
     atc = (w - 0.25 * gradient).mean().expand(2)
     cta = w.mean() - 0.25 * h * (w.mean() - c)
-    got = model.weight.detach().flatten()
+    got = training.weights_of_learners(handle).flatten()
     torch.testing.assert_close(got, awc, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(got, atc)
     assert not torch.allclose(got, cta)
@@ -96,7 +97,7 @@ def test_one_virtual_learner_is_plain_training() -> None:
             twin.zero_grad()
             F.cross_entropy(plain(inputs[0]), labels[0]).backward()
             twin.step()
-        training.assert_near(training.stacked_weights(model, 1)[0], training.flat_weights(plain))
+        training.assert_near(training.weights_of_learners(handle)[0], training.flat_weights(plain))
 
 
 @pytest.mark.parametrize("vectorize", [False, True])
@@ -111,7 +112,7 @@ def test_vectorized_learners_are_the_same(vectorize: bool) -> None:
             optimizer.zero_grad()
             training.loss_of(handle.model(inputs), labels).backward()
             optimizer.step()
-        ends.append(training.stacked_weights(model))
+        ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)
 
 
@@ -136,5 +137,5 @@ def test_parameter_groups_with_different_options(strategy_name: str) -> None:
             optimizer.zero_grad()
             training.loss_of(handle.model(inputs), labels).backward()
             optimizer.step()
-        ends.append(training.stacked_weights(model))
+        ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)

@@ -35,7 +35,7 @@ def test_accumulation_is_one_big_batch(how: str, optimizer_name: str) -> None:
         twin.zero_grad()
         F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
         twin.step()
-    for row in training.stacked_weights(model, 2):
+    for row in training.weights_of_learners(handle):
         training.assert_near(row, training.flat_weights(plain))
 
 
@@ -48,8 +48,8 @@ def test_nested_no_sync_stays_paused() -> None:
         with handle.no_sync():
             pass
         training.loss_of(handle.model(inputs), labels).backward()
-    grad = next(model.parameters()).grad
-    assert not torch.equal(grad[0], grad[1]), "gradients were averaged inside no_sync()"
+    first, second = (next(one.parameters()).grad for one in handle.models)
+    assert not torch.equal(first, second), "gradients were averaged inside no_sync()"
 
 
 def test_gradients_are_the_mean_right_after_backward() -> None:
@@ -59,13 +59,16 @@ def test_gradients_are_the_mean_right_after_backward() -> None:
     inputs, labels = training.samples(2, 4)
     training.loss_of(handle.model(inputs), labels).backward()
     F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        for row in ours.grad:
-            training.assert_near(row, theirs.grad)
+    for one in handle.models:
+        for ours, theirs in zip(one.parameters(), plain.parameters(), strict=True):
+            training.assert_near(ours.grad, theirs.grad)
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    before = training.stacked_weights(model, 2).clone()
+    with pytest.raises(RuntimeError, match=r"the gradients of learner 0 alone were changed.* each of handle\.models"):
+        optimizer.step()
+    nn.utils.clip_grad_norm_(handle.models[1].parameters(), 0.01)
+    before = training.weights_of_learners(handle).clone()
     optimizer.step()
-    moved = (training.stacked_weights(model, 2) - before).square().sum().sqrt()
+    moved = (training.weights_of_learners(handle) - before)[1].square().sum().sqrt()
     assert moved.item() == pytest.approx(0.1 * 0.01, rel=1e-3), "the step must use the clipped gradient"
 
 
@@ -86,13 +89,13 @@ def test_an_error_inside_backward_leaves_the_next_step_sound() -> None:
     assert model[2].bias.grad is not None, "the pass must fail after the first gradient, or this test tests nothing"
     optimizer.zero_grad()
     training.loss_of(handle.model(inputs), labels).backward()
-    for parameter in model.parameters():
-        assert torch.equal(parameter.grad[0], parameter.grad[1]), "gradients are no longer averaged"
+    for first, second in zip(*(one.parameters() for one in handle.models), strict=True):
+        assert torch.equal(first.grad, second.grad), "gradients are no longer averaged"
     optimizer.step()
     plain = training.mlp()
     F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for row in training.stacked_weights(model, 2):
+    for row in training.weights_of_learners(handle):
         training.assert_near(row, training.flat_weights(plain))
 
 
@@ -105,13 +108,15 @@ def test_a_branch_used_only_under_no_sync() -> None:
     for first, last in (("first", "second"), ("second", "first")):
         inputs, labels = training.samples(2, 4)
         optimizer.zero_grad()
-        model.branch = first
+        for one in handle.models:
+            one.branch = first
         with handle.no_sync():
             training.loss_of(handle.model(inputs), labels).backward()
-        model.branch = last
+        for one in handle.models:
+            one.branch = last
         training.loss_of(handle.model(inputs), labels).backward()
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.grad[0], parameter.grad[1]), name
+        for (name, parameter), other in zip(model.named_parameters(), handle.models[1].parameters(), strict=True):
+            assert torch.equal(parameter.grad, other.grad), name
         optimizer.step()
 
 
@@ -143,5 +148,5 @@ def test_momentum_survives_a_first_step_without_synchronisation() -> None:
             else:
                 training.loss_of(handle.model(inputs), labels).backward()
             optimizer.step()
-        ends.append(training.stacked_weights(chain, 2))
+        ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)

@@ -13,53 +13,11 @@ from helpers import ranks
 from helpers.idioms.run import STRATEGIES, execute
 from helpers.idioms.table import IDIOMS
 
-AWAITS_MODELS = (
-    "a_layer_frozen_for_some_steps",
-    "a_lazy_layer_after_a_first_pass",
-    "accumulate_hook",
-    "activation_checkpointing",
-    "backward_hook",
-    "backward_pre_hook",
-    "between_steps",
-    "clip_grad_norm",
-    "custom_autograd_function",
-    "frozen_layers",
-    "gradients_centralized",
-    "gradients_of_samples_set_as_gradients",
-    "hook_of_the_accumulation_node",
-    "hook_on_an_activation",
-    "later",
-    "model_a_scripted_layer",
-    "model_attention",
-    "model_bilinear",
-    "model_embedding",
-    "model_gru",
-    "model_lstm",
-    "model_old",
-    "model_one_layer_twice_in_a_list",
-    "model_orthogonal",
-    "model_pruned",
-    "model_rnn",
-    "model_spectral_norm",
-    "model_torch_compile",
-    "model_transformer",
-    "model_weight_norm",
-    "optimizer_adafactor",
-    "optimizer_adagrad",
-    "optimizer_adam_fused",
-    "optimizer_adamw_fused",
-    "optimizer_sgd_fused",
-    "parametrizations_cached",
-    "tensor_hook_that",
-    "two_models_in_turn",
-    "weights_swapped_for_evaluation",
-)
 CASES = [
     pytest.param(name, strategy, world, id=f"{name}-{strategy}-{world}")
     for name, one in IDIOMS.items()
     for strategy in STRATEGIES
     for world in one.worlds
-    if world == "ranks" or not name.startswith(AWAITS_MODELS)
 ]
 
 

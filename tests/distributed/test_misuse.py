@@ -257,9 +257,9 @@ def test_second_derivatives_of_averaged_gradients_are_refused() -> None:
     _, _, handle = make()
     with pytest.raises(RuntimeError, match=r"create_graph=True: the averaged gradient has no graph.*autograd\.grad"):
         handle.model(torch.ones(L, 1, 5)).square().sum().backward(create_graph=True)
-    model, _, handle = make(strategy=ddpcore.LocalSGD(4))
+    _, _, handle = make(strategy=ddpcore.LocalSGD(4))
     handle.model(torch.ones(L, 1, 5)).square().sum().backward(create_graph=True)
-    assert model[0].weight.grad.requires_grad
+    assert all(one[0].weight.grad.requires_grad for one in handle.models)
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -273,15 +273,15 @@ def test_sparse_gradients_are_refused() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(6, 3, sparse=True))
         optimizer = build(model.parameters(), lr=0.1)
-        ddpcore.distribute(model, optimizer, strategy, learners=2)
-        gradient = torch.arange(36.0).view(2, 6, 3)
-        model[0].weight.grad = gradient.to_sparse() if is_sparse else gradient
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
+        for one, gradient in zip(handle.models, torch.arange(36.0).view(2, 6, 3), strict=True):
+            one[0].weight.grad = gradient.to_sparse(1) if is_sparse else gradient
         if build is FusedSGD:
             with pytest.raises(RuntimeError, match="sparse"):
                 optimizer.step()
             continue
         optimizer.step()
-        weights.append(model[0].weight.detach().clone())
+        weights.append(torch.stack([one[0].weight.detach() for one in handle.models]))
     assert torch.equal(*weights)
 
 

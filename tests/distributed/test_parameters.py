@@ -57,7 +57,7 @@ def test_frozen_parameters(strategy_name: str, make: Any, listed: bool) -> None:
                     getattr(layer, name).data.copy_(mean)
     assert all(torch.equal(value, frozen[name]) for name, value in model[0].state_dict().items())
     training.assert_near(
-        training.stacked_weights(model), torch.stack([training.flat_weights(twin[2]) for twin in plain])
+        training.weights_of_learners(handle), torch.stack([training.flat_weights(twin[2]) for twin in plain])
     )
 
 
@@ -80,8 +80,8 @@ def test_parameters_that_no_learner_uses(strategy_name: str, make: Any) -> None:
         assert model.second.weight.grad is None
         optimizer.step()
     for name, value in model.second.state_dict().items():
-        torch.testing.assert_close(value, start[name].expand_as(value), rtol=1e-6, atol=1e-7)
-    assert not torch.allclose(model.first.weight, moving.expand_as(model.first.weight))
+        torch.testing.assert_close(value, start[name], rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(model.first.weight, moving)
 
 
 def test_a_parameter_first_used_late_is_refused_by_ssgd() -> None:
@@ -92,7 +92,8 @@ def test_a_parameter_first_used_late_is_refused_by_ssgd() -> None:
     inputs, labels = training.samples(2, 4)
     training.loss_of(handle.model(inputs), labels).backward()
     optimizer.step()
-    model.branch = "second"
+    for one in handle.models:
+        one.branch = "second"
     with pytest.raises(RuntimeError, match=r"second\.(weight|bias).*first step"):
         training.loss_of(handle.model(inputs), labels).backward()
 
@@ -108,14 +109,16 @@ def test_dampening_of_a_parameter_whose_gradient_comes_later() -> None:
         for step in range(4):
             inputs, labels = training.samples(2, 4, seed=step)
             optimizer.zero_grad()
-            model.branch = "first"
+            for one in handle.models:
+                one.branch = "first"
             loss = training.loss_of(handle.model(inputs), labels)
             if step > 0:
-                model.branch = "second"
+                for one in handle.models:
+                    one.branch = "second"
                 loss = loss + training.loss_of(handle.model(inputs), labels)
             loss.backward()
             optimizer.step()
-        ends.append(training.stacked_weights(model, 2))
+        ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)
 
 
@@ -144,7 +147,8 @@ def test_tied_weights_train_as_one() -> None:
             F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
             twin.step()
         assert model.a.weight is model.b.weight
-        training.assert_near(model.a.weight.detach()[1], plain.a.weight.detach())
+        training.assert_near(handle.models[1].a.weight.detach(), plain.a.weight.detach())
+        assert handle.models[1].a.weight is handle.models[1].b.weight
         evaluation = handle.evaluation_model()
         assert evaluation.a.weight is evaluation.b.weight
         training.assert_near(evaluation(inputs[0]).detach(), plain(inputs[0]).detach(), ulps=16)
@@ -215,5 +219,5 @@ def test_a_closure_is_one_step_or_refused(strategy_name: str) -> None:
             else:
                 closure()
                 optimizer.step()
-        ends.append(training.stacked_weights(model))
+        ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
-from ddpcore.parameters.learner_models import StackedModel
+from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.compression import Int8, TopK
 from helpers import training
 
@@ -56,9 +56,9 @@ def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: b
     train(range(3))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
     train(range(3, 6))
-    end = training.stacked_weights(model).clone()
+    end = training.weights_of_learners(handle).clone()
     train(range(50, 53))
-    assert not torch.equal(training.stacked_weights(model), end)
+    assert not torch.equal(training.weights_of_learners(handle), end)
     if fresh:
         model, optimizer, handle = make()
     model.load_state_dict(saved[0])
@@ -66,7 +66,7 @@ def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: b
     handle.load_state_dict(saved[2])
     assert handle.learner.step == 3
     train(range(3, 6))
-    assert torch.equal(training.stacked_weights(model), end)
+    assert torch.equal(training.weights_of_learners(handle), end)
 
 
 @pytest.mark.parametrize("strategy_name", STATEFUL)
@@ -98,7 +98,7 @@ def test_loading_discards_an_unfinished_step(strategy_name: str) -> None:
             optimizer.zero_grad()
             forward(step).backward()
             optimizer.step()
-        ends.append(training.stacked_weights(model))
+        ends.append(training.weights_of_learners(handle))
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
 
@@ -119,15 +119,15 @@ def test_a_parameter_that_rests_after_a_restart_is_stepped_as_before() -> None:
                 handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, vectorize=False)
                 for target, state in zip((model, optimizer, handle), saved, strict=True):
                     target.load_state_dict(state)
-            model.branch = "first" if step < 2 else "second" if step == 3 else "first"
-            if step >= 2:
-                model.branch = "first"
-                handle.model.module.first.weight.grad = None
+            for one in handle.models:
+                one.branch = "first"
+                if step >= 2:
+                    one.first.weight.grad = None
             inputs, labels = training.samples(2, 4, seed=step)
             optimizer.zero_grad()
             training.loss_of(handle.model(inputs), labels).backward()
             optimizer.step()
-        ends.append(training.stacked_weights(model, 2))
+        ends.append(training.weights_of_learners(handle))
     assert torch.equal(*ends)
 
 
@@ -201,7 +201,7 @@ def test_state_goes_to_and_from_torch() -> None:
                 optimizer = second(model.parameters(), lr=0.1, momentum=0.9)
                 handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(2), learners=2, vectorize=False)
                 optimizer.load_state_dict(state)
-        ends.append(training.stacked_weights(model, 2))
+        ends.append(training.weights_of_learners(handle))
     training.assert_near(ends[0], ends[2])
     training.assert_near(ends[1], ends[2])
 
@@ -227,11 +227,12 @@ def test_parameters_stay_views_of_the_flat_buffer() -> None:
         training.loss_of(handle.model(inputs), labels).backward()
         optimizer.step()
         storage = handle.learner.flat.param_LP.untyped_storage().data_ptr()
-        assert all(p.untyped_storage().data_ptr() == storage for p in model.parameters())
+        everyone = [p for one in handle.models for p in one.parameters()]
+        assert all(p.untyped_storage().data_ptr() == storage for p in everyone)
         gradients = handle.learner.flat.grad_LP.untyped_storage().data_ptr()
-        assert all(p.grad.untyped_storage().data_ptr() == gradients for p in model.parameters())
+        assert all(p.grad.untyped_storage().data_ptr() == gradients for p in everyone)
     assert [id(p) for p in model.parameters()] == identities
-    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == identities
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in everyone]
 
 
 def test_consensus_distance_of_known_weights() -> None:
@@ -239,10 +240,12 @@ def test_consensus_distance_of_known_weights() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(8), learners=2)
     assert handle.consensus_distance() == 0.0
-    model.weight.data.copy_(torch.tensor([[[3.0, 0.0]], [[-3.0, 8.0]]]))
+    for one, values in zip(handle.models, ([[3.0, 0.0]], [[-3.0, 8.0]]), strict=True):
+        one.weight.data.copy_(torch.tensor(values))
     # The mean is (0, 4), at distance sqrt(9 + 16) from both.
     assert handle.consensus_distance() == pytest.approx(5.0)
-    model.weight.data.copy_(torch.tensor([[[1.0, 1.0]], [[1.0, 1.0]]]))
+    for one in handle.models:
+        one.weight.data.fill_(1.0)
     assert handle.consensus_distance() == 0.0
 
 
@@ -251,7 +254,8 @@ def test_consensus_distance_weights_learners_equally() -> None:
     handle = ddpcore.distribute(
         model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.LocalSGD(8), learners=4, vectorize=False
     )
-    model.weight.data.copy_(torch.tensor([0.0, 0.0, 0.0, 4.0]).view(4, 1, 1))
+    for one, value in zip(handle.models, (0.0, 0.0, 0.0, 4.0), strict=True):
+        one.weight.data.fill_(value)
     assert handle.consensus_distance() == pytest.approx(math.sqrt((1 + 1 + 1 + 9) / 4))
 
 
@@ -261,14 +265,14 @@ def test_evaluation_model_of_virtual_learners() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=training.L)
-    assert isinstance(handle.model, StackedModel)
+    assert isinstance(handle.model, LearnerModels)
     for step in range(3):
         inputs, labels = training.samples(training.L, 8, seed=step)
         optimizer.zero_grad()
         training.loss_of(handle.model(inputs), labels).backward()
         optimizer.step()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert before["1.running_mean"].shape == (training.L, 4)
+    states = [one.state_dict() for one in handle.models]
+    before = {name: torch.stack([state[name] for state in states]).clone() for name in states[0]}
     assert not torch.allclose(before["1.running_mean"][0], before["1.running_mean"][1])
     evaluation = handle.evaluation_model()
     assert set(evaluation.state_dict()) == set(before)
@@ -283,7 +287,7 @@ def test_evaluation_model_of_virtual_learners() -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in evaluation.modules())
     for tensor in (*evaluation.parameters(), *evaluation.buffers()):
         tensor.data.fill_(7)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name][0]) for name, value in model.state_dict().items())
     optimizer.zero_grad()
     training.loss_of(handle.model(inputs), labels).backward()
     optimizer.step()

@@ -13,6 +13,7 @@ import ddpcore
 from ddpcore import DPSGD, SSGD, LocalSGD, Policies, PushSum, Ring
 from ddpcore.distributed.state_sync import scales_inside
 from ddpcore.optim import FusedSGD
+from helpers import training
 
 N = 4
 
@@ -32,8 +33,9 @@ def step(handle: Any, optimizer: Any, seed: int) -> None:
     optimizer.step()
 
 
-def states(model: Any, optimizer: Any, name: str) -> torch.Tensor:
-    return torch.cat([optimizer.state[p][name].reshape(N, -1) for p in model.parameters()], dim=1).clone()
+def states(handle: Any, optimizer: Any, name: str) -> torch.Tensor:
+    learners = [[optimizer.state[p][name].flatten() for p in model.parameters()] for model in handle.models]
+    return torch.stack([torch.cat(tensors) for tensors in learners])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
@@ -41,9 +43,9 @@ def test_momentum(kind: Any) -> None:
     """Against learners that keep their momentum: it is averaged, mixed with the matrix of the ring, or zeroed."""
     seen = {}
     for policy in ("keep", "average", "gossip", "reset"):
-        model, optimizer, handle = make(DPSGD(Ring()), Policies(momentum=policy), kind)
+        _, optimizer, handle = make(DPSGD(Ring()), Policies(momentum=policy), kind)
         step(handle, optimizer, 0)
-        seen[policy] = states(model, optimizer, "momentum_buffer")
+        seen[policy] = states(handle, optimizer, "momentum_buffer")
     kept = seen["keep"]
     assert not torch.allclose(kept[0], kept[1])
     torch.testing.assert_close(seen["average"], kept.mean(0).expand_as(kept), rtol=1e-5, atol=1e-7)
@@ -57,10 +59,10 @@ def test_momentum_of_adam() -> None:
     """Policies change all states of the parameter's shape, but not the step count. A reset zeroes that too."""
     seen = {}
     for policy in ("keep", "average", "reset"):
-        model, optimizer, handle = make(LocalSGD(2), Policies(momentum=policy), torch.optim.Adam, lr=0.01)
+        _, optimizer, handle = make(LocalSGD(2), Policies(momentum=policy), torch.optim.Adam, lr=0.01)
         step(handle, optimizer, 0)
         step(handle, optimizer, 1)
-        seen[policy] = [states(model, optimizer, name) for name in ("exp_avg", "exp_avg_sq")]
+        seen[policy] = [states(handle, optimizer, name) for name in ("exp_avg", "exp_avg_sq")]
         counts = {int(state["step"]) for state in optimizer.state.values()}
         assert counts == ({0} if policy == "reset" else {2})
     for kept, averaged, forgotten in zip(*seen.values(), strict=True):
@@ -89,28 +91,30 @@ def test_complex_buffers(policy: str) -> None:
     handle = ddpcore.distribute(model, optimizer, DPSGD(Ring()), learners=N, policies=Policies(batch_norm=policy))
     first = model.phases.clone()
     own = torch.randn(N, 2, dtype=torch.complex64)
-    model.phases.copy_(own)
+    for one, phases in zip(handle.models, own, strict=True):
+        one.phases.copy_(phases)
     mean = handle.evaluation_model().phases
     torch.testing.assert_close(mean, own.mean(0))
     step(handle, optimizer, 0)
     mixed = (torch.from_numpy(Ring().matrix(0, N)).to(torch.complex64) @ own) if policy == "gossip" else None
-    torch.testing.assert_close(model.phases, {"average": own.mean(0).expand(N, 2), "reset": first}.get(policy, mixed))
+    expected = {"average": own.mean(0).expand(N, 2), "reset": first.expand(N, 2)}.get(policy, mixed)
+    torch.testing.assert_close(training.rows_of(handle, "phases"), expected)
 
 
 def test_policies_act_only_in_steps_that_average() -> None:
-    model, optimizer, handle = make(LocalSGD(3), Policies(momentum="average"))
+    _, optimizer, handle = make(LocalSGD(3), Policies(momentum="average"))
     for count in range(1, 7):
         step(handle, optimizer, count)
-        buffers = states(model, optimizer, "momentum_buffer")
+        buffers = states(handle, optimizer, "momentum_buffer")
         assert torch.allclose(buffers[0], buffers[1]) == (count % 3 == 0)
 
 
 def test_policies_act_while_post_local_sgd_is_synchronous() -> None:
     """Gradients are averaged in the first three steps, weights then every second one."""
-    model, optimizer, handle = make(LocalSGD(2, switch_step=3), Policies(momentum="average", batch_norm="average"))
+    _, optimizer, handle = make(LocalSGD(2, switch_step=3), Policies(momentum="average", batch_norm="average"))
     for count in range(1, 8):
         step(handle, optimizer, count)
-        mean = model[1].running_mean
+        mean = training.rows_of(handle, "1.running_mean")
         assert torch.allclose(mean[0], mean[1]) == (count <= 3 or count in (5, 7)), count
 
 
@@ -149,7 +153,7 @@ def test_a_resumed_run_resets_to_the_beginning_of_the_first(name: str, age: str)
     saved = copy.deepcopy([one.state_dict() for one in (model, optimizer, handle, scaler)])
     rng = torch.get_rng_state()
     train(range(3, 7))
-    ends = [*map(torch.clone, model.state_dict().values()), torch.rand(1), torch.tensor(scaler.get_scale())]
+    ends = [*map(torch.clone, handle.model.state_dict().values()), torch.rand(1), torch.tensor(scaler.get_scale())]
     model, optimizer, handle, scaler = begin(4)
     if age == "old":
         del saved[2]["policies"]
@@ -157,7 +161,7 @@ def test_a_resumed_run_resets_to_the_beginning_of_the_first(name: str, age: str)
         one.load_state_dict(state)
     torch.set_rng_state(rng)
     train(range(3, 7))
-    found = [*model.state_dict().values(), torch.rand(1), torch.tensor(scaler.get_scale())]
+    found = [*handle.model.state_dict().values(), torch.rand(1), torch.tensor(scaler.get_scale())]
     if age == "new" or name == "momentum":  # momentum is reset to zero, without a saved value
         assert all(map(torch.equal, found, ends))
     else:
@@ -167,10 +171,10 @@ def test_a_resumed_run_resets_to_the_beginning_of_the_first(name: str, age: str)
 def test_batch_norm() -> None:
     seen = {}
     for policy in ("keep", "average", "gossip", "reset"):
-        model, optimizer, handle = make(DPSGD(Ring()), Policies(batch_norm=policy))
+        _, optimizer, handle = make(DPSGD(Ring()), Policies(batch_norm=policy))
         step(handle, optimizer, 0)
-        seen[policy] = model[1].running_mean.clone()
-        assert model[1].num_batches_tracked.tolist() == [1] * N
+        seen[policy] = training.rows_of(handle, "1.running_mean")
+        assert training.rows_of(handle, "1.num_batches_tracked").tolist() == [1] * N
     kept = seen["keep"]
     torch.testing.assert_close(seen["average"], kept.mean(0).expand_as(kept))
     mixed = torch.from_numpy(Ring().matrix(0, N)) @ kept.double()

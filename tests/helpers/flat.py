@@ -21,7 +21,7 @@ def network() -> nn.Sequential:
 
 
 def flatten(model: nn.Module, **options: Any) -> FlatParameters:
-    return FlatParameters(model.named_parameters(), **options)
+    return FlatParameters([model.named_parameters()], **options)
 
 
 def fill_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -88,13 +88,11 @@ def train(
         losses(now).backward()
         optimizer.step()
     assert handle.learner is not None
-    names = handle.learner.flat.names
-    views = handle.learner.flat.views_of(handle.learner.flat.param_LP)
-    rows = [v.reshape(len(held), -1) for _, v in sorted(zip(names, views, strict=True), key=lambda pair: pair[0])]
-    buffers = [b.reshape(len(held), -1) for b in handle.model.buffers() if b.is_floating_point()]
+    weights = [[p.detach().flatten() for p in one.parameters()] for one in handle.models]
+    buffers = [[b.flatten() for b in one.buffers() if b.is_floating_point()] for one in handle.models]
     return {
-        "weights": torch.cat([r.detach() for r in rows], dim=1).clone(),
-        "buffers": torch.cat(buffers, dim=1).clone(),
+        "weights": torch.stack([torch.cat(tensors) for tensors in weights]),
+        "buffers": torch.stack([torch.cat(tensors) for tensors in buffers]),
         "random": torch.rand(3),
         "bytes_sent": handle.learner.comm.bytes_sent,
         "records": [] if statistics is None else to_json(statistics.records),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.optim import FusedSGD
 from helpers.ranks import join
+from helpers.training import rows_of
 
 RECALIBRATED = (("ssgd", ddpcore.SSGD, None), ("ddp", ddpcore.DDP, None), ("grid", ddpcore.SSGD, 2))
 SMALL = {"bucket_bytes": 128, "first_bucket_bytes": 64}
@@ -257,8 +258,8 @@ def grid_buffers(rank: int, world_size: int) -> dict[str, Any]:
     model = OddBuffers(seed=rank)
     own = {name: buffer.clone() for name, buffer in model.named_buffers()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, group=dist.group.WORLD)
-    return {"own": own, "given": dict(model.named_buffers())}
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, group=dist.group.WORLD)
+    return {"own": own, "given": {name: rows_of(handle, name) for name in own}}
 
 
 def main() -> None:

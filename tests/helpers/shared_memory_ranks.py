@@ -200,7 +200,7 @@ def frees(rank: int) -> None:
     comm = connect()
     before = held()
     model = nn.Sequential(nn.Linear(50, 70), nn.Linear(70, 3))
-    flat = FlatParameters(model.named_parameters(), allocate=comm.allocate)
+    flat = FlatParameters([model.named_parameters()], allocate=comm.allocate)
     after = held()
     for _ in range(3):
         flat.reorder(range(len(flat.segments))[::-1])

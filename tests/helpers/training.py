@@ -42,8 +42,22 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
     return sum(F.cross_entropy(row, label) for row, label in zip(outputs, labels, strict=True))
 
 
-def stacked_weights(model: nn.Module, num_learners: int = L) -> Tensor:
-    return torch.cat([p.detach().reshape(num_learners, -1) for p in model.parameters() if p.requires_grad], dim=1)
+def weights_of_learners(handle: ddpcore.Distributed) -> Tensor:
+    """Trained weights ``[L, x]`` in the order of the model."""
+    trained = [[p.detach().flatten() for p in model.parameters() if p.requires_grad] for model in handle.models]
+    return torch.stack([torch.cat(weights) for weights in trained])
+
+
+def rows_of(handle: ddpcore.Distributed, name: str) -> Tensor:
+    """A parameter or buffer of all learners ``[L, *S]``, a copy."""
+    return torch.stack([model.state_dict()[name].detach() for model in handle.models])
+
+
+def set_rows(handle: ddpcore.Distributed, name: str, rows_LS: Tensor) -> None:
+    """Overwrite a parameter of each learner."""
+    with torch.no_grad():
+        for model, row in zip(handle.models, rows_LS, strict=True):
+            model.get_parameter(name).copy_(row)
 
 
 def flat_weights(model: nn.Module) -> Tensor:

@@ -41,7 +41,7 @@ def assert_same(left: nn.Module, right: nn.Module) -> None:
 @every
 def test_a_list_and_a_flat_buffer(make, clip):
     models = [net(), net()]
-    flat = FlatParameters(models[1].named_parameters())
+    flat = FlatParameters([models[1].named_parameters()])
     optimizers = [make(model.parameters(), max_grad_norm=clip) for model in models]
     optimizers[1].bind(flat)
     for step in range(5):
@@ -58,30 +58,29 @@ def test_a_list_and_a_flat_buffer(make, clip):
 def test_four_virtual_learners_are_four_learners(make, clip):
     """Each has its own weights, norms, ratios and, with max_grad_norm, its own norm of all its gradients.
 
-    The stack is stepped as ``distribute`` leaves it to the optimizer, with other gradients for each learner.
+    They are stepped as ``distribute`` leaves them to the optimizer, with other gradients for each learner.
     """
-    template = net()
-    alone = [copy.deepcopy(template) for _ in range(L)]
-    flat = FlatParameters(template.named_parameters(), stack=L)
-    stacked = make(template.parameters(), max_grad_norm=clip)
-    stacked.bind(flat)
+    alone = [copy.deepcopy(model) for model in [net()] * L]
+    rows = [copy.deepcopy(model) for model in alone]
+    flat = FlatParameters([row.named_parameters() for row in rows])
+    together = make([p for row in rows for p in row.parameters()], max_grad_norm=clip)
+    together.bind(flat)
     optimizers = [make(model.parameters(), max_grad_norm=clip) for model in alone]
     for step in range(4):
-        for index, model in enumerate(alone):
+        for index, (model, row) in enumerate(zip(alone, rows, strict=True)):
             give(model, 10 * step + index)
-        for stack, *rows in zip(template.parameters(), *(model.parameters() for model in alone), strict=True):
-            stack.grad = torch.stack([row.grad for row in rows])
-        for optimizer in (stacked, *optimizers):
+            give(row, 10 * step + index)
+        for optimizer in (together, *optimizers):
             optimizer.step()
-    for stack, *rows in zip(template.parameters(), *(model.parameters() for model in alone), strict=True):
-        assert torch.equal(stack, torch.stack(list(rows)))
-        assert all(optimizer.state[row]["step"] == 4 for optimizer, row in zip(optimizers, rows, strict=True))
-        assert stacked.state[stack]["step"] == 4
+    for optimizer, model, row in zip(optimizers, alone, rows, strict=True):
+        for ours, theirs in zip(row.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+            assert optimizer.state[theirs]["step"] == 4
+            assert together.state[ours]["step"] == 4
     if make is not MAKES["sgd"]:
-        reported = stacked.trust_ratios()
-        for name, rows in reported.items():
-            assert isinstance(rows, list)
-            assert rows == [optimizer.trust_ratios()[name] for optimizer in optimizers]
+        reported = together.trust_ratios()
+        for name in optimizers[0].trust_ratios():
+            assert reported[name] == [optimizer.trust_ratios()[name] for optimizer in optimizers]
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -95,13 +94,13 @@ def test_synchronous_learners_are_one_learner_with_the_average_gradient(make, cl
         inputs = torch.randn(L, 8, 6, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         sum(row.square().mean() for row in handle.model(inputs)).backward()
-        for stack, param in zip(model.parameters(), single.parameters(), strict=True):
-            assert all(torch.equal(stack.grad[0], row) for row in stack.grad)
-            param.grad = stack.grad[0].clone()
+        for *rows, param in zip(*(one.parameters() for one in handle.models), single.parameters(), strict=True):
+            assert all(torch.equal(rows[0].grad, row.grad) for row in rows)
+            param.grad = rows[0].grad.clone()
         optimizer.step()
         alone.step()
-    for stack, param in zip(model.parameters(), single.parameters(), strict=True):
-        assert all(torch.equal(row, param) for row in stack)
+    for *rows, param in zip(*(one.parameters() for one in handle.models), single.parameters(), strict=True):
+        assert all(torch.equal(row, param) for row in rows)
     if make is not MAKES["sgd"]:
         rows = optimizer.trust_ratios()[0]
         assert len(rows) == L

@@ -100,7 +100,7 @@ def by_load(model: nn.Module, values: list[Tensor]) -> None:
 
 
 def by_flat(model: nn.Module, values: list[Tensor]) -> None:
-    flat = FlatParameters(model.named_parameters())
+    flat = FlatParameters([model.named_parameters()])
     for name, view in zip(flat.names, flat.views_of(flat.param_LP), strict=True):
         view.copy_(dict(zip(model.state_dict(), values, strict=True))[name])
 
@@ -172,7 +172,8 @@ def test_ratios_after_an_average_with_neighbours(make):
         inputs = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         outputs = handle.model(inputs)
-        mixed = {name: param.detach().mean(0) for name, param in model.named_parameters()}
+        learners = [dict(one.named_parameters()) for one in handle.models]
+        mixed = {name: torch.stack([one[name].detach() for one in learners]).mean(0) for name in learners[0]}
         (outputs[0].square().mean() + outputs[1].abs().mean()).backward()
         optimizer.step()
         for name, rows in optimizer.trust_ratios().items():

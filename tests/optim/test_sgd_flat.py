@@ -50,7 +50,7 @@ def bound_pair(device: torch.device, rule: dict[str, Any]) -> tuple[list[nn.Modu
     """A net stepped as a list, and its copy in a flat buffer with a bound optimizer, in two groups that interleave."""
     nets = [small_net(device, torch.channels_last)]
     nets.append(copy.deepcopy(nets[0]))
-    flat = FlatParameters(nets[1].named_parameters())
+    flat = FlatParameters([nets[1].named_parameters()])
     groups = [[list(net.parameters())[start::2] for start in (0, 1)] for net in nets]
     optimizers = [FusedSGD([{"params": even}, {"params": odd, "lr": 0.03}], **rule) for even, odd in groups]
     optimizers[1].bind(flat)
@@ -136,26 +136,22 @@ def test_an_average_with_the_step(rule, noise, with_gap, device):
     assert_same(*nets)
 
 
-def test_bound_to_a_stack(device):
-    """Three virtual learners in one buffer step like three optimizers."""
+@pytest.mark.parametrize("missing_of", [(0, 1, 2), (1,)])
+def test_bound_to_the_rows_of_several_learners(device, missing_of):
+    """Three virtual learners in one buffer step like three optimizers, also where gradients are missing."""
     nets = [small_net(device) for _ in range(3)]
-    template = copy.deepcopy(nets[0])
-    flat = FlatParameters(template.named_parameters(), stack=3)
-    stacked = FusedSGD(template.parameters(), **RULE)
-    stacked.bind(flat)
+    rows = [copy.deepcopy(net) for net in nets]
+    flat = FlatParameters([row.named_parameters() for row in rows])
+    together = FusedSGD([p for row in rows for p in row.parameters()], **RULE)
+    together.bind(flat)
     alone = [FusedSGD(net.parameters(), **RULE) for net in nets]
-    with torch.no_grad():
-        for stack, *rows in zip(template.parameters(), *(net.parameters() for net in nets), strict=True):
-            stack.copy_(torch.stack(list(rows)))
     for step in range(4):
-        for index, (stack, *rows) in enumerate(
-            zip(template.parameters(), *(net.parameters() for net in nets), strict=True)
-        ):
-            missing = step == 2 and index == 1
-            stack.grad = None if missing else torch.randn(stack.shape).to(device)
-            for row, parameter in enumerate(rows):
-                parameter.grad = None if missing else stack.grad[row].clone()
-        for optimizer in (stacked, *alone):
+        for learner, (row, net) in enumerate(zip(rows, nets, strict=True)):
+            for index, (ours, theirs) in enumerate(zip(row.parameters(), net.parameters(), strict=True)):
+                missing = step == 2 and index == 1 and learner in missing_of
+                ours.grad = None if missing else torch.randn(ours.shape).to(device)
+                theirs.grad = None if missing else ours.grad.clone()
+        for optimizer in (together, *alone):
             optimizer.step()
-    for stack, *rows in zip(template.parameters(), *(net.parameters() for net in nets), strict=True):
-        assert torch.equal(stack, torch.stack(list(rows)))
+    for row, net in zip(rows, nets, strict=True):
+        assert_same(row, net)

@@ -329,7 +329,7 @@ def test_momentum_of_some_of_torchs_parameters_survives_bind():
         before.step()
         optimizer = before if way == "torch" else FusedSGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.3)
         if way == "bound":
-            optimizer.bind(FlatParameters(model.named_parameters()))
+            optimizer.bind(FlatParameters([model.named_parameters()]))
         if way != "torch":
             optimizer.load_state_dict(before.state_dict())
         steps(model, optimizer, range(3))

@@ -62,7 +62,7 @@ def test_what_a_captured_step_writes_into_stays_alive(monkeypatch):
     optimizer.step()
 
     def buffers():
-        batch = optimizer._plan.batches[0]
+        batch = optimizer._kept["plan"].batches[0]
         return [weakref.ref(tensor) for tensor in (batch.scratch, batch.trust, batch.norm, *batch.steps)]
 
     held = []

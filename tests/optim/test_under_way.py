@@ -94,7 +94,7 @@ def test_a_scale_without_found_inf_counts_in_flat_buffers_too():
         model = nn.Linear(3, 2)
         optimizer = FusedSGD(model.parameters(), lr=0.1)
         if bound:
-            optimizer.bind(FlatParameters(model.named_parameters()))
+            optimizer.bind(FlatParameters([model.named_parameters()]))
         for p in model.parameters():
             p.grad = torch.full_like(p, 1024.0)
         optimizer.grad_scale = torch.tensor(1024.0)
@@ -106,7 +106,7 @@ def test_a_scale_without_found_inf_counts_in_flat_buffers_too():
 def test_an_empty_group_beside_flat_buffers():
     model = nn.Linear(3, 2)
     optimizer = FusedSGD([{"params": list(model.parameters())}, {"params": []}], lr=0.1)
-    optimizer.bind(FlatParameters(model.named_parameters()))
+    optimizer.bind(FlatParameters([model.named_parameters()]))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     before = model.weight.detach().clone()
@@ -131,8 +131,8 @@ def test_learners_go_on_from_the_state_of_the_one_that_they_come_from(kind):
     single.step()
     handle.model(torch.stack([x, x])).square().sum().backward()
     stacked.step()
-    for p, stack in zip(alone.parameters(), model.parameters(), strict=True):
-        for row in stack:
+    for one in handle.models:
+        for p, row in zip(alone.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(row, p)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddpcore.parameters.bucket_plan import BucketTracker, plan_buckets
 from ddpcore.parameters.buckets import GradientBuckets, messages
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.learner_models import copies_of
 
 # --- plan_buckets ------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ def last_of(flat: FlatParameters, end: int) -> int:
 def test_buckets_of_one_moment_are_one_message(widths: tuple[int, ...], size: int, first: int) -> None:
     """Messages end at the end of a bucket if the next bucket is completed by another parameter."""
     model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
-    flat = FlatParameters(model.named_parameters(), bucket_bytes=size, first_bucket_bytes=first)
+    flat = FlatParameters([model.named_parameters()], bucket_bytes=size, first_bucket_bytes=first)
     ends = [end for _, end in flat.buckets]
     kept = [end for end, later in itertools.pairwise(ends) if last_of(flat, end) != last_of(flat, later)]
     cuts = [0, *kept, flat.numel]
@@ -121,7 +122,7 @@ def test_buckets_of_one_moment_are_one_message(widths: tuple[int, ...], size: in
 
 
 def test_a_parameter_of_many_buckets_is_one_message() -> None:
-    flat = FlatParameters(nn.Linear(64, 64).named_parameters(), bucket_bytes=1024, first_bucket_bytes=256)
+    flat = FlatParameters([nn.Linear(64, 64).named_parameters()], bucket_bytes=1024, first_bucket_bytes=256)
     assert flat.names == ("bias", "weight")
     assert len(flat.buckets) == 1 + 16
     assert messages(flat) == [(0, 64), (64, 64 + 64 * 64)]
@@ -149,8 +150,9 @@ class Layers(nn.Module):
 class Recorder:
     """A list that receives the messages, with copies of their contents."""
 
-    def __init__(self, model: nn.Module, stack: int | None = None) -> None:
-        self.flat = FlatParameters(model.named_parameters(), stack=stack, bucket_bytes=128, first_bucket_bytes=64)
+    def __init__(self, *models: nn.Module) -> None:
+        learners = [model.named_parameters() for model in models]
+        self.flat = FlatParameters(learners, bucket_bytes=128, first_bucket_bytes=64)
         self.handed: list[tuple[int, int]] = []
         self.contents: list[Tensor] = []
         self.ends: list[list[int]] = []
@@ -262,13 +264,22 @@ def test_a_parameter_used_twice_in_one_pass() -> None:
     assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
 
 
-def test_a_stack_hands_out_the_columns_of_all_rows() -> None:
-    model = nn.Linear(6, 6)
-    seen = Recorder(model, stack=3)
-    (model.weight.square().sum() + model.bias.sum()).backward()
-    assert all(columns.shape[0] == 3 for columns in seen.contents)
-    assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
-    assert seen.flat.grad_LP.any(dim=1).all()
+@pytest.mark.parametrize("num_passes", [1, 3])
+def test_several_learners_hand_out_the_columns_of_all_rows(num_passes: int) -> None:
+    """In one backward pass over the sum of their losses, and in a pass for each of them."""
+    models = copies_of(nn.Linear(6, 6), 3)
+    seen = Recorder(*models)
+    losses = [model.weight.square().sum() + model.bias.sum() for model in models]
+    for _ in range(2):
+        for loss in losses if num_passes == 3 else [sum(losses)]:
+            assert not seen.ends
+            loss.backward(retain_graph=True)
+        assert seen.ends == [[0, 1]]
+        assert seen.handed == messages(seen.flat)
+        assert all(columns.shape[0] == 3 for columns in seen.contents)
+        assert torch.equal(torch.cat(seen.contents, dim=1), seen.flat.grad_LP)
+        assert seen.flat.grad_LP.any(dim=1).all()
+        seen.forget()
 
 
 def test_rebuild_after_a_new_order() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.parameters.flat import ALIGNMENT, FlatParameters
+from ddpcore.parameters.learner_models import copies_of
 from helpers import flat as helper
 
 network, flatten, fill_gradients, inside = helper.network, helper.flatten, helper.fill_gradients, helper.inside
@@ -83,7 +84,7 @@ def test_tied_weights_are_one_segment() -> None:
     assert sorted(flat.names) == ["0.bias", "0.weight", "1.bias"]
     assert model[1].weight is model[0].weight
     pairs = [("a", model[0].weight), ("b", model[0].weight)]
-    assert FlatParameters(pairs).names == ("a",)
+    assert FlatParameters([pairs]).names == ("a",)
 
 
 def test_frozen_parameters_are_left_alone() -> None:
@@ -104,72 +105,64 @@ def test_other_floating_types(dtype: torch.dtype) -> None:
     assert torch.equal(model.weight, values)
 
 
-# --- stacks ------------------------------------------------------------------------------------------------------
+# --- several learners --------------------------------------------------------------------------------------------
 
 
-def test_a_stack_of_learners() -> None:
-    model = network()
-    values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    flat = flatten(model, stack=3)
+def test_each_learner_has_a_row() -> None:
+    models = copies_of(network(), 3)
+    values = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    strides = {name: p.stride() for name, p in models[0].named_parameters()}
+    flat = FlatParameters([model.named_parameters() for model in models])
     assert flat.param_LP.shape[0] == 3
-    for name, parameter in model.named_parameters():
-        assert parameter.shape == (3, *values[name].shape)
-        assert inside(parameter, flat.param_LP)
-        assert parameter.grad is None
-        for learner in range(3):
-            assert torch.equal(parameter[learner], values[name])
-            assert parameter[learner].stride() == values[name].stride()
+    assert len(flat.parameters) == 3 * len(flat.names)
+    for row, model in zip(flat.param_LP, models, strict=True):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, values[name])
+            assert parameter.stride() == strides[name]
+            assert inside(parameter, row)
+            assert parameter.grad is None
     flat.param_LP[1].add_(1.0)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter[0], values[name])
-        assert torch.equal(parameter[1], values[name] + 1)
-    (model[1].weight.square().sum() + 0 * model.scale.sum()).backward()
+    for model, more in zip(models, (0, 1, 0), strict=True):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, values[name] + more)
+    (models[2][1].weight.square().sum() + 0 * models[2].scale.sum()).backward()
     assert flat.gather_grads() is False
-    assert torch.equal(model[1].weight.grad, 2 * model[1].weight)
+    assert torch.equal(models[2][1].weight.grad, 2 * models[2][1].weight)
+    assert not flat.grad_LP[:2].any()
 
 
-def test_a_stack_of_one_has_a_row_dimension() -> None:
-    model = nn.Linear(3, 2)
-    flatten(model, stack=1)
-    assert model.weight.shape == (1, 2, 3)
-
-
-@pytest.mark.parametrize("stack", [0, -2])
-def test_an_impossible_stack(stack: int) -> None:
-    with pytest.raises(ValueError, match=str(stack)):
-        flatten(nn.Linear(3, 2), stack=stack)
-
-
-def test_views_of_another_buffer() -> None:
-    for stack in (None, 2):
-        model = network()
-        flat = flatten(model, stack=stack)
+def test_views_and_stacks_of_another_buffer() -> None:
+    for num in (1, 2):
+        flat = FlatParameters([model.named_parameters() for model in copies_of(network(), num)])
         buffer = torch.arange(2 * flat.param_LP.numel(), dtype=torch.float32).view(-1, flat.numel)
-        buffer = buffer[1 : 1 + flat.param_LP.shape[0]]  # another storage offset
-        for view, parameter, segment in zip(flat.views_of(buffer), flat.parameters, flat.segments, strict=True):
+        buffer = buffer[1 : 1 + num]  # another storage offset
+        views, segments = flat.views_of(buffer), flat.segments * num
+        for index, (view, parameter, segment) in enumerate(zip(views, flat.parameters, segments, strict=True)):
+            source = buffer[index // len(flat.segments)]
             assert view.shape == parameter.shape
             assert inside(view, buffer)
-            rows = view[None] if stack is None else view
-            for row, source in zip(rows, buffer, strict=True):
-                begin = source[segment.offset]
-                assert row.flatten()[0] == begin
-                assert row.sum() == source[segment.offset : segment.offset + segment.numel].sum()
+            assert view.flatten()[0] == source[segment.offset]
+            assert view.sum() == source[segment.offset : segment.offset + segment.numel].sum()
+        for index, stack in enumerate(flat.stacks_of(buffer)):
+            for row in range(num):
+                assert stack[row].data_ptr() == views[row * len(flat.segments) + index].data_ptr()
+                assert torch.equal(stack[row], views[row * len(flat.segments) + index])
 
 
 # --- a new order -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stack", [None, 2])
-def test_reorder_moves_values_and_gradients_along(stack: int | None) -> None:
-    model = network()
-    flat = flatten(model, stack=stack)
-    if stack is not None:
-        flat.param_LP[1].mul_(2.0)
-    given = fill_gradients(model)
-    model[0].bias.grad = None
-    values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    strides = {name: p.stride()[-4:] for name, p in model.named_parameters()}
-    objects = {name: id(p) for name, p in model.named_parameters()}
+@pytest.mark.parametrize("num", [1, 2])
+def test_reorder_moves_values_and_gradients_along(num: int) -> None:
+    models = copies_of(network(), num)
+    flat = FlatParameters([model.named_parameters() for model in models])
+    flat.param_LP[-1].mul_(2.0)
+    given = [fill_gradients(model) for model in models]
+    for model in models:
+        model[0].bias.grad = None
+    values = [{name: p.detach().clone() for name, p in model.named_parameters()} for model in models]
+    strides = {name: p.stride() for name, p in models[0].named_parameters()}
+    objects = [{name: id(p) for name, p in model.named_parameters()} for model in models]
     buckets = flat.buckets
     order = [2, 0, 1, 6, 4, 3, 5]
     names = [flat.names[index] for index in order]
@@ -180,19 +173,20 @@ def test_reorder_moves_values_and_gradients_along(stack: int | None) -> None:
     assert [segment.offset for segment in flat.segments] == sorted(segment.offset for segment in flat.segments)
     assert flat.buckets == buckets
     assert not inside(old, flat.param_LP)
-    for name, parameter in model.named_parameters():
-        assert id(parameter) == objects[name]
-        assert torch.equal(parameter, values[name])
-        assert parameter.stride()[-4:] == strides[name]
-        assert inside(parameter, flat.param_LP)
-        if name == "0.bias":
-            assert parameter.grad is None
-        else:
-            assert torch.equal(parameter.grad, given[name])
-            assert parameter.grad is flat.grad_views[flat.names.index(name)]
-    for parameter, name in zip(flat.parameters, flat.names, strict=True):
-        assert id(parameter) == objects[name]
-    fill_gradients(model)
+    for row, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            index = row * len(names) + names.index(name)
+            assert id(parameter) == objects[row][name] == id(flat.parameters[index])
+            assert torch.equal(parameter, values[row][name])
+            assert parameter.stride() == strides[name]
+            assert inside(parameter, flat.param_LP[row])
+            if name == "0.bias":
+                assert parameter.grad is None
+            else:
+                assert torch.equal(parameter.grad, given[row][name])
+                assert parameter.grad is flat.grad_views[index]
+    for model in models:
+        fill_gradients(model)
     assert flat.gather_grads()
 
 
@@ -209,7 +203,7 @@ def test_reorder_holds_three_buffers_at_most() -> None:
         return buffer
 
     model = network()
-    flat = FlatParameters(model.named_parameters(), allocate=allocate)
+    flat = FlatParameters([model.named_parameters()], allocate=allocate)
     fill_gradients(model)
     flat.gather_grads()
     flat.reorder([2, 0, 1, 6, 4, 3, 5])

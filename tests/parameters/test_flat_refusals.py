@@ -14,7 +14,7 @@ def refused(*parameters: nn.Parameter, match: str) -> None:
     pairs = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
     pointers = [p.data_ptr() for p in parameters if p.layout == torch.strided and p.device.type == "cpu"]
     with pytest.raises(ValueError, match=match) as caught:
-        FlatParameters(pairs)
+        FlatParameters([pairs])
     assert "\n" not in str(caught.value)
     after = [p.data_ptr() for p in parameters if p.layout == torch.strided and p.device.type == "cpu"]
     assert after == pointers, "a refused parameter was moved"
@@ -46,7 +46,7 @@ def test_two_devices() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             other = nn.Parameter(torch.empty(4, device="cuda"))
     with pytest.raises(ValueError, match=r"two devices \(a on cpu, b on cuda:0\)"):
-        FlatParameters([("a", good()), ("b", other)])
+        FlatParameters([[("a", good()), ("b", other)]])
 
 
 def test_two_dtypes() -> None:
@@ -73,7 +73,7 @@ def test_overlapping_memory() -> None:
     refused(nn.Parameter(base[:5]), nn.Parameter(base[4:]), match="p0 and p1 share memory")
     refused(nn.Parameter(base), nn.Parameter(base), match="share memory")
     touching = [("a", nn.Parameter(base[:4])), ("b", nn.Parameter(base[4:]))]
-    assert FlatParameters(touching).numel == 2 * ALIGNMENT
+    assert FlatParameters([touching]).numel == 2 * ALIGNMENT
 
 
 def test_dense_in_any_order_of_dimensions() -> None:
@@ -81,7 +81,7 @@ def test_dense_in_any_order_of_dimensions() -> None:
     parameter = nn.Parameter(tensor.clone(memory_format=torch.preserve_format))
     single = nn.Parameter(torch.randn(6, 1, 2).transpose(1, 2))
     values = [parameter.detach().clone(), single.detach().clone()]
-    FlatParameters([("a", parameter), ("b", single)])
+    FlatParameters([[("a", parameter), ("b", single)]])
     assert parameter.stride() == tensor.stride()
     assert torch.equal(parameter, values[0])
     assert torch.equal(single, values[1])
@@ -90,6 +90,6 @@ def test_dense_in_any_order_of_dimensions() -> None:
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
 def test_an_empty_parameter(shape: tuple[int, ...]) -> None:
     pairs = [("a", good()), ("empty", nn.Parameter(torch.empty(shape))), ("b", good())]
-    flat = FlatParameters(pairs)
+    flat = FlatParameters([pairs])
     assert pairs[1][1].shape == shape
     assert flat.numel == 2 * ALIGNMENT

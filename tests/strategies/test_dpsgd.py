@@ -12,6 +12,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore import DPSGD, Complete, FromGraph, FromMatrix, OnePeerExponential, RandomPair, Ring
+from helpers import training
 
 ROLLED = FromMatrix(0.7 * np.eye(4) + 0.3 * np.roll(np.eye(4), 1, axis=0))
 
@@ -26,9 +27,8 @@ def test_the_equation(topology: Any, accumulate: int) -> None:
     model = nn.Linear(4, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     handle = ddpcore.distribute(model, optimizer, DPSGD(topology), learners=n, vectorize=False)
-    with torch.no_grad():
-        model.weight.add_(torch.randn(n, 2, 4))
-    w = model.weight.detach().double().clone()
+    training.set_rows(handle, "weight", training.rows_of(handle, "weight") + torch.randn(n, 2, 4))
+    w = training.rows_of(handle, "weight").double()
     for step in range(6):
         optimizer.zero_grad()
         for part in range(accumulate):
@@ -39,21 +39,20 @@ def test_the_equation(topology: Any, accumulate: int) -> None:
             "jbo,jbi->joi", torch.einsum("jbi,joi->jbo", inputs.double(), w) - targets.double(), inputs.double()
         )
         w = torch.einsum("jk,koi->joi", torch.from_numpy(topology.matrix(step, n)), w) - 0.01 * gradients
-        torch.testing.assert_close(model.weight.detach().double(), w, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(training.rows_of(handle, "weight").double(), w, rtol=1e-5, atol=1e-5)
 
 
 def test_mixing_alone_keeps_the_mean_and_shrinks_the_distance() -> None:
     model = nn.Linear(4, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     handle = ddpcore.distribute(model, optimizer, DPSGD(RandomPair(1)), learners=5)
-    with torch.no_grad():
-        model.weight.add_(torch.randn(5, 2, 4))
-    mean, distance = model.weight.detach().mean(dim=0), handle.consensus_distance()
+    training.set_rows(handle, "weight", training.rows_of(handle, "weight") + torch.randn(5, 2, 4))
+    mean, distance = training.rows_of(handle, "weight").mean(dim=0), handle.consensus_distance()
     for _ in range(40):
         optimizer.zero_grad()
         handle.model(torch.ones(5, 1, 4)).sum().backward()
         optimizer.step()
-    torch.testing.assert_close(model.weight.detach().mean(dim=0), mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(training.rows_of(handle, "weight").mean(dim=0), mean, rtol=1e-5, atol=1e-6)
     assert handle.consensus_distance() < 1e-3 * distance
 
 
@@ -61,11 +60,12 @@ def test_a_step_without_forward_still_mixes() -> None:
     """Gradients that are set without a forward pass: the step starts the exchange."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ddpcore.distribute(model, optimizer, DPSGD(Complete()), learners=2)
-    model.weight.data.copy_(torch.tensor([0.0, 4.0]).view(2, 1, 1))
-    model.weight.grad = torch.tensor([1.0, 3.0]).view(2, 1, 1)
+    handle = ddpcore.distribute(model, optimizer, DPSGD(Complete()), learners=2)
+    training.set_rows(handle, "weight", torch.tensor([0.0, 4.0]))
+    for one, value in zip(handle.models, (1.0, 3.0), strict=True):
+        one.weight.grad = torch.full((1, 1), value)
     optimizer.step()
-    assert model.weight.flatten().tolist() == [1.5, 0.5]
+    assert training.rows_of(handle, "weight").flatten().tolist() == [1.5, 0.5]
 
 
 def test_the_world_is_checked() -> None:

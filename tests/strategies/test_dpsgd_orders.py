@@ -14,6 +14,7 @@ from ddpcore import DPSGD, Complete, FromMatrix, OnePeerExponential, RandomPair,
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import BFloat16, Int8, TopK
 from ddpcore.strategies.dpsgd import ORDERS
+from helpers.training import rows_of, set_rows
 
 ROLLED = FromMatrix(0.7 * np.eye(4) + 0.3 * np.roll(np.eye(4), 1, axis=0))
 N = 4
@@ -41,16 +42,15 @@ def train(strategy: Any, make: Any, num_steps: int, accumulate: int = 1, start: 
     optimizer = make(model.parameters())
     handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False)
     if start is not None:
-        with torch.no_grad():
-            model.weight.copy_(start)
-    seen = [model.weight.detach().clone()]
+        set_rows(handle, "weight", start)
+    seen = [rows_of(handle, "weight")]
     for _ in range(num_steps):
         optimizer.zero_grad()
         for part in range(accumulate):
             rows = slice(part * 6 // accumulate, (part + 1) * 6 // accumulate)
             problem.loss(handle.model(problem.inputs[:, rows]), rows).backward()
         optimizer.step()
-        seen.append(model.weight.detach().clone())
+        seen.append(rows_of(handle, "weight"))
     return seen
 
 
@@ -147,18 +147,19 @@ def test_codecs_of_differences_reach_consensus(n: int, topology: Any, codec: Any
         for _ in range(count):
             optimizer.zero_grad()
             handle.model(torch.zeros(n, 1, 2000)).sum().backward()
-            model.weight.grad = model.weight.detach() - centres
+            for one, centre in zip(handle.models, centres, strict=True):
+                one.weight.grad = one.weight.detach() - centre
             optimizer.step()
         return handle.consensus_distance()
 
     steps(60)
     optimizer.param_groups[0]["lr"] = 0.0
-    mean = model.weight.detach().mean(0)
+    mean = rows_of(handle, "weight").mean(0)
     spread, first, second = handle.consensus_distance(), steps(300), steps(300)
     assert spread > 1
     assert first < 0.5 * spread
     assert second < max(0.7 * first, 1e-4)
-    torch.testing.assert_close(model.weight.detach().mean(0), mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows_of(handle, "weight").mean(0), mean, rtol=1e-4, atol=1e-4)
 
 
 def test_error_feedback_leaves_no_residual() -> None:
@@ -188,8 +189,7 @@ def test_sixteen_bits_do_not_move_the_mean(dtype: torch.dtype, order: str) -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     strategy = DPSGD(RandomPair(3), order=order)
     handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False)
-    with torch.no_grad():
-        model.weight.copy_(start)
+    set_rows(handle, "weight", start)
     naive = start.clone()
     for step in range(100):
         optimizer.zero_grad()
@@ -198,7 +198,7 @@ def test_sixteen_bits_do_not_move_the_mean(dtype: torch.dtype, order: str) -> No
         naive = mix(RandomPair(3).matrix(step, N), naive.double()).to(dtype)
     kept = strategy._remainder_LP
     assert kept is not None
-    ours = model.weight.detach().double().reshape(N, -1) + kept[:, : 64 * 8].double()
+    ours = rows_of(handle, "weight").double().reshape(N, -1) + kept[:, : 64 * 8].double()
     truth = start.double().reshape(N, -1).mean(0)
     drift, naive_drift = (ours.mean(0) - truth).norm(), (naive.double().reshape(N, -1).mean(0) - truth).norm()
     assert naive_drift > 100 * drift
@@ -273,14 +273,13 @@ def test_training_in_eval_mode_keeps_the_order() -> None:
         model = nn.Linear(4, 2, bias=False)
         optimizer = sgd(model.parameters())
         handle = ddpcore.distribute(model, optimizer, DPSGD(Ring(), order=ORDERS[2]), learners=N, vectorize=False)
-        with torch.no_grad():
-            model.weight.copy_(apart())
+        set_rows(handle, "weight", apart())
         handle.model.train(mode)
         for _ in range(4):
             optimizer.zero_grad()
             problem.loss(handle.model(problem.inputs), slice(None)).backward()
             optimizer.step()
-        ends.append(model.weight.detach().clone())
+        ends.append(rows_of(handle, "weight"))
     assert torch.equal(*ends)
 
 

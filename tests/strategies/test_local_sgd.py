@@ -8,6 +8,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore import LocalSGD
+from helpers import training
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 10])
@@ -19,7 +20,7 @@ def test_the_equation(period: int) -> None:
     model = nn.Linear(4, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     handle = ddpcore.distribute(model, optimizer, LocalSGD(period), learners=n, vectorize=False)
-    w = model.weight.detach().double().clone()
+    w = training.rows_of(handle, "weight").double()
     momentum = torch.zeros_like(w)
     for step in range(7):
         optimizer.zero_grad()
@@ -32,8 +33,8 @@ def test_the_equation(period: int) -> None:
         w = w - 0.01 * momentum
         if (step + 1) % period == 0:
             w = w.mean(dim=0).expand_as(w).clone()
-        torch.testing.assert_close(model.weight.detach().double(), w, rtol=1e-5, atol=1e-5)
-        averaged = torch.equal(model.weight[0], model.weight[1])
+        torch.testing.assert_close(training.rows_of(handle, "weight").double(), w, rtol=1e-5, atol=1e-5)
+        averaged = torch.equal(handle.models[0].weight, handle.models[1].weight)
         assert averaged == ((step + 1) % period == 0)
     assert handle.learner.comm.bytes_sent == (7 // period) * 2 * 16 * 4  # gathered: two others, 16 floats
 
@@ -56,7 +57,7 @@ class Run:
         self.w = self.weights()
 
     def weights(self) -> torch.Tensor:
-        return self.model.weight.detach().double().clone()
+        return training.rows_of(self.handle, "weight").double()
 
     def gradients(self) -> torch.Tensor:
         x, y = self.inputs.double(), self.targets.double()
@@ -81,7 +82,7 @@ def test_post_local() -> None:
         if step in (4, 6):
             run.w = run.w.mean(0).expand_as(run.w).clone()
         run.check()
-    assert not torch.equal(run.model.weight[0], run.model.weight[1])
+    assert not torch.equal(run.handle.models[0].weight, run.handle.models[1].weight)
 
 
 def test_warm_up_doubles_the_period() -> None:
@@ -92,7 +93,7 @@ def test_warm_up_doubles_the_period() -> None:
     run = Run(strategy)
     for step in range(1, 17):
         run.step()
-        assert torch.equal(run.model.weight[0], run.model.weight[1]) == (step in averaged)
+        assert torch.equal(run.handle.models[0].weight, run.handle.models[1].weight) == (step in averaged)
 
 
 def test_outer_optimizer_is_diloco() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore import DPSGD, OnePeerExponential, PushSum, Ring, Round, Topology
+from helpers import training
 
 N = 4
 
@@ -38,14 +39,13 @@ def trained(strategy: Any, num_steps: int, lr: float) -> tuple[Any, Any, list[to
     model = nn.Linear(4, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False)
-    with torch.no_grad():
-        model.weight.add_(torch.randn(N, 2, 4, generator=generator))
-    seen = [model.weight.detach().clone()]
+    training.set_rows(handle, "weight", training.rows_of(handle, "weight") + torch.randn(N, 2, 4, generator=generator))
+    seen = [training.rows_of(handle, "weight")]
     for _ in range(num_steps):
         optimizer.zero_grad()
         (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
         optimizer.step()
-        seen.append(model.weight.detach().clone())
+        seen.append(training.rows_of(handle, "weight"))
     return handle, (inputs.double(), targets.double()), seen
 
 

@@ -9,6 +9,7 @@ from torch import nn
 import ddpcore
 from ddpcore import DPSGD, SSGD, LocalSGD, Ring, SlowMo
 from ddpcore.strategies.compression import TopK
+from helpers import training
 
 N = 4
 
@@ -25,13 +26,13 @@ def trained(strategy: object, num_steps: int, lr: float = 0.01) -> tuple[torch.T
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False)
-    start, seen = model.weight.detach().double().clone(), []
+    start, seen = training.rows_of(handle, "weight").double(), []
     for _ in range(num_steps):
         optimizer.zero_grad()
         (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
         optimizer.step()
         schedule.step()
-        seen.append(model.weight.detach().double().clone())
+        seen.append(training.rows_of(handle, "weight").double())
     return start, seen
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import ddpcore
 from ddpcore.data import Dataset, ShardedBatches, Split
 from ddpcore.training import Trainer
-from ddpcore.training.trainer import clip_gradients_, learner_losses
+from ddpcore.training.trainer import learner_losses
 from helpers import training
 
 
@@ -100,14 +100,16 @@ def test_smoothing_clipping_and_schedule(learners: int | None) -> None:
 
 
 def test_each_learner_is_clipped_alone() -> None:
-    stack = nn.Parameter(torch.zeros(2, 3))
-    other = nn.Parameter(torch.zeros(2, 1))
-    optimizer = torch.optim.SGD([stack, other, nn.Parameter(torch.zeros(1))], lr=1.0)
-    stack.grad = torch.tensor([[3.0, 0.0, 0.0], [0.3, 0.0, 0.0]])
-    other.grad = torch.tensor([[4.0], [0.4]])
-    clip_gradients_(optimizer, 1.0, stacked=True)
-    torch.testing.assert_close(stack.grad, torch.tensor([[0.6, 0.0, 0.0], [0.3, 0.0, 0.0]]))
-    torch.testing.assert_close(other.grad, torch.tensor([[0.8], [0.4]]))
+    model = nn.Linear(3, 1)
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), ddpcore.LocalSGD(8), learners=2)
+    for one, size in zip(handle.models, (1.0, 0.1), strict=True):
+        one.weight.grad = size * torch.tensor([[3.0, 0.0, 0.0]])
+        one.bias.grad = size * torch.tensor([4.0])
+    norms = handle.clip_grad_norm_(1.0)
+    torch.testing.assert_close(torch.stack(norms), torch.tensor([5.0, 0.5]))
+    for one, share in zip(handle.models, (0.2, 0.1), strict=True):
+        torch.testing.assert_close(one.weight.grad, share * torch.tensor([[3.0, 0.0, 0.0]]))
+        torch.testing.assert_close(one.bias.grad, share * torch.tensor([4.0]))
 
 
 def test_bf16_forward_passes_and_fp32_weights() -> None:

@@ -252,7 +252,7 @@ LATER: dict[str, tuple[Callable[[Any], Any], str | None]] = {
         ADDED.format("0.parametrizations.weight.original0"),
     ),
     "old_weight_norm": (lambda m: nn.utils.weight_norm(m[0]), ADDED.format("0.weight_g")),
-    "old_spectral_norm": (lambda m: nn.utils.spectral_norm(m[0]), None),
+    "old_spectral_norm": (lambda m: (torch.manual_seed(4), nn.utils.spectral_norm(m[0])), None),
     "spectral_norm": (lambda m: parametrizations.spectral_norm(m[0]), None),
     "a_new_layer": (lambda m: m.append(nn.Linear(3, 3)), ADDED.format("3.weight")),
     "another_layer": (lambda m: m.__setitem__(2, nn.Linear(7, 3)), ADDED.format("2.weight")),

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.models import MODELS
-from ddpcore.parameters.learner_models import StackedModel
+from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.learner_models import LearnerModels
 from helpers.models import small
 
 NUM_LEARNERS = 2
@@ -28,11 +29,10 @@ def learners_of(name: str, **options: float) -> list[nn.Module]:
     return [small(name, **options).double() for _ in range(NUM_LEARNERS)]
 
 
-def stack(learners: list[nn.Module], vectorize: bool | str | None) -> StackedModel:
-    model = copy.deepcopy(learners[0])
-    for name, parameter in model.named_parameters():
-        parameter.data = torch.stack([learner.get_parameter(name).data for learner in learners])
-    return StackedModel(model, len(learners), vectorize=vectorize)
+def together_of(learners: list[nn.Module], vectorize: bool | str | None) -> LearnerModels:
+    models = [copy.deepcopy(learner) for learner in learners]
+    flat = FlatParameters([model.named_parameters() for model in models])
+    return LearnerModels(models, flat, vectorize)
 
 
 def no_dropout(name: str) -> dict[str, float]:
@@ -53,44 +53,43 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("name", "vectorize"), WAYS)
-def test_stacked_learners_are_learners(name: str, vectorize: bool) -> None:
+def test_virtual_learners_are_learners(name: str, vectorize: bool) -> None:
     """Logits, gradients and running statistics, in float64: another order of sums changes the last bits only."""
     learners, inputs = learners_of(name, **no_dropout(name)), batches(name)
-    stacked = stack(learners, vectorize)
+    together = together_of(learners, vectorize)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")  # attention: no batching rule on the CPU
-        logits = stacked(inputs)
+        logits = together(inputs)
         logits.square().sum().backward()
-    found = state(stacked.module)
     for j, learner in enumerate(learners):
         expected = learner(inputs[j])
         expected.square().sum().backward()
         torch.testing.assert_close(logits[j], expected, rtol=1e-10, atol=1e-10)
-        own = state(learner)
+        own, found = state(learner), state(together.models[j])
         assert own.keys() == found.keys() and len(own) >= len(list(learner.parameters()))
         for key, value in own.items():
-            torch.testing.assert_close(found[key][j], value, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(found[key], value, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("name", [name for name in MODELS.names() if no_dropout(name)])
 def test_each_learner_drops_on_its_own(name: str, vectorize: bool) -> None:
     learner = learners_of(name)[0]
-    stacked = stack([learner, learner], vectorize)
+    together = together_of([learner, learner], vectorize)
     same = batches(name)[:1].expand(2, *batches(name).shape[1:])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")
-        first, second = stacked(same)
+        first, second = together(same)
         assert not torch.allclose(first, second)
-        first, second = stacked.eval()(same)
+        first, second = together.eval()(same)
     torch.testing.assert_close(first, second)
 
 
 def test_lstm_layers_run_in_turn_unless_demanded_otherwise() -> None:
     inputs = batches("speech_lstm")
-    assert stack(learners_of("speech_lstm"), vectorize=None).vectorize is False
-    measured = stack(learners_of("speech_lstm"), vectorize="measure")
+    assert together_of(learners_of("speech_lstm"), vectorize=None)(inputs).shape[0] == NUM_LEARNERS
+    measured = together_of(learners_of("speech_lstm"), vectorize="measure")
     measured(inputs)
     assert measured.vectorize is False
     with pytest.raises(RuntimeError, match="lstm"):
-        stack(learners_of("speech_lstm"), vectorize=True)(inputs)
+        together_of(learners_of("speech_lstm"), vectorize=True)(inputs)

@@ -1,0 +1,229 @@
+"""LearnerModels: one ordinary model per virtual learner, in turn and by vmap."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.learner_models import LearnerModels, copies_of
+
+
+def learners(model: nn.Module, n: int, vectorize: Any) -> LearnerModels:
+    """Models with different weights."""
+    models = copies_of(model, n)
+    flat = FlatParameters([one.named_parameters() for one in models])
+    with torch.no_grad():
+        flat.param_LP.add_(0.1 * torch.randn(flat.param_LP.shape, generator=torch.Generator().manual_seed(1)))
+    return LearnerModels(models, flat, vectorize)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_each_learner_is_an_ordinary_model(vectorize: bool) -> None:
+    """Outputs and gradients are those of copies that are trained by themselves."""
+    torch.manual_seed(0)
+    together = learners(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), 3, vectorize)
+    alone = [copy.deepcopy(model) for model in together.models]
+    inputs = torch.randn(3, 6, 4)
+    outputs = together(inputs)
+    outputs.square().sum().backward()
+    for row, (ours, plain) in enumerate(zip(together.models, alone, strict=True)):
+        expected = plain(inputs[row])
+        torch.testing.assert_close(outputs[row], expected, rtol=1e-5, atol=1e-6)
+        expected.square().sum().backward()
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours(inputs[row]), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_gradients_of_gradients_and_of_parameters(vectorize: bool) -> None:
+    """``torch.autograd.grad`` by the learners' own parameters, and a second derivative."""
+    together = learners(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), 2, vectorize)
+    inputs = torch.randn(2, 6, 4)
+    weights = [model[0].weight for model in together.models]
+    first = torch.autograd.grad(together(inputs).square().sum(), weights, create_graph=True)
+    second = torch.autograd.grad(sum(grad.square().sum() for grad in first), weights)
+    for row, model in enumerate(together.models):
+        grad = torch.autograd.grad(model(inputs[row]).square().sum(), model[0].weight, create_graph=True)
+        torch.testing.assert_close(first[row], grad[0], rtol=1e-5, atol=1e-6)
+        (expected,) = torch.autograd.grad(grad[0].square().sum(), model[0].weight)
+        torch.testing.assert_close(second[row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_of_older_weights_is_refused() -> None:
+    together = learners(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)), 2, True)
+    loss = together(torch.ones(2, 3, 4)).sum()
+    together._flat.param_LP.mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+def test_buffers_are_each_learners_own() -> None:
+    together = learners(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), 2, None)
+    alone = [copy.deepcopy(model) for model in together.models]
+    inputs = torch.randn(2, 8, 4) + torch.tensor([0.0, 5.0]).view(2, 1, 1)
+    together(inputs)
+    for row, (ours, plain) in enumerate(zip(together.models, alone, strict=True)):
+        plain(inputs[row])
+        assert torch.equal(ours[1].running_mean, plain[1].running_mean)
+        assert torch.equal(ours[1].running_var, plain[1].running_var)
+        assert ours[1].num_batches_tracked == 1
+    together.eval()(inputs)
+    assert together.models[1][1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_must_be_learners(rows: int) -> None:
+    with pytest.raises(ValueError, match="for 2 learners"):
+        learners(nn.Linear(4, 3), 2, None)(torch.zeros(rows, 8, 4))
+
+
+class Pairs(nn.Module):
+    """Takes and gives more than a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor], *, scale: float, shift: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        outputs = scale * self.layer(batch["x"]) + shift
+        return outputs, {"mean": outputs.mean(), "scale": scale}
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_arguments_and_outputs_of_any_structure(vectorize: bool) -> None:
+    together = learners(Pairs(), 2, vectorize)
+    inputs, shift = torch.randn(2, 6, 4), torch.randn(2, 1)
+    if vectorize:  # vmap gives tensors only
+        together.models[0].forward = lambda *args, **more: Pairs.forward(together.models[0], *args, **more)[0]
+        outputs = together({"x": inputs}, scale=2.0, shift=shift)
+        found = {"mean": outputs.mean(dim=(1, 2)), "scale": [2.0, 2.0]}
+    else:
+        outputs, found = together({"x": inputs}, scale=2.0, shift=shift)
+    for row, model in enumerate(together.models):
+        expected, more = Pairs.forward(model, {"x": inputs[row]}, scale=2.0, shift=shift[row])
+        torch.testing.assert_close(outputs[row], expected)
+        torch.testing.assert_close(found["mean"][row], more["mean"])
+    assert found["scale"] == [2.0, 2.0]
+
+
+def test_what_makes_a_model_run_in_turn() -> None:
+    """Hooks, parametrizations, buffers, convolutions and dropout: each learner's own, so vmap is not taken."""
+    counts: list[int] = []
+
+    def hooked(add: Any) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4))
+        add(model[0])
+        return model
+
+    for model in (
+        hooked(lambda layer: layer.register_forward_hook(lambda *args: None)),
+        hooked(lambda layer: layer.register_full_backward_hook(lambda *args: None)),
+        hooked(parametrizations.weight_norm),
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    ):
+        together = learners(model, 2, None)
+        together._together = lambda *args: counts.append(1)  # type: ignore[method-assign]
+        together(torch.ones(2, 3, 4))
+    assert counts == []
+    plain = learners(nn.Sequential(nn.Linear(4, 4)), 2, None)
+    plain._together = lambda *args: counts.append(1)  # type: ignore[method-assign]
+    plain(torch.ones(2, 3, 4))
+    assert counts == [1]
+
+
+class Counting(nn.Module):
+    """Keeps Python state in its forward pass."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(4, 2), where
+        self.count, self.last, self.seen = 0, None, []
+
+    def forward(self, inputs: Tensor) -> Any:
+        outputs = self.layer(inputs)
+        if self.where == "number":
+            self.count += 1
+        elif self.where == "tensor":
+            self.last = outputs.detach()
+        elif self.where == "list":
+            self.seen.append(outputs.detach())
+        return (outputs, "text") if self.where == "text" else outputs
+
+
+@pytest.mark.parametrize("where", ["number", "tensor", "list", "text"])
+def test_a_model_with_state_runs_in_turn(where: str) -> None:
+    together = learners(Counting(where), 2, None)
+    inputs = torch.randn(2, 3, 4)
+    for step in range(2):
+        outputs = together(inputs)
+        for row, model in enumerate(together.models):
+            expected = model.layer(inputs[row])
+            assert torch.equal((outputs[0] if where == "text" else outputs)[row], expected)
+            if where == "number":
+                assert model.count == step + 1
+            elif where == "tensor":
+                assert torch.equal(model.last, expected)
+            elif where == "list":
+                assert len(model.seen) == step + 1 and torch.equal(model.seen[-1], expected)
+            else:
+                assert outputs[1] == ["text", "text"]
+
+
+def test_hooks_count_each_learner() -> None:
+    seen: list[int] = []
+    together = learners(nn.Sequential(nn.Linear(4, 4)), 3, True)
+    for row, model in enumerate(together.models):
+        model[0].register_full_backward_hook(lambda *args, row=row: seen.append(row))
+    together(torch.ones(3, 2, 4)).sum().backward()
+    assert sorted(seen) == [0, 1, 2]
+
+
+def test_dropout_differs_between_learners() -> None:
+    for vectorize in (True, False):
+        together = learners(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 2, vectorize)
+        outputs = together(torch.ones(2, 1, 4))
+        assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
+
+
+def test_the_faster_way_is_found_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, gradients, buffers and random numbers do not change."""
+    measure = LearnerModels._is_faster_vectorized
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    seen = []
+    for vectorize in ("measure", False):
+        together = learners(copy.deepcopy(model), 3, vectorize)
+        if vectorize == "measure":
+            monkeypatch.setattr(LearnerModels, "_is_faster_vectorized", lambda *args: measure(*args) and False)
+        torch.manual_seed(5)
+        together(torch.ones(3, 6, 4)).square().sum().backward()
+        gradients = [parameter.grad for parameter in together.parameters()]
+        seen.append([*gradients, *(buffer.clone() for buffer in together.buffers()), torch.rand(3)])
+        assert together.vectorize is False
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_measuring_decides_once() -> None:
+    together = learners(nn.Linear(4, 2), 64, "measure")
+    together(torch.ones(64, 1, 4))
+    assert together.vectorize is True, "one batched product is faster than 64 tiny layers"
+
+
+def test_copies_share_what_is_frozen_and_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    model[2].register_buffer("same", model[2].running_mean)
+    first, second = copies_of(model, 2)
+    assert first is model
+    assert second[0].bias is model[0].bias
+    assert second[1].weight is second[0].weight and second[0].weight is not model[0].weight
+    assert second[2].same is second[2].running_mean and second[2].same is not model[2].same
