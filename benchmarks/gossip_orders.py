@@ -43,7 +43,7 @@ def distances(order: str, num_learners: int, lr: float, num_steps: int) -> dict[
         optimizer.step()
         if step + 1 == num_steps // 2:
             halfway = handle.consensus_distance()
-    error = (model.weight.detach().mean() - centres.mean()).abs().item()
+    error = (handle.evaluation_model().weight.item() - centres.mean()).abs().item()
     return {"mean_error": error, "consensus": handle.consensus_distance(), "consensus_halfway": halfway}
 
 

@@ -81,20 +81,14 @@ def at_weights(
         weights_LP: the other weights.
         random_state: initial random state of the passes; None: the current one.
     """
-    flat = learner.flat
-    own = [parameter.data for parameter in flat.parameters]
     learner.hooks_paused = True
     try:
-        with as_it_was(model, weights_LP.device), torch.enable_grad():
+        with as_it_was(model, weights_LP.device), torch.enable_grad(), learner.flat.at(weights_LP):
             if random_state is not None:
                 random_state.restore()
-            for parameter, view in zip(flat.parameters, flat.views_of(weights_LP), strict=True):
-                parameter.data = view
             yield
     finally:
         learner.hooks_paused = False
-        for parameter, data in zip(flat.parameters, own, strict=True):
-            parameter.data = data
 
 
 def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ def distribute(
     settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
     if isinstance(strategy, Baseline):
         return _baseline(model, strategy, group, {**settings, **buckets, "timeout": timeout, "vectorize": vectorize})
-    _check(model, optimizer, strategy, policies, scaler)
+    _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
@@ -198,12 +198,13 @@ def _check(
     strategy: Strategy,
     policies: Policies,
     scaler: torch.amp.GradScaler | None,
+    learners: int | None,
 ) -> None:
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
     _check_unused(model)
     check_model(model)
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, learners)
     _check_members(model, optimizer)
     policies.check(strategy, scaler)
     if scaler is not None and not strategy.learners_stay_identical and not scales_inside(optimizer):

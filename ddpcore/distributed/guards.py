@@ -51,7 +51,7 @@ def wrapper_of(module: nn.Module) -> str | None:
     return next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
 
 
-def check_optimizer(optimizer: object) -> None:
+def check_optimizer(optimizer: object, learners: int | None) -> None:
     """Refuse an optimizer whose ``step()`` calls no hooks, or that sends weights itself.
 
     Raises:
@@ -62,6 +62,8 @@ def check_optimizer(optimizer: object) -> None:
         raise ValueError(f"optimizer is a {name}: pass a torch.optim.Optimizer")
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise ValueError(f"{name} shards the optimizer and sends weights itself: pass its optimizer class instead")
+    if isinstance(optimizer, torch.optim.LBFGS) and (learners or 1) > 1:
+        raise ValueError(f"{name} combines all parameters, of several virtual learners too: run real ranks")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # its __init__ did not call that of Optimizer
         raise ValueError(f"{name} wraps another optimizer and has no step hooks: pass the optimizer that it wraps")
 

@@ -5,7 +5,8 @@ Shapes: L learners of this process, P elements of one learner's row (with paddin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -115,9 +116,17 @@ class FlatParameters:
             return
         if row.data_ptr() not in self._known_views:
             self._known_views[row.data_ptr()] = self._views_at(row[None])
-        self._use(self._known_views[row.data_ptr()])
-        for parameter, view in zip(self.parameters, self.param_views, strict=True):
-            parameter.data = view
+        self._point(self._known_views[row.data_ptr()])
+
+    @contextmanager
+    def at(self, weights_LP: Tensor) -> Iterator[None]:
+        """Inside, the parameters are views of other rows ``[L, P]``. Their own rows keep memory and values."""
+        own = self.param_LP, self.param_views, self.param_pointers
+        self._point(self._views_at(weights_LP))
+        try:
+            yield
+        finally:
+            self._point(own)
 
     def gather_grads(self, left: Container[int] = ()) -> bool:
         """Copy every ``.grad`` into ``grad_LP`` and replace it by its view.
@@ -224,6 +233,11 @@ class FlatParameters:
     def _views_at(self, rows_LP: Tensor) -> _BufferViews:
         views = self.views_of(rows_LP)
         return rows_LP, views, tuple(view.data_ptr() for view in views)
+
+    def _point(self, place: _BufferViews) -> None:
+        self._use(place)
+        for parameter, view in zip(self.parameters, self.param_views, strict=True):
+            parameter.data = view
 
     def _use(self, place: _BufferViews) -> None:
         self.param_LP, self.param_views, self.param_pointers = place

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.vmap_rules import VmapRules
 
 TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
 
@@ -41,8 +40,10 @@ class LearnerModels(nn.Module):
         super().__init__()
         self.models = nn.ModuleList(models)
         self._flat = flat
+        self._rules = VmapRules(self.models, flat)
         self.vectorize = vectorize
 
+    @torch.compiler.disable(reason="a compiled handle.model would not see its hooks: compile first, then distribute()")
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Learner j gets ``x[j]`` of every tensor x in the arguments, and other values as they are.
 
@@ -58,20 +59,17 @@ class LearnerModels(nn.Module):
                     "pass [learners, batch, ...], one mini-batch per learner"
                 )
         if self.vectorize == "measure":
-            self.vectorize = self._is_faster_vectorized(inputs, named_inputs)
-        together = self.vectorize or (self.vectorize is None and _are_plain(self.models))
-        if together and tensors and not _has_any_global_hook() and not any(map(_has_hooks, self.models)):
+            allowed = self._rules.allow(plain_only=False)
+            self.vectorize = allowed and self._is_faster_vectorized(inputs, named_inputs)
+        if tensors and self.vectorize is not False and self._rules.allow(plain_only=self.vectorize is None):
             return self._together(inputs, named_inputs)
         return self._in_turn(inputs, named_inputs)
 
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         flat, num = self._flat, len(self._flat.segments)
-        names = {id(parameter): name for name, parameter in self.models[0].named_parameters()}
-        places = list(enumerate(flat.stacks_of(flat.param_LP)))
+        places = list(enumerate(zip(self._rules.names, flat.stacks_of(flat.param_LP), strict=True)))
         stacks = {  # from the last, as autograd computes the gradients of what was made last first
-            names[id(flat.parameters[index])]: _Rows.apply(stack, *flat.parameters[index::num])
-            for index, stack in reversed(places)
-            if id(flat.parameters[index]) in names
+            name: _Rows.apply(stack, *flat.parameters[index::num]) for index, (name, stack) in reversed(places)
         }
         own = [dict(model.named_buffers()) for model in self.models]
         buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
@@ -95,6 +93,8 @@ class LearnerModels(nn.Module):
             args, kwargs = tree_map_only(Tensor, itemgetter(row), (inputs, named_inputs))
             results.append(model(*args, **kwargs))
         flattened = [tree_flatten(result) for result in results]
+        if any(structure != flattened[0][1] for _, structure in flattened):
+            raise ValueError("the learners' models return outputs of different structures: call each of handle.models")
         leaves = [
             torch.stack(values) if all(isinstance(value, Tensor) for value in values) else list(values)
             for values in zip(*(found for found, _ in flattened), strict=True)
@@ -194,43 +194,3 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(item)
-
-
-_VALUES = (bool, int, float, str, torch.Size)
-_PLAIN = {
-    *(nn.Sequential, nn.Linear, nn.LayerNorm, nn.Flatten, nn.Unflatten, nn.Identity),
-    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LogSoftmax),
-}
-
-
-def _are_plain(models: Iterable[nn.Module]) -> bool:
-    """Whether the ``forward`` of each module computes the same in vmap as in turn, with the same options."""
-    return all(
-        _forward_vectorizes(type(first))
-        and "forward" not in vars(first)
-        and all(_options_of(first) == _options_of(other) for other in others)
-        for first, *others in zip(*(model.modules() for model in models), strict=False)
-    )
-
-
-def _options_of(module: nn.Module) -> list[Any]:
-    """The class of a module and the plain values among its attributes, by which its ``forward`` computes."""
-    return [type(module), *((name, v) for name, v in vars(module).items() if isinstance(v, _VALUES))]
-
-
-@functools.cache
-def _forward_vectorizes(cls: type) -> bool:
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    return owner in _PLAIN or bool(vars(owner).get("vectorizes"))
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _has_hooks(model: nn.Module) -> bool:
-    """Whether a module has hooks or a parametrization: they are for one learner, not for rows in vmap."""
-    return any(
-        any(getattr(hook, "is_ours", False) is False for name in _HOOKS for hook in getattr(module, name).values())
-        or is_parametrized(module)
-        for module in model.modules()
-    )

@@ -161,10 +161,10 @@ def test_a_full_gradient_that_has_vanished_is_said():
 def test_a_compiled_model_has_no_second_derivatives():
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=9), learners=2)
-    compiled = torch.compile(handle.model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager")
+    handle = ddpcore.distribute(compiled, optimizer, ddpcore.LocalSGD(period=9), learners=2)
     x = torch.randn(2, 8, 6)
-    loss = lambda: compiled(x).tanh().square().mean((1, 2)).sum()  # noqa: E731
+    loss = lambda: handle.model(x).tanh().square().mean((1, 2)).sum()  # noqa: E731
     NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss, hessian=True)
     loss().backward()
     with pytest.raises(ValueError, match="must call the model uncompiled"):
@@ -231,11 +231,12 @@ def test_gradients_that_were_taken_off_the_mean_are_no_synchronous_ones():
     x = torch.randn(NUM, 8, 6)
     loss = lambda: handle.model(x).square().mean((1, 2)).sum()  # noqa: E731
     statistics = NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss)
-    clean = [p.detach().clone().requires_grad_() for p in handle.model.parameters()]
+    models = [list(model.parameters()) for model in handle.models]
+    clean = [torch.stack(rows).detach().requires_grad_() for rows in zip(*models, strict=True)]
     outputs = torch.einsum("nbi,noi->nbo", x, clean[0]) + clean[1][:, None]
     k = torch.autograd.grad(outputs.square().mean((1, 2)).sum(), clean)
     loss().backward()
-    taken = [p.grad.clone() for p in handle.model.parameters()]
+    taken = [torch.stack([p.grad for p in rows]) for rows in zip(*models, strict=True)]
     optimizer.step()
     (record,) = statistics.records
     expected = sum((g[0] - at_mean.mean(0)).double().square().sum().item() for g, at_mean in zip(taken, k, strict=True))

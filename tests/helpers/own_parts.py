@@ -152,8 +152,9 @@ class HiddenState(SignSGD):
 
 
 class NormOfAll(SignSGD):
-    """Wrong for stacked learners: the norm is that of all rows."""
+    """Wrong for virtual learners: the norm is that of the gradients of all learners."""
 
     def direction(self, parameter: Tensor) -> Tensor:
         assert parameter.grad is not None
-        return parameter.grad / parameter.grad.norm()
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return parameter.grad / torch.nn.utils.get_total_norm(gradients)

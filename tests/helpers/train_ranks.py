@@ -86,7 +86,8 @@ def averaged_statistics(rank: int) -> list[float]:
     handle = ddpcore.distribute(
         model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2, group=dist.group.WORLD
     )
-    model[0].running_mean.copy_(torch.tensor([[2.0 * rank], [2.0 * rank + 1]]))
+    for number, one in enumerate(handle.models):
+        one[0].running_mean.fill_(2.0 * rank + number)
     return handle.evaluation_model()[0].running_mean.tolist()
 
 

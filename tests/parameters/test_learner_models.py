@@ -113,30 +113,111 @@ def test_arguments_and_outputs_of_any_structure(vectorize: bool) -> None:
     assert found["scale"] == [2.0, 2.0]
 
 
-def test_what_makes_a_model_run_in_turn() -> None:
-    """Hooks, parametrizations, buffers, convolutions and dropout: each learner's own, so vmap is not taken."""
+def takes_vmap(model: nn.Module, change: Any = lambda models: None, **options: Any) -> bool:
+    together = learners(model, 2, options.get("vectorize"))
     counts: list[int] = []
+    together._together = lambda *args: counts.append(1)  # type: ignore[method-assign]
+    change(together.models)
+    together(torch.ones(2, 3, 4))
+    return bool(counts)
 
-    def hooked(add: Any) -> nn.Module:
-        model = nn.Sequential(nn.Linear(4, 4))
-        add(model[0])
-        return model
 
-    for model in (
-        hooked(lambda layer: layer.register_forward_hook(lambda *args: None)),
-        hooked(lambda layer: layer.register_full_backward_hook(lambda *args: None)),
-        hooked(parametrizations.weight_norm),
-        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-    ):
-        together = learners(model, 2, None)
-        together._together = lambda *args: counts.append(1)  # type: ignore[method-assign]
-        together(torch.ones(2, 3, 4))
-    assert counts == []
-    plain = learners(nn.Sequential(nn.Linear(4, 4)), 2, None)
-    plain._together = lambda *args: counts.append(1)  # type: ignore[method-assign]
-    plain(torch.ones(2, 3, 4))
-    assert counts == [1]
+class Plain(nn.Module):
+    """A class of a user that says that vmap computes the same."""
+
+    vectorizes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs).tanh()
+
+
+class Changed(Plain):
+    """A subclass with a ``forward`` of its own says nothing."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        return outputs * 2 if outputs.requires_grad else outputs
+
+
+def test_plain_models_run_together() -> None:
+    assert takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)))
+    assert takes_vmap(Plain())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        lambda: nn.Sequential(nn.Linear(4, 4), type("Own", (nn.Linear,), {"forward": lambda self, x: x})(4, 4)),
+        Changed,
+        lambda: torch.compile(nn.Linear(4, 4), backend="eager"),
+    ],
+)
+def test_other_models_run_in_turn_unless_asked(make: Any) -> None:
+    assert not takes_vmap(make())
+    assert takes_vmap(make(), vectorize=True)
+
+
+def swap_weights(models: Any) -> None:
+    models[1][0].weight.data = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize("vectorize", [None, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda models: models[1][0].register_forward_hook(lambda *args: None),
+        lambda models: models[0][0].register_full_backward_hook(lambda *args: None),
+        lambda models: models[1].register_forward_pre_hook(lambda *args: None),
+        lambda models: parametrizations.weight_norm(models[1][0]),
+        lambda models: models[1].append(nn.Tanh()),
+        swap_weights,
+    ],
+)
+def test_what_differs_between_learners_runs_in_turn(change: Any, vectorize: bool | None) -> None:
+    """Also if one is changed after the first passes."""
+    assert not takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), change, vectorize=vectorize)
+    together = learners(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), 2, vectorize)
+    together(torch.ones(2, 3, 4))
+    change(together.models)
+    inputs = torch.randn(2, 3, 4)
+    expected = [model(x) for model, x in zip(together.models, inputs, strict=True)]
+    assert torch.equal(together(inputs), torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda models: setattr(models[1][1], "negative_slope", 0.5),
+        lambda models: models[1].__setitem__(1, nn.ReLU()),
+        lambda models: setattr(models[1][0], "forward", lambda x: x),
+        lambda models: models[1].eval(),
+    ],
+)
+def test_options_that_differ_between_learners_run_in_turn(change: Any) -> None:
+    assert not takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), change)
+
+
+def test_global_hooks_run_in_turn() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert not takes_vmap(nn.Sequential(nn.Linear(4, 4)), vectorize=True)
+    finally:
+        handle.remove()
+
+
+def test_other_weights_for_one_call() -> None:
+    """``functional_call`` on all learners' models."""
+    together = learners(nn.Sequential(nn.Linear(4, 2)), 2, None)
+    inputs, weight = torch.randn(2, 3, 4), torch.randn(2, 4)
+    outputs = torch.func.functional_call(together, {"models.0.0.weight": weight}, (inputs,))
+    torch.testing.assert_close(outputs[0], inputs[0] @ weight.T + together.models[0][0].bias)
+    torch.testing.assert_close(outputs[1], together.models[1](inputs[1]))
 
 
 class Counting(nn.Module):

@@ -21,6 +21,7 @@ import ddpcore
 from ddpcore import DPSGD, TOPOLOGIES, FromGraph, PushSum, Strategy, Topology
 from ddpcore.strategies.compression import BFloat16, Int8, TopK
 from ddpcore.strategies.dpsgd import ORDERS
+from helpers.training import rows_of, set_rows, weights_of_learners
 
 NUMEL, NUM_STEPS, LARGEST = 24, 5, 33
 EPS = torch.finfo(torch.float32).eps
@@ -55,14 +56,14 @@ def gossip(strategy: Strategy, n: int, seed: int) -> tuple[Any, list[Tensor], li
         handle = ddpcore.distribute(model, optimizer, strategy, learners=n, vectorize=False)
     except ValueError:  # an unsupported combination: see the tests of the options
         assume(False)
-    with torch.no_grad():
-        model.weight.add_(torch.randn(n, 1, NUMEL, generator=torch.Generator().manual_seed(seed)))
-    seen, distances = [model.weight.detach().view(n, -1).clone()], [handle.consensus_distance()]
+    noise = torch.randn(n, 1, NUMEL, generator=torch.Generator().manual_seed(seed))
+    set_rows(handle, "weight", rows_of(handle, "weight") + noise)
+    seen, distances = [weights_of_learners(handle)], [handle.consensus_distance()]
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         handle.model(torch.ones(n, 1, NUMEL)).sum().backward()
         optimizer.step()
-        seen.append(model.weight.detach().view(n, -1).clone())
+        seen.append(weights_of_learners(handle))
         distances.append(handle.consensus_distance())
     return handle, seen, distances
 
@@ -156,6 +157,6 @@ def test_sixteen_bit_learners_that_agree_stay(n: int, make: Any) -> None:
     handle = ddpcore.distribute(model, optimizer, make(), learners=n)
     for _ in range(5):
         optimizer.step()  # without a gradient
-    assert torch.equal(model.weight, start.expand(n, -1, -1))
+    assert torch.equal(rows_of(handle, "weight"), start.expand(n, -1, -1))
     assert torch.equal(handle.evaluation_model().weight, start)
     assert handle.consensus_distance() == 0.0

@@ -15,6 +15,7 @@ from ddpcore import SSGD, NoisySSGD, ops
 from ddpcore.ops import Noise
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.noisy_ssgd import _seed_of
+from helpers.training import rows_of
 
 N = 3
 
@@ -31,12 +32,12 @@ def trained(strategy: Any, kind: Any = torch.optim.SGD, num_steps: int = 4) -> t
     model = nn.Linear(4, 8, bias=False)
     optimizer = kind(model.parameters(), lr=0.01)
     handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False)
-    seen = [model.weight.detach().clone()]
+    seen = [rows_of(handle, "weight")]
     for _ in range(num_steps):
         optimizer.zero_grad()
         (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
         optimizer.step()
-        seen.append(model.weight.detach().clone())
+        seen.append(rows_of(handle, "weight"))
     return handle, seen
 
 
@@ -96,17 +97,16 @@ def test_a_forward_pass_without_a_backward_pass_leaves_no_noise(mode: bool) -> N
     inputs, targets = problem()
     handle.model.train(mode)
     handle.model(inputs)
-    weight = handle.learner.flat.parameters[0]
-    assert not torch.equal(weight.detach(), seen[-1]), "in both modes a forward pass that records gradients adds noise"
+    noisy = rows_of(handle, "weight")
+    assert not torch.equal(noisy, seen[-1]), "in both modes a forward pass that records gradients adds noise"
     assert handle.consensus_distance() < 1e-6
-    assert torch.equal(weight.detach(), seen[-1])
+    assert torch.equal(rows_of(handle, "weight"), seen[-1])
     handle.model(inputs)
     state = handle.state_dict()
-    with torch.no_grad():
-        weight.fill_(7.0)
+    handle.learner.flat.param_LP.fill_(7.0)
     handle.load_state_dict(state)
     (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
-    assert (weight == 7.0).all()
+    assert (rows_of(handle, "weight") == 7.0).all()
 
 
 def test_nothing_is_sent_for_the_noise() -> None:
