@@ -1,7 +1,7 @@
 """Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
 
 from ddpcore.distributed.distribute import distribute
-from ddpcore.distributed.hooks import Distributed
+from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.base import Strategy

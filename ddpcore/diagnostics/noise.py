@@ -14,7 +14,8 @@ from ddpcore.diagnostics.passes import Loss
 from ddpcore.diagnostics.record import NoiseRecord
 from ddpcore.diagnostics.record_buffer import RecordBuffer
 from ddpcore.diagnostics.series import Series
-from ddpcore.distributed.hooks import Distributed, HookedDistributed
+from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.push_sum import PushSum
 

@@ -19,7 +19,8 @@ from ddpcore.comm.process import default_group
 from ddpcore.comm.shared.host import TIMEOUT_SECONDS
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
-from ddpcore.distributed.hooks import Distributed, HookedDistributed
+from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
@@ -85,14 +86,22 @@ def distribute(
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
     strategy.setup(comm.num_learners, _trained(model).dtype)
     with undone_on_error(model, optimizer, strategy):
-        models = copies_of(model, learners or 1)
-        flat = FlatParameters([one.named_parameters() for one in models], allocate=comm.allocate, **buckets)
         strategy.in_use = True
-        _add_learners(optimizer, models)
-        learner = Learner(flat, comm, optimizer, models)
-        _start_alike(learner)
-        called = model if learners is None else LearnerModels(models, flat, vectorize)
+        learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
+        called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
+
+
+def _make_learner(
+    model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, learners: int, buckets: dict[str, int]
+) -> Learner:
+    """Copy the model for each virtual learner, move the weights to a flat buffer, and start all learners alike."""
+    models = copies_of(model, learners)
+    flat = FlatParameters([one.named_parameters() for one in models], allocate=comm.allocate, **buckets)
+    _add_learners(optimizer, models)
+    learner = Learner(flat, comm, optimizer, models)
+    _start_alike(learner)
+    return learner
 
 
 def _baseline(

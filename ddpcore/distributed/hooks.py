@@ -1,4 +1,4 @@
-"""The handle of a model in training, and the hooks that call a strategy around forward, backward and step.
+"""The hooks that call a strategy around forward, backward and step, and the handle that holds them.
 
 One call of the user's ``optimizer.step()`` runs in this order:
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,116 +24,18 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
-from ddpcore.comm.base import Communicator
-from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, averaged_model, recalibrate
+from ddpcore.distributed.averaging import averaged_model
+from ddpcore.distributed.gradient_guard import GradientGuard
+from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.state_sync import StateSync
 from ddpcore.distributed.step_guards import WeightGuard, creates_states_only, watch_steps
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
-from ddpcore.parameters.buckets import GradientBuckets, weakly
-from ddpcore.parameters.learner_models import LearnerModels, copy_of
+from ddpcore.parameters.buckets import GradientBuckets
+from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
-
-
-class Distributed:
-    """The handle of a model in training, as :func:`distribute` returns it. This base class serves the baselines.
-
-    Attributes:
-        model: the module to call in the loop.
-        comm: the connection of the learners.
-        learner: weights, gradients and optimizer; None for the baselines.
-    """
-
-    learner: Learner | None = None
-
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.model = model
-        self.comm = comm
-
-    @property
-    def models(self) -> Sequence[nn.Module]:
-        """The models of the learners of this process: ``[model]`` for a baseline."""
-        return [self.model]
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
-        """Clip the gradient of each learner to a norm, as ``torch.nn.utils.clip_grad_norm_``. Returns their norms."""
-        return [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context in which backward passes accumulate gradients without averaging them."""
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            with self.model.no_sync():
-                yield
-        else:
-            yield
-
-    def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
-        """Return a copy of the model with the average of all learners' weights. Collective.
-
-        The model in training does not change. push_sum weights learners by their push weights p:
-        ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
-
-        Args:
-            batch_norm: ``average`` floating-point buffers, keep the ``local`` ones, or ``recalibrate`` batch
-                normalisation with the averaged weights.
-            batches: training inputs of this rank, for ``recalibrate``; see ``averaging.recalibrate``.
-
-        Raises:
-            ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
-        """
-        if batch_norm not in BATCH_NORM:
-            raise ValueError(f"batch_norm is {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
-        if (batch_norm == "recalibrate") != (batches is not None):
-            raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
-        model = self._copy(batch_norm)
-        if batches is not None:
-            recalibrate(model, batches, self.comm)
-        return model
-
-    @torch.no_grad()
-    def _copy(self, batch_norm: str) -> nn.Module:
-        inner: nn.Module = self.model
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            inner = self.model.module
-        model = copy_of(inner)
-        if batch_norm != "local":
-            average_buffers(model, [inner], self.comm)
-        return model
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, beside the states of model, optimizer and random numbers.
-
-        Every rank saves its own state, and loads the state that it saved.
-        """
-        return {}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError, as :meth:`load_state_dict`, if the state cannot be loaded here. Changes nothing."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`, after the states of model and optimizer. Collective.
-
-        Raises:
-            ValueError: the state belongs to a model with other parameters or to another strategy.
-        """
-
-    @torch.no_grad()
-    def consensus_distance(self) -> float:
-        """Return the root mean square, over learners, of the distance of their weights to the average weights w_a.
-
-        ``sqrt(1/n sum_j |w_j - w_a|^2)`` (Kong et al. 2021), with w_a as in :meth:`evaluation_model`. Collective.
-        """
-        return float(self.comm.gather(self._squared_distances()).mean().sqrt())
-
-    def _squared_distances(self) -> Tensor:
-        weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
-        apart_LP = weights.clone()[None]
-        self.comm.average_(apart_LP).wait()
-        return torch.linalg.vector_norm(apart_LP.sub_(weights), dim=1, dtype=torch.float64).square()
 
 
 class HookedDistributed(Distributed):
@@ -158,23 +60,15 @@ class HookedDistributed(Distributed):
         self._buckets: GradientBuckets | None = None
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
-        self._stepped_versions: list[int] = []  # of the gradients, when the last step ended
+        self._gradients = GradientGuard(learner.flat)
         self._members = {id(parameter) for parameter in learner.flat.parameters}
         self._weights = WeightGuard(self.models, learner.flat)
         self._step_calls = watch_steps(learner.flat.parameters, optimizer)
-        self._grad_versions: dict[int, int] = {}  # of virtual learners, after their last backward pass
-        self._index: dict[int, int] = {}
-        self._index_parameters()
-        if learner.flat.num_rows > 1 and self._buckets is None:
-            note = weakly(self._note_grad)
-            for parameter in learner.flat.parameters:
-                parameter.register_post_accumulate_grad_hook(note)
+        if self._buckets is None:
+            self._gradients.watch()
         self._register_forward_hooks()
         optimizer.register_step_pre_hook(self._before_call)
         optimizer.register_step_post_hook(self._after_call)
-
-    def _index_parameters(self) -> None:
-        self._index = {id(parameter): index for index, parameter in enumerate(self.learner.flat.parameters)}
 
     def _register_forward_hooks(self) -> None:
         hook = _ForwardHook(self)
@@ -309,8 +203,7 @@ class HookedDistributed(Distributed):
                     f"parameter {flat.names[segment]} got a gradient after a first backward pass in which it had none "
                     "on any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
                 )
-        for parameter in flat.parameters if flat.num_rows > 1 else ():
-            self._note_grad(parameter)
+        self._gradients.note_all()
 
     def _agree(self, order: list[int], seen: set[int]) -> None:
         """Agree on the parameters in use and, for the buckets, on rank 0's order of gradients. Collective."""
@@ -347,11 +240,11 @@ class HookedDistributed(Distributed):
         strategy, learner = self.strategy, self.learner
         if closure is not None and not strategy.takes_closure:
             raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
-        if closure is None:
-            self._check_averaged()
+        if closure is None and not self._averaged and strategy.averages_gradients_at(learner.step):
+            self._gradients.check_averaged(strategy.name)
         self._weights.check_parameters()
         self._check_optimized()
-        self._check_learners()
+        self._gradients.check_alike()
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -372,19 +265,7 @@ class HookedDistributed(Distributed):
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
         if self.strategy.averages_gradients:
-            self._stepped_versions = _versions(flat.grad_views)
-
-    def _check_averaged(self) -> None:
-        if self._averaged or not self.strategy.averages_gradients_at(self.learner.step):
-            return
-        flat = self.learner.flat
-        unchanged = _versions(flat.grad_views) == self._stepped_versions  # since the last step, which may be repeated
-        for parameter, view in zip(flat.parameters, flat.grad_views, strict=True):
-            if parameter.grad is not None and not (unchanged and parameter.grad is view):
-                raise RuntimeError(
-                    f"{self.strategy.name}: gradients were set or changed without a backward pass and so not "
-                    "averaged: call backward() before step()"
-                )
+            self._gradients.note_step()
 
     def _check_optimized(self) -> None:
         """Check that the optimizer steps no parameter that was added."""
@@ -398,44 +279,13 @@ class HookedDistributed(Distributed):
                         "do so before it, and freeze by a zero learning rate"
                     )
 
-    def _check_learners(self) -> None:
-        """Refuse gradients that were changed for some virtual learners only, as by clipping learner 0's alone."""
-        flat = self.learner.flat
-        if flat.num_rows == 1:
-            return
-        num, versions = len(flat.segments), self._grad_versions
-        changed = {
-            index
-            for index, parameter in enumerate(flat.parameters)
-            if parameter.grad is not None and versions.get(index, parameter.grad._version) != parameter.grad._version
-        }
-        self._grad_versions = {}
-        for segment in sorted({index % num for index in changed}):
-            rows = {index // num for index in changed if index % num == segment}
-            known = {index // num for index in versions if index % num == segment}
-            if rows != known:
-                raise RuntimeError(
-                    f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
-                    "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
-                    "for each of handle.models"
-                )
-
-    def _note_grad(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._grad_versions[self._index[id(parameter)]] = parameter.grad._version
-
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
-        self._index_parameters()
+        self._gradients.read_layout()
         if self._used is not None:
             self._used = [self._used[index] for index in order]
         if self._buckets is not None:
             self._buckets.rebuild()
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor was changed in place."""
-    return [tensor._version for tensor in tensors]
 
 
 class _ForwardHook:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
 from ddpcore.data import Dataset, ShardedBatches
-from ddpcore.distributed.hooks import Distributed
+from ddpcore.distributed.handle import Distributed
 from ddpcore.optim.schedules import Schedule
 from ddpcore.training.evaluation import Evaluation, evaluate
 

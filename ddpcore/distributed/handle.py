@@ -1,0 +1,114 @@
+"""The handle of a model in training, as ``distribute`` returns it; baselines have this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpcore.comm.base import Communicator
+from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
+from ddpcore.parameters.learner_models import copy_of
+from ddpcore.strategies.learner import Learner
+
+
+class Distributed:
+    """The handle of a model in training, as :func:`distribute` returns it. This base class serves the baselines.
+
+    Attributes:
+        model: the module to call in the loop.
+        comm: the connection of the learners.
+        learner: weights, gradients and optimizer; None for the baselines.
+    """
+
+    learner: Learner | None = None
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self.model = model
+        self.comm = comm
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The models of the learners of this process: ``[model]`` for a baseline."""
+        return [self.model]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
+        """Clip the gradient of each learner to a norm, as ``torch.nn.utils.clip_grad_norm_``. Returns their norms."""
+        return [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward passes accumulate gradients without averaging them."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
+        """Return a copy of the model with the average of all learners' weights. Collective.
+
+        The model in training does not change. push_sum weights learners by their push weights p:
+        ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
+
+        Args:
+            batch_norm: ``average`` floating-point buffers, keep the ``local`` ones, or ``recalibrate`` batch
+                normalisation with the averaged weights.
+            batches: training inputs of this rank, for ``recalibrate``; see ``averaging.recalibrate``.
+
+        Raises:
+            ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
+        """
+        if batch_norm not in BATCH_NORM:
+            raise ValueError(f"batch_norm is {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
+        if (batch_norm == "recalibrate") != (batches is not None):
+            raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
+        model = self._copy(batch_norm)
+        if batches is not None:
+            recalibrate(model, batches, self.comm)
+        return model
+
+    @torch.no_grad()
+    def _copy(self, batch_norm: str) -> nn.Module:
+        inner: nn.Module = self.model
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            inner = self.model.module
+        model = copy_of(inner)
+        if batch_norm != "local":
+            average_buffers(model, [inner], self.comm)
+        return model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, beside the states of model, optimizer and random numbers.
+
+        Every rank saves its own state, and loads the state that it saved.
+        """
+        return {}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError, as :meth:`load_state_dict`, if the state cannot be loaded here. Changes nothing."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`, after the states of model and optimizer. Collective.
+
+        Raises:
+            ValueError: the state belongs to a model with other parameters or to another strategy.
+        """
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Return the root mean square, over learners, of the distance of their weights to the average weights w_a.
+
+        ``sqrt(1/n sum_j |w_j - w_a|^2)`` (Kong et al. 2021), with w_a as in :meth:`evaluation_model`. Collective.
+        """
+        return float(self.comm.gather(self._squared_distances()).mean().sqrt())
+
+    def _squared_distances(self) -> Tensor:
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
+        apart_LP = weights.clone()[None]
+        self.comm.average_(apart_LP).wait()
+        return torch.linalg.vector_norm(apart_LP.sub_(weights), dim=1, dtype=torch.float64).square()
