@@ -26,6 +26,13 @@ void check_count(int64_t count, int64_t most, const char* name, const char* what
         " a call on CUDA: use a sparser topology");
 }
 
+void check_peers(int64_t count, const char* name, const char* what) {
+    STD_TORCH_CHECK(
+        count > cuda::kMaxPeers || count <= cuda::max_peers(), "ddpcore: ", name, " takes at most ", cuda::max_peers(),
+        " ", what, " a call with this driver: install a driver of R530 or newer, or use a sparser topology");
+    check_count(count, cuda::kMaxPeers, name, what);
+}
+
 struct Cuda {
     static void run(const Tensor& like, const SgdCall& call) {
         launch_on(like, "sgd_step_", [&](cudaStream_t stream) { return cuda::sgd_step_(call.args, stream); });
@@ -40,18 +47,18 @@ struct Cuda {
     }
 
     static void run(const Tensor& like, const MixCall& call) {
-        check_count(call.args.num_peers, cuda::kMaxPeers, "mix_", "peers");
+        check_peers(call.args.num_peers, "mix_", "peers");
         launch_on(like, "mix_", [&](cudaStream_t stream) { return cuda::mix_(call.args, stream); });
     }
 
     static void run(const Tensor& like, const StackedMixCall& call) {
         check_count(call.args.num_learners, cuda::kMaxLearners, "mix_stacked_", "learners");
-        check_count(call.args.num_others, cuda::kMaxPeers, "mix_stacked_", "rows of others");
+        check_peers(call.args.num_others, "mix_stacked_", "rows of others");
         launch_on(like, "mix_stacked_", [&](cudaStream_t stream) { return cuda::mix_stacked_(call.args, stream); });
     }
 
     static void run(const Tensor& like, const MixCall&, const MixSgdArgs& args) {
-        check_count(args.mix.num_peers, cuda::kMaxPeers, "mix_sgd_step_", "peers");
+        check_peers(args.mix.num_peers, "mix_sgd_step_", "peers");
         launch_on(like, "mix_sgd_step_", [&](cudaStream_t stream) { return cuda::mix_sgd_step_(args, stream); });
     }
 

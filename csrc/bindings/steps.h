@@ -123,8 +123,9 @@ struct StepTensors {
     }
 };
 
-// A float64 buffer that an optimizer keeps between steps: two partial sums a block, then the counters of the CUDA
-// kernels.
+// A float64 buffer that an optimizer keeps between steps: at its start two partial sums a block, at its end the
+// counters of the CUDA kernels. So partial sums of a larger step never overwrite the counters of a smaller one, such as
+// that of one learner after that of all.
 struct Scratch {
     NormPartials* partials = nullptr;
     uint64_t* tickets = nullptr;
@@ -136,7 +137,8 @@ struct Scratch {
                 scratch.numel() >= needed,
             "ddpcore: scratch must be float64 on the device of params, at least ", needed, " elements, zero at first");
         partials = static_cast<NormPartials*>(scratch.mutable_data_ptr());
-        tickets = static_cast<uint64_t*>(scratch.mutable_data_ptr()) + 2 * num_blocks;
+        const int64_t num_tickets = static_cast<int64_t>(num_segments) + 2;
+        tickets = static_cast<uint64_t*>(scratch.mutable_data_ptr()) + scratch.numel() - num_tickets;
     }
 };
 

@@ -17,6 +17,18 @@ namespace ddpcore::cuda {
 // so each table has several capacities.
 inline constexpr size_t kMaxArgumentBytes = 32764;
 
+// What drivers before R530 (CUDA 12.1) accept. Longer lists then take more launches, with tables of this size.
+inline constexpr size_t kOldArgumentBytes = 4096;
+
+// Whether the driver accepts kMaxArgumentBytes. It is asked once.
+inline bool has_large_arguments() {
+    static const bool result = [] {
+        int version = 0;
+        return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12010;
+    }();
+    return result;
+}
+
 // The largest grid. Up to here (268 million elements) a CUDA block processes one block of kBlock elements; in longer
 // tensors it processes several. Tests compile with a smaller value, so that they run the loops over blocks.
 #ifndef DDPCORE_MAX_GRID

@@ -242,14 +242,19 @@ cudaError_t launch_mix_stacked(const StackedMixArgs& args, cudaStream_t stream) 
 
 }  // namespace
 
+int64_t max_peers() {
+    static_assert(sizeof(MixTable<kOldPeers>) <= kOldArgumentBytes);
+    static_assert(sizeof(StackedTable<float, kOldPeers>) <= kOldArgumentBytes);
+    return has_large_arguments() ? kMaxPeers : kOldPeers;
+}
+
 cudaError_t mix_(const MixArgs& args, cudaStream_t stream) {
-    if (args.num_peers > kMaxPeers) return cudaErrorInvalidValue;
+    if (args.num_peers > max_peers()) return cudaErrorInvalidValue;
     const int64_t num_blocks = num_blocks_of(args.numel);
     if (num_blocks > 0) {
         const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
             using T = std::remove_pointer_t<decltype(tag)>;
-            return args.num_peers <= kFewPeers ? launch_mix<T, kFewPeers>(args, stream)
-                                               : launch_mix<T, kManyPeers>(args, stream);
+            return with_peers(args.num_peers, [&]<int capacity>() { return launch_mix<T, capacity>(args, stream); });
         });
         if (error != cudaSuccess) return error;
     }
@@ -257,13 +262,13 @@ cudaError_t mix_(const MixArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream) {
-    if (args.num_learners > kMaxLearners || args.num_others > kMaxPeers) return cudaErrorInvalidValue;
+    if (args.num_learners > kMaxLearners || args.num_others > max_peers()) return cudaErrorInvalidValue;
     const int64_t num_blocks = num_blocks_of(args.numel);
     if (num_blocks > 0 && args.num_learners > 0) {
         const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
             using T = std::remove_pointer_t<decltype(tag)>;
-            return args.num_others <= kFewPeers ? launch_mix_stacked<T, kFewPeers>(args, stream)
-                                                : launch_mix_stacked<T, kManyPeers>(args, stream);
+            return with_peers(
+                args.num_others, [&]<int capacity>() { return launch_mix_stacked<T, capacity>(args, stream); });
         });
         if (error != cudaSuccess) return error;
     }

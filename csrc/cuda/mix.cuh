@@ -7,6 +7,7 @@
 namespace ddpcore::cuda {
 
 inline constexpr int kFewPeers = 8;
+inline constexpr int kOldPeers = 320;                           // in kOldArgumentBytes
 inline constexpr int kManyPeers = static_cast<int>(kMaxPeers);  // 12 KiB of kernel arguments
 
 template <int capacity>
@@ -23,6 +24,13 @@ struct MixTable {
     float peer_weights[capacity];
     Noise noise;
 };
+
+// Calls fn.template operator()<capacity>() with the capacity of a table for this number of peers or rows of others.
+template <typename Fn>
+cudaError_t with_peers(int64_t num_peers, Fn&& fn) {
+    if (num_peers <= kFewPeers) return fn.template operator()<kFewPeers>();
+    return has_large_arguments() ? fn.template operator()<kManyPeers>() : fn.template operator()<kOldPeers>();
+}
 
 // The block of the tensors that a CUDA block processes.
 struct Place {

@@ -11,6 +11,7 @@ namespace {
 inline constexpr int kTile = 2;
 inline constexpr int kPairs = kTile * (kTile + 1) / 2;
 inline constexpr int kSomeRows = 32;
+inline constexpr int kOldSegments = 64;  // with kMaxRows rows, in kOldArgumentBytes
 
 template <int capacity, int max_rows>
 struct GramTable {
@@ -153,14 +154,20 @@ cudaError_t launch_gram(const GramArgs& args, int64_t first, int64_t end, cudaSt
 cudaError_t noise_sums(const GramArgs& args, cudaStream_t stream) {
     if (args.num_rows > kMaxRows) return cudaErrorInvalidValue;
     if (args.num_rows == 0) return cudaSuccess;
-    constexpr int64_t many = (kMaxArgumentBytes - kMaxRows * sizeof(void*) - 128) / sizeof(GramSegment);
+    constexpr int many = (kMaxArgumentBytes - kMaxRows * sizeof(void*) - 128) / sizeof(GramSegment);
+    static_assert(sizeof(GramTable<kSomeSegments, kSomeRows>) + sizeof(void*) <= kOldArgumentBytes);
+    static_assert(sizeof(GramTable<kOldSegments, kMaxRows>) + sizeof(void*) <= kOldArgumentBytes);
     for (int64_t first = 0; first < args.num_segments;) {
-        const bool some = args.num_segments - first <= kSomeSegments && args.num_rows <= kSomeRows;
-        const int64_t end = std::min(args.num_segments, first + (some ? kSomeSegments : many));
-        const cudaError_t error = some ? launch_gram<kSomeSegments, kSomeRows>(args, first, end, stream)
-                                       : launch_gram<many, kMaxRows>(args, first, end, stream);
+        const auto launch_chunk = [&]<int capacity, int max_rows>() {
+            const int64_t begin = std::exchange(first, std::min(args.num_segments, first + capacity));
+            return launch_gram<capacity, max_rows>(args, begin, first, stream);
+        };
+        const bool large = has_large_arguments(), few_rows = args.num_rows <= kSomeRows;
+        const bool some = few_rows && (!large || args.num_segments - first <= kSomeSegments);
+        const cudaError_t error = some    ? launch_chunk.template operator()<kSomeSegments, kSomeRows>()
+                                  : large ? launch_chunk.template operator()<many, kMaxRows>()
+                                          : launch_chunk.template operator()<kOldSegments, kMaxRows>();
         if (error != cudaSuccess) return error;
-        first = end;
     }
     return cudaSuccess;
 }

@@ -55,8 +55,9 @@ cudaError_t launch_chunk(const NormArgs& args, int64_t first, Fn&& fn) {
 // Calls fn.template operator()<capacity>(table) for each chunk of the segments.
 template <typename Fn>
 cudaError_t for_each_chunk(const NormArgs& args, Fn&& fn) {
+    static_assert(sizeof(SegmentTable<NormSegment, kSomeSegments>) + 128 <= kOldArgumentBytes);
     for (int64_t first = 0; first < args.num_segments;) {
-        const bool some = args.num_segments - first <= kSomeSegments;
+        const bool some = !has_large_arguments() || args.num_segments - first <= kSomeSegments;
         const cudaError_t error =
             some ? launch_chunk<kSomeSegments>(args, first, fn) : launch_chunk<kManyNormSegments>(args, first, fn);
         if (error != cudaSuccess) return error;
@@ -109,11 +110,14 @@ cudaError_t launch_step_chunk(
 // Calls fn.template operator()<capacity>(table) for each chunk of the segments and groups of SgdArgs or LambArgs.
 template <typename Args, typename Fn>
 cudaError_t for_each_step_chunk(const Args& args, Fn&& fn) {
-    constexpr int many = kManySteps<std::remove_cvref_t<decltype(args.segments[0])>>;
+    using Segment = std::remove_cvref_t<decltype(args.segments[0])>;
+    constexpr int many = kManySteps<Segment>;
+    static_assert(sizeof(StepTable<Segment, kFewSegments>) + 512 <= kOldArgumentBytes);
+    const int most = has_large_arguments() ? many : kFewSegments;  // tensors of a launch
     for (int64_t first = 0, first_group = 0; first < args.num_segments || first_group < args.num_groups;) {
         const int64_t group_limit = first_group + kMaxGroups;
         int64_t end = first;
-        while (end < args.num_segments && end - first < many && args.segments[end].group < group_limit) ++end;
+        while (end < args.num_segments && end - first < most && args.segments[end].group < group_limit) ++end;
         const int64_t next_group =
             std::min(group_limit, end < args.num_segments ? args.segments[end].group : args.num_groups);
         const auto launch_chunk = [&]<int capacity>() {

@@ -17,7 +17,10 @@ def num_blocks(tensors: Sequence[Tensor]) -> int:
 
 
 def new_scratch(params: Sequence[Tensor]) -> Tensor:
-    """Scratch for a step on these parameters: two partial sums per block, and counters that are zero between steps."""
+    """Scratch for a step on these parameters: two partial sums per block, then counters that are zero between steps.
+
+    Steps on some of the parameters may use it too, if steps run one after another.
+    """
     size = 2 * num_blocks(params) + len(params) + 2
     return torch.zeros(size, dtype=torch.float64, device=params[0].device)
 

@@ -57,7 +57,7 @@ def sgd_step_(
             parameter, the step starts from the parameter.
         steps: empty, or one float32 per group: steps taken so far, increased by one. At 0 the momentum buffers are not
             read, and become the direction without dampening.
-        scratch: required with ``steps``: see :func:`new_scratch`. Steps that run one after another may share it.
+        scratch: required with ``steps``: see :func:`new_scratch`.
         lr, weight_decay: learning rate and coupled (L2) decay, one per group or one for all.
         group_sizes: the number of parameters of each group, in order. None: one group has all.
         device_lr: empty, or one float32 per group on the parameters' device, read instead of ``lr``.

@@ -58,6 +58,18 @@ def test_every_size(rule, kind, device, assert_same_bits):
 
 
 @every_rule
+def test_a_scratch_serves_steps_on_some_of_the_tensors(rule, device, assert_same_bits):
+    """As where all learners step together and then one of them: on CUDA the counters stay zero between steps."""
+    whole = new_step(rule, device, [70_001, 5, 4097, 9000])
+    for indices in ([0, 1, 2, 3], [0], [1, 2], [3], [0, 1, 2, 3]):
+        step = whole.only(indices)
+        step.scratch = whole.scratch
+        expected = steps.run_reference(step)
+        step.run()
+        steps.assert_same_step(step, expected, assert_same_bits)
+
+
+@every_rule
 def test_ten_million_elements(rule, device, assert_same_bits):
     step = new_step(rule, device, [10_000_001], "fp32")
     expected = steps.run_reference(step)
