@@ -308,6 +308,41 @@ def parametrizations_cached(run: Run) -> None:
             one_step(run, step)
 
 
+def _parametrization_removed(run: Run, *, keep: bool) -> None:
+    model = net()
+    parametrize.register_parametrization(model[0], "weight", Scaled())
+    start(run, model)
+    train(run, steps=2)
+    for one in run.models:
+        parametrize.remove_parametrizations(one[0], "weight", leave_parametrized=keep)
+    train(run, first=2, steps=2)
+
+
+add("parametrization_removed", partial(_parametrization_removed, keep=False))
+add(
+    "parametrization_removed_and_value_kept",
+    partial(_parametrization_removed, keep=True),
+    refused="parameter 0.(parametrizations.weight.original|weight) (has left the flat buffer|was added or replaced)",
+)
+
+
+@idiom()
+def a_buffer_of_two_modules(run: Run) -> None:
+    """It stays one: each learner's passes change it, whichever module does."""
+
+    class Counted(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(inputs) / self.count.sqrt()
+
+    first, last = Counted(5, 7), Counted(7, 3)
+    for layer in (first, last):
+        layer.register_buffer("count", torch.zeros(()))
+    last.count = first.count
+    start(run, nn.Sequential(first, nn.Tanh(), last))
+    train(run)
+
+
 @idiom()
 def frozen_layers(run: Run) -> None:
     model = net()

@@ -129,6 +129,16 @@ def optimizer_state_cleared(run: Run) -> None:
     train(run, first=2, steps=2)
 
 
+@idiom()
+def a_loss_from_before_distribute(run: Run) -> None:
+    """Its graph keeps the nodes that accumulated gradients of the parameters as they were."""
+    model = net()
+    loss = model(torch.ones(2, 5)).square().sum()
+    start(run, model)
+    train(run)
+    run.tensors.append(loss.detach())
+
+
 @idiom(worlds=RANKS)
 def gradients_before_distribute(run: Run) -> None:
     """They are this learner's own, and the next backward pass adds to them."""
