@@ -1,4 +1,4 @@
-"""The options of a bench as a frozen dataclass, and its resolution on a machine."""
+"""The options of a bench as a frozen dataclass, and the choice of the values that depend on the machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddpcore.training.config import DEVICES
 
 DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
 BASELINES = (Single.name, DDP.name)
-SHARED = (  # fields that TrainConfig has too
+SHARED = (  # fields of BenchConfig that TrainConfig also has
     "model", "dataset", "data_dir", "download", "normalize", "augment", "batch_size", "steps", "lr", "topology", "seed",
 )  # fmt: skip
 
@@ -35,10 +35,10 @@ SHARED = (  # fields that TrainConfig has too
 class Options:
     """Options of a command. The docstring of a subclass is the description of its command.
 
-    The constructor checks all that can be checked before data are read or ranks start.
+    The constructor checks everything that can be checked before data are read and ranks are started.
 
     Raises:
-        ValueError: an option is wrong; one line with the reason and what to do.
+        ValueError: an option is wrong; the message is one line that gives the reason and what to do.
     """
 
     json: Path | None = option(None, "write the result to this file", is_file=True)
@@ -87,13 +87,18 @@ class BenchConfig(Options):
         for name, hints in (("model_options", model_hints), ("dataset_options", dataset_hints)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, fitted(flag(name), getattr(self, name), hints))
-        for name in (*(self.strategies or DEFAULT_STRATEGIES), DPSGD.name):  # dpsgd has options on the command line
+        # dpsgd is always checked, because the command line has options of it.
+        for name in (*(self.strategies or DEFAULT_STRATEGIES), DPSGD.name):
             self.train_config(name)
 
     def train_config(self, strategy: str, **more: Any) -> TrainConfig:
-        """The training run of one strategy; ``more`` are fields that depend on the machine, such as ``learners``.
+        """The config of the training run of one strategy.
 
-        Baselines use torch's SGD, as users of torch do; the other strategies use ddpcore's.
+        Baselines use the SGD of torch, as users of torch do. The other strategies use the SGD of ddpcore.
+
+        Args:
+            strategy: name of the strategy.
+            more: fields that depend on the machine, such as ``learners``.
 
         Raises:
             ValueError: the options do not fit together.
@@ -117,12 +122,13 @@ class BenchConfig(Options):
 
 
 def fitted(name: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with the types of their hints; a single number becomes a list of one if the hint is a list.
+    """The given options, converted to the types of their hints.
 
-    Unknown options pass through; the builder rejects them.
+    If the hint is a tuple, a single number becomes a tuple of one number. Options without a hint are returned
+    unchanged; the builder rejects unknown options.
 
     Raises:
-        ValueError: a value has another type.
+        ValueError: a value does not have the type of its hint.
     """
     found = dict(given)
     for key, value in given.items():
@@ -134,7 +140,7 @@ def fitted(name: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """A config in which all that depends on the machine is resolved; every rank receives the same.
+    """A config with all values that depend on the machine. It is the same on every rank.
 
     Attributes:
         transport: None for virtual learners.
@@ -160,7 +166,7 @@ class ResolvedConfig:
         return None if self.transport is None else self.transport.name
 
     def train_config(self, strategy: str, **more: Any) -> TrainConfig:
-        """The training run of one strategy on this machine; ``more`` are further fields.
+        """The config of the training run of one strategy on this machine; ``more`` are further fields.
 
         Raises:
             ValueError: see :meth:`BenchConfig.train_config`.
@@ -172,7 +178,7 @@ class ResolvedConfig:
 
 
 def resolve_device(device: str, num_gpus: int) -> str:
-    """``cpu`` or ``cuda``; ``auto`` is cuda if there is a GPU.
+    """``cpu`` or ``cuda``; for ``auto`` it is ``cuda`` if there is a GPU, else ``cpu``.
 
     Raises:
         ValueError: cuda was requested and there is no GPU.
@@ -186,7 +192,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     """Choose the device, the connection and the strategies, and check that topology and batch fit the world size.
 
     Raises:
-        ValueError: they do not fit, or this machine does not have what was requested.
+        ValueError: the topology or the batch does not fit, or this machine lacks a requested device or connection.
     """
     device = resolve_device(config.device, num_gpus)
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)

@@ -1,4 +1,4 @@
-"""The communication of a contender in isolation: blocking calls, one after the other, without other work."""
+"""Timing of a contender's communication alone: blocking calls, one after the other, without other work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ITEMSIZE = 4  # bytes of a gradient element: every model of the bench is float3
 
 
 def bucket_bytes(one: Contender) -> list[int]:
-    """The sizes of the gradient buckets as they were built; for DDP after it has rebuilt them."""
+    """The sizes in bytes of the gradient buckets. If DDP has rebuilt its buckets, these are the new sizes."""
     assert one.trainer is not None
     learner, model = one.trainer.handle.learner, one.trainer.handle.model
     if learner is not None:
@@ -31,7 +31,7 @@ def bucket_bytes(one: Contender) -> list[int]:
 
 
 def message_bytes(one: Contender) -> list[int]:
-    """The sizes of the messages that carry these buckets; DDP sends one for each bucket."""
+    """The sizes in bytes of the messages that carry the gradient buckets. DDP sends one message for each bucket."""
     assert one.trainer is not None
     learner = one.trainer.handle.learner
     if learner is None:
@@ -40,7 +40,7 @@ def message_bytes(one: Contender) -> list[int]:
 
 
 def averages(one: Contender) -> list[Call]:
-    """A blocking call for each message, which averages it; for DDP an all-reduce of the same size."""
+    """For each message a blocking call that averages it. For DDP the call is an all-reduce of the same size."""
     assert one.trainer is not None
     learner = one.trainer.handle.learner
     if learner is None:
@@ -52,7 +52,10 @@ def averages(one: Contender) -> list[Call]:
 
 @torch.no_grad()
 def time_calls(calls: list[Call], device: str) -> tuple[list[float], float]:
-    """Seconds of each call on this rank, after a common start, and processor seconds of all of them. Collective."""
+    """The seconds of each call on this rank, and the processor seconds of all calls. Collective.
+
+    All ranks begin at a barrier.
+    """
     barrier()
     cpu, seconds = time.process_time(), []
     for call in calls:

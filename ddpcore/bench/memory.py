@@ -15,15 +15,15 @@ _PROCESS = "/proc/self"
 
 
 class PeakMemory:
-    """Growth since the constructor: of torch's allocator on a GPU, of the resident set on the CPU.
+    """The growth of memory since the constructor: torch's allocated memory on a GPU, the resident set on the CPU.
 
     The resident set of each rank contains all memory that the ranks share. :meth:`grown_mb` counts only this rank's
-    part of the largest amount of shared memory that was mapped, as proportional set sizes do. The system keeps the peak
-    of the whole resident set but not of its shared part, so a thread samples that.
+    part of the largest amount of shared memory that was mapped, as a proportional set size does. The system records the
+    peak of the whole resident set. It does not record the peak of the shared part, so a thread samples the shared part.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        num_sharing: processes that map the same shared memory.
+        num_sharing: number of processes that map the same shared memory.
     """
 
     def __init__(self, device: str, num_sharing: int = 1) -> None:
@@ -36,19 +36,20 @@ class PeakMemory:
         else:
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
-                trim(0)  # returns freed memory to the system: growth into it would not be measured
+                # Return freed memory to the system: if the process used it again, its resident set would not grow.
+                trim(0)
             self._before = _resident("VmRSS") if _reset_peak() else None
             self._shared = _Sampler("RssShmem")
 
     def grown_mb(self) -> float | None:
-        """MiB, at least 0; None if the system does not report it."""
+        """The growth in MiB, at least 0; None if the system does not report the resident set."""
         peak = torch.cuda.max_memory_allocated() if self._device == "cuda" else _resident("VmHWM")
         of_others = 0.0 if self._device == "cuda" else self._others * self._shared.stop()
         return None if self._before is None or peak is None else max(0.0, peak - self._before - of_others) / MiB
 
 
 class _Sampler:
-    """Samples one line of the process's status every 2 ms; shared segments live longer than that."""
+    """Samples one line of the process's status every 2 ms. Shared segments exist for longer than 2 ms."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -57,7 +58,7 @@ class _Sampler:
         threading.Thread(target=self._sample, daemon=True).start()
 
     def stop(self) -> float:
-        """End sampling; the largest growth in bytes."""
+        """Stop the thread, and return the largest growth in bytes."""
         self._stopped.set()
         return max(self._most, _resident(self._key) or 0.0) - self._before
 
@@ -79,7 +80,7 @@ def _resident(key: str) -> float | None:
 
 
 def status_bytes(file: str, key: str) -> float | None:
-    """The number of bytes in the line ``KEY: NUMBER kB`` of a file of the system; None if there is no such line."""
+    """The bytes in the line ``KEY: NUMBER kB`` of a system file; None without such a line or a readable file."""
     try:
         for line in Path(file).read_text().splitlines():
             if line.startswith(f"{key}:"):

@@ -1,4 +1,4 @@
-"""The learners' connection: real ranks over shared memory or a process group, or virtual learners in one process."""
+"""Communicators, which connect real ranks (shared memory, CUDA IPC, process group) or virtual learners."""
 
 from .agreement import check_agreement, facts_of
 from .base import Communicator, Exchange, Work

@@ -1,4 +1,4 @@
-"""The choice of a backend and of a transport for a number of learners on a machine."""
+"""The choice of a backend and of a transport, from the number of learners and the hardware."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: in
     """Choose NCCL if every rank has a GPU, virtual learners if ranks would share a GPU, and gloo on the CPU.
 
     Args:
-        requested: one of ``BACKENDS``; ``auto`` chooses.
+        requested: one of ``BACKENDS``. This function decides only if it is ``auto``.
         world_size: number of learners.
         device: ``cpu`` or ``cuda``, where the model trains.
-        num_gpus: visible CUDA devices.
+        num_gpus: number of visible CUDA devices.
 
     Raises:
-        ValueError: the requested backend cannot run here; the message names the flag that helps.
+        ValueError: the requested backend cannot run here; the message names a flag to change.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}: choose from {', '.join(BACKENDS)}")
@@ -56,16 +56,18 @@ class Transport:
 
 
 def choose_transport(requested: str, *, world_size: int, device: str, num_hosts: int) -> Transport:
-    """Choose shared memory for ranks on the CPU of one host, else the process group. CUDA IPC must be requested.
+    """Choose shared memory for several ranks on the CPU of one Linux host, and the process group otherwise.
+
+    CUDA IPC is used only if it is requested.
 
     Args:
-        requested: one of ``TRANSPORTS``; ``auto`` chooses.
+        requested: one of ``TRANSPORTS``. This function decides only if it is ``auto``.
         world_size: number of ranks.
         device: ``cpu`` or ``cuda``, where the model trains.
-        num_hosts: number of machines of the ranks.
+        num_hosts: number of machines that the ranks run on.
 
     Raises:
-        ValueError: the requested transport cannot connect these ranks; the message names the flag that helps.
+        ValueError: the requested transport cannot connect these ranks; the message names a flag to change.
     """
     if requested not in TRANSPORTS:
         raise ValueError(f"transport is {requested!r}: choose from {', '.join(TRANSPORTS)}")

@@ -1,4 +1,4 @@
-"""The connection of learners: virtual learners, or the ranks of a process group over a transport."""
+"""The function that builds the communicator of virtual learners or of the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def connect(
     link: Link | None = None,
     learners: int | None = None,
 ) -> Communicator:
-    """Connect learners. Collective over the ranks of the group.
+    """Build the communicator that connects the learners. Collective over the ranks of the group.
 
     Args:
         group: the process group; None for virtual learners in this process.
-        transport: ``shm``, ``ipc``, ``pg`` or ``auto``. If ``auto`` takes ``pg``, ``description`` gives the reason.
+        transport: ``shm``, ``ipc``, ``pg`` or ``auto``. If ``auto`` chooses ``pg``, the communicator's ``description``
+            contains the reason.
         device: the device of the model.
-        timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
-        link: a network to emulate between ranks.
+        timeout: seconds that the other ranks wait for a rank that is alive; of ``shm`` and ``ipc``.
+        link: a network to emulate between ranks on the CPU; None for no emulation.
         learners: number of virtual learners of each process; None for one real learner on each rank.
 
     Raises:
-        ValueError: on every rank: the requested transport cannot connect the ranks, or a number is out of its range.
+        ValueError: raised on every rank: the requested transport cannot connect the ranks, or a number is out of range.
     """
     if group is None or learners is not None:
         num_rows = 1 if learners is None else learners

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from ddpcore.ops.dtypes import wide
 
-# gloo's all-reduce passes its ring twice. For small messages the passes cost more time than the bytes. An all-gather
-# passes the ring once. Its rows can be added in ascending order, with the bits of virtual learners.
-GATHER_BYTES = 2**20  # received by one learner
+# gloo's all-reduce goes around the ring of ranks twice, an all-gather once. For small messages the number of rounds
+# costs more time than the number of bytes. After an all-gather each rank can add the rows in ascending order, so that
+# the sum has the same bits as that of virtual learners.
+GATHER_BYTES = 2**20  # the largest number of bytes that one learner receives in an all-gather
 
 
 def is_gathered(row: Tensor, num_learners: int) -> bool:
@@ -17,14 +18,14 @@ def is_gathered(row: Tensor, num_learners: int) -> bool:
 
 
 def average_bytes(row: Tensor, num_learners: int) -> int:
-    """Bytes that each of n learners sends to average a row: (n-1) rows if gathered, 2(n-1)/n of a row if reduced."""
+    """Bytes that each of n learners sends to average a row: n-1 rows in a gather, 2(n-1)/n rows in an all-reduce."""
     if is_gathered(row, num_learners):
         return row.nbytes * (num_learners - 1)
     return sum_bytes(row, num_learners)
 
 
 def sum_bytes(row: Tensor, num_learners: int) -> int:
-    """Bytes that each of n learners sends in an all-reduce of a row, which sends 16-bit rows as fp32."""
+    """Bytes that each of n learners sends in an all-reduce of a row. A 16-bit row is sent as fp32."""
     return all_reduce_bytes(row.numel() * wide(row.dtype).itemsize, num_learners)
 
 

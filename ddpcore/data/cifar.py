@@ -14,16 +14,17 @@ from ddpcore.data.base import Dataset, Split
 from ddpcore.data.transforms import Augmentation, Normalization
 
 INPUT_SHAPE = (3, 32, 32)
-IMAGE_BYTES = 3072  # three planes, red, green and blue, row by row
+IMAGE_BYTES = 3072  # a red, a green and a blue plane; each plane is stored row by row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """The files of CIFAR-10 or CIFAR-100, named as in the archives and by torchvision.
+    """The files of CIFAR-10 or CIFAR-100. The names are those in the archives and in torchvision.
 
     Attributes:
-        train: names of the training files; binary files end with ``.bin`` too.
-        label_bytes: number of bytes before each image of a binary file; the last one is the label.
+        train: names of the training files; the binary files have ``.bin`` after these names.
+        test: name of the test file, by the same rule.
+        label_bytes: number of bytes before each image of a binary file; the last of these bytes is the label.
         label_key: key of the labels in a pickle.
         md5: checksums of the pickles, as torchvision publishes them.
     """
@@ -41,7 +42,7 @@ class Variant:
 
     @property
     def layouts(self) -> tuple[tuple[str, ...], ...]:
-        """The files of the Python and of the binary layout, relative to data_dir; one layout suffices."""
+        """The files of the Python layout and of the binary layout, relative to data_dir. One layout is enough."""
         names = (*self.train, self.test)
         return (
             tuple(f"{self.python_folder}/{name}" for name in names),
@@ -75,7 +76,7 @@ CIFAR100 = Variant(
     binary_folder="cifar-100-binary",
     train=("train",),
     test="test",
-    label_bytes=2,  # the coarse label (of 20 classes), then the fine one (of 100)
+    label_bytes=2,  # the coarse label (20 classes), then the fine label (100 classes)
     label_key="fine_labels",
     md5={"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
     normalization=Normalization((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -85,8 +86,11 @@ CIFAR100 = Variant(
 def load(variant: Variant, data_dir: str | Path, verify: bool = True) -> Dataset:
     """Read the training and the test split: images uint8 ``[N, 3, 32, 32]`` and the fine labels.
 
-    Pickles are read unless one is missing and the binary files are complete. With ``verify`` a pickle whose MD5 is not
-    the canonical one causes a warning. ValueError, with its path, if a file is missing, damaged or of something else.
+    The binary files are read if they are complete and a pickle is missing; otherwise the pickles are read. With
+    ``verify``, a warning is given for each pickle whose MD5 is not that of the canonical file.
+
+    Raises:
+        ValueError: a file is missing, damaged, or not a file of this data set; the message has its path.
     """
     folder = _folder(variant, Path(data_dir))
     train, test = (_split(variant, folder, names, verify) for names in (variant.train, (variant.test,)))
@@ -167,4 +171,4 @@ def _parse_pickle(variant: Variant, path: Path, content: bytes) -> tuple[np.ndar
         raise ValueError(f"{path}: it has no list of numbers '{variant.label_key}', fetch it again")
     if len(labels) != len(images):
         raise ValueError(f"{path}: {len(images)} images and {len(labels)} labels, fetch it again")
-    return images, np.array(labels, dtype=object)  # of any size: the caller checks that they are classes
+    return images, np.array(labels, dtype=object)  # the integers may have any size; the caller checks their range

@@ -38,8 +38,10 @@ _LABELS_MAGIC = 0x0801  # unsigned bytes, one dimension
 def load(data_dir: str | Path, verify: bool = True) -> Dataset:
     """Read images uint8 ``[N, 1, 28, 28]`` and labels of both splits from ``data_dir/MNIST/raw/*-ubyte`` (or ``.gz``).
 
-    With ``verify`` a file whose MD5 is not the canonical one causes a warning. ValueError, with its path, if a file is
-    missing, damaged or of something else.
+    With ``verify``, a warning is given for each file whose MD5 is not that of the canonical file.
+
+    Raises:
+        ValueError: a file is missing, damaged, or not a file of MNIST; the message has its path.
     """
     folder, md5 = Path(data_dir) / "MNIST" / "raw", MD5 if verify else {}
     train, test = (_split(folder, names, md5) for names in (FILES[:2], FILES[2:]))
@@ -50,7 +52,7 @@ def load(data_dir: str | Path, verify: bool = True) -> Dataset:
         NUM_CLASSES,
         INPUT_SHAPE,
         normalization=NORMALIZATION,
-        augmentation=Augmentation(flip=False),  # a mirrored digit is another sign
+        augmentation=Augmentation(flip=False),  # a mirrored digit is not a digit of its class
     )
 
 
@@ -74,7 +76,8 @@ def _split(folder: Path, names: Sequence[str], md5: Mapping[str, str]) -> Split:
 def _parse(path: Path, content: bytes, magic: int, sample_shape: tuple[int, ...]) -> Tensor:
     """The samples of an IDX file, uint8 ``[N, *sample_shape]``.
 
-    The file holds a magic number and the dimensions, 4 bytes big-endian each, and then the samples.
+    The file holds a magic number, the dimensions and the samples. The magic number and each dimension are 4 bytes,
+    big-endian.
     """
     header_size = 4 * (2 + len(sample_shape))
     found = int.from_bytes(content[:4], "big")

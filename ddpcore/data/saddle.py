@@ -1,4 +1,4 @@
-"""Samples of a finite sum with a strict saddle, for the model `saddle`."""
+"""The data set of the model `saddle`: its mean loss over these samples has a strict saddle point."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ NUM_CLASSES = 2
 def load(
     seed: int = 0, *, dimension: int = 10, num_samples: int = 1024, slope: float = 0.3, coupling: float = 0.1
 ) -> Dataset:
-    """Samples float32 ``[2 (dimension - 1)]`` of a random order, all with label 1, and no test split.
+    """Samples float32 ``[2 (dimension - 1)]`` in random order. All have label 1, and there is no test split.
 
-    A sample holds p and then q, normal with standard deviations ``slope`` and ``coupling``. The negative of each sample
-    is also a sample, so p and q have mean zero. They depend on the seed only, not on torch's global generator.
-    ValueError if the dimension is below 2, the number of samples odd or below 2, or another argument negative.
+    A sample holds a vector p and then a vector q. Their elements are normal with standard deviation ``slope`` in p and
+    ``coupling`` in q. The negative of each sample is also a sample, so p and q have mean zero. The samples depend on
+    the arguments only, not on torch's global generator.
+
+    Raises:
+        ValueError: the dimension is below 2, the number of samples is odd or below 2, or another argument is negative.
     """
     check_range("saddle: dimension", dimension, least=2)
     if num_samples < 2 or num_samples % 2:

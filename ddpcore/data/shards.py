@@ -1,4 +1,4 @@
-"""The samples that each learner takes at a step, as pure functions of the step."""
+"""The assignment of samples to learners at each step. It is a pure function of the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ddpcore.options.typed import check_range
 
 SAMPLERS = ("global", "distributed", "fixed")
-"""Values of ``ShardedBatches(sampler=)``, explained there."""
+"""Values of ``sampler``; :class:`ShardedBatches` explains them."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,19 @@ class ShardedBatches:
     """Splits the samples of each step between L learners.
 
     Args:
-        num_samples: of the training split.
-        batch_size: samples of all learners at a step; each learner takes an equal share.
-        num_learners: L.
-        seed: of the random orders.
-        sampler: ``global``: all learners follow one permutation an epoch, a function of (seed, epoch), and each global
-            batch is split in order. So a batch has the same samples for any number of learners.
-            ``distributed``: as ``torch.utils.data.DistributedSampler(shuffle=True)`` with ``set_epoch`` each epoch.
-            Learner j takes entries j, j + L, j + 2 L, ... of a permutation. If L does not divide its length, it is
-            extended by its first entries or, with drop_last, cut.
-            ``fixed``: each learner has one part of the data for the whole run, in a new order each epoch. The parts are
-            random, equal and disjoint.
-        drop_last: omit the incomplete batch at the end of an epoch; otherwise the last batch is smaller.
+        num_samples: number of samples of the training split.
+        batch_size: samples of all learners together at a step; each learner takes an equal share.
+        num_learners: number of learners L.
+        seed: seed of the random orders.
+        sampler: ``global``: each epoch has one permutation of all samples, a function of (seed, epoch). Each batch is
+            the next ``batch_size`` entries, which are split between the learners in order. So a batch has the same
+            samples for any number of learners.
+            ``distributed``: the samples of ``torch.utils.data.DistributedSampler(shuffle=True)`` with ``set_epoch`` at
+            each epoch. Learner j takes entries j, j + L, j + 2 L, ... of a permutation. If L does not divide the length
+            of the permutation, its first entries are appended; with drop_last it is shortened instead.
+            ``fixed``: each learner has one part of the data for the whole run, in a new order at each epoch. The parts
+            are random, disjoint and of equal size.
+        drop_last: omit the incomplete batch at the end of an epoch. Otherwise the last batch is smaller.
 
     Raises:
         ValueError: the batch cannot be split equally, or is larger than the data set.
@@ -69,13 +70,13 @@ class ShardedBatches:
 
     @property
     def samples_per_learner(self) -> int:
-        """Samples that a learner takes in an epoch, counting those of an incomplete batch."""
+        """Samples that a learner has in an epoch, including those of an incomplete batch."""
         padded = self.sampler == "distributed" and not self.drop_last
         return -(-self.num_samples // self.num_learners) if padded else self.num_samples // self.num_learners
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in an epoch, at least 1."""
+        """The number of batches in an epoch, at least 1."""
         share = self.batch_size // self.num_learners
         return self.samples_per_learner // share if self.drop_last else -(-self.samples_per_learner // share)
 
@@ -87,12 +88,13 @@ class ShardedBatches:
     def indices(self, step: int) -> Tensor:
         """Sample numbers of a step (counted from 0), int64 ``[L, batch_size / L]`` on the CPU.
 
-        Without drop_last the last step of an epoch may have fewer columns. The result depends on the step only, so any
-        rank can call it in any order.
+        Without drop_last the last step of an epoch may have fewer columns. The result depends only on the step and the
+        fields of this object, so each rank can compute any step, in any order.
         """
         epoch, share = self.epoch(step), self.batch_size // self.num_learners
         start = step % self.steps_per_epoch * share
-        return torch.from_numpy(_order(self, epoch)[:, start : start + share].copy())  # the cache keeps the original
+        # A copy, because the cached array must not change.
+        return torch.from_numpy(_order(self, epoch)[:, start : start + share].copy())
 
 
 @lru_cache(maxsize=4)
@@ -103,7 +105,8 @@ def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
     if batches.sampler == "distributed":
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(samples, generator=generator).numpy()
-        return np.resize(order, each * learners).reshape(each, learners).T  # resize repeats from the beginning, or cuts
+        # np.resize appends entries from the beginning, or shortens.
+        return np.resize(order, each * learners).reshape(each, learners).T
     if batches.sampler == "fixed":
         parts = permutation(samples, seed)[: each * learners].reshape(learners, each)
         return np.stack([part[permutation(each, seed, epoch, j)] for j, part in enumerate(parts)])
@@ -115,9 +118,9 @@ def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
 
 
 def permutation(num_samples: int, seed: int, *key: int) -> np.ndarray:
-    """A random order, int64 ``[num_samples]``, that depends on (seed, key) only; keys may have any length.
+    """A random permutation, int64 ``[num_samples]``, that depends only on (seed, key). A key may have any length.
 
-    It sorts raw Philox bits: the only random stream that NumPy keeps the same across versions.
+    It sorts the raw bits of Philox, because they are the only random stream that NumPy keeps the same across versions.
     """
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(num_samples)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)

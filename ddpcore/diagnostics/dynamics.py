@@ -1,29 +1,33 @@
-r"""The motion of the mean of all learners, and the effect of their distances on it.
+r"""The motion of the learners' mean weights, and the effect of the distances between learners on this motion.
 
-Section 2 of "Why does decentralized training outperform synchronous training in the large batch setting?" (Zhang et al.
-2020). The mean weights w_a move by ``a g_a``, with the learning rate a and the mean g_a of the learners' gradients. Let
-g be the gradient of the full loss at w_a. The motion is ``a_e g`` plus a vector orthogonal to g of squared norm D:
+The equations are from section 2 of "Why does decentralized training outperform synchronous training in the large batch
+setting?" (Zhang et al. 2020). The mean weights w_a move by ``a g_a``: a is the learning rate, and g_a the mean of the
+learners' gradients. Let g be the gradient of the full loss at w_a. The motion is the sum of ``a_e g`` and a vector that
+is orthogonal to g and has squared norm D:
 
     a_e = a g_a.g / |g|^2            D = a^2 |g_a|^2 - a_e^2 |g|^2
 
 k_j is the gradient of learner j's mini-batch at w_a, k the mean of the k_j, and ``d = g_a - k`` the effect of the
 learners' distances. ``D_S = a^2 |k|^2 - (a k.g / |g|)^2`` is the noise of synchronous SGD, and ``D2 = a^2 |d|^2`` the
-landscape-dependent noise. The part of d along g reduces a_e; the part orthogonal to g, ``D2 - (a d.g / |g|)^2``, adds
-noise. Over many mini-batches D is the sum of this part and D_S; in a single step there is a mixed term too.
+landscape-dependent noise. The part of d along g reduces a_e. The part of d orthogonal to g adds noise; the squared norm
+of a times this part is ``D2 - (a d.g / |g|)^2``. Averaged over many mini-batches, D is the sum of this squared norm and
+D_S. In a single step D also contains a mixed term: twice the inner product of the parts of ``a k`` and ``a d`` that are
+orthogonal to g.
 
-With H_j the Hessian of learner j's mini-batch, H the mean of the H_j, and ``x_j = w_j - w_a``, d is
-``1/n sum_j (H_j - H) x_j`` to first order, because the x_j sum to zero. For independent mini-batches
+H_j is the Hessian of learner j's mini-batch, H the mean of the H_j, and ``x_j = w_j - w_a``. To first order d is
+``1/n sum_j (H_j - H) x_j``, because the x_j sum to zero. For independent mini-batches
 ``E D2 = a^2 / n^2 sum_j E |(H_j - H) x_j|^2``. Equation 4 is ``a^2 tr(H C H) = a^2 / n^2 sum_j |H x_j|^2``, with
-``C = n^-2 sum_j x_j x_j^T``. Both are equal if ``E (H_j - H)^2 = H^2``; equation 4 is too large if the H_j vary less,
-and too small if they vary more.
+``C = n^-2 sum_j x_j x_j^T``. ``E D2`` and equation 4 are equal if ``E (H_j - H)^2 = H^2``. Equation 4 is too large if
+the H_j vary less, and too small if they vary more.
 
 In equation 4, H is the Hessian of the full loss. Each learner computes a share of that loss, so a product with H is the
-mean over all shares of their products with the same vector. (The product of a share with its learner's own x_j would
-also contain the variation between shares.) The x_j sum to zero, so n - 1 mixtures of them suffice: with u_k orthonormal
-and orthogonal to the vector of ones, ``sum_j |H x_j|^2 = sum_k |H sum_j u_kj x_j|^2``. With K random mixtures,
-``(n - 1) / K`` times the sum is an unbiased estimate.
+mean over all shares of the products of each share's Hessian with the same vector. (If each share used its learner's own
+x_j, the result would also contain the variation between shares.) The x_j sum to zero, so n - 1 linear combinations of
+them suffice: if the n - 1 vectors u_k are orthonormal and orthogonal to the vector of ones,
+``sum_j |H x_j|^2 = sum_k |H sum_j u_kj x_j|^2``. If K of the combinations are drawn at random, the sum over them times
+``(n - 1) / K`` is an unbiased estimate.
 
-Shapes: L learners held by this process, n in all, P elements of a learner's row, K directions.
+Shapes: this process holds L of n learners; a learner's row has P elements; there are K directions.
 """
 
 from __future__ import annotations
@@ -36,26 +40,26 @@ from torch import Tensor
 from ddpcore.comm.base import Communicator
 from ddpcore.diagnostics.passes import noise_sums
 
-GATHERED = 2**18  # elements of a row in one gather
-MOST_PRODUCTS = 8  # Hessian-vector products of the full loss in a measured step
+GATHERED = 2**18  # largest number of elements of each row in one gather
+MOST_PRODUCTS = 8  # largest number of Hessian-vector products of the full loss in a measured step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamics:
-    """The quantities of the equations above, of one step.
+    """The quantities of the module's equations at one step.
 
     Attributes:
-        lr: a.
+        lr: the learning rate a.
         full_loss: the full loss at w_a.
         effective_lr: a_e.
         noise: D.
         ssgd_noise: D_S.
         landscape_noise: D2.
-        landscape_upright: the part of D2 that is orthogonal to g.
-        hessian_noise: a^2 tr(H C H), with more than nine learners an unbiased estimate; None with ``hessian=False``.
+        landscape_upright: ``D2 - (a d.g / |g|)^2``, the part of D2 that is orthogonal to g.
+        hessian_noise: ``a^2 tr(H C H)``; an unbiased estimate for more than nine learners; None for ``hessian=False``.
         grad_squared: ``|g|^2``.
         mean_grad_squared: ``|g_a|^2``.
-        full_gradient: description of the samples of the full loss.
+        full_gradient: a description in words of the samples of the full loss.
     """
 
     lr: float
@@ -77,7 +81,7 @@ class Spread:
 
     Attributes:
         consensus_distance: ``sqrt(1/n sum_j |w_j - w_a|^2)`` (Kong et al. 2021).
-        trace: of C, ``n^-2 sum_j |w_j - w_a|^2``.
+        trace: the trace of C, ``n^-2 sum_j |w_j - w_a|^2``.
         eigenvalues: the largest ``directions`` eigenvalues of C, descending.
     """
 
@@ -89,7 +93,16 @@ class Spread:
 def dynamics_of(
     products: Tensor, lr: float, full_loss: float, hessian_squares: float | None, num_learners: int, full_gradient: str
 ) -> Dynamics:
-    """From the inner products ``[3, 3]`` of g_a, k and g (float64), and ``1/n sum_j |H (w_j - w_a)|^2``."""
+    """The quantities of one step, from inner products of gradients.
+
+    Args:
+        products: inner products of g_a, k and g, float64 ``[3, 3]``.
+        lr: the learning rate a.
+        full_loss: the full loss at w_a.
+        hessian_squares: ``1/n sum_j |H (w_j - w_a)|^2``; None if it was not measured.
+        num_learners: n.
+        full_gradient: a description in words of the samples of the full loss.
+    """
     (aa, ak, ag), (_, kk, kg), (_, _, gg) = products.tolist()
     square = lr * lr
     effective = lr * ag / gg if gg > 0 else float("nan")
@@ -110,9 +123,9 @@ def dynamics_of(
 
 
 def mixtures(num_learners: int, step: int) -> Tensor:
-    """``sqrt((n - 1) / K) u_k`` of the equations above, float64 ``[K, n]``; K is n - 1, at most MOST_PRODUCTS.
+    """The vectors ``sqrt((n - 1) / K) u_k`` of the module's equations, float64 ``[K, n]``.
 
-    A function of the step, so that all ranks and a resumed run draw the same.
+    K is n - 1, but at most MOST_PRODUCTS. The seed is the step, so all ranks and a resumed run draw the same vectors.
     """
     num = min(num_learners - 1, MOST_PRODUCTS)
     generator = torch.Generator().manual_seed(step)
@@ -137,14 +150,15 @@ def covariance_products(weights_LP: Tensor, mean_P: Tensor, comm: Communicator) 
 def directions(weights_LP: Tensor, mean_P: Tensor, comm: Communicator, num: int) -> tuple[Tensor, Tensor]:
     """The largest eigenvalues ``[K]`` of C, descending, and their unit eigenvectors ``[K, P]``. Collective.
 
-    The nonzero eigenvalues of C are those of the matrix of the learners' inner products, divided by n^2; an
-    eigenvector u of that matrix gives the direction ``sum_j u_j (w_j - w_a)``. It is zero for an eigenvalue of zero.
+    The matrix of the inner products of the learners' deviations has the nonzero eigenvalues of C, times n^2. An
+    eigenvector u of this matrix gives the direction ``sum_j u_j (w_j - w_a)``. The direction of an eigenvalue of zero
+    is returned as zeros.
     """
     n = comm.num_learners
     products = covariance_products(weights_LP, mean_P, comm)
     values, vectors = torch.linalg.eigh(products)
     values, vectors = values.flip(0)[:num].clamp_min(0.0), vectors.flip(1)[:, :num]
-    values[n - 1 :] = 0.0  # deviations sum to zero: further eigenvalues are rounding errors
+    values[n - 1 :] = 0.0  # the deviations sum to zero, so the other eigenvalues are rounding errors
     deviation_LP = weights_LP - mean_P
     result = deviation_LP.new_zeros((len(values), deviation_LP.shape[1]))
     for k, (value, vector) in enumerate(zip(values.tolist(), vectors.T, strict=True)):

@@ -101,7 +101,7 @@ class StateSync:
         if policies.batch_norm == RESET:
             for buffer, first in zip(self._buffers(), self._first_buffers, strict=True):
                 buffer.copy_(first)
-        elif policies.batch_norm != KEEP:  # not under keep, because a walk over the model in every step takes time
+        elif policies.batch_norm != KEEP:  # keep skips this, because a loop over all modules takes time
             self._move(policies.batch_norm, self._buffers())
         self._move_scaler()
         if policies.rng == RESET:

@@ -1,7 +1,7 @@
-"""Parts of one kind by name: ddpcore's own, a user's own, and those of installed packages.
+"""Registries find parts of one kind, such as topologies, by name: parts of ddpcore, a user, or an installed package.
 
-A name is one of three: a short one that ddpcore has (``ring``), ``module:attribute`` (``mylab.gossip:Chain``), or a
-short one that an installed package has as an entry point (group ``ddpcore.topologies``).
+A name has one of three forms: the short name of a part of ddpcore (``ring``), ``module:attribute`` for a user's part
+(``mylab.gossip:Chain``), or the name of an entry point of an installed package (group ``ddpcore.topologies``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Registry(Generic[Part]):
     """The parts of one kind.
 
     Args:
-        kind: what error lines call one: ``topology``.
-        group: of entry points: ``ddpcore.topologies``.
-        base: what every part is an instance of.
-        own: ddpcore's, name -> class or function that makes the part.
-        reserved: parameters that the caller of :meth:`build` sets, which are no options of a user.
+        kind: the word for a part in error messages, such as ``topology``.
+        group: the group of entry points, such as ``ddpcore.topologies``.
+        base: the class, or a tuple of classes, of every part.
+        own: ddpcore's parts: from a name to the class or function that makes the part.
+        reserved: names of parameters that the caller of :meth:`build` sets. They are not options for users.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Registry(Generic[Part]):
         self._own = dict(own)
 
     def names(self) -> tuple[str, ...]:
-        """Short names: ddpcore's own first, then those of installed packages."""
+        """The short names: first those of ddpcore, then those of installed packages."""
         return (*self._own, *(name for name in sorted(self._installed()) if name not in self._own))
 
     def find(self, name: str) -> Factory[Part]:
         """The class or function that makes the part of this name.
 
         Raises:
-            ValueError: there is none, or its module cannot be imported; one line with the module's own error.
+            ValueError: there is no such part, or its module cannot be imported; one line with the error of the import.
         """
         if name in self._own:
             return self._own[name]
@@ -68,10 +68,10 @@ class Registry(Generic[Part]):
         return found
 
     def options(self, name: str) -> dict[str, Any]:
-        """What may be given to the part of this name, with defaults; ``inspect.Parameter.empty`` where there is none.
+        """The options of the part of this name and their defaults; ``inspect.Parameter.empty`` for no default.
 
         Raises:
-            ValueError: as :meth:`find`.
+            ValueError: see :meth:`find`.
         """
         return {
             parameter.name: parameter.default
@@ -80,15 +80,19 @@ class Registry(Generic[Part]):
         }
 
     def takes(self, name: str, parameter: str) -> bool:
-        """Whether the part of this name has a parameter, an option or a reserved one."""
+        """Whether the part of this name has a parameter of this name, which may be an option or reserved."""
         return parameter in self._parameters(name)
 
     def parameter(self, name: str, parameter: str) -> inspect.Parameter:
-        """A parameter of the part of this name, an option or a reserved one. KeyError: there is none."""
+        """A parameter of the part of this name, which may be an option or reserved.
+
+        Raises:
+            KeyError: there is no such parameter.
+        """
         return self._parameters(name)[parameter]
 
     def hints(self, name: str) -> dict[str, Any]:
-        """The types of the options of the part of this name, as far as their type hints or their defaults tell."""
+        """The types of the options whose type follows from a plain type hint or from the default."""
         hints, found = self._hints(name), {}
         for option, default in self.options(name).items():
             if option in hints and _is_plain(hints[option]):
@@ -98,29 +102,30 @@ class Registry(Generic[Part]):
         return found
 
     def check_options(self, name: str, options: Mapping[str, Any]) -> None:
-        """Check that the options exist, and the types of those that have a plain type hint.
+        """Check that the options exist, and check the types of options that have a plain type hint.
 
         Raises:
-            ValueError: one does not exist, and the message has the nearest, or has a value of another type.
+            ValueError: an option does not exist (the message has the most similar name), or its value has a wrong type.
         """
         known, hints = self.options(name), self.hints(name)
         for option, value in options.items():
             if option not in known:
                 raise ValueError(f"{self.kind} {name} has no option {option!r}: {suggest(option, known)}")
-            is_single = get_origin(hints.get(option)) is tuple and type(value) in (int, float)  # for a list of one
+            # A single number is allowed for a tuple of one number.
+            is_single = get_origin(hints.get(option)) is tuple and type(value) in (int, float)
             if option in hints and not is_single:
                 typed(f"{self.kind} {name}: {option}", value, hints[option])
 
     def build(self, name: str, *arguments: Any, **options: Any) -> Part:
-        """The part of this name.
+        """Make the part of this name.
 
         Args:
             name: a short name or ``module:attribute``.
-            arguments: its first, by position.
-            options: by keyword; reserved parameters that it does not have are left out.
+            arguments: the first arguments of the part, by position.
+            options: further arguments by keyword. Reserved parameters that the part does not have are left out.
 
         Raises:
-            ValueError: there is no such part or option, or the part cannot be made; one line that names the part.
+            ValueError: there is no such part or option, or the part cannot be made; one line with the part's name.
         """
         make = self.find(name)
         given = {key: value for key, value in options.items() if key not in self.reserved or self.takes(name, key)}
@@ -141,7 +146,7 @@ class Registry(Generic[Part]):
         make = self.find(name)
         try:
             return get_type_hints(make.__init__ if inspect.isclass(make) else make)
-        except (NameError, TypeError, AttributeError):  # hints of a user that say nothing here
+        except (NameError, TypeError, AttributeError):  # type hints of a user's part that cannot be evaluated
             return {}
 
     def _installed(self) -> dict[str, EntryPoint]:
@@ -169,7 +174,7 @@ class Registry(Generic[Part]):
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether ``typed`` decides about values of a type hint: numbers, text, tuples of them, or one of these or None."""
+    """Whether ``typed`` can check this type hint: bool, a number, text, a tuple of these, or one of these or None."""
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
         return len(kinds) == 1 and _is_plain(kinds[0])

@@ -1,4 +1,4 @@
-"""Statistics of a run: the samples that they use, and their lines in the record."""
+"""Noise statistics and flatness of a run: the samples that they use, and the lines that they add to the record."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ddpcore.training.config import TrainConfig
 from ddpcore.training.evaluation import BATCH_SIZE
 from ddpcore.training.trainer import Trainer
 
-_KEY = (0, 0, 0, 3)  # of the permutation; no other random draw uses it
+_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
 
 
 def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics | None:
-    """The statistics of a trainer at its first step; None if ``statistics_every`` is 0. The weights keep their bits.
+    """The noise statistics of a trainer before its first step; None if ``statistics_every`` is 0.
 
-    The full loss is the mean training loss, with label smoothing and augmentation as in training, of the training set
-    or of a fixed part of it. The samples that cannot be divided equally among the n learners are left out. The loss is
-    computed in pieces as large as a backward pass of training, so that it needs no more memory than a step.
+    The statistics do not change the weights by a single bit. The full loss is the mean training loss of the training
+    set, or of a fixed part of it. It uses label smoothing and augmentation as in training. Samples that cannot be
+    divided equally among the n learners are left out. The loss is computed in parts. Each part has the size of a
+    backward pass of training, so that the full loss needs no more memory than a training step.
 
     Raises:
         ValueError: the training set is smaller than ``statistics_samples``, or has fewer samples than learners.
@@ -61,9 +62,9 @@ def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics |
 
 
 def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: int) -> Flatness:
-    """The flatness of a trained model, on random training samples.
+    """The flatness of a trained model on ``num_samples`` random training samples.
 
-    The loss is the cross-entropy, without label smoothing, of the model in evaluation mode.
+    The loss is the cross-entropy without label smoothing. The model is switched to evaluation mode.
 
     Raises:
         ValueError: the training set is smaller than ``num_samples``.
@@ -88,7 +89,11 @@ def check_samples(config: TrainConfig, dataset: Dataset) -> None:
 
 
 def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
-    """``num`` random training samples; ValueError with the field's ``name`` unless ``num`` is ``least`` to all."""
+    """The sample numbers of ``num`` random training samples, int64 ``[num]``, on the CPU.
+
+    Raises:
+        ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
+    """
     total = len(dataset.train)
     if not least <= num <= total:
         raise ValueError(f"{name} is {num}: take {least} to {total}, the size of the training set")
@@ -96,6 +101,6 @@ def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int)
 
 
 def row_of(record: NoiseRecord) -> dict[str, Any]:
-    """A line of the run's record."""
+    """The entry of one measurement in the run's record, without its segments."""
     values = {item.name: getattr(record, item.name) for item in fields(record) if item.name != "segments"}
     return {"kind": "statistics", **values}
