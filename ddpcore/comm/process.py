@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
@@ -19,6 +20,12 @@ from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import wide
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
+
+_Transfers = dict[int, tuple[list[dist.Work], list[Tensor]]]
+# Exchanges that nothing has waited for, by group: their works, and the tensors that these use. A training loop may end
+# in the middle of an exchange. If its works were freed then, gloo would read no further message of the peer.
+_unfinished: weakref.WeakKeyDictionary[dist.ProcessGroup, _Transfers] = weakref.WeakKeyDictionary()
+_numbers = count()
 
 
 def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -63,6 +70,16 @@ class ProcessGroupCommunicator(Communicator):
         self._is_gloo = backend == "gloo"
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
         self._busy: set[int] = set()  # receive buffers of exchanges in progress, by slot
+        self._unfinished = _unfinished.setdefault(self.group, {})
+        with Call(self.group, "an exchange of an earlier distribute() call"):
+            for number in list(self._unfinished):  # all ranks have begun these
+                self._finish(number)
+
+    def _finish(self, number: int) -> None:
+        """Wait for an exchange, unless that was done: gloo would wait for a second message."""
+        works, _ = self._unfinished.pop(number, ([], []))
+        for work in works:
+            work.wait()
 
     @override
     def broadcast_(self, rows: Tensor) -> None:
@@ -118,11 +135,12 @@ class ProcessGroupCommunicator(Communicator):
         with call:
             works = dist.batch_isend_irecv(transfers) if transfers else []
         self.bytes_sent += len(sends) * weights_LP[0].nbytes // self.num_rows
+        number = next(_numbers)
+        self._unfinished[number] = works, [weights_LP, *received.values()]
 
         def wait() -> None:
             with call:
-                for work in works:
-                    work.wait()
+                self._finish(number)
             self._busy.discard(slot)
 
         return _RankExchange(rounds, received, weights_LP.device, wait)

@@ -57,6 +57,11 @@ def test_a_failed_call_on_virtual_learners_changes_nothing(part: str, monkeypatc
     optimizer.step()
 
 
+def test_a_run_freed_in_an_exchange_does_not_stop_the_next(seen: list[dict[Any, Any]]) -> None:
+    for rank in seen:
+        assert torch.equal(*rank["dropped"])
+
+
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
 def test_torch_checkpoints_on_ranks(strategy: str, seen: list[dict[Any, Any]]) -> None:
     for rank in seen:
