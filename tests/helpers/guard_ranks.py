@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import time
 from typing import Any
 
 import torch
@@ -100,15 +101,16 @@ def checkpoint(folder: str, strategy: str) -> dict[str, Any]:
     return {"ends": ends}
 
 
-def dropped_in_an_exchange() -> list[Tensor]:
-    """Everything of a run is freed while its last exchange is in progress; the next run has the same weights."""
+def dropped_in_an_exchange(rank: int) -> list[Tensor]:
+    """Rank 0 frees a run before rank 1 has sent its part of the last exchange; the next run has the same weights."""
     ends = []
     for _ in range(2):
         model = net()
         optimizer = sgd(model)
         strategy = ddpcore.DPSGD(ddpcore.Complete(), staleness=1)
         handle = ddpcore.distribute(model, optimizer, strategy, transport="pg")
-        for _ in range(3):
+        for step in range(3):
+            time.sleep(0.5 if rank == 1 and step == 2 else 0)
             handle.model(torch.ones(2, 5)).square().sum().backward()
             optimizer.step()
         ends.append(weights(model))
@@ -120,7 +122,7 @@ def dropped_in_an_exchange() -> list[Tensor]:
 
 def main() -> None:
     path, rank, _ = join()
-    seen: dict[Any, Any] = {"failed call": failed_call(rank), "dropped": dropped_in_an_exchange()}
+    seen: dict[Any, Any] = {"failed call": failed_call(rank), "dropped": dropped_in_an_exchange(rank)}
     for strategy in STRATEGIES:
         seen["checkpoint", strategy] = checkpoint(f"{sys.argv[1]}/dcp", strategy)
     for strategy in STRATEGIES:
