@@ -94,7 +94,7 @@ def watch_steps(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """torch calls this before every step of any optimizer, so parameters are looked up once for each optimizer."""
-    if optimizer in _OWN or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or optimizer in _OWN:
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if _OTHERS.get(optimizer) == len(parameters):

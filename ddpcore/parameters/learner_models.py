@@ -43,7 +43,7 @@ class LearnerModels(nn.Module):
         self._rules = VmapRules(self.models, flat)
         self.vectorize = vectorize
 
-    @torch.compiler.disable(reason="a compiled handle.model would not see its hooks: compile first, then distribute()")
+    @torch.compiler.disable(recursive=False)  # torch.compile(handle.model) compiles the models that are called here
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Learner j gets ``x[j]`` of every tensor x in the arguments, and other values as they are.
 
@@ -65,6 +65,7 @@ class LearnerModels(nn.Module):
             return self._together(inputs, named_inputs)
         return self._in_turn(inputs, named_inputs)
 
+    @torch.compiler.disable(recursive=False)
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         flat, num = self._flat, len(self._flat.segments)
         places = list(enumerate(zip(self._rules.names, flat.stacks_of(flat.param_LP), strict=True)))
@@ -87,6 +88,7 @@ class LearnerModels(nn.Module):
                 model_buffers[name].data.copy_(row.detach())
         return outputs
 
+    @torch.compiler.disable(recursive=False)
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
         results = []
         for row, model in enumerate(self.models):

@@ -84,11 +84,11 @@ def _members_of(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks or a parametrization: they are for one learner, not for rows in vmap."""
+    """Whether a module has hooks or a parametrization, or is compiled: vmap cannot run these for all learners."""
     own = vars(module)
-    return "parametrizations" in module._modules or any(
-        not getattr(hook, "is_ours", False) for name in _HOOKS if own.get(name) for hook in own[name].values()
-    )
+    if "parametrizations" in module._modules or own.get("_compiled_call_impl") is not None:
+        return True
+    return any(not getattr(hook, "is_ours", False) for name in _HOOKS if own.get(name) for hook in own[name].values())
 
 
 def _options_of(module: nn.Module) -> list[Any]:

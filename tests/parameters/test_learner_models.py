@@ -176,6 +176,7 @@ def swap_weights(models: Any) -> None:
         lambda models: models[1].register_forward_pre_hook(lambda *args: None),
         lambda models: parametrizations.weight_norm(models[1][0]),
         lambda models: models[1].append(nn.Tanh()),
+        lambda models: models[1].compile(backend="eager"),
         swap_weights,
     ],
 )
