@@ -25,6 +25,7 @@ from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.flat import FlatParameters, MiB
+from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.learner import Learner
@@ -89,7 +90,8 @@ def distribute(
         strategy.in_use = True
         learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
-        return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
+        with own_hooks():
+            return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
 
 
 def _make_learner(

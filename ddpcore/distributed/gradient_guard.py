@@ -15,16 +15,11 @@ class GradientGuard:
         self._flat = flat
         self._stepped: list[int] = []  # of the flat views, when the last step ended
         self._noted: dict[int, int] = {}  # of virtual learners' gradients, after their last backward pass
-        self._index: dict[int, int] = {}
-        self.read_layout()
-
-    def read_layout(self) -> None:
-        """Read the order of the parameters, which a step may change."""
-        self._index = {id(parameter): index for index, parameter in enumerate(self._flat.parameters)}
 
     def watch(self) -> None:
         """Note each virtual learner's gradient as soon as autograd has written it."""
         if self._flat.num_rows > 1:
+            self._flat.on_gradients.append(self._note_rows)
             note = weakly(self._note)
             for parameter in self._flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
@@ -36,7 +31,10 @@ class GradientGuard:
 
     def _note(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._noted[self._index[id(parameter)]] = parameter.grad._version
+            self._noted[self._flat.index[id(parameter)]] = parameter.grad._version
+
+    def _note_rows(self, indices: range) -> None:
+        self._noted.update((index, self._flat.grad_views[index]._version) for index in indices)
 
     def note_step(self) -> None:
         """Note the averaged gradients at the end of a step, which a later step may use again."""
@@ -66,11 +64,11 @@ class GradientGuard:
         if flat.num_rows == 1:
             return
         num = len(flat.segments)
-        changed = {
+        changed = [
             index
-            for index, parameter in enumerate(flat.parameters)
-            if parameter.grad is not None and versions.get(index, parameter.grad._version) != parameter.grad._version
-        }
+            for index, version in versions.items()
+            if (gradient := flat.parameters[index].grad) is not None and gradient._version != version
+        ]
         self._noted = {}
         for segment in sorted({index % num for index in changed}):
             rows = {index // num for index in changed if index % num == segment}

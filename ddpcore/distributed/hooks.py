@@ -281,7 +281,6 @@ class HookedDistributed(Distributed):
 
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
-        self._gradients.read_layout()
         if self._used is not None:
             self._used = [self._used[index] for index in order]
         if self._buckets is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from ddpcore.optim.batch import Group
 from ddpcore.optim.states import Stateful, create_states
 from ddpcore.parameters.flat import FlatParameters, Segment
 
+_gradient_of = attrgetter("grad")
 LARGE = 2**16  # a gradient with more elements gets its own kernel call, which is cheaper than a copy into grad_LP
 
 
@@ -65,6 +68,7 @@ class WeightStep:
         self._average: WeightAverage | None = None
         self._members = {id(parameter) for parameter in flat.parameters}
         self._columns: _Columns | None = None
+        self._held: set[int] = set()  # groups whose states are in the buffers, in this step
 
     def average(self, average: WeightAverage | None) -> None:
         """Set the average for the next step. It is applied immediately if the optimizer is not fused."""
@@ -84,6 +88,7 @@ class WeightStep:
             self._columns = _Columns(flat)  # the layout has changed: states are copied into new buffers
         own = flat.own_grads(LARGE)
         flat.gather_grads(left=own)
+        self._held.clear()
         rules = [self._column_rule(group) for group in groups]
         num_params = sum(len(group["params"]) for group in groups)
         is_whole = None not in rules and num_params >= len(flat.parameters)  # no group was removed to freeze it
@@ -118,20 +123,27 @@ class WeightStep:
             return None
         if group["master_weights"] and params[0].dtype != torch.float32:
             return None
-        if any(p.grad is None or id(p) not in self._members for p in params) or not self._is_of_all_learners(params):
+        if any(map(is_, map(_gradient_of, params), repeat(None))) or not self._is_of_all_learners(params):
             return None
         rule = optimizer.column_rule(group)
         if rule is None or not rule.states:
             return rule
+        assert self._columns is not None
         states = [optimizer.state.get(p, {}) for p in params]
+        if self._columns.hold(rule.states, params, states):
+            self._held.add(id(group))
+            return rule
         points = [(id(state.get("step")), *(state.get(name) is None for name in rule.states)) for state in states]
         return rule if all(point == points[0] for point in points) else None
 
     def _is_of_all_learners(self, params: list[Tensor]) -> bool:
-        flat = self.flat
-        if flat.num_rows == 1:
+        """Whether all are members, and each learner's are the same segments."""
+        flat, members = self.flat, set(map(id, params))
+        if not members <= self._members:
+            return False
+        if flat.num_rows == 1 or len(members) == len(self._members):
             return True
-        num, members = len(flat.segments), set(map(id, params))
+        num = len(flat.segments)
         rows = [
             [id(p) in members for p in flat.parameters[row * num : (row + 1) * num]] for row in range(flat.num_rows)
         ]
@@ -141,7 +153,10 @@ class WeightStep:
         assert self._optimizer is not None
         assert self._columns is not None
         flat, params = self.flat, group["params"]
-        buffers = self._columns.take_states(rule.states, group, self._optimizer) if rule.states else []
+        if id(group) in self._held:
+            buffers = self._columns.buffers(rule.states)
+        else:
+            buffers = self._columns.take_states(rule.states, group, self._optimizer) if rule.states else []
         step = self._optimizer.state[params[0]]["step"] if rule.states else None
         pieces = self._columns.pieces_of(params, own)
         if mixture is None:
@@ -183,6 +198,7 @@ class _Columns:
             2 + flat.param_LP.shape[0] * len(flat.segments), dtype=torch.float64, device=flat.param_LP.device
         )
         self._states: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}  # name -> buffer, views by parameter id
+        self._held: dict[tuple[Any, ...], list[list[Tensor]]] = {}  # the views of some states of some parameters
         self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
 
     def take_states(self, names: tuple[str, ...], group: Group, optimizer: Stepped) -> list[Tensor]:
@@ -202,7 +218,27 @@ class _Columns:
             for name, view in views_of_state.items():
                 if state[name] is not view:
                     state[name] = view.copy_(state[name])  # a state that is new, was loaded, or has an older layout
+        return self.buffers(names)
+
+    def buffers(self, names: tuple[str, ...]) -> list[Tensor]:
+        """The buffers ``[L, P]`` of these states."""
         return [self._states[name][0] for name in names]
+
+    def hold(self, names: tuple[str, ...], params: list[Tensor], states: list[Any]) -> bool:
+        """Whether these states are views of the buffers already, with one counter of steps."""
+        key = (names, *map(id, params))
+        if key not in self._held:
+            if any(name not in self._states for name in names):
+                return False
+            self._held[key] = [[self._states[name][1][id(param)] for param in params] for name in names]
+        try:
+            steps = list(map(itemgetter("step"), states))
+            return all(map(is_, steps, repeat(steps[0]))) and all(
+                all(map(is_, map(itemgetter(name), states), views))
+                for name, views in zip(names, self._held[key], strict=True)
+            )
+        except KeyError:
+            return False
 
     def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Tensor]]:
         """(begin, end, gradients ``[L, n]``) of the parameters' columns. Neighbours in ``grad_LP`` are one piece.

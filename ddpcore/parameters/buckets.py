@@ -55,6 +55,7 @@ class GradientBuckets:
         self._rows: set[int] = set()  # learners that had a backward pass
         self._num_missing: list[int] = []  # rows without a final gradient, by segment
         hook = weakly(self._hook)
+        flat.on_gradients.append(self._add)
         self._tracker = BucketTracker([], [])
         self._handles = {id(p): p.register_post_accumulate_grad_hook(hook) for p in flat.parameters}
         self.rebuild()
@@ -64,11 +65,11 @@ class GradientBuckets:
         self.messages = messages(self.flat)
         self._tracker = BucketTracker(_ranges(self.flat), self.messages)
         self._pointers = [view.data_ptr() for view in self.flat.grad_views]
-        self._index = {id(parameter): index for index, parameter in enumerate(self.flat.parameters)}
         self.restart()
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
+        self.flat.on_gradients.remove(self._add)
         for handle in self._handles.values():
             handle.remove()
 
@@ -76,15 +77,12 @@ class GradientBuckets:
     def _hook(self, parameter: Tensor) -> None:
         if self.paused:
             return
-        index = self._index[id(parameter)]
+        index, current = self.flat.index[id(parameter)], torch._C._current_graph_task_id()
+        if current == self._pass and index in self._seen:
+            return
         row, segment = divmod(index, len(self.flat.segments))
-        current = torch._C._current_graph_task_id()
-        if current != self._pass:  # a new pass, also after one that raised an error
-            self._pass = current
-            if row in self._rows:  # else one of a loop over learners, each with a pass of its own
-                self.restart()
-            # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if current != self._pass:
+            self._begin(current, row in self._rows)
         assert parameter.grad is not None
         if parameter.grad.requires_grad:
             raise RuntimeError(
@@ -94,8 +92,6 @@ class GradientBuckets:
         view = self.flat.grad_views[index]
         if parameter.grad is view and view.data_ptr() != self._pointers[index]:  # the program has set grad.data
             self.flat.renew_grad_views()
-        if index in self._seen:
-            return
         self._seen.add(index)
         self._rows.add(row)
         if not self._runs_last(parameter):
@@ -106,6 +102,25 @@ class GradientBuckets:
         if self._num_missing[segment] == 0:
             self._order.append(segment)
             self._send(self._tracker.mark(segment))
+
+    def _begin(self, current: int, is_new: bool) -> None:
+        """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
+        self._pass = current
+        if is_new:
+            self.restart()
+        # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _add(self, indices: range) -> None:
+        """All learners have gradients of a parameter. More may follow, so they are final at the end of the pass."""
+        if self.paused:
+            return
+        if (current := torch._C._current_graph_task_id()) != self._pass:
+            self._begin(current, bool(self._rows))
+        self._seen.update(indices)
+        self._rows.update(range(self.flat.num_rows))
+        if indices[0] not in self._order:
+            self._order.append(indices[0])
 
     def _runs_last(self, parameter: Tensor) -> bool:
         """Whether no hook of this parameter follows, which might change the gradient. From the next pass on, none does.
@@ -125,8 +140,7 @@ class GradientBuckets:
         num = len(self.flat.segments)
         if len(self._rows) < self.flat.num_rows:
             return  # the other learners have their backward passes later
-        for index in set(range(len(self.flat.parameters))).difference(self._sent):
-            self.flat.gather_grad(index)
+        self.flat.gather_grads(left=self._sent)
         self._order += sorted({index % num for index in self._seen}.difference(self._order))
         self._send(self._tracker.finish())
         self._on_end(self._order)

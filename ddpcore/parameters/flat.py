@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from torch.nn import Parameter
 
 from ddpcore.ops import WeightAverage
 from ddpcore.parameters.bucket_plan import plan_buckets
+from ddpcore.parameters.hook_watch import HookWatch
 
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
 MiB = 2**20
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+_gradient_of = attrgetter("grad")
 _BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight buffer, its views, their addresses
 
 
@@ -59,6 +62,8 @@ class FlatParameters:
     param_LP: Tensor
     grad_LP: Tensor
     grad_views: tuple[Tensor, ...]
+    index: dict[int, int]  # of each parameter, by its id
+    on_gradients: list[Callable[[range], None]]  # called after add_gradient, with the indices of the parameters
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class FlatParameters:
         first_bucket_bytes: int = MiB,
         allocate: Allocate | None = None,
     ) -> None:
+        self.on_gradients = []
         rows = [_unique_trainable(parameters) for parameters in learners]
         for named in rows:
             _check(named)
@@ -82,6 +88,7 @@ class FlatParameters:
         values = [parameter.detach() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
         self._move(values, gradients, [(p.shape, p.stride()) for p in self.parameters[: len(self.names)]])
+        self._hooks = HookWatch(self.parameters if self.num_rows > 1 else ())
         self.buckets: tuple[tuple[int, int], ...] = tuple(plan_buckets(self.numel, *sizes))
 
     @property
@@ -137,6 +144,8 @@ class FlatParameters:
         Returns:
             Whether every parameter has a gradient. A missing one stays None, and its part of ``grad_LP`` is zero.
         """
+        if all(map(is_, map(_gradient_of, self.parameters), self.grad_views)):
+            return True
         views, gradients, missing = [], [], []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.grad_views, strict=True)):
             gradient = parameter.grad
@@ -155,6 +164,34 @@ class FlatParameters:
         if missing:
             torch._foreach_zero_(missing)
         return not missing
+
+    def add_gradient(self, rows: Sequence[Tensor], grad: Tensor) -> bool:
+        """Add the gradient ``[L, *S]`` of one parameter of all learners to ``grad_LP``, as autograd adds to ``.grad``.
+
+        Args:
+            rows: the parameter of each learner.
+            grad: their gradients.
+
+        Returns:
+            False if autograd must do it, and nothing has changed: a parameter has a hook, or a ``.grad`` of its own.
+        """
+        first, num = self.index[id(rows[0])], len(self.segments)
+        views, pointers = self.grad_views[first::num], self._grad_pointers[first::num]
+        gradients = list(map(_gradient_of, rows))
+        is_new = all(map(is_, gradients, repeat(None)))
+        if not is_new and not all(map(is_, gradients, views)):
+            return False
+        if self._hooks.may_act(rows) or tuple(map(Tensor.data_ptr, views)) != pointers:
+            return False
+        stack = self._grad_stacks[first]
+        (stack.copy_ if is_new else stack.add_)(grad)
+        torch.autograd.graph.increment_version(views)
+        if is_new:
+            for parameter, view in zip(rows, views, strict=True):
+                parameter.grad = view
+        for call in self.on_gradients:
+            call(range(first, len(self.parameters), num))
+        return True
 
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
         """Gradients outside of ``grad_LP`` with the layout of their weights: rows ``[1, n]`` by parameter index.
@@ -205,6 +242,8 @@ class FlatParameters:
     def renew_grad_views(self) -> None:
         """Make new views of ``grad_LP``. Each counts its own changes, so that one that was changed alone is seen."""
         self.grad_views = tuple(view.data for view in self.views_of(self.grad_LP))
+        self._grad_pointers = tuple(map(Tensor.data_ptr, self.grad_views))
+        self._grad_stacks = self.stacks_of(self.grad_LP)
 
     def _move(
         self,
@@ -214,6 +253,7 @@ class FlatParameters:
     ) -> None:
         """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
         self.segments = _lay_out(self.names, layouts)
+        self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         dtype, device, last = values[0].dtype, values[0].device, self.segments[-1]
         shape = (self.num_rows, _aligned(last.offset + last.numel))
         self._known_views: dict[int, _BufferViews] = {}

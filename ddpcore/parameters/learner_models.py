@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
@@ -41,6 +42,7 @@ class LearnerModels(nn.Module):
         self.models = nn.ModuleList(models)
         self._flat = flat
         self._rules = VmapRules(self.models, flat)
+        self._token = torch.zeros((), requires_grad=True)
         self.vectorize = vectorize
 
     @torch.compiler.disable(recursive=False)  # torch.compile(handle.model) compiles the models that are called here
@@ -70,9 +72,10 @@ class LearnerModels(nn.Module):
         flat, num = self._flat, len(self._flat.segments)
         places = list(enumerate(zip(self._rules.names, flat.stacks_of(flat.param_LP), strict=True)))
         stacks = {  # from the last, as autograd computes the gradients of what was made last first
-            name: _Rows.apply(stack, *flat.parameters[index::num]) for index, (name, stack) in reversed(places)
+            name: _Rows.apply(self._token, flat, stack, *flat.parameters[index::num])
+            for index, (name, stack) in reversed(places)
         }
-        own = [dict(model.named_buffers()) for model in self.models]
+        own = [dict(model.named_buffers()) for model in self.models] if self._rules.have_buffers else [{}]
         buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
 
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
@@ -134,14 +137,19 @@ class _Rows(torch.autograd.Function):
     """The learners' parameters as one tensor ``[L, *S]`` in the same memory; gradients go to each learner's own."""
 
     @staticmethod
-    def forward(ctx: Any, stack: Tensor, *rows: Tensor) -> Tensor:
+    def forward(ctx: Any, token: Tensor, flat: FlatParameters, stack: Tensor, *rows: Tensor) -> Tensor:
+        ctx.flat, ctx.rows, ctx.token = flat, rows, token
         return stack.view_as(stack)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
-            return None, *grad.unbind(0)
-        return None, *(row.data for row in grad.unbind(0))  # each counts its own changes
+            return None, None, None, *grad.unbind(0)
+        # autograd reaches the token in backward(), and not in torch.autograd.grad() or with inputs=.
+        is_whole = torch._C._will_engine_execute_node(get_gradient_edge(ctx.token).node)
+        if is_whole and all(ctx.needs_input_grad[3:]) and ctx.flat.add_gradient(ctx.rows, grad):
+            return (None,) * (3 + len(ctx.rows))
+        return None, None, None, *(row.data for row in grad.unbind(0))  # each counts its own changes
 
 
 def copies_of(model: nn.Module, num: int) -> list[nn.Module]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import chain
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
 from ddpcore.parameters.flat import FlatParameters
 
@@ -17,10 +20,12 @@ _PLAIN = {
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _VALUES = (bool, int, float, str, torch.Size)
+_own_members = itemgetter("_modules", "_parameters")  # of the attributes of a module
+_values_of = methodcaller("values")
 
 
 class VmapRules:
-    """Knows the modules of all learners' models. It reads them again when a module or parameter was replaced.
+    """Knows the modules of all learners' models. It reads them again when one of them has changed.
 
     Args:
         models: one per learner.
@@ -29,9 +34,12 @@ class VmapRules:
 
     def __init__(self, models: Iterable[nn.Module], flat: FlatParameters) -> None:
         self._models, self._flat = list(models), flat
-        self._modules: list[nn.Module] = []
-        self._members: list[int] = []
-        self._alike = False
+        self._modules: list[nn.Module] = []  # of all models, those of learner 0 first
+        self._members: list[Any] = []  # their modules and parameters
+        self._facts: list[Any] = []
+        self._getters: list[itemgetter[str]] = []  # of the plain values of each module of a model
+        self._handles = -1  # torch's number of registered hooks
+        self._alike = self._hooked = self._plain = False
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
 
     @property
@@ -39,31 +47,50 @@ class VmapRules:
         """The present name of each segment in learner 0's model."""
         return [self._names[id(parameter)] for parameter in self._flat.parameters[: len(self._flat.segments)]]
 
+    @property
+    def have_buffers(self) -> bool:
+        """Whether a model has a buffer."""
+        return any(map(itemgetter("_buffers"), map(vars, self._modules)))
+
     def allow(self, *, plain_only: bool) -> bool:
         """Whether all models have the same structure, no hooks and no parametrizations, and the rows as parameters.
 
         Args:
             plain_only: whether their classes must be known to compute the same in vmap.
         """
-        self._read()
-        if not self._alike or _has_any_global_hook() or any(map(_has_hooks, self._modules)):
+        if not self._is_known():
+            self._read()
+        if self._hooked or self._handles != RemovableHandle.next_id:  # torch counts the hooks that are registered
+            self._handles, self._hooked = RemovableHandle.next_id, any(map(_has_hooks, self._modules))
+        if not self._alike or self._hooked or _has_any_global_hook():
             return False
         if tuple(map(Tensor.data_ptr, self._flat.parameters)) != self._flat.param_pointers:
             return False  # the program has set parameter.data for this pass
-        if not plain_only:
-            return True
-        first = self._modules[: len(self._modules) // len(self._models)]
-        if not all(_vectorizes(module) for module in first) or any("forward" in vars(m) for m in self._modules):
+        return self._plain or not plain_only
+
+    def _is_known(self) -> bool:
+        """Whether all is as it was read. It runs before each forward pass, so it has no loop in Python over modules."""
+        attributes = list(map(vars, self._modules))
+        members = _members_of(attributes)
+        if not members or len(members) != len(self._members) or not all(map(is_, members, self._members)):
             return False
-        options = list(map(_options_of, first))
-        return all(_options_of(module) == options[i % len(first)] for i, module in enumerate(self._modules))
+        try:
+            return self._read_facts(attributes) == self._facts
+        except KeyError:  # an attribute was deleted
+            return False
+
+    def _read_facts(self, attributes: list[dict[str, Any]]) -> list[Any]:
+        """Class, number of attributes and, of plain models, the plain values of all modules."""
+        num = len(self._getters)
+        values = [list(map(getter, attributes[index::num])) for index, getter in enumerate(self._getters)]
+        return [list(map(type, self._modules)), list(map(len, attributes)), values]
 
     def _read(self) -> None:
-        if self._modules and self._members == _members_of(self._modules):
-            return
         modules = [list(model.modules()) for model in self._models]
         self._modules = [module for own in modules for module in own]
-        self._members = _members_of(self._modules)
+        attributes = list(map(vars, self._modules))
+        self._members = _members_of(attributes)
+        self._handles = -1
         self._names = {id(parameter): name for name, parameter in self._models[0].named_parameters()}
         trained = set(map(id, self._flat.parameters))
         present = [set(map(id, model.parameters())) for model in self._models]
@@ -72,15 +99,21 @@ class VmapRules:
             and all(own - trained == present[0] - trained for own in present)  # frozen ones are shared
             and all(len(own) == len(modules[0]) for own in modules)
         )
+        options = [list(map(_options_of, own)) for own in modules]
+        self._plain = (
+            self._alike
+            and all(map(_vectorizes, modules[0]))
+            and all(own == options[0] for own in options)
+            and not any("forward" in own for own in attributes)
+        )
+        names = [["training", *(name for name, _ in values)] for _, *values in options[0]] if self._plain else []
+        self._getters = [itemgetter(*own) for own in names]
+        self._facts = self._read_facts(attributes)
 
 
-def _members_of(modules: Sequence[nn.Module]) -> list[int]:
-    return [
-        id(member)
-        for module in modules
-        for members in (module._modules, module._parameters)
-        for member in members.values()
-    ]
+def _members_of(attributes: Iterable[dict[str, Any]]) -> list[Any]:
+    """The modules and parameters that are in the modules with these attributes."""
+    return list(chain.from_iterable(map(_values_of, chain.from_iterable(map(_own_members, attributes)))))
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -56,6 +56,25 @@ def test_gradients_of_gradients_and_of_parameters(vectorize: bool) -> None:
         torch.testing.assert_close(second[row], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("hook", [False, True])
+def test_gradients_of_vmap_go_to_the_flat_buffer(hook: bool) -> None:
+    """At once for all learners, unless a hook acts on one; added up over passes, and over calls of one pass."""
+    together, apart = (learners(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)), 3, how) for how in (True, False))
+    if hook:
+        for models in (together, apart):
+            models.models[1][0].weight.register_hook(lambda gradient: 2 * gradient)
+    inputs = torch.randn(3, 6, 4)
+    for models in (together, apart):
+        (models(inputs).square().sum() + models(2 * inputs).sum()).backward()
+        models(3 * inputs).square().sum().backward()
+        models(inputs).sum().backward(inputs=list(models.models[0].parameters()))
+    for ours, other, view in zip(
+        together._flat.parameters, apart._flat.parameters, together._flat.grad_views, strict=True
+    ):
+        torch.testing.assert_close(ours.grad, other.grad)
+        assert hook or ours.grad is view
+
+
 def test_a_graph_of_older_weights_is_refused() -> None:
     together = learners(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)), 2, True)
     loss = together(torch.ones(2, 3, 4)).sum()

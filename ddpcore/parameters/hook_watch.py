@@ -1,0 +1,55 @@
+"""Whether hooks of a program may act on gradients that autograd accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+_hooks_of = attrgetter("_backward_hooks")
+_own_handles = 0  # hooks that ddpcore registered
+
+
+@contextmanager
+def own_hooks() -> Iterator[None]:
+    """Inside, ddpcore registers its own hooks."""
+    global _own_handles
+    before = RemovableHandle.next_id
+    try:
+        yield
+    finally:
+        _own_handles += RemovableHandle.next_id - before
+
+
+class HookWatch:
+    """Knows whether a hook may act on a gradient of these parameters before it is in ``.grad``.
+
+    Hooks of an accumulation node (``get_gradient_edge(parameter).node``) cannot be read. So it counts all hooks that
+    are registered from now on, and regards a node that something holds already as one with hooks.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._num = _num_handles()
+        self._is_held = any(list(map(_has_node, parameters)))
+
+    def may_act(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether a hook may act on the gradients of these."""
+        return self._is_held or self._num != _num_handles() or any(map(_hooks_of, parameters))
+
+
+def _num_handles() -> int:
+    """How many hooks of any kind others than ddpcore have registered in this process."""
+    return RemovableHandle.next_id - _own_handles
+
+
+def _has_node(parameter: Tensor) -> bool:
+    """Whether something holds the parameter's accumulation node. If not, torch makes one for each graph."""
+    first: Any = get_gradient_edge(parameter).node.metadata
+    first["ddpcore"] = True
+    second: Any = get_gradient_edge(parameter).node.metadata
+    return "ddpcore" in second
