@@ -59,7 +59,8 @@ def test_gradients_of_gradients_and_of_parameters(vectorize: bool) -> None:
 @pytest.mark.parametrize("hook", [False, True])
 def test_gradients_of_vmap_go_to_the_flat_buffer(hook: bool) -> None:
     """At once for all learners, unless a hook acts on one; added up over passes, and over calls of one pass."""
-    together, apart = (learners(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)), 3, how) for how in (True, False))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
+    together, apart = (learners(copy.deepcopy(model), 3, how) for how in (True, False))
     if hook:
         for models in (together, apart):
             models.models[1][0].weight.register_hook(lambda gradient: 2 * gradient)
