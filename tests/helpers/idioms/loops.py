@@ -202,6 +202,16 @@ add("evaluation_by_set_grad_enabled", partial(_evaluate, context=lambda: torch.s
 
 
 @idiom()
+def evaluation_with_gradients_on_one_learner(run: Run) -> None:
+    """Learner 0 alone calls its model outside of a step."""
+    start(run)
+    for step in range(STEPS):
+        one_step(run, step)
+        if run.rank == 0:
+            run.models[0](torch.ones(2, 5)).sum()
+
+
+@idiom()
 def evaluation_between_forward_and_backward(run: Run) -> None:
     start(run)
     for step in range(STEPS):
