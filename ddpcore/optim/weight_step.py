@@ -198,11 +198,13 @@ class _Columns:
             2 + flat.param_LP.shape[0] * len(flat.segments), dtype=torch.float64, device=flat.param_LP.device
         )
         self._states: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}  # name -> buffer, views by parameter id
-        self._held: dict[tuple[Any, ...], list[list[Tensor]]] = {}  # the views of some states of some parameters
+        # The views of some states of some parameters, and their addresses.
+        self._held: dict[tuple[Any, ...], list[tuple[list[Tensor], list[int]]]] = {}
         self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
 
     def take_states(self, names: tuple[str, ...], group: Group, optimizer: Stepped) -> list[Tensor]:
         """The buffers ``[L, P]`` of these states. The states of the group's parameters become views of them."""
+        self._forget_moved()
         for name in names:
             if name not in self._states:
                 buffer_LP = torch.zeros_like(self._flat.param_LP)
@@ -230,15 +232,23 @@ class _Columns:
         if key not in self._held:
             if any(name not in self._states for name in names):
                 return False
-            self._held[key] = [[self._states[name][1][id(param)] for param in params] for name in names]
+            found = [[self._states[name][1][id(param)] for param in params] for name in names]
+            self._held[key] = [(views, list(map(Tensor.data_ptr, views))) for views in found]
         try:
             steps = list(map(itemgetter("step"), states))
             return all(map(is_, steps, repeat(steps[0]))) and all(
-                all(map(is_, map(itemgetter(name), states), views))
-                for name, views in zip(names, self._held[key], strict=True)
+                all(map(is_, map(itemgetter(name), states), views)) and list(map(Tensor.data_ptr, views)) == pointers
+                for name, (views, pointers) in zip(names, self._held[key], strict=True)
             )
         except KeyError:
             return False
+
+    def _forget_moved(self) -> None:
+        """Forget buffers that a view has left, because the program has set its ``.data``."""
+        held = [pair for pairs in self._held.values() for pair in pairs]
+        if any(list(map(Tensor.data_ptr, views)) != pointers for views, pointers in held):
+            self._held.clear()
+            self._states.clear()
 
     def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Tensor]]:
         """(begin, end, gradients ``[L, n]``) of the parameters' columns. Neighbours in ``grad_LP`` are one piece.

@@ -75,7 +75,7 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _hook(self, parameter: Tensor) -> None:
-        if self.paused:
+        if self.paused or parameter.grad is None:  # torch also calls hooks of a parameter that was frozen meanwhile
             return
         index, current = self.flat.index[id(parameter)], torch._C._current_graph_task_id()
         if current == self._pass and index in self._seen:
@@ -83,7 +83,6 @@ class GradientBuckets:
         row, segment = divmod(index, len(self.flat.segments))
         if current != self._pass:
             self._begin(current, row in self._rows)
-        assert parameter.grad is not None
         if parameter.grad.requires_grad:
             raise RuntimeError(
                 "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost: take "

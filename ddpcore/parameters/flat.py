@@ -5,11 +5,13 @@ Shapes: L learners of this process, P elements of one learner's row (with paddin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from ddpcore.parameters.hook_watch import HookWatch
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
 MiB = 2**20
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
-_gradient_of = attrgetter("grad")
+_gradient_of, _is_trained = attrgetter("grad"), attrgetter("requires_grad")
 _BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight buffer, its views, their addresses
 
 
@@ -88,7 +90,7 @@ class FlatParameters:
         values = [parameter.detach() for parameter in self.parameters]
         gradients = [parameter.grad for parameter in self.parameters]
         self._move(values, gradients, [(p.shape, p.stride()) for p in self.parameters[: len(self.names)]])
-        self._hooks = HookWatch(self.parameters if self.num_rows > 1 else ())
+        self._hooks = HookWatch(self.parameters)
         self.buckets: tuple[tuple[int, int], ...] = tuple(plan_buckets(self.numel, *sizes))
 
     @property
@@ -146,24 +148,34 @@ class FlatParameters:
         """
         if all(map(is_, map(_gradient_of, self.parameters), self.grad_views)):
             return True
-        views, gradients, missing = [], [], []
+        places, missing = [], []
         for index, (parameter, view) in enumerate(zip(self.parameters, self.grad_views, strict=True)):
             gradient = parameter.grad
             if gradient is view or index in left:
                 continue
             if gradient is None:
-                missing.append(view)
+                missing.append(index)
             elif gradient.is_sparse:
                 raise RuntimeError(_SPARSE)
             else:
-                views.append(view)
-                gradients.append(gradient)
-                parameter.grad = view
-        if views:
+                places.append(index)
+        del gradient, view  # _spare counts references
+        self._spare([*places, *missing])
+        if places:
+            gradients = [self._apart(self.parameters[index].grad) for index in places]
+            views = [self.grad_views[index] for index in places]
             torch._foreach_copy_(views, gradients)
+            for index, view in zip(places, views, strict=True):
+                self.parameters[index].grad = view
         if missing:
-            torch._foreach_zero_(missing)
+            torch._foreach_zero_([self.grad_views[index] for index in missing])
         return not missing
+
+    def _apart(self, gradient: Tensor | None) -> Tensor:
+        """The gradient, or a copy if it is in the flat buffer, as the gradient of another learner is."""
+        assert gradient is not None
+        inside = gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
+        return gradient.clone() if inside else gradient
 
     def add_gradient(self, rows: Sequence[Tensor], grad: Tensor) -> bool:
         """Add the gradient ``[L, *S]`` of one parameter of all learners to ``grad_LP``, as autograd adds to ``.grad``.
@@ -176,12 +188,17 @@ class FlatParameters:
             False if autograd must do it, and nothing has changed: a parameter has a hook, or a ``.grad`` of its own.
         """
         first, num = self.index[id(rows[0])], len(self.segments)
-        views, pointers = self.grad_views[first::num], self._grad_pointers[first::num]
+        indices = range(first, len(self.parameters), num)
         gradients = list(map(_gradient_of, rows))
         is_new = all(map(is_, gradients, repeat(None)))
+        if is_new:
+            self._spare(indices)
+        views = self.grad_views[first::num]
         if not is_new and not all(map(is_, gradients, views)):
             return False
-        if self._hooks.may_act(rows) or tuple(map(Tensor.data_ptr, views)) != pointers:
+        if tuple(map(Tensor.data_ptr, views)) != self._grad_pointers[first::num]:
+            return False
+        if self._hooks.may_act(rows) or not all(map(_is_trained, rows)):
             return False
         stack = self._grad_stacks[first]
         (stack.copy_ if is_new else stack.add_)(grad)
@@ -190,8 +207,19 @@ class FlatParameters:
             for parameter, view in zip(rows, views, strict=True):
                 parameter.grad = view
         for call in self.on_gradients:
-            call(range(first, len(self.parameters), num))
+            call(indices)
         return True
+
+    def _spare(self, indices: Iterable[int]) -> None:
+        """Give a gradient that the program keeps (``kept = p.grad``) memory of its own before the next is written."""
+        held = [index for index in indices if sys.getrefcount(self.grad_views[index]) > _UNUSED]
+        if held:
+            views = list(self.grad_views)
+            for index in held:
+                kept = views[index]
+                views[index] = kept.data
+                kept.data = kept.data.clone()
+            self.grad_views = tuple(views)
 
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
         """Gradients outside of ``grad_LP`` with the layout of their weights: rows ``[1, n]`` by parameter index.
@@ -212,14 +240,18 @@ class FlatParameters:
 
     def gather_grad(self, index: int) -> None:
         """Do the same as :meth:`gather_grads` for one parameter."""
-        parameter, view = self.parameters[index], self.grad_views[index]
-        if parameter.grad is None:
+        parameter = self.parameters[index]
+        gradient = parameter.grad
+        if gradient is self.grad_views[index]:
+            return
+        self._spare([index])
+        view = self.grad_views[index]
+        if gradient is None:
             view.zero_()
-        elif parameter.grad.is_sparse:
+        elif gradient.is_sparse:
             raise RuntimeError(_SPARSE)
-        elif parameter.grad is not view:
-            view.copy_(parameter.grad)
-            parameter.grad = view
+        else:
+            parameter.grad = view.copy_(gradient)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Change the order of the segments: ``order[i]`` is the present index of the new i-th one, in every row.
@@ -270,6 +302,9 @@ class FlatParameters:
             if gradient is not None:
                 parameter.grad = view.copy_(gradient)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "on_gradients": []}  # a copy has no watchers
+
     def _views_at(self, rows_LP: Tensor) -> _BufferViews:
         views = self.views_of(rows_LP)
         return rows_LP, views, tuple(view.data_ptr() for view in views)
@@ -281,6 +316,10 @@ class FlatParameters:
 
     def _use(self, place: _BufferViews) -> None:
         self.param_LP, self.param_views, self.param_pointers = place
+
+
+# What sys.getrefcount says of a view that only a tuple holds.
+_UNUSED = (lambda views: sys.getrefcount(views[0]))((torch.zeros(0),))
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.vmap_rules import VmapRules
 
 TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
@@ -63,7 +64,10 @@ class LearnerModels(nn.Module):
         if self.vectorize == "measure":
             allowed = self._rules.allow(plain_only=False)
             self.vectorize = allowed and self._is_faster_vectorized(inputs, named_inputs)
-        if tensors and self.vectorize is not False and self._rules.allow(plain_only=self.vectorize is None):
+        in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
+        if in_transform or not tensors or self.vectorize is False:
+            return self._in_turn(inputs, named_inputs)
+        if self._rules.allow(plain_only=self.vectorize is None):
             return self._together(inputs, named_inputs)
         return self._in_turn(inputs, named_inputs)
 
@@ -71,17 +75,22 @@ class LearnerModels(nn.Module):
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         flat, num = self._flat, len(self._flat.segments)
         places = list(enumerate(zip(self._rules.names, flat.stacks_of(flat.param_LP), strict=True)))
+        token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
         stacks = {  # from the last, as autograd computes the gradients of what was made last first
-            name: _Rows.apply(self._token, flat, stack, *flat.parameters[index::num])
+            name: _Rows.apply(token, flat, stack, *flat.parameters[index::num])
             for index, (name, stack) in reversed(places)
         }
         own = [dict(model.named_buffers()) for model in self.models] if self._rules.have_buffers else [{}]
         buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
+        values: list[Any] = []  # of the outputs of one learner; vmap returns tensors only
+        structure: Any = None
 
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-            values = {**parameters, **buffers}
-            outputs = functional_call(self.models[0], values, args, kwargs)
-            return outputs, {name: values[name] for name in buffers}  # functional_call stores buffers set anew there
+            nonlocal values, structure
+            state = {**parameters, **buffers}
+            values, structure = tree_flatten(functional_call(self.models[0], state, args, kwargs))
+            outputs = [value for value in values if isinstance(value, Tensor)]
+            return outputs, {name: state[name] for name in buffers}  # functional_call stores buffers set anew there
 
         dims = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (inputs, named_inputs))
         run = vmap(one, in_dims=(0, 0, *dims), randomness="different")
@@ -89,7 +98,27 @@ class LearnerModels(nn.Module):
         for name, rows in buffers.items():
             for row, model_buffers in zip(rows, own, strict=True):
                 model_buffers[name].data.copy_(row.detach())
-        return outputs
+        self._watch_weights(outputs)
+        rest = iter(outputs)
+        leaves = [next(rest) if isinstance(value, Tensor) else [value] * len(self.models) for value in values]
+        return tree_unflatten(leaves, structure)
+
+    def _watch_weights(self, outputs: Sequence[Tensor]) -> None:
+        """Let autograd refuse a backward pass that needs weights which the program has changed in place meanwhile.
+
+        The graph has the tensor of all learners' weights, and a change of a parameter counts as one of the parameter.
+        """
+        flat = self._flat
+        versions = [parameter._version for parameter in flat.parameters]
+
+        def check(grad: Tensor) -> None:
+            if versions != [parameter._version for parameter in flat.parameters]:
+                torch.autograd.graph.increment_version(flat.param_LP)
+
+        with own_hooks():
+            for output in outputs:
+                if output.requires_grad:
+                    output.register_hook(check)
 
     @torch.compiler.disable(recursive=False)
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
@@ -137,13 +166,14 @@ class _Rows(torch.autograd.Function):
     """The learners' parameters as one tensor ``[L, *S]`` in the same memory; gradients go to each learner's own."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, flat: FlatParameters, stack: Tensor, *rows: Tensor) -> Tensor:
+    def forward(ctx: Any, token: Tensor | None, flat: FlatParameters, stack: Tensor, *rows: Tensor) -> Tensor:
         ctx.flat, ctx.rows, ctx.token = flat, rows, token
         return stack.view_as(stack)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
+        # With create_graph=True, and with is_grads_batched=True.
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad):
             return None, None, None, *grad.unbind(0)
         # autograd reaches the token in backward(), and not in torch.autograd.grad() or with inputs=.
         is_whole = torch._C._will_engine_execute_node(get_gradient_edge(ctx.token).node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_, itemgetter, methodcaller
 from typing import Any
@@ -37,7 +37,7 @@ class VmapRules:
         self._modules: list[nn.Module] = []  # of all models, those of learner 0 first
         self._members: list[Any] = []  # their modules and parameters
         self._facts: list[Any] = []
-        self._getters: list[itemgetter[str]] = []  # of the plain values of each module of a model
+        self._getters: list[Callable[[Any], Any]] = []  # of the attributes of each module of a model
         self._handles = -1  # torch's number of registered hooks
         self._alike = self._hooked = self._plain = False
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
@@ -53,10 +53,10 @@ class VmapRules:
         return any(map(itemgetter("_buffers"), map(vars, self._modules)))
 
     def allow(self, *, plain_only: bool) -> bool:
-        """Whether all models have the same structure, no hooks and no parametrizations, and the rows as parameters.
+        """Whether all models compute alike, with the rows as parameters and without hooks and parametrizations.
 
         Args:
-            plain_only: whether their classes must be known to compute the same in vmap.
+            plain_only: whether their classes must be known to compute the same in vmap, and all their attributes alike.
         """
         if not self._is_known():
             self._read()
@@ -76,11 +76,11 @@ class VmapRules:
             return False
         try:
             return self._read_facts(attributes) == self._facts
-        except KeyError:  # an attribute was deleted
+        except (KeyError, RuntimeError, ValueError):  # one was deleted, or is a tensor or array that was replaced
             return False
 
     def _read_facts(self, attributes: list[dict[str, Any]]) -> list[Any]:
-        """Class, number of attributes and, of plain models, the plain values of all modules."""
+        """Class, number of attributes and, of models that are alike, the public attributes of all modules."""
         num = len(self._getters)
         values = [list(map(getter, attributes[index::num])) for index, getter in enumerate(self._getters)]
         return [list(map(type, self._modules)), list(map(len, attributes)), values]
@@ -92,23 +92,25 @@ class VmapRules:
         self._members = _members_of(attributes)
         self._handles = -1
         self._names = {id(parameter): name for name, parameter in self._models[0].named_parameters()}
-        trained = set(map(id, self._flat.parameters))
-        present = [set(map(id, model.parameters())) for model in self._models]
-        self._alike = (
-            trained.issubset(set().union(*present))
-            and all(own - trained == present[0] - trained for own in present)  # frozen ones are shared
-            and all(len(own) == len(modules[0]) for own in modules)
-        )
-        options = [list(map(_options_of, own)) for own in modules]
+        self._alike = all(len(own) == len(modules[0]) for own in modules) and self._have_rows()
+        first = modules[0]
+        if self._alike:
+            self._alike = all(map(_computes_alike, first * len(modules), self._modules))
         self._plain = (
-            self._alike
-            and all(map(_vectorizes, modules[0]))
-            and all(own == options[0] for own in options)
-            and not any("forward" in own for own in attributes)
+            self._alike and all(map(_vectorizes, first)) and all(map(_has_equal, first * len(modules), self._modules))
         )
-        names = [["training", *(name for name, _ in values)] for _, *values in options[0]] if self._plain else []
-        self._getters = [itemgetter(*own) for own in names]
+        self._getters = [itemgetter("training", *_public(module)) for module in first] if self._alike else []
         self._facts = self._read_facts(attributes)
+
+    def _have_rows(self) -> bool:
+        """Whether each model has its row as parameters, under the names of learner 0's, and the same frozen ones."""
+        num, places = len(self._flat.segments), []
+        for row, model in enumerate(self._models):
+            named = dict(model.named_parameters())
+            index = {name: self._flat.index.get(id(parameter)) for name, parameter in named.items()}
+            places.append({name: id(named[name]) if at is None else at - row * num for name, at in index.items()})
+        inside = sorted(at for at in places[0].values() if at < num)
+        return inside == list(range(num)) and all(own == places[0] for own in places)
 
 
 def _members_of(attributes: Iterable[dict[str, Any]]) -> list[Any]:
@@ -124,9 +126,36 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(not getattr(hook, "is_ours", False) for name in _HOOKS if own.get(name) for hook in own[name].values())
 
 
-def _options_of(module: nn.Module) -> list[Any]:
-    """The class of a module and the plain values among its attributes, by which its ``forward`` computes."""
-    return [module.__class__, *(item for item in vars(module).items() if isinstance(item[1], _VALUES))]
+def _public(module: nn.Module) -> list[str]:
+    """The names of a module's attributes by which its ``forward`` may compute."""
+    return [name for name in vars(module) if not name.startswith("_")]
+
+
+def _computes_alike(first: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have equal classes, modes, plain values and functions as attributes."""
+    own, its = vars(first), vars(other)
+    if type(first) is not type(other) or first.training != other.training or "forward" in own or "forward" in its:
+        return False
+    names = _public(first)
+    return names == _public(other) and all(
+        own[name] is its[name] or _is_equal_value(own[name], its[name]) or not _decides(own[name], its[name])
+        for name in names
+    )
+
+
+def _decides(*values: Any) -> bool:
+    """Whether one is a plain value, a function or None. Others, such as lists, are copied for each learner."""
+    return any(value is None or callable(value) or isinstance(value, _VALUES) for value in values)
+
+
+def _is_equal_value(one: Any, other: Any) -> bool:
+    return isinstance(one, _VALUES) and type(one) is type(other) and bool(one == other)
+
+
+def _has_equal(first: nn.Module, other: nn.Module) -> bool:
+    """Whether all attributes of two modules are known to be equal."""
+    own, its = vars(first), vars(other)
+    return all(own[name] is its[name] or _is_equal_value(own[name], its[name]) for name in _public(first))
 
 
 def _vectorizes(module: nn.Module) -> bool:

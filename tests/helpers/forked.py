@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -45,8 +46,9 @@ def start(words: Sequence[str], logs: Path, env: Mapping[str, str], cwd: Path) -
 
 
 def output(logs: Path) -> tuple[str, str]:
-    """Standard output and standard error of a process and of the ranks that it started."""
-    return tuple((logs / stream).read_text() if (logs / stream).exists() else "" for stream in ("out", "err"))
+    """Standard output and standard error of a process and of its ranks, without the lines of gloo in torch 2.10."""
+    found = ((logs / stream).read_text() if (logs / stream).exists() else "" for stream in ("out", "err"))
+    return tuple(re.sub(r"^\[Gloo\] Rank .*\n", "", text, flags=re.MULTILINE) for text in found)
 
 
 def run(words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:

@@ -75,18 +75,20 @@ def test_gather_of_a_mixture() -> None:
     model[1].bias.grad = None
     model.scale.grad = torch.tensor(0.25)
     assert flat.gather_grads() is False
+    views = dict(zip(flat.names, flat.grad_views, strict=True))
     assert torch.equal(model[2].bias.grad, torch.full((4,), 5.0))
     for name in ("2.weight", "1.weight", "0.weight"):
         parameter = dict(model.named_parameters())[name]
-        assert parameter.grad is by_name[name]
+        assert parameter.grad is views[name]
         assert torch.equal(parameter.grad, given[name]), name
+        assert torch.equal(by_name[name], torch.full_like(given[name], 99.0)), "a gradient that is kept does not change"
         assert parameter.grad.stride() == parameter.stride()
-    assert model.scale.grad is by_name["scale"]
+    assert model.scale.grad is views["scale"]
     assert model.scale.grad.item() == 0.25
     assert model[0].bias.grad is None
     assert model[1].bias.grad is None
-    assert not by_name["0.bias"].any(), "the place of a missing gradient must read zero"
-    assert not by_name["1.bias"].any()
+    assert not views["0.bias"].any(), "the place of a missing gradient must read zero"
+    assert not views["1.bias"].any()
 
 
 def test_gather_one() -> None:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
-from ddpcore.parameters.flat import FlatParameters
+import ddpcore
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
-
-
-def learners(model: nn.Module, n: int, vectorize: Any) -> LearnerModels:
-    """Models with different weights."""
-    models = copies_of(model, n)
-    flat = FlatParameters([one.named_parameters() for one in models])
-    with torch.no_grad():
-        flat.param_LP.add_(0.1 * torch.randn(flat.param_LP.shape, generator=torch.Generator().manual_seed(1)))
-    return LearnerModels(models, flat, vectorize)
+from helpers.learner_models import Scaled, learners
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
@@ -120,12 +112,7 @@ class Pairs(nn.Module):
 def test_arguments_and_outputs_of_any_structure(vectorize: bool) -> None:
     together = learners(Pairs(), 2, vectorize)
     inputs, shift = torch.randn(2, 6, 4), torch.randn(2, 1)
-    if vectorize:  # vmap gives tensors only
-        together.models[0].forward = lambda *args, **more: Pairs.forward(together.models[0], *args, **more)[0]
-        outputs = together({"x": inputs}, scale=2.0, shift=shift)
-        found = {"mean": outputs.mean(dim=(1, 2)), "scale": [2.0, 2.0]}
-    else:
-        outputs, found = together({"x": inputs}, scale=2.0, shift=shift)
+    outputs, found = together({"x": inputs}, scale=2.0, shift=shift)
     for row, model in enumerate(together.models):
         expected, more = Pairs.forward(model, {"x": inputs[row]}, scale=2.0, shift=shift[row])
         torch.testing.assert_close(outputs[row], expected)
@@ -133,103 +120,49 @@ def test_arguments_and_outputs_of_any_structure(vectorize: bool) -> None:
     assert found["scale"] == [2.0, 2.0]
 
 
-def takes_vmap(model: nn.Module, change: Any = lambda models: None, **options: Any) -> bool:
-    together = learners(model, 2, options.get("vectorize"))
-    counts: list[int] = []
-    together._together = lambda *args: counts.append(1)  # type: ignore[method-assign]
-    change(together.models)
-    together(torch.ones(2, 3, 4))
-    return bool(counts)
+def test_values_that_are_not_tensors() -> None:
+    """vmap gives one for each learner, as the models in turn do."""
+    for vectorize in (True, False):
+        assert learners(Scaled(), 2, vectorize)(torch.ones(2, 3, 4))[1] == [None, None]
 
 
-class Plain(nn.Module):
-    """A class of a user that says that vmap computes the same."""
-
-    vectorizes = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs).tanh()
-
-
-class Changed(Plain):
-    """A subclass with a ``forward`` of its own says nothing."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs = super().forward(inputs)
-        return outputs * 2 if outputs.requires_grad else outputs
-
-
-def test_plain_models_run_together() -> None:
-    assert takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)))
-    assert takes_vmap(Plain())
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-        lambda: nn.Sequential(nn.Linear(4, 4), type("Own", (nn.Linear,), {"forward": lambda self, x: x})(4, 4)),
-        Changed,
-        lambda: torch.compile(nn.Linear(4, 4), backend="eager"),
-    ],
-)
-def test_other_models_run_in_turn_unless_asked(make: Any) -> None:
-    assert not takes_vmap(make())
-    assert takes_vmap(make(), vectorize=True)
-
-
-def swap_weights(models: Any) -> None:
-    models[1][0].weight.data = torch.zeros(4, 4)
-
-
-@pytest.mark.parametrize("vectorize", [None, True])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda models: models[1][0].register_forward_hook(lambda *args: None),
-        lambda models: models[0][0].register_full_backward_hook(lambda *args: None),
-        lambda models: models[1].register_forward_pre_hook(lambda *args: None),
-        lambda models: parametrizations.weight_norm(models[1][0]),
-        lambda models: models[1].append(nn.Tanh()),
-        lambda models: models[1].compile(backend="eager"),
-        swap_weights,
-    ],
-)
-def test_what_differs_between_learners_runs_in_turn(change: Any, vectorize: bool | None) -> None:
-    """Also if one is changed after the first passes."""
-    assert not takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), change, vectorize=vectorize)
-    together = learners(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), 2, vectorize)
-    together(torch.ones(2, 3, 4))
-    change(together.models)
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_transforms_of_torch_func(vectorize: bool) -> None:
+    together = learners(nn.Linear(4, 3), 2, vectorize)
     inputs = torch.randn(2, 3, 4)
-    expected = [model(x) for model, x in zip(together.models, inputs, strict=True)]
-    assert torch.equal(together(inputs), torch.stack(expected))
+    found = torch.func.grad(lambda x: together(x).square().sum())(inputs)
+    wanted = inputs.clone().requires_grad_()
+    together(wanted).square().sum().backward()
+    torch.testing.assert_close(found, wanted.grad)
+    outputs = together(inputs).square().sum((1, 2))
+    weights = [model.weight for model in together.models]
+    batched = torch.autograd.grad(outputs, weights, torch.eye(2), is_grads_batched=True)
+    assert not batched[0][1].any() and not batched[1][0].any() and batched[1][1].any()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda models: setattr(models[1][1], "negative_slope", 0.5),
-        lambda models: models[1].__setitem__(1, nn.ReLU()),
-        lambda models: setattr(models[1][0], "forward", lambda x: x),
-        lambda models: models[1].eval(),
-    ],
-)
-def test_options_that_differ_between_learners_run_in_turn(change: Any) -> None:
-    assert not takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), change)
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_weights_changed_before_the_backward_pass_are_refused(vectorize: bool) -> None:
+    together = learners(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)), 2, vectorize)
+    loss = together(torch.ones(2, 3, 4)).square().sum()
+    with torch.no_grad():
+        together.models[1][1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
 
 
-def test_global_hooks_run_in_turn() -> None:
-    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
-    try:
-        assert not takes_vmap(nn.Sequential(nn.Linear(4, 4)), vectorize=True)
-    finally:
-        handle.remove()
+def test_a_copy_is_a_copy_of_the_models_alone() -> None:
+    model = nn.Linear(4, 3)
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2)
+    handle.model(torch.ones(2, 3, 4)).sum().backward()
+    for copied in (copy.deepcopy(handle.model), pickle.loads(pickle.dumps(handle.model))):
+        assert torch.equal(copied(torch.ones(2, 3, 4)), handle.model(torch.ones(2, 3, 4)))
+        assert not copied._flat.on_gradients
+
+
+def test_nothing_to_train() -> None:
+    together = learners(nn.Linear(4, 3), 2, True)
+    together.requires_grad_(False)
+    assert not together(torch.ones(2, 3, 4)).requires_grad
 
 
 def test_other_weights_for_one_call() -> None:

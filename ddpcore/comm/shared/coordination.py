@@ -151,7 +151,7 @@ class Coordinator:
             if theirs != mine:
                 self._fail(
                     f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}: all ranks "
-                    "must call the same in the same order"
+                    "must call the same in the same order, so run a pass of one rank alone under torch.no_grad()"
                 )
 
     def finish(self, number: int) -> None:

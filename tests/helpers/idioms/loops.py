@@ -185,6 +185,36 @@ add("gradients_replaced_by_data", partial(_clip, clip=_replace_data))
 add("gradients_centralized", partial(_clip, clip=_centralize))
 
 
+@idiom()
+def gradients_of_the_step_before(run: Run) -> None:
+    """Kept, and compared with those of the next step."""
+    start(run)
+    kept: list[Any] = []
+    for step in range(STEPS):
+        one_step(run, step)
+        gradients = [parameter.grad for parameter in run.parameters()]
+        if kept:
+            with torch.no_grad():  # the change of the gradients enters the weights
+                for parameter, gradient, before in zip(run.parameters(), gradients, kept, strict=True):
+                    parameter += 0.1 * (gradient - before)
+        kept = gradients
+
+
+@idiom()
+def layers_frozen_between_forward_and_backward(run: Run) -> None:
+    start(run)
+    for step in range(STEPS):
+        inputs, labels = run.batch(step)
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(inputs), labels)
+        for model in run.models:
+            model[0].requires_grad_(False)
+        run.backward(loss)
+        run.step()
+        for model in run.models:
+            model[0].requires_grad_(True)
+
+
 def _evaluate(run: Run, context: Any) -> None:
     start(run)
     for step in range(STEPS):
@@ -201,9 +231,9 @@ add("evaluation_with_gradients", partial(_evaluate, context=torch.enable_grad))
 add("evaluation_by_set_grad_enabled", partial(_evaluate, context=lambda: torch.set_grad_enabled(False)))
 
 
-@idiom()
-def evaluation_with_gradients_on_one_learner(run: Run) -> None:
-    """Learner 0 alone calls its model outside of a step."""
+@idiom(worlds=("ranks",), refused={"dpsgd": "run a pass of one rank alone under torch.no_grad"})
+def evaluation_with_gradients_on_one_rank(run: Run) -> None:
+    """Rank 0 alone calls its model outside of a step. Under gossip it has begun an exchange then, also at the end."""
     start(run)
     for step in range(STEPS):
         one_step(run, step)

@@ -1,0 +1,143 @@
+"""When virtual learners run in vmap: only where all models compute alike, also after a model has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from helpers.learner_models import Scaled, learners
+
+
+def takes_vmap(model: nn.Module, change: Any = lambda models: None, **options: Any) -> bool:
+    together = learners(model, 2, options.get("vectorize"))
+    counts: list[int] = []
+    together._together = lambda *args: counts.append(1)  # type: ignore[method-assign]
+    change(together.models)
+    together(torch.ones(2, 3, 4))
+    return bool(counts)
+
+
+class Plain(nn.Module):
+    """A class of a user that says that vmap computes the same."""
+
+    vectorizes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs).tanh()
+
+
+class Changed(Plain):
+    """A subclass with a ``forward`` of its own says nothing."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        return outputs * 2 if outputs.requires_grad else outputs
+
+
+def test_plain_models_run_together() -> None:
+    assert takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)))
+    assert takes_vmap(Plain())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        lambda: nn.Sequential(nn.Linear(4, 4), type("Own", (nn.Linear,), {"forward": lambda self, x: x})(4, 4)),
+        Changed,
+    ],
+)
+def test_other_models_run_in_turn_unless_asked(make: Any) -> None:
+    assert not takes_vmap(make())
+    assert takes_vmap(make(), vectorize=True)
+
+
+@pytest.mark.parametrize("vectorize", [None, True])
+def test_compiled_models_run_in_turn(vectorize: bool | None) -> None:
+    assert not takes_vmap(torch.compile(nn.Linear(4, 4), backend="eager"), vectorize=vectorize)
+
+
+def swap_weights(models: Any) -> None:
+    models[1][0].weight.data = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize("vectorize", [None, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda models: models[1][0].register_forward_hook(lambda *args: None),
+        lambda models: models[0][0].register_full_backward_hook(lambda *args: None),
+        lambda models: models[1].register_forward_pre_hook(lambda *args: None),
+        lambda models: parametrizations.weight_norm(models[1][0]),
+        lambda models: models[1].append(nn.Tanh()),
+        lambda models: models[1].compile(backend="eager"),
+        swap_weights,
+    ],
+)
+def test_what_differs_between_learners_runs_in_turn(change: Any, vectorize: bool | None) -> None:
+    """Also if one is changed after the first passes."""
+    assert not takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), change, vectorize=vectorize)
+    together = learners(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), 2, vectorize)
+    together(torch.ones(2, 3, 4))
+    change(together.models)
+    inputs = torch.randn(2, 3, 4)
+    expected = [model(x) for model, x in zip(together.models, inputs, strict=True)]
+    assert torch.equal(together(inputs), torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda models: setattr(models[1][1], "negative_slope", 0.5),
+        lambda models: models[1].__setitem__(1, nn.ReLU()),
+        lambda models: setattr(models[1][0], "forward", lambda x: x),
+        lambda models: models[1].eval(),
+    ],
+)
+def test_options_that_differ_between_learners_run_in_turn(change: Any) -> None:
+    assert not takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), change)
+
+
+def swap_layers(models: Any) -> None:
+    models[1].first, models[1].last = models[1].last, models[1].first
+
+
+def swap_between_learners(models: Any) -> None:
+    models[0].first, models[1].first = models[1].first, models[0].first
+
+
+@pytest.mark.parametrize("vectorize", [None, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda models: setattr(models[1], "scale", 3.0),
+        lambda models: [setattr(model, "scale", scale) for model, scale in zip(models, (1.0, 3.0), strict=True)],
+        lambda models: setattr(models[1], "act", torch.relu),
+        swap_layers,
+        swap_between_learners,
+    ],
+)
+def test_attributes_and_layers_that_change_later(change: Any, vectorize: bool | None) -> None:
+    together = learners(Scaled(), 2, vectorize)
+    together(torch.ones(2, 3, 4))
+    change(together.models)
+    inputs = torch.randn(2, 3, 4)
+    expected = [model(x)[0] for model, x in zip(together.models, inputs, strict=True)]
+    torch.testing.assert_close(together(inputs)[0], torch.stack(expected))
+
+
+def test_global_hooks_run_in_turn() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert not takes_vmap(nn.Sequential(nn.Linear(4, 4)), vectorize=True)
+    finally:
+        handle.remove()
