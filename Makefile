@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -na
 # One in-place build at a time; the stamp carries the name of the Python that it was made for.
 BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-WORKERS ?= 2
+WORKERS ?= 3
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib ruff mypy clang-format
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
@@ -27,7 +27,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 bench: build
 	@$(PY) -m ddpcore.bench $(ARGS)
 
-# Two processes, a file each at a time: what one test file sets up (worlds of ranks) is set up once.
+# Three processes, a file each at a time: what one test file sets up (worlds of ranks) is set up once, and many tests wait.
 test: build
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 

@@ -19,7 +19,7 @@ class GradientGuard:
     def watch(self) -> None:
         """Note each virtual learner's gradient as soon as autograd has written it."""
         if self._flat.num_rows > 1:
-            self._flat.on_gradients.append(self._note_rows)
+            self._flat.on_gradients.append(self._note_views)
             note = weakly(self._note)
             for parameter in self._flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
@@ -33,8 +33,8 @@ class GradientGuard:
         if parameter.grad is not None:
             self._noted[self._flat.index[id(parameter)]] = parameter.grad._version
 
-    def _note_rows(self, indices: range) -> None:
-        self._noted.update((index, self._flat.grad_views[index]._version) for index in indices)
+    def _note_views(self) -> None:
+        self._noted = dict(enumerate(self._versions()))
 
     def note_step(self) -> None:
         """Note the averaged gradients at the end of a step, which a later step may use again."""

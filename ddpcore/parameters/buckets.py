@@ -110,16 +110,14 @@ class GradientBuckets:
         # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _add(self, indices: range) -> None:
-        """All learners have gradients of a parameter. More may follow, so they are final at the end of the pass."""
+    def _add(self) -> None:
+        """All parameters have gradients. More may follow, so they are final at the end of the pass."""
         if self.paused:
             return
         if (current := torch._C._current_graph_task_id()) != self._pass:
             self._begin(current, bool(self._rows))
-        self._seen.update(indices)
+        self._seen.update(range(len(self.flat.parameters)))
         self._rows.update(range(self.flat.num_rows))
-        if indices[0] not in self._order:
-            self._order.append(indices[0])
 
     def _runs_last(self, parameter: Tensor) -> bool:
         """Whether no hook of this parameter follows, which might change the gradient. From the next pass on, none does.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from ddpcore.ops import WeightAverage
 from ddpcore.parameters.bucket_plan import plan_buckets
+from ddpcore.parameters.checks import check_parameters, unique_trainable
 from ddpcore.parameters.hook_watch import HookWatch
 
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
@@ -65,7 +66,7 @@ class FlatParameters:
     grad_LP: Tensor
     grad_views: tuple[Tensor, ...]
     index: dict[int, int]  # of each parameter, by its id
-    on_gradients: list[Callable[[range], None]]  # called after add_gradient, with the indices of the parameters
+    on_gradients: list[Callable[[], None]]  # called after add_gradients
 
     def __init__(
         self,
@@ -76,9 +77,9 @@ class FlatParameters:
         allocate: Allocate | None = None,
     ) -> None:
         self.on_gradients = []
-        rows = [_unique_trainable(parameters) for parameters in learners]
+        rows = [unique_trainable(parameters) for parameters in learners]
         for named in rows:
-            _check(named)
+            check_parameters(named)
         self.num_rows = len(rows)
         self._new = _zeros if allocate is None else allocate
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
@@ -177,49 +178,54 @@ class FlatParameters:
         inside = gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
         return gradient.clone() if inside else gradient
 
-    def add_gradient(self, rows: Sequence[Tensor], grad: Tensor) -> bool:
-        """Add the gradient ``[L, *S]`` of one parameter of all learners to ``grad_LP``, as autograd adds to ``.grad``.
+    def add_gradients(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Add all learners' gradients to ``grad_LP``, as autograd adds each of them to ``.grad``.
 
         Args:
-            rows: the parameter of each learner.
-            grad: their gradients.
+            parameters: the attribute of this name, when the graph was made.
+            grads: a gradient ``[L, *S]`` for each segment.
 
         Returns:
-            False if autograd must do it, and nothing has changed: a parameter has a hook, or a ``.grad`` of its own.
+            False if autograd must do it, and nothing has changed: a gradient is missing, a parameter was frozen, or has
+            a hook or a ``.grad`` of its own, or the layout has changed.
         """
-        first, num = self.index[id(rows[0])], len(self.segments)
-        indices = range(first, len(self.parameters), num)
-        gradients = list(map(_gradient_of, rows))
+        given = [grad for grad in grads if grad is not None]
+        if parameters is not self.parameters or len(given) < len(grads):
+            return False
+        gradients = list(map(_gradient_of, parameters))
         is_new = all(map(is_, gradients, repeat(None)))
         if is_new:
-            self._spare(indices)
-        views = self.grad_views[first::num]
-        if not is_new and not all(map(is_, gradients, views)):
+            self._spare(range(len(parameters)))
+        elif not all(map(is_, gradients, self.grad_views)):
             return False
-        if tuple(map(Tensor.data_ptr, views)) != self._grad_pointers[first::num]:
+        if self._hooks.may_act(parameters) or not all(map(_is_trained, parameters)):
             return False
-        if self._hooks.may_act(rows) or not all(map(_is_trained, rows)):
+        if tuple(map(Tensor.data_ptr, self.grad_views)) != self._grad_pointers:
             return False
-        stack = self._grad_stacks[first]
-        (stack.copy_ if is_new else stack.add_)(grad)
-        torch.autograd.graph.increment_version(views)
         if is_new:
-            for parameter, view in zip(rows, views, strict=True):
+            torch._foreach_copy_(self._grad_stacks, given)
+        else:
+            torch._foreach_add_(self._grad_stacks, given)
+        torch.autograd.graph.increment_version(self.grad_views)
+        if is_new:
+            for parameter, view in zip(parameters, self.grad_views, strict=True):
                 parameter.grad = view
         for call in self.on_gradients:
-            call(indices)
+            call()
         return True
 
     def _spare(self, indices: Iterable[int]) -> None:
         """Give a gradient that the program keeps (``kept = p.grad``) memory of its own before the next is written."""
-        held = [index for index in indices if sys.getrefcount(self.grad_views[index]) > _UNUSED]
-        if held:
-            views = list(self.grad_views)
-            for index in held:
+        counts = list(map(sys.getrefcount, self.grad_views))
+        if max(counts) <= _UNUSED:
+            return
+        views = list(self.grad_views)
+        for index in indices:
+            if counts[index] > _UNUSED:
                 kept = views[index]
                 views[index] = kept.data
                 kept.data = kept.data.clone()
-            self.grad_views = tuple(views)
+        self.grad_views = tuple(views)
 
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
         """Gradients outside of ``grad_LP`` with the layout of their weights: rows ``[1, n]`` by parameter index.
@@ -319,7 +325,7 @@ class FlatParameters:
 
 
 # What sys.getrefcount says of a view that only a tuple holds.
-_UNUSED = (lambda views: sys.getrefcount(views[0]))((torch.zeros(0),))
+_UNUSED = max(map(sys.getrefcount, (torch.zeros(0),)))
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -339,59 +345,3 @@ def _lay_out(names: Sequence[str], layouts: Sequence[tuple[torch.Size, tuple[int
         segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
         offset += _aligned(shape.numel())
     return tuple(segments)
-
-
-def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
-    seen: dict[int, tuple[str, Parameter]] = {}
-    for name, parameter in parameters:
-        if parameter.requires_grad:
-            seen.setdefault(id(parameter), (name, parameter))
-    return list(seen.values())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _check(named: Sequence[tuple[str, Parameter]]) -> None:
-    if not named:
-        raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")
-    first_name, first = named[0]
-    spans = []
-    for name, parameter in named:
-        if parameter.layout != torch.strided:
-            raise ValueError(f"parameter {name} is sparse: flat buffers take dense parameters only")
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device: materialise the model first (model.to_empty)")
-        if parameter.device != first.device:
-            raise ValueError(
-                f"parameters are on two devices ({first_name} on {first.device}, {name} on {parameter.device}): "
-                "move the model to one device"
-            )
-        if parameter.dtype != first.dtype:
-            raise ValueError(
-                f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype}): "
-                "convert the model to one"
-            )
-        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "
-                "bits: convert it, or freeze it with requires_grad_(False)"
-            )
-        if not _is_dense(parameter):
-            raise ValueError(
-                f"parameter {name} is not dense in memory: use parameter.data = parameter.data.contiguous()"
-            )
-        start = parameter.data_ptr()
-        spans.append((start, start + parameter.numel() * parameter.element_size(), name))
-    spans.sort()
-    for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:
-            raise ValueError(f"parameters {name} and {other} share memory: tie weights by sharing one Parameter object")

@@ -34,15 +34,15 @@ class HookWatch:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._num = _num_handles()
+        self._num = num_hooks()
         self._is_held = any(list(map(_has_node, parameters)))
 
     def may_act(self, parameters: Iterable[Tensor]) -> bool:
         """Whether a hook may act on the gradients of these."""
-        return self._is_held or self._num != _num_handles() or any(map(_hooks_of, parameters))
+        return self._is_held or self._num != num_hooks() or any(map(_hooks_of, parameters))
 
 
-def _num_handles() -> int:
+def num_hooks() -> int:
     """How many hooks of any kind others than ddpcore have registered in this process."""
     return RemovableHandle.next_id - _own_handles
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrize
@@ -73,13 +74,10 @@ class LearnerModels(nn.Module):
 
     @torch.compiler.disable(recursive=False)
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
-        flat, num = self._flat, len(self._flat.segments)
-        places = list(enumerate(zip(self._rules.names, flat.stacks_of(flat.param_LP), strict=True)))
+        flat = self._flat
         token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
-        stacks = {  # from the last, as autograd computes the gradients of what was made last first
-            name: _Rows.apply(token, flat, stack, *flat.parameters[index::num])
-            for index, (name, stack) in reversed(places)
-        }
+        rows = _Rows.apply(token, flat, *flat.stacks_of(flat.param_LP), *flat.parameters)
+        stacks = dict(zip(self._rules.names, rows, strict=True))
         own = [dict(model.named_buffers()) for model in self.models] if self._rules.have_buffers else [{}]
         buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
         values: list[Any] = []  # of the outputs of one learner; vmap returns tensors only
@@ -163,23 +161,30 @@ class LearnerModels(nn.Module):
 
 
 class _Rows(torch.autograd.Function):
-    """The learners' parameters as one tensor ``[L, *S]`` in the same memory; gradients go to each learner's own."""
+    """The parameters as a tensor ``[L, *S]`` per segment in the same memory. Gradients go to each learner's own."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor | None, flat: FlatParameters, stack: Tensor, *rows: Tensor) -> Tensor:
-        ctx.flat, ctx.rows, ctx.token = flat, rows, token
-        return stack.view_as(stack)
+    def forward(ctx: Any, token: Tensor | None, flat: FlatParameters, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.flat, ctx.parameters, ctx.token = flat, flat.parameters, token
+        ctx.set_materialize_grads(False)
+        return tuple(stack.view_as(stack) for stack in tensors[: len(flat.segments)])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        num, rows = len(grads), len(ctx.parameters) // len(grads)
+        own: list[Sequence[Tensor | None]]
+        none = (None,) * (2 + num)
         # With create_graph=True, and with is_grads_batched=True.
-        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad):
-            return None, None, None, *grad.unbind(0)
+        if torch.is_grad_enabled() or any(g is not None and is_legacy_batchedtensor(g) for g in grads):
+            own = [(None,) * rows if grad is None else grad.unbind(0) for grad in grads]
         # autograd reaches the token in backward(), and not in torch.autograd.grad() or with inputs=.
-        is_whole = torch._C._will_engine_execute_node(get_gradient_edge(ctx.token).node)
-        if is_whole and all(ctx.needs_input_grad[3:]) and ctx.flat.add_gradient(ctx.rows, grad):
-            return (None,) * (3 + len(ctx.rows))
-        return None, None, None, *(row.data for row in grad.unbind(0))  # each counts its own changes
+        elif torch._C._will_engine_execute_node(get_gradient_edge(ctx.token).node) and ctx.flat.add_gradients(
+            ctx.parameters, grads
+        ):
+            return *none, *(None,) * len(ctx.parameters)
+        else:  # each counts its own changes
+            own = [[None if grad is None else grad[row].data for row in range(rows)] for grad in grads]
+        return *none, *(segment[row] for row in range(rows) for segment in own)
 
 
 def copies_of(model: nn.Module, num: int) -> list[nn.Module]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils.hooks import RemovableHandle
 
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.hook_watch import num_hooks
 
 _PLAIN = {
     *(nn.Sequential, nn.Linear, nn.LayerNorm, nn.Flatten, nn.Unflatten, nn.Identity),
@@ -38,7 +38,7 @@ class VmapRules:
         self._members: list[Any] = []  # their modules and parameters
         self._facts: list[Any] = []
         self._getters: list[Callable[[Any], Any]] = []  # of the attributes of each module of a model
-        self._handles = -1  # torch's number of registered hooks
+        self._num_hooks = -1  # that others had registered when hooks were looked for
         self._alike = self._hooked = self._plain = False
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
 
@@ -60,8 +60,8 @@ class VmapRules:
         """
         if not self._is_known():
             self._read()
-        if self._hooked or self._handles != RemovableHandle.next_id:  # torch counts the hooks that are registered
-            self._handles, self._hooked = RemovableHandle.next_id, any(map(_has_hooks, self._modules))
+        if self._hooked or self._num_hooks != num_hooks():
+            self._num_hooks, self._hooked = num_hooks(), any(map(_has_hooks, self._modules))
         if not self._alike or self._hooked or _has_any_global_hook():
             return False
         if tuple(map(Tensor.data_ptr, self._flat.parameters)) != self._flat.param_pointers:
@@ -90,7 +90,7 @@ class VmapRules:
         self._modules = [module for own in modules for module in own]
         attributes = list(map(vars, self._modules))
         self._members = _members_of(attributes)
-        self._handles = -1
+        self._num_hooks = -1
         self._names = {id(parameter): name for name, parameter in self._models[0].named_parameters()}
         self._alike = all(len(own) == len(modules[0]) for own in modules) and self._have_rows()
         first = modules[0]
