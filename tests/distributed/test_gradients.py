@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
 from helpers import training
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("optimizer_name", ["fused", "sgd"])
@@ -150,3 +162,46 @@ def test_momentum_survives_a_first_step_without_synchronisation() -> None:
             optimizer.step()
         ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)
+
+
+@pytest.mark.parametrize("learners", [None, 2])
+@pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(period=9)])
+def test_kept_gradients_keep_their_values(strategy: Any, learners: int | None, one_rank: None) -> None:
+    """As torch's own, which are new tensors after ``zero_grad()``."""
+    model = training.mlp()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, strategy(), learners=learners)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, labels = training.samples(learners or 1, 6, seed=step)
+        outputs = handle.model(inputs if learners else inputs[0])
+        F.cross_entropy(outputs.flatten(0, -2), labels.flatten()).backward()
+        optimizer.step()
+        kept += [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
+    for gradient, value in kept:
+        assert torch.equal(gradient, value)
+
+
+@pytest.mark.parametrize("what", ["gradients swapped", "state moved"])
+def test_memory_that_the_program_changes(what: str) -> None:
+    """FusedSGD steps flat buffers and torch's SGD does not."""
+    ends = []
+    for optimizer_class in (FusedSGD, torch.optim.SGD):
+        model = training.mlp()
+        optimizer = optimizer_class(model.parameters(), lr=0.1, momentum=0.9)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=9), learners=2)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            inputs, labels = training.samples(2, 6, seed=step)
+            training.loss_of(handle.model(inputs), labels).backward()
+            first, second = (next(one.parameters()) for one in handle.models)
+            if what == "gradients swapped":
+                first.grad, second.grad = second.grad, first.grad
+            optimizer.step()
+            if what == "state moved" and step == 1:
+                for state in optimizer.state.values():
+                    state["momentum_buffer"].data = torch.ones_like(state["momentum_buffer"])
+        ends.append(training.weights_of_learners(handle))
+    for ours, theirs in zip(*ends, strict=True):
+        training.assert_near(ours, theirs)
