@@ -49,7 +49,7 @@ cpp: $(READY)
 	cmake --build build/cmake -j $$(nproc)
 	ctest --test-dir build/cmake --output-on-failure -j $$(nproc)
 
-# Breaks the CUDA kernels on purpose, a line at a time; each break must turn a test red. Takes some minutes.
+# Breaks the CUDA kernels on purpose, a line at a time. A test must fail for each break. Takes some minutes.
 mutations:
 	@tools/system_packages
 	python3 tests/cuda_on_cpu/mutations.py $(ARGS)

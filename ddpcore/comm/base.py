@@ -154,7 +154,7 @@ class Communicator(ABC):
         return self.exchange(weights_LP, topology, step)
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
-        """Apply ``w <- W w`` and wait, for callers that overlap nothing. The same bits as an exchange."""
+        """Apply ``w <- W w`` and wait, without overlap with other work. The result has the bits of an exchange."""
         check_has_average(weights_LP)
         self.exchange(weights_LP, topology, step).mixture().apply_(weights_LP)
 

@@ -187,7 +187,7 @@ class LinkedCommunicator(Communicator):
         return sent
 
     def _send(self, num_bytes: int) -> float:
-        """Return when the last bit of a message leaves that is ready now."""
+        """Return the time at which the last bit leaves, of a message that is ready now."""
         self._free_at = max(self.clock.now(), self._free_at) + 8 * num_bytes / self.link.bits_per_second
         return self._free_at
 

@@ -110,7 +110,7 @@ def _baseline(
     model: nn.Module, strategy: Baseline, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> Distributed:
     if given := _given({**options, "policies": None if options["policies"] == Policies() else options["policies"]}):
-        raise ValueError(f"{strategy.name} runs without any of that: leave {given} out")
+        raise ValueError(f"{strategy.name} does not use these options: leave {given} out")
     _check_unused(model)
     comm = strategy.connect(group)
     return Distributed(strategy.wrap(model, group), comm)

@@ -1,4 +1,4 @@
-"""Checks of gradients before a step: what was set after the average, or for some virtual learners only, is refused."""
+"""Checks before a step: gradients set after the average, or for some virtual learners only, are refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class GradientGuard:
 
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
-        self._stepped: list[int] = []  # of the flat views, when the last step ended
-        self._noted: dict[int, int] = {}  # of virtual learners' gradients, after their last backward pass
+        self._stepped: list[int] = []  # versions of the flat views at the end of the last step
+        self._noted: dict[int, int] = {}  # versions of virtual learners' gradients after their last pass
 
     def watch(self) -> None:
         """Note each virtual learner's gradient as soon as autograd has written it."""
@@ -58,7 +58,7 @@ class GradientGuard:
         """Check that what was done to gradients after the backward pass was done for every virtual learner.
 
         Raises:
-            RuntimeError: it was done for some alone, as clipping the gradients of learner 0's model does.
+            RuntimeError: it was done for some learners only, such as clipping the gradients of learner 0's model alone.
         """
         flat, versions = self._flat, self._noted
         if flat.num_rows == 1:

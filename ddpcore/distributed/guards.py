@@ -63,7 +63,7 @@ def check_optimizer(optimizer: object, learners: int | None) -> None:
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise ValueError(f"{name} shards the optimizer and sends weights itself: pass its optimizer class instead")
     if isinstance(optimizer, torch.optim.LBFGS) and (learners or 1) > 1:
-        raise ValueError(f"{name} combines all parameters, of several virtual learners too: run real ranks")
+        raise ValueError(f"{name} combines the parameters of all virtual learners: run real ranks")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # its __init__ did not call that of Optimizer
         raise ValueError(f"{name} wraps another optimizer and has no step hooks: pass the optimizer that it wraps")
 
@@ -113,7 +113,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Iterator[None]:
     """If the block raises, give the trained parameters memory of their own again, and free optimizer and strategy.
 
-    Weights keep their values. Only a connection that is lost in the middle may leave those of learner 0.
+    Weights keep their values. If a connection is lost in the middle, they may have learner 0's values.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = [(parameter.data_ptr(), parameter.grad) for parameter in trained]

@@ -276,7 +276,7 @@ class HookedDistributed(Distributed):
                 if parameter.grad is not None and id(parameter) not in self._members:
                     raise RuntimeError(
                         f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute(): "
-                        "do so before it, and freeze by a zero learning rate"
+                        "do that before distribute(), and freeze a parameter by a zero learning rate"
                     )
 
     def _lay_out(self, order: list[int]) -> None:
@@ -298,14 +298,14 @@ class _ForwardHook:
 
     def __init__(self, handle: HookedDistributed) -> None:
         self._handle = weakref.ref(handle)
-        self._called: set[int] = set()  # learners' models, since the strategy was called last
-        self._is_inside = False  # of a call of handle.model
+        self._called: set[int] = set()  # learners' models that ran since the last call of the strategy
+        self._is_inside = False  # whether a call of handle.model is running
 
     @torch.compiler.disable(reason="ddpcore calls a strategy in the forward pass: compile first, then distribute()")
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
-            return  # in eval mode it goes on: batch norm may be frozen
+            return  # no check of eval mode: a program may train with frozen batch norm
         if not handle.is_own_pass():
             return
         self._is_inside = isinstance(module, LearnerModels)

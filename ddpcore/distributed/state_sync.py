@@ -24,7 +24,7 @@ _NUMBERS = (KEEP, GOSSIP, AVERAGE, RESET)
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """What happens to other state in each step that averages weights or gradients. By default nothing does.
+    """What happens to other state in each step that averages weights or gradients. By default it does not change.
 
     ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
     ``average``: the mean over all learners. ``reset``: the value at the start of training. push_sum allows no

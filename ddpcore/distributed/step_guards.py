@@ -72,7 +72,7 @@ class StepCalls:
 
 _CALLS = WeakTensorKeyDictionary()  # the StepCalls of each parameter that distribute() has moved to a flat buffer
 _OWN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the optimizers that distribute() got
-_OTHERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # checked: parameters
+_OTHERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # number of parameters
 _hooks: list[Any] = []
 
 
@@ -195,7 +195,7 @@ class WeightGuard:
         return (module for model in self._models for module in model.modules())
 
     def _check_structure(self) -> None:
-        """Parameters may move to other names, as pruning and parametrizations do it, and layers may go."""
+        """Check parameters. Pruning and parametrizations may rename them, and layers may be removed."""
         advice = "do it before distribute(), or change weights in place, with copy_"
         modules = set(self._modules())
         present = set()
@@ -265,7 +265,7 @@ class WeightGuard:
             raise RuntimeError(_MOVED.format("gradients"))
 
     def check_parameters(self) -> None:
-        """Check that each parameter is the view of the flat buffer that it was."""
+        """Check that each parameter is still its view of the flat buffer."""
         flat = self._flat
         self.check_buffers()
         if _pointers(flat.grad_views) != self._gradients:  # the program has set parameter.grad.data
@@ -300,7 +300,7 @@ def _is_below(outer: FrameType, frame: FrameType | None) -> bool:
 
 
 def _calls(code: Any) -> bool:
-    """Whether a function of this code has called the present one."""
+    """Whether the function with this code object is among the callers of the present one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""Published experiments as commands: rows that are trained again, and claims that are held against them."""
+"""Published experiments as commands: rows that are trained again, and claims that are checked against the results."""

@@ -30,7 +30,7 @@ def constant(lr: float) -> Schedule:
 
 
 def warmup(schedule: Schedule, num_steps: int, start: float = 0.0) -> Schedule:
-    """Ramp a schedule up: step t < num_steps gets start + (1 - start) * (t + 1) / num_steps of schedule(t), later all.
+    """Warm-up: schedule(t), times start + (1 - start) * (t + 1) / num_steps at each step t < num_steps.
 
     Goyal et al. 2017, gradual warmup; theirs starts at the learning rate of the reference batch, so at the share
     start = reference / batch. The schedule is not delayed: its steps count from the start of training. 0 steps is no

@@ -15,8 +15,8 @@ from ddpcore.parameters.flat import FlatParameters
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
     """Columns ``[begin, end)`` of ``flat.grad_LP`` that are sent together: buckets that one parameter completes.
 
-    A large parameter completes several buckets at once, and one message for all of them costs less. Computed from the
-    layout and not from the actual order of the gradients, so all ranks send identical messages.
+    A large parameter completes several buckets at once, and one message for all of them costs less. They depend on the
+    layout and not on the actual order of the gradients, so all ranks send identical messages.
     """
     tracker = BucketTracker(_ranges(flat), list(flat.buckets))
     ready = [tracker.mark(index) for index in range(len(flat.segments))]
@@ -37,7 +37,7 @@ class GradientBuckets:
     Args:
         flat: the parameters. Their gradients become views of ``flat.grad_LP``.
         on_message: gets columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`.
-        on_end: gets the indices of the segments in the order of their gradients. Of several learners a segment is
+        on_end: gets the indices of the segments in the order of their gradients. With several learners a segment is
             complete when every learner has its gradient.
     """
 
@@ -120,10 +120,10 @@ class GradientBuckets:
         self._rows.update(range(self.flat.num_rows))
 
     def _runs_last(self, parameter: Tensor) -> bool:
-        """Whether no hook of this parameter follows, which might change the gradient. From the next pass on, none does.
+        """Whether this hook is the last one of the parameter, so that no later hook can change the gradient.
 
         torch calls these hooks in the order in which they were registered. If one was registered later, the gradient is
-        sent at the end of this pass.
+        sent at the end of this pass, and this hook becomes the last one.
         """
         hooks = parameter._post_accumulate_grad_hooks
         own = self._handles[id(parameter)].id

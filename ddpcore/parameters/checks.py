@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 
 def unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
-    """Those that need a gradient, each once."""
+    """The parameters that need a gradient, each once."""
     seen: dict[int, tuple[str, Parameter]] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:

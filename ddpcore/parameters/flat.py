@@ -278,7 +278,7 @@ class FlatParameters:
         self._move(values, gradients, [(self.segments[i].shape, self.segments[i].stride) for i in order])
 
     def renew_grad_views(self) -> None:
-        """Make new views of ``grad_LP``. Each counts its own changes, so that one that was changed alone is seen."""
+        """Make new views of ``grad_LP``. Each has its own version counter, which shows a change of this view alone."""
         self.grad_views = tuple(view.data for view in self.views_of(self.grad_LP))
         self._grad_pointers = tuple(map(Tensor.data_ptr, self.grad_views))
         self._grad_stacks = self.stacks_of(self.grad_LP)

@@ -30,7 +30,7 @@ class HookWatch:
     """Knows whether a hook may act on a gradient of these parameters before it is in ``.grad``.
 
     Hooks of an accumulation node (``get_gradient_edge(parameter).node``) cannot be read. So it counts all hooks that
-    are registered from now on, and regards a node that something holds already as one with hooks.
+    are registered from now on, and assumes that a node has hooks if something already holds a reference to it.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

@@ -104,7 +104,7 @@ class LearnerModels(nn.Module):
     def _watch_weights(self, outputs: Sequence[Tensor]) -> None:
         """Let autograd refuse a backward pass that needs weights which the program has changed in place meanwhile.
 
-        The graph has the tensor of all learners' weights, and a change of a parameter counts as one of the parameter.
+        The graph saves one tensor of all learners' weights, but an in-place change raises only a parameter's version.
         """
         flat = self._flat
         versions = [parameter._version for parameter in flat.parameters]
@@ -161,7 +161,7 @@ class LearnerModels(nn.Module):
 
 
 class _Rows(torch.autograd.Function):
-    """The parameters as a tensor ``[L, *S]`` per segment in the same memory. Gradients go to each learner's own."""
+    """One tensor ``[L, *S]`` per segment, in the memory of the parameters. Gradients go to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor | None, flat: FlatParameters, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -174,7 +174,7 @@ class _Rows(torch.autograd.Function):
         num, rows = len(grads), len(ctx.parameters) // len(grads)
         own: list[Sequence[Tensor | None]]
         none = (None,) * (2 + num)
-        # With create_graph=True, and with is_grads_batched=True.
+        # This is the case with create_graph=True, and with is_grads_batched=True.
         if torch.is_grad_enabled() or any(g is not None and is_legacy_batchedtensor(g) for g in grads):
             own = [(None,) * rows if grad is None else grad.unbind(0) for grad in grads]
         # autograd reaches the token in backward(), and not in torch.autograd.grad() or with inputs=.
@@ -182,7 +182,7 @@ class _Rows(torch.autograd.Function):
             ctx.parameters, grads
         ):
             return *none, *(None,) * len(ctx.parameters)
-        else:  # each counts its own changes
+        else:  # each gradient has its own version counter
             own = [[None if grad is None else grad[row].data for row in range(rows)] for grad in grads]
         return *none, *(segment[row] for row in range(rows) for segment in own)
 

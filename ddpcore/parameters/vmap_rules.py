@@ -1,4 +1,4 @@
-"""When the models of virtual learners may run in one ``torch.func.vmap``: where it computes the same as in turn."""
+"""Rules for running virtual learners in one ``torch.func.vmap``: only if it computes the same as in turn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VmapRules:
         self._members: list[Any] = []  # their modules and parameters
         self._facts: list[Any] = []
         self._getters: list[Callable[[Any], Any]] = []  # of the attributes of each module of a model
-        self._num_hooks = -1  # that others had registered when hooks were looked for
+        self._num_hooks = -1  # number of others' hooks at the last search for hooks
         self._alike = self._hooked = self._plain = False
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
 
@@ -69,7 +69,7 @@ class VmapRules:
         return self._plain or not plain_only
 
     def _is_known(self) -> bool:
-        """Whether all is as it was read. It runs before each forward pass, so it has no loop in Python over modules."""
+        """Whether nothing has changed. It runs before each forward pass, so it has no loop in Python over modules."""
         attributes = list(map(vars, self._modules))
         members = _members_of(attributes)
         if not members or len(members) != len(self._members) or not all(map(is_, members, self._members)):
@@ -103,7 +103,7 @@ class VmapRules:
         self._facts = self._read_facts(attributes)
 
     def _have_rows(self) -> bool:
-        """Whether each model has its row as parameters, under the names of learner 0's, and the same frozen ones."""
+        """Whether each model's parameters are its row, with learner 0's names, and all share the frozen ones."""
         num, places = len(self._flat.segments), []
         for row, model in enumerate(self._models):
             named = dict(model.named_parameters())

@@ -17,7 +17,7 @@ from ddpcore.topology.base import Topology
 
 
 class Strategy:
-    """One algorithm that keeps the learners' weights together. One object serves one ``distribute`` call.
+    """One algorithm that averages gradients or weights of the learners. One object serves one ``distribute`` call.
 
     Every rank calls the methods from :meth:`setup` to :meth:`after_step` in the order in which they are defined here.
 

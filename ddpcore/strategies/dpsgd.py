@@ -69,7 +69,7 @@ class DPSGD(Strategy):
       The exchange needs only w(t), so it overlaps the whole forward and backward pass. With FusedSGD, one kernel
       applies average, momentum and step. On a quadratic of curvature h it is stable if ``a h < 1 + lambda_min(W)``.
     - ``adapt_then_combine``: ``w_j(t+1) = sum_k W_jk(t) (w_k(t) - a g_k(w_k(t)))``. It is stable if ``a h < 2``, but
-      the exchange overlaps nothing.
+      the exchange does not overlap with any computation.
     - ``combine_then_adapt``: ``w_j(t+1) = v_j - a g_j(v_j)`` with ``v_j = sum_k W_jk(t) w_k(t)``. Its stability and its
       cost are those of ``adapt_then_combine``.
 

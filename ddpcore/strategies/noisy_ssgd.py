@@ -28,7 +28,7 @@ class NoisySSGD(SSGD):
       under ``torch.no_grad()``.
 
     x is standard normal, from a counter-based generator keyed by (seed, step, position in the flat buffer). Nothing is
-    sent, and every rank, device and number of learners draws the same.
+    sent. Every rank draws the same numbers, on any device and for any number of learners.
 
     Args:
         std: s, the standard deviation of the noise; 0 is ssgd.

@@ -45,7 +45,7 @@ class SlowMo(Strategy):
             raise ValueError("slowmo: each exchange must end within its period: take a base of staleness 0")
         if base is not None and base.compression is not None and base.compression.differences:
             raise ValueError(
-                f"slowmo: base sends differences by {base.compression.name}, which do not hold the slow step: take "
+                f"slowmo: base sends differences by {base.compression.name}, which do not include the slow step: take "
                 "another compression"
             )
         self.base = base
@@ -88,7 +88,7 @@ class SlowMo(Strategy):
         assert self._momentum_P is not None
         lr = learner.optimizer.param_groups[0]["lr"]
         if lr == 0:
-            raise ValueError("slowmo divides by the learning rate, which is 0: begin and end the schedule above it")
+            raise ValueError("slowmo divides by the learning rate, which is 0: begin and end the schedule above 0")
         self._momentum_P.mul_(self.slow_momentum).add_((self._anchor_P - weights_LP[0]) / lr)
         self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))
         weights_LP.copy_(self._anchor_P)

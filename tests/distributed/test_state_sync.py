@@ -243,7 +243,7 @@ def test_what_a_policy_needs() -> None:
     with pytest.raises(ValueError, match=r"pass distribute\(..., scaler=\)"):
         make(SSGD(), Policies(scaler="average"))
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="single runs without any of that: leave policies= out"):
+    with pytest.raises(ValueError, match="single does not use these options: leave policies= out"):
         ddpcore.distribute(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),

@@ -74,7 +74,7 @@ def test_steps_that_average() -> None:
         ({"base": DPSGD(Ring(), staleness=1)}, "staleness 0"),
         ({"base": SSGD()}, r"base is SSGD\(.*\): take gossip, a DPSGD, or None"),
         ({"base": LocalSGD(4)}, r"base is LocalSGD\(.*\): take gossip"),
-        ({"base": DPSGD(Ring(), compression=TopK())}, "differences by topk, which do not hold the slow step"),
+        ({"base": DPSGD(Ring(), compression=TopK())}, "differences by topk, which do not include the slow step"),
     ],
 )
 def test_impossible_options(options: dict, message: str) -> None:

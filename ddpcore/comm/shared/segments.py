@@ -32,7 +32,7 @@ STAGING_BYTES = 4 * 2**20  # a shared area of each rank: tensors in private memo
 
 @dataclass
 class _Shared:
-    """A buffer that every rank has allocated: the address of this rank's, and the others' (None for its own)."""
+    """A buffer that every rank has allocated: its address on this rank, and views of the others (None for its own)."""
 
     start: int
     num_bytes: int
