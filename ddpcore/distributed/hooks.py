@@ -198,6 +198,11 @@ class HookedDistributed(Distributed):
             segment = index % len(flat.segments)
             if self._used[segment] and index not in seen and parameter.requires_grad:
                 parameter.grad = flat.grad_views[index]  # another learner has a gradient, so this one steps too
+            elif self._used[segment] and index not in seen and bool(flat.grad_views[index].any()):
+                raise RuntimeError(
+                    f"parameter {flat.names[segment]} is frozen here and has a gradient on another learner: freeze it "
+                    "on all of them in the same step"
+                )
             elif index in seen and not self._used[segment]:
                 raise RuntimeError(
                     f"parameter {flat.names[segment]} got a gradient after a first backward pass in which it had none "
@@ -306,8 +311,8 @@ class _ForwardHook:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
-        if not handle.is_own_pass():
-            return
+        if torch._C._current_graph_task_id() != -1 or not handle.is_own_pass():
+            return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
         is_new = self._is_inside or not self._called or id(module) in self._called
         if is_new:

@@ -91,6 +91,7 @@ class GradientBuckets:
         view = self.flat.grad_views[index]
         if parameter.grad is view and view.data_ptr() != self._pointers[index]:  # the program has set grad.data
             self.flat.renew_grad_views()
+        del view  # gather_grad counts references
         self._seen.add(index)
         self._rows.add(row)
         if not self._runs_last(parameter):

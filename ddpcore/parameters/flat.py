@@ -250,7 +250,8 @@ class FlatParameters:
         gradient = parameter.grad
         if gradient is self.grad_views[index]:
             return
-        self._spare([index])
+        if sys.getrefcount(self.grad_views[index]) > _UNUSED:
+            self._spare([index])
         view = self.grad_views[index]
         if gradient is None:
             view.zero_()

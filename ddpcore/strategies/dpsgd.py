@@ -221,7 +221,10 @@ class DPSGD(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """The published rows, the rounding error and, for staleness 1, the rows of exchanges in progress."""
         published = None if self._published is None else self._published.state_dict()
-        stale = [(pending.sent, pending.published_LP) for pending in self._under_way if self.staleness]
+        earlier = self._under_way[
+            : len(self._under_way) - self._begun
+        ]  # the next forward pass begins the last one again
+        stale = [(pending.sent, pending.published_LP) for pending in earlier]
         return {"published": published, "stale": stale, "remainder": self._remainder_LP}
 
     @override
@@ -233,7 +236,7 @@ class DPSGD(Strategy):
             pending.exchange.abandon()
         self._under_way, self._begun = [], False
         self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()
-        for sent, published in state["stale"]:
+        for sent, published in state["stale"][: self.staleness]:  # version 0.1.0 could save one more
             rows = sent.clone()
             exchange = learner.comm.exchange(rows, self.topology, learner.step - 1)
             self._under_way.append(_Pending(exchange, rows, published.clone()))

@@ -205,3 +205,21 @@ def test_memory_that_the_program_changes(what: str) -> None:
         ends.append(training.weights_of_learners(handle))
     for ours, theirs in zip(*ends, strict=True):
         training.assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(period=9)])
+def test_gradients_that_nothing_keeps_are_not_copied(strategy: Any, one_rank: None) -> None:
+    """A view is replaced by a new one only where the program keeps it."""
+    model = training.mlp()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, strategy(), bucket_bytes=256, first_bucket_bytes=64)
+    assert handle.learner is not None
+    before: tuple[int, ...] = ()
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs, labels = training.samples(1, 6, seed=step)
+        F.cross_entropy(handle.model(inputs[0]), labels[0]).backward()
+        optimizer.step()
+        views = tuple(map(id, handle.learner.flat.grad_views))
+        assert step < 2 or views == before  # the first step settles the order
+        before = views

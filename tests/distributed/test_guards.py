@@ -62,6 +62,19 @@ def test_a_run_freed_in_an_exchange_does_not_stop_the_next(seen: list[dict[Any, 
         assert torch.equal(*rank["dropped"])
 
 
+def test_checkpointing_loses_no_gradient(seen: list[dict[Any, Any]]) -> None:
+    """Its recomputation calls the model in the middle of the backward pass."""
+    for rank in seen:
+        plain, again = rank["checkpointed"]
+        for ours, expected in zip(again, plain, strict=True):
+            torch.testing.assert_close(ours, expected)
+            assert expected.any()
+
+
+def test_a_layer_that_one_rank_freezes_is_named(seen: list[dict[Any, Any]]) -> None:
+    assert seen[0]["frozen"].startswith("parameter 0.bias is frozen here and has a gradient on another learner")
+
+
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
 def test_torch_checkpoints_on_ranks(strategy: str, seen: list[dict[Any, Any]]) -> None:
     for rank in seen:

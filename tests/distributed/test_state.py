@@ -331,3 +331,35 @@ def test_baselines_take_no_virtual_learners(baseline: Any) -> None:
     model = training.mlp()
     with pytest.raises(ValueError, match=r"learners|real ranks"):
         ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), baseline(), learners=4)
+
+
+def test_a_pass_before_a_checkpoint_does_not_make_exchanges_older() -> None:
+    """DPSGD(staleness=1): a forward pass with gradients, as of an evaluation, begins the exchange of the next step."""
+    handles = []
+    for evaluates in (False, True):
+        model = training.mlp()
+        optimizer = training.OPTIMIZERS["sgd"](model.parameters())
+        handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete(), staleness=1), learners=2)
+        for step in range(3):
+            train_step(handle, optimizer, step)
+        if evaluates:
+            handle.model(training.samples(2, 6, seed=9)[0])
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+        model = training.mlp()
+        optimizer = training.OPTIMIZERS["sgd"](model.parameters())
+        handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete(), staleness=1), learners=2)
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        handle.load_state_dict(state[2])
+        for step in range(3, 6):
+            train_step(handle, optimizer, step)
+        handles.append(handle)
+    for ours, expected in zip(*map(training.weights_of_learners, handles), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def train_step(handle: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    inputs, labels = training.samples(2, 6, seed=step)
+    training.loss_of(handle.model(inputs), labels).backward()
+    optimizer.step()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 import ddpcore
 from ddpcore.distributed import distribute as module
@@ -120,9 +121,48 @@ def dropped_in_an_exchange(rank: int) -> list[Tensor]:
     return ends
 
 
+def checkpointed(rank: int, is_checkpointed: bool) -> list[Tensor]:
+    """Gradients of a model that is checkpointed as a whole, with a layer of it behind: two buckets."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(5, 40), nn.Linear(40, 40)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.body(inputs).tanh()
+
+    torch.manual_seed(0)
+    model = Two()
+    ddpcore.distribute(model, sgd(model), ddpcore.SSGD(), transport="pg", bucket_bytes=1024, first_bucket_bytes=64)
+    inputs = torch.ones(2, 5) * (rank + 1)
+    hidden = checkpoint_of(model, inputs, use_reentrant=False) if is_checkpointed else model(inputs)
+    model.head(hidden).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def frozen_on_rank_0(rank: int) -> str:
+    """Rank 0 freezes a layer alone."""
+    model = net()
+    optimizer = sgd(model)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), transport="pg")
+    try:
+        for step in range(2):
+            if step == 1 and rank == 0:
+                model[0].requires_grad_(False)
+            optimizer.zero_grad()
+            model(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
 def main() -> None:
     path, rank, _ = join()
     seen: dict[Any, Any] = {"failed call": failed_call(rank), "dropped": dropped_in_an_exchange(rank)}
+    seen["checkpointed"] = [checkpointed(rank, again) for again in (False, True)]
+    seen["frozen"] = frozen_on_rank_0(rank)
     for strategy in STRATEGIES:
         seen["checkpoint", strategy] = checkpoint(f"{sys.argv[1]}/dcp", strategy)
     for strategy in STRATEGIES:
