@@ -42,10 +42,22 @@ def make(kind: Any = FusedSGD, strategy: Any = None, **rule: float) -> tuple[nn.
 def test_a_layer_frozen_later_stays(kind: Any) -> None:
     model, optimizer, handle = make(kind, momentum=0.9, weight_decay=0.1)
     train(handle, optimizer, 3)
-    model[0].requires_grad_(False)
+    for one in handle.models:
+        one[0].requires_grad_(False)
     before = model[0].weight.detach().clone()
     train(handle, optimizer, 3)
-    assert torch.equal(model[0].weight, before)
+    for one in handle.models:
+        assert torch.equal(one[0].weight, before)
+
+
+@pytest.mark.parametrize("kind", [FusedSGD, torch.optim.SGD])
+def test_a_layer_frozen_for_one_learner_is_refused(kind: Any) -> None:
+    """SSGD's learners would go apart."""
+    model, optimizer, handle = make(kind)
+    train(handle, optimizer, 3)
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="parameter 0.bias is frozen here and has a gradient on another learner"):
+        train(handle, optimizer)
 
 
 @pytest.mark.parametrize("kind", [FusedSGD, torch.optim.SGD])
