@@ -46,9 +46,14 @@ def start(words: Sequence[str], logs: Path, env: Mapping[str, str], cwd: Path) -
 
 
 def output(logs: Path) -> tuple[str, str]:
-    """Standard output and standard error of a process and of its ranks, without the lines of gloo in torch 2.10."""
+    """Standard output and standard error of a process and of the ranks that it started."""
     found = ((logs / stream).read_text() if (logs / stream).exists() else "" for stream in ("out", "err"))
-    return tuple(re.sub(r"^\[Gloo\] Rank .*\n", "", text, flags=re.MULTILINE) for text in found)
+    return tuple(map(without_gloo, found))
+
+
+def without_gloo(text: str) -> str:
+    """A text without the lines that gloo prints in torch 2.10."""
+    return re.sub(r"^\[Gloo\] Rank .*\n", "", text, flags=re.MULTILINE)
 
 
 def run(words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:

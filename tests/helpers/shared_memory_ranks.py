@@ -29,6 +29,7 @@ from ddpcore.comm import SharedMemoryCommunicator
 from ddpcore.comm.shared import memory
 from ddpcore.optim import FusedSGD
 from ddpcore.parameters.flat import FlatParameters
+from helpers.forked import without_gloo
 from helpers.in_place_ranks import exchanges_in_place, freezes_and_saves, misses_a_gradient
 
 CPU = torch.device("cpu")
@@ -347,7 +348,7 @@ def run_trial(trial: tuple[Any, ...]) -> list[tuple[int, str]]:
                         os.kill(pids[rank], signal.SIGXCPU)
                     statuses[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
             time.sleep(0.02)
-        return [(statuses[rank], (folder / f"{rank}.log").read_text()) for rank in range(len(pids))]
+        return [(statuses[rank], without_gloo((folder / f"{rank}.log").read_text())) for rank in range(len(pids))]
 
 
 def name_of(trial: tuple[Any, ...]) -> str:
