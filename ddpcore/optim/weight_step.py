@@ -68,7 +68,7 @@ class WeightStep:
         self._average: WeightAverage | None = None
         self._members = {id(parameter) for parameter in flat.parameters}
         self._columns: _Columns | None = None
-        self._held: set[int] = set()  # groups whose states are in the buffers, in this step
+        self._ready: set[int] = set()  # ids of the groups whose states are in the buffers
 
     def average(self, average: WeightAverage | None) -> None:
         """Set the average for the next step. It is applied immediately if the optimizer is not fused."""
@@ -88,7 +88,7 @@ class WeightStep:
             self._columns = _Columns(flat)  # the layout has changed: states are copied into new buffers
         own = flat.own_grads(LARGE)
         flat.gather_grads(left=own)
-        self._held.clear()
+        self._ready.clear()
         rules = [self._column_rule(group) for group in groups]
         num_params = sum(len(group["params"]) for group in groups)
         is_whole = None not in rules and num_params >= len(flat.parameters)  # no group was removed to freeze it
@@ -131,7 +131,7 @@ class WeightStep:
         assert self._columns is not None
         states = [optimizer.state.get(p, {}) for p in params]
         if self._columns.hold(rule.states, params, states):
-            self._held.add(id(group))
+            self._ready.add(id(group))
             return rule
         points = [(id(state.get("step")), *(state.get(name) is None for name in rule.states)) for state in states]
         return rule if all(point == points[0] for point in points) else None
@@ -153,7 +153,7 @@ class WeightStep:
         assert self._optimizer is not None
         assert self._columns is not None
         flat, params = self.flat, group["params"]
-        if id(group) in self._held:
+        if id(group) in self._ready:
             buffers = self._columns.buffers(rule.states)
         else:
             buffers = self._columns.take_states(rule.states, group, self._optimizer) if rule.states else []
@@ -197,8 +197,9 @@ class _Columns:
         self.scratch = torch.zeros(
             2 + flat.param_LP.shape[0] * len(flat.segments), dtype=torch.float64, device=flat.param_LP.device
         )
-        self._states: dict[str, tuple[Tensor, dict[int, Tensor]]] = {}  # name -> buffer, views by parameter id
-        # The views of some states of some parameters, and their addresses.
+        # name -> buffer, and by parameter id its view and the address that the view must have
+        self._states: dict[str, tuple[Tensor, dict[int, tuple[Tensor, int]]]] = {}
+        # The same views and addresses as lists, for some states of some parameters.
         self._held: dict[tuple[Any, ...], list[tuple[list[Tensor], list[int]]]] = {}
         self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
 
@@ -209,11 +210,11 @@ class _Columns:
             if name not in self._states:
                 buffer_LP = torch.zeros_like(self._flat.param_LP)
                 views = zip(self._flat.parameters, self._flat.views_of(buffer_LP), strict=True)
-                self._states[name] = buffer_LP, {id(parameter): view for parameter, view in views}
+                self._states[name] = buffer_LP, {id(param): (view, view.data_ptr()) for param, view in views}
         fresh: dict[tuple[torch.device, float], Tensor] = {}
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            views_of_state = {name: self._states[name][1][id(parameter)] for name in names}
+            views_of_state = {name: self._states[name][1][id(parameter)][0] for name in names}
             if all(state.get(name) is view for name, view in views_of_state.items()):
                 continue
             create_states(optimizer, group, parameter, fresh)
@@ -233,20 +234,20 @@ class _Columns:
             if any(name not in self._states for name in names):
                 return False
             found = [[self._states[name][1][id(param)] for param in params] for name in names]
-            self._held[key] = [(views, list(map(Tensor.data_ptr, views))) for views in found]
+            self._held[key] = [([view for view, _ in pairs], [address for _, address in pairs]) for pairs in found]
         try:
             steps = list(map(itemgetter("step"), states))
             return all(map(is_, steps, repeat(steps[0]))) and all(
-                all(map(is_, map(itemgetter(name), states), views)) and list(map(Tensor.data_ptr, views)) == pointers
-                for name, (views, pointers) in zip(names, self._held[key], strict=True)
+                all(map(is_, map(itemgetter(name), states), views)) and list(map(Tensor.data_ptr, views)) == addresses
+                for name, (views, addresses) in zip(names, self._held[key], strict=True)
             )
         except KeyError:
             return False
 
     def _forget_moved(self) -> None:
         """Forget buffers that a view has left, because the program has set its ``.data``."""
-        held = [pair for pairs in self._held.values() for pair in pairs]
-        if any(list(map(Tensor.data_ptr, views)) != pointers for views, pointers in held):
+        pairs = [pair for _, views in self._states.values() for pair in views.values()]
+        if any(view.data_ptr() != address for view, address in pairs):
             self._held.clear()
             self._states.clear()
 

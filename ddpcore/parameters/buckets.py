@@ -64,7 +64,6 @@ class GradientBuckets:
         """Read the layout of ``flat`` again, after ``flat.reorder``."""
         self.messages = messages(self.flat)
         self._tracker = BucketTracker(_ranges(self.flat), self.messages)
-        self._pointers = [view.data_ptr() for view in self.flat.grad_views]
         self.restart()
 
     def remove(self) -> None:
@@ -89,7 +88,9 @@ class GradientBuckets:
                 "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
             )
         view = self.flat.grad_views[index]
-        if parameter.grad is view and view.data_ptr() != self._pointers[index]:  # the program has set grad.data
+        if (
+            parameter.grad is view and view.data_ptr() != self.flat.grad_pointers[index]
+        ):  # the program has set grad.data
             self.flat.renew_grad_views()
         del view  # gather_grad counts references
         self._seen.add(index)

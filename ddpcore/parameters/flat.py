@@ -65,6 +65,7 @@ class FlatParameters:
     param_LP: Tensor
     grad_LP: Tensor
     grad_views: tuple[Tensor, ...]
+    grad_pointers: tuple[int, ...]  # addresses of grad_views
     index: dict[int, int]  # of each parameter, by its id
     on_gradients: list[Callable[[], None]]  # called after add_gradients
 
@@ -200,7 +201,7 @@ class FlatParameters:
             return False
         if self._hooks.may_act(parameters) or not all(map(_is_trained, parameters)):
             return False
-        if tuple(map(Tensor.data_ptr, self.grad_views)) != self._grad_pointers:
+        if tuple(map(Tensor.data_ptr, self.grad_views)) != self.grad_pointers:
             return False
         if is_new:
             torch._foreach_copy_(self._grad_stacks, given)
@@ -281,7 +282,7 @@ class FlatParameters:
     def renew_grad_views(self) -> None:
         """Make new views of ``grad_LP``. Each has its own version counter, which shows a change of this view alone."""
         self.grad_views = tuple(view.data for view in self.views_of(self.grad_LP))
-        self._grad_pointers = tuple(map(Tensor.data_ptr, self.grad_views))
+        self.grad_pointers = tuple(map(Tensor.data_ptr, self.grad_views))
         self._grad_stacks = self.stacks_of(self.grad_LP)
 
     def _move(

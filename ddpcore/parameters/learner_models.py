@@ -174,7 +174,7 @@ class _Rows(torch.autograd.Function):
         num, rows = len(grads), len(ctx.parameters) // len(grads)
         own: list[Sequence[Tensor | None]]
         none = (None,) * (2 + num)
-        # This is the case with create_graph=True, and with is_grads_batched=True.
+        # create_graph=True needs the graph of each gradient, and is_grads_batched=True passes batches of gradients.
         if torch.is_grad_enabled() or any(g is not None and is_legacy_batchedtensor(g) for g in grads):
             own = [(None,) * rows if grad is None else grad.unbind(0) for grad in grads]
         # autograd reaches the token in backward(), and not in torch.autograd.grad() or with inputs=.
