@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddpcore.bench import buckets, comm, optim, predict, run, stats, topology
+from ddpcore.bench import buckets, comm, demo, optim, predict, run, stats, topology
 from ddpcore.bench.config import BenchConfig, Options
 from ddpcore.options import command_line
 from ddpcore.runtime import launch
@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
     "": (BenchConfig, run.prepare),
     "buckets": (buckets.BucketsConfig, buckets.prepare),
     "comm": (comm.CommConfig, comm.prepare),
+    "demo": (demo.DemoConfig, demo.prepare),
     "optim": (optim.OptimConfig, optim.prepare),
     "predict": (predict.PredictConfig, predict.prepare),
     "stats": (stats.StatsConfig, stats.prepare),

@@ -227,4 +227,4 @@ def _publish(
     }
     if config.plot is not None:
         plot_buckets(result, config.plot)
-    publish(result, print_buckets, config.json)
+    publish(result, print_buckets, config)

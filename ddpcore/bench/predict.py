@@ -162,7 +162,7 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
             "compute_ms": {name: 1e3 * getattr(step, name) for name in ("forward", "backward", "update")},
             "rows": rows,
         }
-        publish(result, print_predictions, config.json)
+        publish(result, print_predictions, config)
 
 
 def _cases(
