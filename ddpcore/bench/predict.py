@@ -73,7 +73,7 @@ class PredictConfig(Options):
             ValueError: the options do not go together.
         """
         shared = ("world_size", "model", "strategies", "period", "batch_size", "seed", "device")
-        common = BenchConfig(**{name: getattr(self, name) for name in shared})
+        common = BenchConfig(dataset="synthetic", **{name: getattr(self, name) for name in shared})
         return [replace(common, topology=graph, transport=name) for name in self.transport for graph in self.topology]
 
 

@@ -16,6 +16,10 @@ Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
 
 
+class RecordTable(Table):
+    """A table whose last columns may be left out."""
+
+
 def console_of(*, wide: bool) -> Console:
     """Standard output, as wide as the terminal; 80 columns in a pipe. ``wide`` shows all columns of tables."""
     return Console(width=WIDE) if wide else Console()
@@ -24,7 +28,7 @@ def console_of(*, wide: bool) -> Console:
 def print_parts(console: Console | None, *parts: Table | str) -> None:
     """Print tables, and lines of text without markup and wrapping.
 
-    The last columns of a table that does not fit the console are left out, and a line names them.
+    The last columns of a :class:`RecordTable` that does not fit the console are left out, and a line names them.
 
     Args:
         console: standard output by default.
@@ -35,7 +39,7 @@ def print_parts(console: Console | None, *parts: Table | str) -> None:
         if isinstance(part, str):
             out.print(part, highlight=False, markup=False, soft_wrap=True)
             continue
-        hidden = _fit(part, out)
+        hidden = _fit(part, out) if isinstance(part, RecordTable) else []
         out.print(part)
         if hidden:
             out.print(f"--wide also shows: {', '.join(hidden)}", highlight=False, markup=False, soft_wrap=True)
@@ -61,7 +65,7 @@ def _width(column: Column) -> int:
 
 def table_of(
     columns: Mapping[str, Cell], rows: Iterable[Row], *, left: Sequence[str], group: str | None = None, **more: Any
-) -> Table:
+) -> RecordTable:
     """A table with a line for each row.
 
     Args:
@@ -71,7 +75,7 @@ def table_of(
         group: a key of rows; a rule separates rows with different values.
         more: arguments of ``rich.table.Table``.
     """
-    table = Table(title_justify="left", **more)
+    table = RecordTable(title_justify="left", **more)
     for heading in columns:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
     before = None

@@ -23,6 +23,8 @@ def test_defaults() -> None:
     assert config.world_size is None
     assert config.strategies is None
     assert (config.model, config.dataset, config.steps) == ("mlp", "digits", 300)
+    assert BenchConfig(model="lenet5").dataset == "synthetic"  # which takes any shape
+    assert BenchConfig(dataset_options={"num_classes": 3}).dataset == "synthetic"  # digits has no options
     with pytest.raises(FrozenInstanceError):
         config.steps = 1  # type: ignore[misc]
 
