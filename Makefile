@@ -78,7 +78,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	  .venv/bin/pip install -q "torch==$(TORCH)+cpu" 2> /dev/null || \
 	    .venv/bin/pip install -q --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard $(TOOLS)
+	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard jinja2 $(TOOLS)
 	@touch $@
 
 clean:
