@@ -62,7 +62,7 @@ build: $(BUILT)
 
 $(BUILT): $(SOURCES) setup.py $(READY)
 	@rm -f build/built-for*
-	@$(PY) -c 'import torch, pybind11, rich, numpy, scipy, safetensors' || \
+	@$(PY) -c 'import torch, rich, numpy, scipy, safetensors' || \
 	  { echo "ddpcore: $(PY) lacks what the line above names: install it, or run make without PYTHON="; exit 2; }
 	@echo "building the extension for $(PY)"
 	@mkdir -p build
@@ -78,7 +78,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	  .venv/bin/pip install -q "torch==$(TORCH)+cpu" 2> /dev/null || \
 	    .venv/bin/pip install -q --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard jinja2 $(TOOLS)
+	.venv/bin/pip install -q -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard jinja2 $(TOOLS)
 	@touch $@
 
 clean:

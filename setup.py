@@ -1,4 +1,6 @@
-"""Builds the two compiled parts: ddpcore._flags (counters in shared memory) and ddpcore/_ops.so (operators).
+"""Builds the compiled library, ddpcore/_ops.abi3.so. It uses the stable ABI of torch and nothing of Python.
+
+So one wheel serves Python 3.10 and newer with torch 2.10 and newer.
 
 DDPCORE_CUDA=0|1 overrides the choice whether the CUDA kernels are built; by default they are where a CUDA toolkit and a
 CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and holds here too; without it
@@ -31,6 +33,7 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
 CXX_FLAGS = [
     "-std=c++20",
     "-O3",
+    "-g0",  # Python's own flags ask for debug information, which is most of the library
     "-fno-math-errno",
     "-ffp-contract=off",
     "-fvisibility=hidden",
@@ -39,6 +42,7 @@ CXX_FLAGS = [
     f"-ffile-prefix-map={Path.cwd()}/=",  # error messages name the file, not the machine that compiled it
     STABLE_ABI,
 ]
+LINK_FLAGS = ["-Wl,-s"]  # no symbols but those that the dynamic linker needs
 EVERY_ARCHITECTURE = "7.5;8.0;9.0+PTX"  # newer ones compile the PTX when they load it
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", STABLE_ABI]
 
@@ -74,17 +78,9 @@ def extensions():
     if torch is None:  # pip asks for the metadata before it builds; the build itself says what is missing
         from setuptools import Extension
 
-        return [Extension("ddpcore._flags", sources("bindings/flags.cpp"))]
-    import pybind11
-
-    flags = cpp_extension.CppExtension(
-        "ddpcore._flags",
-        sources("bindings/flags.cpp"),
-        include_dirs=[pybind11.get_include()],
-        extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
-    )
+        return [Extension("ddpcore._ops", sources("bindings/flags.cpp"), py_limited_api=True)]
     cuda = builds_cuda()
-    files = sources("bindings/cpu.cpp", "cpu/*.cpp")
+    files = sources("bindings/cpu.cpp", "bindings/flags.cpp", "cpu/*.cpp")
     if cuda:
         choose_architectures()
         files += sources("bindings/cuda.cpp", "cuda/*.cu")
@@ -93,9 +89,10 @@ def extensions():
         "ddpcore._ops",
         files,
         extra_compile_args={"cxx": CXX_FLAGS + (["-DUSE_CUDA"] if cuda else []), "nvcc": NVCC_FLAGS},
+        extra_link_args=LINK_FLAGS,
         py_limited_api=True,
     )
-    return [flags, operators]
+    return [operators]
 
 
 class Build(cpp_extension.BuildExtension if torch else build_ext):
@@ -107,4 +104,8 @@ class Build(cpp_extension.BuildExtension if torch else build_ext):
         super().run()
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build})
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
