@@ -4,7 +4,8 @@ So one wheel serves Python 3.10 and newer with torch 2.10 and newer.
 
 DDPCORE_CUDA=0|1 overrides the choice whether the CUDA kernels are built; by default they are where a CUDA toolkit and a
 CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and holds here too; without it
-they are compiled for the GPUs of this machine, or for all where there is none.
+they are compiled for the GPUs of this machine, or for all where there is none. DDPCORE_LOCAL_VERSION=cu13 makes a wheel
+for CUDA 13 with this suffix of its version.
 """
 
 import importlib.util
@@ -59,6 +60,9 @@ def builds_cuda():
     toolkit = bool(cpp_extension.CUDA_HOME or os.environ.get("CUDA_HOME") or shutil.which("nvcc"))
     if wish == "1" and not toolkit:
         fail("DDPCORE_CUDA=1 but no CUDA toolkit was found: install one, or set CUDA_HOME to it")
+    wanted = os.environ.get("DDPCORE_LOCAL_VERSION", "").removeprefix("cu")
+    if wanted and (torch.version.cuda or "").partition(".")[0] != wanted:
+        fail(f"a wheel for CUDA {wanted} needs a torch built for it: torch {torch.__version__} is not, set PYTHON")
     if wish == "1" and torch.version.cuda is None:
         fail(f"DDPCORE_CUDA=1 but torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
     return wish == "1" or (wish == "" and toolkit and torch.version.cuda is not None)
@@ -104,8 +108,12 @@ class Build(cpp_extension.BuildExtension if torch else build_ext):
         super().run()
 
 
+local_version = os.environ.get("DDPCORE_LOCAL_VERSION", "")
 setup(
     ext_modules=extensions(),
     cmdclass={"build_ext": Build},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        "egg_info": {"tag_build": f"+{local_version}" if local_version else ""},
+    },
 )
