@@ -54,6 +54,13 @@ def test_training_needs_torch_and_numpy_alone(bare: dict[str, Any]) -> None:
     assert bare["gap"][1] == pytest.approx(Star().spectral_gap(8))
 
 
+def test_an_import_takes_little_more_than_that_of_torch(bare: dict[str, Any]) -> None:
+    """No other package, and none of the parts of torch that torch itself imports late: they take as long as torch."""
+    others = {name.partition(".")[0] for name in bare["imported"]} - {"ddpcore"}
+    assert "ddpcore.optim.lamb" in bare["imported"]
+    assert others <= sys.stdlib_module_names | {"numpy"}, others
+
+
 @pytest.mark.parametrize(("what", "package"), [("sparse", "scipy"), ("large", "scipy"), ("training", "safetensors")])
 def test_what_needs_an_extra_names_it(what: str, package: str, bare: dict[str, Any]) -> None:
     assert bare[what] == f"{package} is not installed: pip install 'ddpcore[train]'"

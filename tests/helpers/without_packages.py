@@ -77,13 +77,19 @@ def command(module: str, *words: str) -> list[Any]:
 
 
 def main() -> dict[str, Any]:
+    import torch  # noqa: F401
+
+    before = set(sys.modules)
     import ddpcore
-    import ddpcore.diagnostics
     import ddpcore.optim
+
+    imported = sorted(set(sys.modules) - before)
+    import ddpcore.diagnostics
 
     ring = ddpcore.Ring()
     gap = ring.spectral_gap(8), ddpcore.Star().spectral_gap(8)
     return {
+        "imported": imported,
         "trained": trained(),
         "gap": gap,
         "sparse": refusal(lambda: ring.sparse_matrix(0, 4)),
