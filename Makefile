@@ -1,4 +1,4 @@
-# make bench | test | check | mutations | sass | build | clean. The first call on a machine sets up everything it needs in .venv.
+# make bench | test | check | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
 #
 #   make bench ARGS="--model mlp"              any flags of python -m ddpcore.bench
 #   make test ARGS="tests/ops" WORKERS=0       some tests, in this process alone
@@ -20,10 +20,10 @@ BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKERS ?= 3
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib ruff mypy clang-format
+TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib ruff mypy clang-format build twine torch-abi-audit
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: bench test check lint types cpp mutations sass build clean
+.PHONY: bench test check lint types cpp mutations sass build sdist wheel release-check clean
 bench: build
 	@$(PY) -m ddpcore.bench $(ARGS)
 
@@ -58,11 +58,28 @@ mutations:
 sass:
 	python3 benchmarks/sass.py $(ARGS)
 
+# What is published. The wheel is built from the source distribution, so it holds nothing that the latter lacks.
+# make wheel CUDA=13 makes dist/cu13/: it needs nvcc of CUDA 13, and a torch in PYTHON that is built for CUDA 13.
+DIST := $(if $(CUDA),dist/cu$(CUDA),dist)
+sdist: $(READY)
+	@rm -f dist/*.tar.gz
+	DDPCORE_CUDA=0 $(PY) -m build --sdist --no-isolation --outdir dist
+
+wheel: sdist
+	@rm -f $(DIST)/*.whl
+	$(if $(CUDA),DDPCORE_CUDA=1 DDPCORE_LOCAL_VERSION=cu$(CUDA),DDPCORE_CUDA=0) \
+	  $(PY) -m pip wheel -q --no-deps --no-build-isolation --no-cache-dir --wheel-dir $(DIST) dist/*.tar.gz
+	@ls -l $(DIST)/*.whl
+
+# Installs both beside several versions of torch, and tests them there. Downloads these versions; takes about half an hour.
+release-check: wheel
+	$(PY) tools/release_check.py $(if $(CUDA),--cuda $(CUDA)) $(ARGS)
+
 build: $(BUILT)
 
 $(BUILT): $(SOURCES) setup.py $(READY)
 	@rm -f build/built-for*
-	@$(PY) -c 'import torch, pybind11, rich, numpy, scipy, safetensors' || \
+	@$(PY) -c 'import torch, rich, numpy, scipy, safetensors' || \
 	  { echo "ddpcore: $(PY) lacks what the line above names: install it, or run make without PYTHON="; exit 2; }
 	@echo "building the extension for $(PY)"
 	@mkdir -p build
@@ -78,7 +95,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	  .venv/bin/pip install -q "torch==$(TORCH)+cpu" 2> /dev/null || \
 	    .venv/bin/pip install -q --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q -c constraints.txt setuptools ninja pybind11 numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard $(TOOLS)
+	.venv/bin/pip install -q -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard jinja2 $(TOOLS)
 	@touch $@
 
 clean:

@@ -1,8 +1,11 @@
-"""Builds the two compiled parts: ddpcore._flags (counters in shared memory) and ddpcore/_ops.so (operators).
+"""Builds the compiled library, ddpcore/_ops.abi3.so. It uses the stable ABI of torch and nothing of Python.
+
+So one wheel serves Python 3.10 and newer with torch 2.10 and newer.
 
 DDPCORE_CUDA=0|1 overrides the choice whether the CUDA kernels are built; by default they are where a CUDA toolkit and a
 CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and holds here too; without it
-they are compiled for the GPUs of this machine, or for all where there is none.
+they are compiled for the GPUs of this machine, or for all where there is none. DDPCORE_LOCAL_VERSION=cu13 makes a wheel
+for CUDA 13 with this suffix of its version.
 """
 
 import importlib.util
@@ -31,6 +34,7 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
 CXX_FLAGS = [
     "-std=c++20",
     "-O3",
+    "-g0",  # Python's own flags ask for debug information, which is most of the library
     "-fno-math-errno",
     "-ffp-contract=off",
     "-fvisibility=hidden",
@@ -39,6 +43,7 @@ CXX_FLAGS = [
     f"-ffile-prefix-map={Path.cwd()}/=",  # error messages name the file, not the machine that compiled it
     STABLE_ABI,
 ]
+LINK_FLAGS = ["-Wl,-s"]  # no symbols but those that the dynamic linker needs
 EVERY_ARCHITECTURE = "7.5;8.0;9.0+PTX"  # newer ones compile the PTX when they load it
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", STABLE_ABI]
 
@@ -55,6 +60,9 @@ def builds_cuda():
     toolkit = bool(cpp_extension.CUDA_HOME or os.environ.get("CUDA_HOME") or shutil.which("nvcc"))
     if wish == "1" and not toolkit:
         fail("DDPCORE_CUDA=1 but no CUDA toolkit was found: install one, or set CUDA_HOME to it")
+    wanted = os.environ.get("DDPCORE_LOCAL_VERSION", "").removeprefix("cu")
+    if wanted and (torch.version.cuda or "").partition(".")[0] != wanted:
+        fail(f"a wheel for CUDA {wanted} needs a torch built for it: torch {torch.__version__} is not, set PYTHON")
     if wish == "1" and torch.version.cuda is None:
         fail(f"DDPCORE_CUDA=1 but torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
     return wish == "1" or (wish == "" and toolkit and torch.version.cuda is not None)
@@ -74,17 +82,9 @@ def extensions():
     if torch is None:  # pip asks for the metadata before it builds; the build itself says what is missing
         from setuptools import Extension
 
-        return [Extension("ddpcore._flags", sources("bindings/flags.cpp"))]
-    import pybind11
-
-    flags = cpp_extension.CppExtension(
-        "ddpcore._flags",
-        sources("bindings/flags.cpp"),
-        include_dirs=[pybind11.get_include()],
-        extra_compile_args=["-std=c++20", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
-    )
+        return [Extension("ddpcore._ops", sources("bindings/flags.cpp"), py_limited_api=True)]
     cuda = builds_cuda()
-    files = sources("bindings/cpu.cpp", "cpu/*.cpp")
+    files = sources("bindings/cpu.cpp", "bindings/flags.cpp", "cpu/*.cpp")
     if cuda:
         choose_architectures()
         files += sources("bindings/cuda.cpp", "cuda/*.cu")
@@ -93,9 +93,10 @@ def extensions():
         "ddpcore._ops",
         files,
         extra_compile_args={"cxx": CXX_FLAGS + (["-DUSE_CUDA"] if cuda else []), "nvcc": NVCC_FLAGS},
+        extra_link_args=LINK_FLAGS,
         py_limited_api=True,
     )
-    return [flags, operators]
+    return [operators]
 
 
 class Build(cpp_extension.BuildExtension if torch else build_ext):
@@ -107,4 +108,12 @@ class Build(cpp_extension.BuildExtension if torch else build_ext):
         super().run()
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build})
+local_version = os.environ.get("DDPCORE_LOCAL_VERSION", "")
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": Build},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        "egg_info": {"tag_build": f"+{local_version}" if local_version else ""},
+    },
+)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ALWAYS = ("torch", "numpy", "scipy", "rich", "safetensors")
-TO_BUILD = ("setuptools", "pybind11")
+TO_BUILD = ("setuptools",)
 TO_TEST = ("pytest", "xdist", "hypothesis", "networkx")
 
 

@@ -1,36 +1,80 @@
-"""A source distribution holds all that it is built from."""
+"""A source distribution holds all that builds, tests, measures and explains the package, and nothing that was made."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
+from ddpcore.runtime.version import VERSION
+
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("csrc", "ddpcore", "tests/cpp", "tests/cuda_on_cpu")
-FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CMakeLists.txt", "Makefile")
+FOLDERS = ("csrc", "ddpcore", "tests", "docs", "benchmarks", "tools", "examples")
+FILES = (
+    *("setup.py", "pyproject.toml", "MANIFEST.in", "CMakeLists.txt", "Makefile", "constraints.txt"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff", "SECURITY.md"),
+)
+MADE = ("*.so", "__pycache__", ".*_cache", ".hypothesis", "_build")
 
 
-def test_every_source_is_in_the_tarball(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], dict[str, bytes]]:
+    """The files of a copy of the repository, and those of the archive that is made from it."""
+    tree = tmp_path_factory.mktemp("tree")
     for folder in FOLDERS:
-        unmade = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=unmade)
+        if (ROOT / folder).exists():
+            shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns(*MADE))
     for file in FILES:
-        shutil.copy(ROOT / file, tmp_path)
-    sources = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"csrc/math.h", "csrc/cuda/sgd.cu", "ddpcore/runtime/machine.py"} < sources
-    for made in ("ddpcore/_ops.abi3.so", "csrc/__pycache__/left.pyc"):
-        (tmp_path / made).parent.mkdir(exist_ok=True)
-        (tmp_path / made).touch()
+        shutil.copy(ROOT / file, tree)
+    sources = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+    for left in ("ddpcore/_ops.abi3.so", "csrc/__pycache__/left.pyc", "tests/ops/__pycache__/left.pyc"):
+        (tree / left).parent.mkdir(exist_ok=True)
+        (tree / left).touch()
     words = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "made"]
     environment = os.environ | {"DDPCORE_CUDA": "0"}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (tarball,) = (tmp_path / "made").iterdir()
+    (tarball,) = (tree / "made").iterdir()
+    assert tarball.name == f"ddpcore-{VERSION}.tar.gz"
+    held = {}
     with tarfile.open(tarball) as archive:
-        held = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    assert not sources - held
-    assert not [name for name in held if name.endswith((".so", ".pyc"))]
+        for member in archive:
+            file = archive.extractfile(member)
+            if file is not None:
+                held[member.name.partition("/")[2]] = file.read()
+    return sources, held
+
+
+def test_every_source_is_in_the_archive(made: tuple[set[str], dict[str, bytes]]) -> None:
+    sources, held = made
+    named = {"csrc/math.h", "csrc/cuda/sgd.cu", "ddpcore/py.typed", "docs/architecture.md", "tests/optim/test_sgd.py"}
+    assert named | {"benchmarks/common.py", "tools/smoke.py", "CITATION.cff"} <= sources
+    assert not sources - set(held)
+
+
+def test_nothing_that_was_made_is_in_the_archive(made: tuple[set[str], dict[str, bytes]]) -> None:
+    sources, held = made
+    more = {name for name in set(held) - sources if ".egg-info/" not in name}
+    assert more == {"PKG-INFO", "setup.cfg"}
+
+
+def test_the_metadata_ask_for_torch_and_numpy_alone(made: tuple[set[str], dict[str, bytes]]) -> None:
+    """Beside typing_extensions, which torch needs too, and tomli in Python 3.10."""
+    metadata = made[1]["PKG-INFO"].decode()
+    needed = [line for line in re.findall("^Requires-Dist: (.*)$", metadata, re.MULTILINE) if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line)[0] for line in needed} == {"torch", "numpy", "typing_extensions", "tomli"}  # type: ignore[index]
+    extras = re.findall("^Provides-Extra: (.*)$", metadata, re.MULTILINE)
+    assert extras == ["train", "bench", "report", "all", "dev"]
+    assert f"\nVersion: {VERSION}\n" in metadata
+    assert "\nLicense-Expression: BSD-3-Clause\n" in metadata
+
+
+def test_every_place_names_the_same_version() -> None:
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,13 +1,10 @@
-// Module ddpcore._flags: counters in memory that several processes map. One process increases a counter, others wait
-// for it.
-#include <pybind11/pybind11.h>
-
+// Counters in memory that several processes map. One process increases a counter, others wait for it. These are C
+// functions, which ddpcore/comm/shared/flags.py calls through ctypes: one library serves every version of Python.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <stdexcept>
 #include <thread>
 
 #ifdef __linux__
@@ -19,11 +16,8 @@
 #include <ctime>
 #endif
 
-namespace py = pybind11;
-
 namespace {
 
-constexpr size_t kLine = 64;                          // bytes: each flag has its own cache line
 constexpr auto kSpin = std::chrono::microseconds(4);  // a longer spin delays ranks that share the core
 
 using Clock = std::chrono::steady_clock;
@@ -50,60 +44,33 @@ bool reached(uint32_t value, uint32_t target) {
     return static_cast<int32_t>(value - target) >= 0;
 }
 
-class Flags {
-  public:
-    explicit Flags(const py::buffer& buffer) : memory_(buffer.request(true)) {
-        const auto address = reinterpret_cast<uintptr_t>(memory_.ptr);
-        if (memory_.itemsize != 1 || memory_.ndim != 1 || address % kLine != 0) {
-            throw std::invalid_argument("flags need a writable buffer of bytes that starts on a cache line");
-        }
-        num_flags_ = static_cast<size_t>(memory_.size) / kLine;
-    }
-
-    uint32_t read(size_t index) const { return std::atomic_ref(*word(index)).load(std::memory_order_acquire); }
-
-    // A process that reads this value sees all earlier writes of this process.
-    void post(size_t index, uint64_t value) const {
-        std::atomic_ref(*word(index)).store(static_cast<uint32_t>(value), std::memory_order_release);
-        wake_all(word(index));
-    }
-
-    // Returns whether the flag reached the target within the time. A signal can end the wait early.
-    bool wait(size_t index, uint64_t target, double seconds) const {
-        uint32_t* flag = word(index);
-        const auto goal = static_cast<uint32_t>(target);
-        if (reached(read(index), goal)) return true;
-        const py::gil_scoped_release release;
-        const auto start = Clock::now();
-        const auto deadline = start + std::chrono::nanoseconds(std::llround(1e9 * std::clamp(seconds, 0.0, 1e6)));
-        for (;;) {
-            const uint32_t value = std::atomic_ref(*flag).load(std::memory_order_acquire);
-            if (reached(value, goal)) return true;
-            const auto now = Clock::now();
-            if (now >= deadline) return false;
-            if (now - start >= kSpin) sleep_while(flag, value, deadline - now);
-        }
-    }
-
-  private:
-    uint32_t* word(size_t index) const {
-        if (index >= num_flags_) throw std::out_of_range("no such flag");
-        return reinterpret_cast<uint32_t*>(static_cast<char*>(memory_.ptr) + index * kLine);
-    }
-
-    py::buffer_info memory_;  // holds the buffer, so that its memory outlives the flags
-    size_t num_flags_ = 0;
-};
+uint32_t load(uint32_t* flag) {
+    return std::atomic_ref(*flag).load(std::memory_order_acquire);
+}
 
 }  // namespace
 
-PYBIND11_MODULE(_flags, module) {
-    module.doc() = "Counters in memory that several processes map.";
-    py::class_<Flags>(module, "Flags", "Counters in shared memory, one in each 64 bytes of a buffer.")
-        .def(py::init<py::buffer>(), py::arg("buffer"))
-        .def("read", &Flags::read, py::arg("index"), "The value of a flag.")
-        .def("post", &Flags::post, py::arg("index"), py::arg("value"), "Set a flag and wake those who wait for it.")
-        .def(
-            "wait", &Flags::wait, py::arg("index"), py::arg("target"), py::arg("seconds"),
-            "Whether the flag reached the target within that time; the GIL is free meanwhile.");
+#define DDPCORE_EXPORT extern "C" __attribute__((visibility("default")))
+
+DDPCORE_EXPORT uint32_t ddpcore_flag_read(uint32_t* flag) {
+    return load(flag);
+}
+
+// A process that reads this value sees all earlier writes of this process.
+DDPCORE_EXPORT void ddpcore_flag_post(uint32_t* flag, uint32_t value) {
+    std::atomic_ref(*flag).store(value, std::memory_order_release);
+    wake_all(flag);
+}
+
+// Returns whether the flag reached the target within the time. A signal can end the wait early.
+DDPCORE_EXPORT bool ddpcore_flag_wait(uint32_t* flag, uint32_t target, double seconds) {
+    const auto start = Clock::now();
+    const auto deadline = start + std::chrono::nanoseconds(std::llround(1e9 * std::clamp(seconds, 0.0, 1e6)));
+    for (;;) {
+        const uint32_t value = load(flag);
+        if (reached(value, target)) return true;
+        const auto now = Clock::now();
+        if (now >= deadline) return false;
+        if (now - start >= kSpin) sleep_while(flag, value, deadline - now);
+    }
 }

@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ddpcore.bench import buckets, comm, demo, optim, predict, run, stats, topology
-from ddpcore.bench.config import BenchConfig, Options
 from ddpcore.options import command_line
+from ddpcore.options.extras import MissingPackage, extra
 from ddpcore.runtime import launch
-from ddpcore.runtime.launch import World
-
-# prepare(options, torchrun's world or None) checks both on this machine and returns a function that runs the command.
-# It raises ValueError, in one line, before any process starts.
-Prepare = Callable[[Any, World | None], Callable[[], None]]
-COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
-    "": (BenchConfig, run.prepare),
-    "buckets": (buckets.BucketsConfig, buckets.prepare),
-    "comm": (comm.CommConfig, comm.prepare),
-    "demo": (demo.DemoConfig, demo.prepare),
-    "optim": (optim.OptimConfig, optim.prepare),
-    "predict": (predict.PredictConfig, predict.prepare),
-    "stats": (stats.StatsConfig, stats.prepare),
-    "topology": (topology.TopologyConfig, topology.prepare),
-}
-FURTHER = "|".join(filter(None, COMMANDS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,12 +17,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = "ddpcore.bench"
     started = False
     try:
+        with extra("bench"):
+            from ddpcore.bench.commands import COMMANDS  # noqa: PLC0415  a missing package is one line
+        further = "|".join(filter(None, COMMANDS))
         if name not in COMMANDS:
-            known = FURTHER.replace("|", ", ")
+            known = further.replace("|", ", ")
             raise ValueError(f"unknown command {name!r}: choose from {known}, or give only flags")
         options, prepare = COMMANDS[name]
         program = f"{program} {name}".rstrip()
-        prog, epilog = f"python -m {program}", "" if name else f"Further benches: python -m ddpcore.bench {FURTHER}"
+        prog, epilog = f"python -m {program}", "" if name else f"Further benches: python -m ddpcore.bench {further}"
         torchrun = launch.torchrun_world()
         if torchrun is not None:
             program += f", rank {torchrun.rank}"
@@ -51,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, launch.RankFailed) as error:
-        if started and not isinstance(error, launch.UsageError | launch.RankFailed):
+        if started and not isinstance(error, launch.UsageError | launch.RankFailed | MissingPackage):
             raise
         print(f"{program}: {error}", file=sys.stderr)
         return 1 if isinstance(error, launch.RankFailed) else 2

@@ -63,11 +63,11 @@ class VirtualCommunicator(Communicator):
         known_topology, known_device, known = self._known
         if known is not None and known_topology is topology and known_device == device:
             return known
-        mixing = topology.sparse_matrix(step, self.num_learners)
+        mixing = topology.mixing_matrix(step, self.num_learners)
         rows = (
-            torch.from_numpy(mixing.indptr.astype(np.int64)).to(device),
-            torch.from_numpy(mixing.indices.astype(np.int64)).to(device),
-            torch.from_numpy(mixing.data.astype(np.float32)).to(device),
+            torch.from_numpy(mixing.offsets).to(device),
+            torch.from_numpy(mixing.columns).to(device),
+            torch.from_numpy(mixing.values.astype(np.float32)).to(device),
         )
         if topology.period(self.num_learners) == 1:
             self._known = topology, device, rows

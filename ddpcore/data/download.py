@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcore.data import cifar, mnist
-
-try:
-    import pooch
-except ImportError:  # the extra `data`: only downloads need it
-    pooch = None
+from ddpcore.options.extras import extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +48,15 @@ def download(name: str, data_dir: str | Path) -> None:
     """Download the files of a data set that data_dir does not hold yet, check their MD5 and unpack them.
 
     Raises:
-        ValueError: pooch is not installed, or a file cannot be downloaded or has another MD5.
+        MissingPackage: pooch is not installed.
+        ValueError: a file cannot be downloaded or has another MD5.
     """
     root = Path(data_dir)
     for source in SOURCES[name]:
         if any(all((root / file).exists() for file in layout) for layout in source.layouts):
             continue
-        if pooch is None:
-            raise ValueError("downloading needs pooch: pip install 'ddpcore[data]', or fetch the files by hand")
+        with extra("train"):
+            import pooch  # noqa: PLC0415  only downloads need it
         unpack = pooch.Untar(extract_dir=".") if source.url.endswith(".tar.gz") else None
         folder, file = root / source.folder, source.url.rpartition("/")[2]
         try:

@@ -11,11 +11,7 @@ import numpy as np
 import torch
 
 from ddpcore.data.base import Dataset, Split
-
-try:
-    import h5py
-except ImportError:  # the extra `hdf5`: only HDF5 files need it
-    h5py = None
+from ddpcore.options.extras import extra
 
 NUMPY = (".npz",)
 HDF5 = (".h5", ".hdf5")
@@ -68,8 +64,9 @@ def _split(folder: Path) -> Split:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     """The arrays of ARRAYS that a file holds."""
-    if path.suffix in HDF5 and h5py is None:
-        raise ValueError(f"{path}: HDF5 needs h5py: pip install 'ddpcore[hdf5]', or write .npz files")
+    if path.suffix in HDF5:
+        with extra("train"):
+            import h5py  # noqa: PLC0415  only HDF5 files need it
     try:
         if path.suffix in HDF5:
             with h5py.File(path, "r") as file:

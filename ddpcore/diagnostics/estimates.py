@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+
+from ddpcore.options.extras import extra
 
 Array = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -120,6 +121,8 @@ def ratio_interval(numerator_T: Array, denominator_T: Array, level: float = 0.95
     means_2B = [[part.mean() for part in np.array_split(x_T, num_batches)] for x_T in (numerator_T, denominator_T)]
     x, y = numerator_T.mean(), denominator_T.mean()
     (var_x, cov), (_, var_y) = np.cov(means_2B) / num_batches
+    with extra("train"):
+        from scipy.special import stdtrit  # noqa: PLC0415  only intervals need scipy
     t2 = float(stdtrit(num_batches - 1, (1 + level) / 2)) ** 2
     a, b, c = y * y - t2 * var_y, x * y - t2 * cov, x * x - t2 * var_x  # a R^2 - 2 b R + c <= 0
     root = math.sqrt(max(b * b - a * c, 0.0))

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor, nn
 
 from ddpcore.diagnostics.passes import Loss, as_it_was, part_product, parts_of, twice_differentiable
+from ddpcore.options.extras import extra
 
 STRENGTH = 0.1  # s
 NUM_PROBES = 16  # random vectors for the trace, and for the noise
@@ -153,6 +153,8 @@ def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, sta
         return 0.0
     if num < 3:  # too small for ARPACK
         return float(np.linalg.eigvalsh(np.stack([matvec(row) for row in np.eye(num)])).max())
+    with extra("train"):
+        from scipy.sparse.linalg import LinearOperator, eigsh  # noqa: PLC0415  only the flatness needs scipy
     operator = LinearOperator((num, num), matvec=matvec, dtype=np.float64)
     values = eigsh(operator, k=1, which="LA", v0=start, tol=TOLERANCE, return_eigenvectors=False)
     return float(values[0])

@@ -33,6 +33,7 @@ from ddpcore.distributed.step_guards import WeightGuard, creates_states_only, wa
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets
+from ddpcore.parameters.compilation import exclude_from_compilation
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
@@ -302,11 +303,12 @@ class _ForwardHook:
     is_ours = True
 
     def __init__(self, handle: HookedDistributed) -> None:
+        reason = "ddpcore calls a strategy in the forward pass: compile first, then distribute()"
+        exclude_from_compilation(_ForwardHook, "__call__", reason=reason)
         self._handle = weakref.ref(handle)
         self._called: set[int] = set()  # learners' models that ran since the last call of the strategy
         self._is_inside = False  # whether a call of handle.model is running
 
-    @torch.compiler.disable(reason="ddpcore calls a strategy in the forward pass: compile first, then distribute()")
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:

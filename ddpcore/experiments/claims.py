@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scipy import stats
-
+from ddpcore.options.extras import extra
 from ddpcore.options.suggest import suggest
 from ddpcore.options.typed import is_finite
 
@@ -232,7 +231,9 @@ class _Evaluation:
             first, second = (self._numbers(row, seeds, metric) for row in rows)
             if len(seeds) < _MIN_PAIRS:
                 raise _NotRun(f"a test of {rows[0]} and {rows[1]} needs {_MIN_PAIRS} seeds, they share {len(seeds)}")
-            return 1.0 if first == second else float(stats.wilcoxon(first, second).pvalue)
+            with extra("train"):
+                from scipy.stats import wilcoxon  # noqa: PLC0415  it takes a second to import
+            return 1.0 if first == second else float(wilcoxon(first, second).pvalue)
         numbers = self._numbers(rows[0], self.outcomes[rows[0]], metric)
         if name == "std" and len(numbers) < 2:
             raise _NotRun(f"the spread of {rows[0]} needs two seeds")

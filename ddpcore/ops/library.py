@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 import torch
+
+LIBRARY_FILE = Path(__file__).resolve().parent.parent / "_ops.abi3.so"
+"""The compiled library. It has this name under every version of Python."""
 
 _LIBRARY = torch.library.Library("ddpcore", "DEF")
 
@@ -45,14 +47,13 @@ def no_result(*args: Any, **kwargs: Any) -> None:
 
 def load() -> str | None:
     """Register the compiled kernels of this package. Returns the reason if that fails, else None."""
-    package = Path(__file__).resolve().parent.parent
-    found = [path for suffix in EXTENSION_SUFFIXES if (path := package / f"_ops{suffix}").exists()]
-    if not found:
-        return f"ddpcore's operator library is not built in {package}: run 'pip install -e .' or 'make build'"
+    if not LIBRARY_FILE.exists():
+        folder = LIBRARY_FILE.parent
+        return f"ddpcore's operator library is not built in {folder}: run 'pip install -e .' or 'make build'"
     try:
-        torch.ops.load_library(str(found[0]))
+        torch.ops.load_library(str(LIBRARY_FILE))
     except OSError as error:
-        return f"torch {torch.__version__} cannot load {found[0]}: {error}; rebuild ddpcore"
+        return f"torch {torch.__version__} cannot load {LIBRARY_FILE}: {error}; rebuild ddpcore"
     return None
 
 

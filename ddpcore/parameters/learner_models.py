@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
+from ddpcore.parameters.compilation import exclude_from_compilation
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.vmap_rules import VmapRules
@@ -41,13 +42,14 @@ class LearnerModels(nn.Module):
 
     def __init__(self, models: Sequence[nn.Module], flat: FlatParameters, vectorize: bool | str | None = None) -> None:
         super().__init__()
+        # torch.compile(handle.model) compiles the models that are called here.
+        exclude_from_compilation(LearnerModels, "forward", "_together", "_in_turn", recursive=False)
         self.models = nn.ModuleList(models)
         self._flat = flat
         self._rules = VmapRules(self.models, flat)
         self._token = torch.zeros((), requires_grad=True)
         self.vectorize = vectorize
 
-    @torch.compiler.disable(recursive=False)  # torch.compile(handle.model) compiles the models that are called here
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Learner j gets ``x[j]`` of every tensor x in the arguments, and other values as they are.
 
@@ -72,7 +74,6 @@ class LearnerModels(nn.Module):
             return self._together(inputs, named_inputs)
         return self._in_turn(inputs, named_inputs)
 
-    @torch.compiler.disable(recursive=False)
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         flat = self._flat
         token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
@@ -118,7 +119,6 @@ class LearnerModels(nn.Module):
                 if output.requires_grad:
                     output.register_hook(check)
 
-    @torch.compiler.disable(recursive=False)
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
         results = []
         for row, model in enumerate(self.models):

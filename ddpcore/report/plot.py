@@ -1,4 +1,4 @@
-"""Plots as PNG or SVG files; they need matplotlib (extra ``plot``)."""
+"""Plots as PNG or SVG files; they need matplotlib (extra ``report``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpcore.report.table import size_name
 try:
     import matplotlib
     from matplotlib.figure import Figure
-except ImportError:  # the extra `plot`: only --plot needs it
+except ImportError:  # the extra `report`: only --plot needs it
     Figure = None  # type: ignore[assignment,misc]
 
 SUFFIXES = (".png", ".svg")
@@ -26,7 +26,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--plot: {path} ends in neither {' nor '.join(SUFFIXES)}: name such a file")
     if Figure is None:
-        raise ValueError("--plot needs matplotlib: pip install 'ddpcore[plot]', or leave --plot out")
+        raise ValueError("--plot needs matplotlib: pip install 'ddpcore[report]', or leave --plot out")
 
 
 def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:

@@ -69,7 +69,7 @@ class PushSum(Strategy):
         step = learner.step - 1
         learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         assert self._push_weights is not None
-        matrix = self.topology.sparse_matrix(step, learner.comm.num_learners)  # the same on every rank
+        matrix = self.topology.mixing_matrix(step, learner.comm.num_learners)  # the same on every rank
         self._push_weights = learner.shares = torch.from_numpy(matrix @ self._push_weights.numpy())
         self.restore_weights(learner)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
 
 from ddpcore.topology import rounds as of_step
 from ddpcore.topology import spectrum
-from ddpcore.topology.rounds import Round
+from ddpcore.topology.rounds import MixingMatrix, Round
 
 Matrix = npt.NDArray[np.float64]
 """A mixing matrix W, float64 [n, n]: W[j, k] is the weight that learner j gives to learner k."""
@@ -51,13 +51,17 @@ class Topology(ABC):
         check(step, 0, num_learners)
         return [self.round(step, rank, num_learners) for rank in range(num_learners)]
 
-    def sparse_matrix(self, step: int, num_learners: int) -> csr_array:
+    def mixing_matrix(self, step: int, num_learners: int) -> MixingMatrix:
         """The mixing matrix W of a step in compressed rows, [n, n]; the cost is linear in the edges."""
         return of_step.mixing_matrix(self.rounds(step, num_learners))
 
+    def sparse_matrix(self, step: int, num_learners: int) -> Any:
+        """The mixing matrix W of a step as a ``scipy.sparse.csr_array``, [n, n]; it needs scipy."""
+        return self.mixing_matrix(step, num_learners).sparse()
+
     def matrix(self, step: int, num_learners: int) -> Matrix:
         """The mixing matrix W of a step as an array, float64 [n, n]."""
-        return np.asarray(self.sparse_matrix(step, num_learners).toarray())
+        return self.mixing_matrix(step, num_learners).dense()
 
     def spectral_gap(self, num_learners: int) -> float:
         """How fast learners agree, in [0, 1]: 0 is never, 1 is after one period. 1.0 for one learner.
@@ -70,7 +74,7 @@ class Topology(ABC):
           2006, "Randomized gossip algorithms").
 
         Computed by a Fourier transform if there are `translations`, else with dense matrices up to 512 learners and by
-        Lanczos iteration above. RuntimeError if that does not converge, because the gap is too small.
+        Lanczos iteration (of scipy) above. RuntimeError if that does not converge, because the gap is too small.
         """
         check(0, 0, num_learners)
         if num_learners == 1:
@@ -84,7 +88,7 @@ class Topology(ABC):
             firsts = [self.round(step, 0, num_learners) for step in range(period)]
             shrunk = spectrum.contraction_on_grid([of_step.first_row(turn, shape) for turn in firsts])
         else:
-            shrunk = spectrum.contraction([self.sparse_matrix(step, num_learners) for step in range(period)])
+            shrunk = spectrum.contraction([self.mixing_matrix(step, num_learners) for step in range(period)])
         rounding = num_learners * float(np.finfo(np.float64).eps)  # its T-th root would not be small
         return 1.0 if shrunk <= rounding else max(0.0, 1.0 - shrunk ** (1 / period))
 
@@ -101,14 +105,14 @@ class Topology(ABC):
         """
         check(0, 0, num_learners)
         period = self.period(num_learners)
-        name, union = type(self).__name__, csr_array((num_learners, num_learners))
+        name, matrices = type(self).__name__, []
         for step in range(RANDOM_STEPS if period is None else period):
             rounds = self.rounds(step, num_learners)
             of_step.check_exchange(name, step, rounds)
             mixing = of_step.mixing_matrix(rounds)
             of_step.check_weights(name, mixing, push_sum=push_sum)
-            union = union + mixing
-        of_step.check_connected(name, union)
+            matrices.append(mixing)
+        of_step.check_connected(name, matrices)
 
 
 def check(step: int, rank: int, num_learners: int) -> None:

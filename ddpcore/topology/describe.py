@@ -105,5 +105,5 @@ def _smallest_eigenvalue(topology: Topology, num_learners: int) -> float | None:
     if shape is not None:
         eigenvalues = spectrum.grid_eigenvalues(first_row(topology.round(0, 0, num_learners), shape))
         return float(eigenvalues.real.min()) if abs(eigenvalues.imag).max() <= TOLERANCE else None
-    mixing = topology.sparse_matrix(0, num_learners)
-    return spectrum.extreme_eigenvalue(mixing, "SA") if spectrum.is_symmetric(mixing) else None
+    mixing = topology.mixing_matrix(0, num_learners)
+    return spectrum.smallest_eigenvalue(mixing) if spectrum.is_symmetric(mixing) else None

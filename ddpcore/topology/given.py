@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array, issparse
 
 from ddpcore.topology.base import check
 from ddpcore.topology.regular import Static
-from ddpcore.topology.rounds import Round
+from ddpcore.topology.rounds import MixingMatrix, Round
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,15 @@ class FromMatrix(Given):
     """
 
     def __init__(self, matrix: Any) -> None:
-        mixing: Any = matrix if issparse(matrix) else np.asarray(matrix, dtype=np.float64)
+        mixing: Any = matrix if hasattr(matrix, "tocsr") else np.asarray(matrix, dtype=np.float64)
         if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1] or mixing.shape[0] == 0:
             raise ValueError(f"FromMatrix: the matrix has shape {list(mixing.shape)}, it must be square, [n, n]")
-        rows = csr_array(mixing, dtype=np.float64)
-        rows.sum_duplicates()
-        rows.eliminate_zeros()
-        if not np.isfinite(rows.data).all():
+        rows = _compressed(mixing)
+        if not np.isfinite(rows.values).all():
             raise ValueError("FromMatrix: the matrix holds NaN or infinity, each weight must be a finite number")
-        columns = rows.tocsc()
-        columns.sort_indices()
+        columns = rows.transposed()
         rounds = []
-        for rank in range(rows.shape[0]):
+        for rank in range(rows.num_learners):
             weights = _entries(rows, rank)
             own = weights.pop(rank, 0.0)
             readers = tuple(other for other in _entries(columns, rank) if other != rank)
@@ -100,10 +96,25 @@ class FromGraph(Given):
         self.validate(num_learners, push_sum=directed)
 
 
-def _entries(lines: Any, line: int) -> dict[int, float]:
-    """Index to value of the entries in a row of a CSR matrix or a column of a CSC matrix."""
-    part = slice(lines.indptr[line], lines.indptr[line + 1])
-    return dict(zip(lines.indices[part].tolist(), lines.data[part].tolist(), strict=True))
+def _compressed(mixing: Any) -> MixingMatrix:
+    """The entries other than 0 of an array or of a sparse matrix of scipy, ordered by row and column."""
+    if hasattr(mixing, "tocsr"):
+        rows = mixing.tocsr(copy=True)
+        rows.sum_duplicates()  # sorts too
+        rows.eliminate_zeros()
+        entries = rows.indptr, rows.indices, rows.data
+    else:
+        filled, columns = np.nonzero(mixing)
+        offsets = np.searchsorted(filled, np.arange(len(mixing) + 1))
+        entries = offsets, columns, mixing[filled, columns]
+    offsets, columns, values = entries
+    return MixingMatrix(offsets.astype(np.int64), columns.astype(np.int64), values.astype(np.float64))
+
+
+def _entries(matrix: MixingMatrix, row: int) -> dict[int, float]:
+    """Column to value of the entries in a row."""
+    part = slice(matrix.offsets[row], matrix.offsets[row + 1])
+    return dict(zip(matrix.columns[part].tolist(), matrix.values[part].tolist(), strict=True))
 
 
 def _metropolis_rounds(sources: Sequence[set[int]], destinations: Sequence[set[int]]) -> list[Round]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
+
+from ddpcore.options.extras import extra
 
 TOLERANCE = 1e-6  # of row and column sums: accepts matrices that were rounded to float32
 
@@ -31,12 +32,71 @@ def uniform(sources: Iterable[int], destinations: Iterable[int]) -> Round:
     return Round(weight, ordered, (weight,) * len(ordered), tuple(sorted(destinations)))
 
 
-def mixing_matrix(rounds: Sequence[Round]) -> csr_array:
-    """W, float64, compressed rows; each row has the learner's own weight (even if zero), then its sources in order."""
+@dataclass(frozen=True, eq=False)
+class MixingMatrix:
+    """The mixing matrix W of one step in compressed rows, n x n.
+
+    Attributes:
+        offsets: int64 [n + 1]; the entries of row j are those from offsets[j] to offsets[j + 1].
+        columns: int64, of each entry. No entry of a row has the column of another.
+        values: float64, of each entry.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float64]
+
+    @property
+    def num_learners(self) -> int:
+        """n."""
+        return len(self.offsets) - 1
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The row of each entry."""
+        return np.repeat(np.arange(self.num_learners), np.diff(self.offsets))
+
+    def __matmul__(self, vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return self._added(self.rows, self.values * vector[self.columns])
+
+    def sums(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The sums of the rows and of the columns."""
+        return self._added(self.rows, self.values), self._added(self.columns, self.values)
+
+    def positive_edges(self, rank: int) -> npt.NDArray[np.int64]:
+        """The columns of the entries above 0 in a row."""
+        row = slice(self.offsets[rank], self.offsets[rank + 1])
+        return self.columns[row][self.values[row] > 0]
+
+    def transposed(self) -> MixingMatrix:
+        """The transpose of W."""
+        order = np.argsort(self.columns, kind="stable")
+        offsets = np.cumsum([0, *np.bincount(self.columns, minlength=self.num_learners)])
+        return MixingMatrix(offsets, self.rows[order], self.values[order])
+
+    def dense(self) -> npt.NDArray[np.float64]:
+        """W as an array, float64 [n, n]."""
+        found = np.zeros((self.num_learners, self.num_learners))
+        found[self.rows, self.columns] = self.values
+        return found
+
+    def sparse(self) -> Any:
+        """W as a ``scipy.sparse.csr_array``."""
+        with extra("train"):
+            from scipy.sparse import csr_array  # noqa: PLC0415  only large topologies need scipy
+        return csr_array((self.values, self.columns, self.offsets), shape=(self.num_learners,) * 2)
+
+    def _added(self, places: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The sums of the values of each place, added in order."""
+        return np.asarray(np.bincount(places, values, self.num_learners), dtype=np.float64)
+
+
+def mixing_matrix(rounds: Sequence[Round]) -> MixingMatrix:
+    """W; each row has the learner's own weight (even if zero), then its sources in order."""
     offsets = np.cumsum([0, *(1 + len(turn.sources) for turn in rounds)])
     columns = np.fromiter(chain.from_iterable((rank, *turn.sources) for rank, turn in enumerate(rounds)), np.int64)
     values = np.fromiter(chain.from_iterable((turn.self_weight, *turn.weights) for turn in rounds), np.float64)
-    return csr_array((values, columns, offsets), shape=(len(rounds), len(rounds)))
+    return MixingMatrix(offsets, columns, values)
 
 
 def first_row(turn: Round, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
@@ -44,12 +104,6 @@ def first_row(turn: Round, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
     row = np.zeros(shape)
     row.flat[[0, *turn.sources]] = [turn.self_weight, *turn.weights]
     return row
-
-
-def sums(mixing: csr_array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The sums of the rows and of the columns."""
-    ones = np.ones(mixing.shape[0])
-    return mixing @ ones, mixing.T @ ones
 
 
 def check_exchange(name: str, step: int, rounds: Sequence[Round]) -> None:
@@ -68,11 +122,11 @@ def check_exchange(name: str, step: int, rounds: Sequence[Round]) -> None:
             raise ValueError(f"{name}: {text} at step {step}, make them agree")
 
 
-def check_weights(name: str, mixing: csr_array, *, push_sum: bool) -> None:
+def check_weights(name: str, mixing: MixingMatrix, *, push_sum: bool) -> None:
     """ValueError unless weights are at least 0, columns sum to one and, without push-sum, rows sum to one."""
-    if not (mixing.data >= 0).all():  # NaN fails too
+    if not (mixing.values >= 0).all():  # NaN fails too
         raise ValueError(f"{name} has a negative or NaN weight: each weight must be at least 0")
-    of_rows, of_columns = sums(mixing)
+    of_rows, of_columns = mixing.sums()
     columns_hold = bool((abs(of_columns - 1) <= TOLERANCE).all())
     lines = (("column", of_columns),) if push_sum else (("row", of_rows), ("column", of_columns))
     for line, found in lines:
@@ -82,7 +136,22 @@ def check_weights(name: str, mixing: csr_array, *, push_sum: bool) -> None:
             raise ValueError(text + (", or use push-sum: the columns do" if line == "row" and columns_hold else ""))
 
 
-def check_connected(name: str, union: csr_array) -> None:
-    """ValueError unless the directed edges lead from every learner to every other."""
-    if connected_components(union > 0, directed=True, connection="strong", return_labels=False) > 1:
-        raise ValueError(f"{name} of {union.shape[0]} learners is not connected: join its parts")
+def check_connected(name: str, matrices: Sequence[MixingMatrix]) -> None:
+    """ValueError unless the directed edges of all matrices together lead from every learner to every other."""
+    backwards = [mixing.transposed() for mixing in matrices]
+    if not (_reaches_all(matrices) and _reaches_all(backwards)):  # learner 0 reaches all, and all reach learner 0
+        raise ValueError(f"{name} of {matrices[0].num_learners} learners is not connected: join its parts")
+
+
+def _reaches_all(matrices: Sequence[MixingMatrix]) -> bool:
+    """Whether the edges lead from learner 0 to all others."""
+    found = np.zeros(matrices[0].num_learners, dtype=bool)
+    found[0], waiting = True, [0]
+    while waiting:
+        rank = waiting.pop()
+        for mixing in matrices:
+            others = mixing.positive_edges(rank)
+            new = others[~found[others]]
+            found[new] = True
+            waiting += new.tolist()
+    return bool(found.all())

@@ -19,14 +19,14 @@ def check_stale(topology: Topology, num_learners: int) -> None:
     period = topology.period(num_learners)
     if period is None or num_learners > MOST_CHECKED:
         return
-    matrices = [topology.sparse_matrix(step, num_learners) for step in range(period)]
+    matrices = [topology.mixing_matrix(step, num_learners) for step in range(period)]
     if all(map(is_symmetric, matrices)):
         return
     identity, none = np.eye(num_learners), np.zeros((num_learners, num_learners))
     differences = np.kron(np.eye(2), identity - 1 / num_learners)
     product = differences
     for mixing in matrices:
-        late = (mixing.toarray() - identity) / 2
+        late = (mixing.dense() - identity) / 2
         product = np.block([[identity, late], [identity, none]]) @ product
     radius = float(abs(np.linalg.eigvals(differences @ product)).max())
     if radius >= 1:

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
+from ddpcore.options.extras import extra
 from ddpcore.storage.files import sync_folder, write_file
 from ddpcore.storage.serialization import pack, unpack
+
+with extra("train"):
+    import safetensors.torch
+    from safetensors import SafetensorError
 
 FORMAT = 2
 READABLE = (1, 2)  # format 1 differs only in what it lost: see ddpcore.storage.serialization.unpack

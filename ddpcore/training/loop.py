@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 
 from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.options.extras import extra
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints
@@ -19,6 +19,9 @@ from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import RunWriter
 from ddpcore.training.statistics import flatness_of, row_of
 from ddpcore.training.trainer import Trainer
+
+with extra("train"):
+    import safetensors.torch
 
 CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
 

@@ -20,7 +20,7 @@ from ddpcore.training.config import TrainConfig
 from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
 from ddpcore.training.record import RunRecord
-from ddpcore.training.run_writer import RunWriter, check_tensorboard
+from ddpcore.training.run_writer import RunWriter, load_tensorboard
 from ddpcore.training.statistics import check_samples, noise_statistics
 from ddpcore.training.trainer import Trainer
 
@@ -49,7 +49,7 @@ def train(
             are virtual learners of this process.
         resume: continue from the last complete checkpoint in ``out``; begin if there is none.
         dataset: used instead of the data set of the config.
-        tensorboard: also write the numbers of the record for TensorBoard (extra ``tensorboard``).
+        tensorboard: also write the numbers of the record for TensorBoard.
 
     Returns:
         The record, on every rank.
@@ -60,7 +60,8 @@ def train(
         Interrupted: a signal stopped the run, and it is saved.
     """
     out, placement = Path(out), LearnerPlacement.of(config, world)
-    check_tensorboard(tensorboard)
+    if tensorboard:
+        load_tensorboard()  # a missing package is reported before the training
     finished = _check_folder(config, out, resume, dataset)
     if finished is not None:
         return finished

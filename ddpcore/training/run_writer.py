@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ddpcore.options.extras import extra
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import JsonLines, to_json
 from ddpcore.training import record
 
-try:
-    from torch.utils.tensorboard import SummaryWriter
-except ImportError:  # the extra `tensorboard`
-    SummaryWriter = None  # type: ignore[assignment,misc]
+with extra("train"):
+    pass
 
 
 class RunWriter:
@@ -26,7 +25,7 @@ class RunWriter:
         header: the first row of a new run.
         resumed: the row of a resumed run; None for a new run.
         step: the step from which the run continues. Rows of later steps are removed from the record.
-        tensorboard: also write scalars for TensorBoard, see :func:`check_tensorboard`.
+        tensorboard: also write scalars for TensorBoard.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class RunWriter:
         replace_file(path, b"".join(json.dumps(to_json(row)).encode() + b"\n" for row in rows))
         self._out = out
         self._record = JsonLines(path)
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1) if tensorboard else None
+        self._board = load_tensorboard()(str(out / "tensorboard"), purge_step=step + 1) if tensorboard else None
         self._progress = ProgressReport("training", total_steps, completed=step)
         self._step = step
 
@@ -85,7 +84,8 @@ class RunWriter:
         replace_file(self._out / "model.safetensors", content)
 
 
-def check_tensorboard(wanted: bool) -> None:
-    """Raise ValueError if TensorBoard is wanted and not installed."""
-    if wanted and SummaryWriter is None:
-        raise ValueError("tensorboard is not installed: pip install 'ddpcore[tensorboard]', or leave it out")
+def load_tensorboard() -> Any:
+    """The class ``SummaryWriter``. Raises MissingPackage if TensorBoard is not installed."""
+    with extra("train"):
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  it imports much
+    return SummaryWriter

@@ -11,6 +11,7 @@ import torch
 
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import optim
+from ddpcore.bench.commands import COMMANDS
 from ddpcore.report import plot
 from ddpcore.runtime import launch
 
@@ -42,7 +43,7 @@ def refused(no_launch: None, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         out, errors = capsys.readouterr()
         assert not out
         assert errors.count("\n") == 1, errors
-        command = f" {words[0]}" if words and words[0] in bench.COMMANDS else ""
+        command = f" {words[0]}" if words and words[0] in COMMANDS else ""
         assert errors.startswith(f"ddpcore.bench{command}: ")
         assert says in errors
         assert not list(tmp_path.iterdir())

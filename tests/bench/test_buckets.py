@@ -133,7 +133,7 @@ def test_missing_packages_and_memory_are_named(
 ) -> None:
     monkeypatch.setattr(plot, "Figure", None)
     assert bench.main(["buckets", "--plot", "out.png"]) == 2
-    assert "pip install 'ddpcore[plot]'" in capsys.readouterr().err
+    assert "pip install 'ddpcore[report]'" in capsys.readouterr().err
     monkeypatch.setattr(environment, "free_memory", lambda device: 1e6)
     assert bench.main(["buckets"]) == 2
     assert "name fewer sizes with --bucket-mb" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ddpcore.bench import __main__ as bench
+from ddpcore.bench import run
 from helpers import ranks
 
 ROW = {
@@ -277,7 +278,7 @@ def test_ranks_of_torchrun_do_not_download(monkeypatch: pytest.MonkeyPatch, caps
     variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(bench.run, "build_dataset", lambda *args, **more: pytest.fail("data were read"))
+    monkeypatch.setattr(run, "build_dataset", lambda *args, **more: pytest.fail("data were read"))
     assert bench.main(["--dataset", "mnist", "--model", "mlp", "--data-dir", ".", "--download"]) == 2
     assert "--download under torchrun" in capsys.readouterr().err
 

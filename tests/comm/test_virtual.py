@@ -90,13 +90,13 @@ def test_exchange_is_the_matrix(n: int, topology: Complete) -> None:
 def test_a_static_matrix_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new matrix is made for another topology, or if the matrix depends on the step. It is never dense."""
     made: list[tuple[str, int]] = []
-    original = Topology.sparse_matrix
+    original = Topology.mixing_matrix
 
     def counted(self: Topology, step: int, n: int) -> Any:
         made.append((type(self).__name__, step))
         return original(self, step, n)
 
-    monkeypatch.setattr(Topology, "sparse_matrix", counted)
+    monkeypatch.setattr(Topology, "mixing_matrix", counted)
     monkeypatch.setattr(Topology, "matrix", lambda *args: pytest.fail("a dense matrix"))
     comm, rows, ring = VirtualCommunicator(4), rows_of(4), Ring()
     for step in range(3):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.experiments import __main__ as command
+from ddpcore.experiments import commands as command
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, RunPlan
 from ddpcore.storage.files import locked

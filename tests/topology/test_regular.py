@@ -85,7 +85,7 @@ def test_the_gap_is_that_of_the_matrix(chosen: Topology, n: int) -> None:
     shape = chosen.translations(n)
     if shape is not None:
         assert math.prod(shape) == n
-        mixing = chosen.sparse_matrix(0, n)
+        mixing = chosen.mixing_matrix(0, n)
         assert gap == pytest.approx(1 - spectrum.contraction([mixing]) if n > 1 else 1.0, abs=1e-12)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpcore.training import RunRecord, TrainConfig, run_writer, train
+from ddpcore.options.extras import MissingPackage
+from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.run_writer import RunWriter
 
 HEADER = {"kind": "run", "config": {}}
@@ -52,8 +54,9 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_writer, "SummaryWriter", None)
-    with pytest.raises(ValueError, match=r"not installed: pip install 'ddpcore\[tensorboard\]'"):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(MissingPackage, match=r"^tensorboard is not installed: pip install 'ddpcore\[train\]'$"):
         train(TrainConfig(steps=1), out=tmp_path / "new", tensorboard=True)
     assert not (tmp_path / "new").exists()
 

@@ -1,0 +1,24 @@
+"""The commands of the bench by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ddpcore.bench import buckets, comm, demo, optim, predict, run, stats, topology
+from ddpcore.bench.config import BenchConfig, Options
+from ddpcore.runtime.launch import World
+
+# prepare(options, torchrun's world or None) checks both on this machine and returns a function that runs the command.
+# It raises ValueError, in one line, before any process starts.
+Prepare = Callable[[Any, World | None], Callable[[], None]]
+COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
+    "": (BenchConfig, run.prepare),
+    "buckets": (buckets.BucketsConfig, buckets.prepare),
+    "comm": (comm.CommConfig, comm.prepare),
+    "demo": (demo.DemoConfig, demo.prepare),
+    "optim": (optim.OptimConfig, optim.prepare),
+    "predict": (predict.PredictConfig, predict.prepare),
+    "stats": (stats.StatsConfig, stats.prepare),
+    "topology": (topology.TopologyConfig, topology.prepare),
+}

@@ -1,0 +1,99 @@
+"""The commands of ``ddpcore.experiments``: list, run, compare."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ddpcore.experiments import study
+from ddpcore.experiments.command_line import CompareOptions, ListOptions, RunOptions, parse
+from ddpcore.experiments.compare import compare
+from ddpcore.experiments.folder import FAILED, Folder
+from ddpcore.experiments.plan import Datasets, check_data, make_plan
+from ddpcore.experiments.run import run
+from ddpcore.report.experiments import markdown, print_comparison, run_label
+from ddpcore.report.plot import check_plot, plot_comparison
+from ddpcore.runtime import launch
+from ddpcore.storage.files import locked, replace_file
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Run the command of these words, and return the exit code: 0, or 1 if a run failed.
+
+    Raises:
+        ValueError: the command is wrong.
+    """
+    commands: dict[type, Callable[[Any], int]] = {ListOptions: _list, RunOptions: _run, CompareOptions: _compare}
+    options = parse(argv)
+    return commands[type(options)](options)
+
+
+def _list(options: ListOptions) -> int:
+    if options.study is None:
+        table = Table("study", "rows", "question", "published in", show_lines=True)
+        for one in map(study.find_study, study.STUDIES.names()):
+            table.add_row(one.name, str(len(one.rows)), one.question, one.source)
+    else:
+        table = Table("row", "learners", "about", "published", show_lines=True)
+        for row in study.find_study(options.study).rows.values():
+            learners = str(row.config("full").learners) + (" ranks" if row.ranks else "")
+            published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
+            table.add_row(row.name, learners, row.about, published or "-")
+    Console().print(table)
+    return 0
+
+
+def _run(options: RunOptions) -> int:
+    if launch.torchrun_world() is not None:
+        raise ValueError("a study starts its ranks itself: run it without torchrun")
+    chosen = study.find_study(options.study)
+    folder = Folder(options.out or Path("runs", chosen.name, options.scale))
+    plan = make_plan(
+        chosen,
+        folder,
+        rows=options.rows,
+        scale=options.scale,
+        overrides=options.overrides(),
+        first_seed=options.seed,
+        num_seeds=options.seeds,
+        world_size=options.world_size,
+    )
+    folder.check(plan.manifest, options.resume)
+    finished = folder.finished()
+    folder.check_runs((job.row, job.seed, job.config) for job in plan.jobs if (job.row, job.seed) not in finished)
+    datasets = Datasets()
+    check_data(plan, datasets)
+    with locked(folder.path):
+        folder.check(plan.manifest, options.resume)  # again: another process may have written into it meanwhile
+        folder.begin(plan.manifest)
+        if finished:
+            print(f"{len(finished)} runs of {folder.path} are finished and are not repeated", flush=True)
+        run(plan, folder, datasets, options.jobs)
+    results = folder.results()
+    num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
+    finished_now = f"{len(plan.jobs) - num_failed} of {len(plan.jobs)} runs finished"
+    print(f"{finished_now}: python -m ddpcore.experiments compare {folder.path}")
+    return 1 if num_failed else 0
+
+
+def _compare(options: CompareOptions) -> int:
+    comparisons = compare(options.runs)
+    plot, plots = options.plot, []
+    if plot is not None:
+        check_plot(plot)
+        names = [f"{plot.stem}-{one['study']}" if len(comparisons) > 1 else plot.stem for one in comparisons]
+        plots = [plot.with_stem(name) for name in names]
+    for comparison in comparisons:
+        print_comparison(comparison)
+    for comparison, path in zip(comparisons, plots, strict=False):
+        plot_comparison(comparison, path, [run_label(run) for run in comparison["runs"]])
+    if options.markdown is not None:
+        here = options.markdown.resolve().parent
+        files = [os.path.relpath(path.resolve(), here) for path in plots]
+        replace_file(options.markdown, markdown(comparisons, files).encode())
+    return 0
