@@ -12,9 +12,6 @@ from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import JsonLines, to_json
 from ddpcore.training import record
 
-with extra("train"):
-    pass
-
 
 class RunWriter:
     """Writes the files and the progress bar of a run. Use it as a context manager, which closes them.
