@@ -1,0 +1,28 @@
+"""The documentation site: ``make docs`` builds it, and treats each warning as an error."""
+
+from ddpcore import __version__
+
+project = "ddpcore"
+author = "the ddpcore contributors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 4  # links such as page.md#a-heading are checked
+exclude_patterns = ["_build"]
+
+# A public name stands where a user imports it from, with the annotations of its signature in short form.
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+default_role = "literal"  # docstrings write `name` for code
+
+html_theme = "furo"
+html_title = f"ddpcore {version}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_copy_source = False
+html_show_sourcelink = False
