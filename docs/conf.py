@@ -18,6 +18,7 @@ autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # a dataclass lists its fields once
 default_role = "literal"  # docstrings write `name` for code
 
 html_theme = "furo"
