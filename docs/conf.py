@@ -1,5 +1,8 @@
 """The documentation site: ``make docs`` builds it, and treats each warning as an error."""
 
+import re
+from typing import Any
+
 from ddpcore import __version__
 
 project = "ddpcore"
@@ -11,7 +14,7 @@ myst_heading_anchors = 4  # links such as page.md#a-heading are checked
 exclude_patterns = ["_build"]
 
 # A public name stands where a user imports it from, with the annotations of its signature in short form.
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -27,3 +30,16 @@ html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
+
+
+def parsable(app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str) -> Any:
+    """Sphinx cannot parse ``<factory>`` or ``<function f at ...>``, and would show the annotations unformatted."""
+    if not signature:
+        return None
+    return re.sub(r"<function (\w+)[^>]*>", r"\1", signature.replace("<factory>", "...")), returns
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-signature", parsable)
