@@ -40,6 +40,12 @@ def parsable(app: Any, what: str, name: str, obj: Any, options: Any, signature: 
     return re.sub(r"<function (\w+)[^>]*>", r"\1", signature.replace("<factory>", "...")), returns
 
 
+def with_titles(app: Any, docname: str, source: list[str]) -> None:
+    """A link ``[page.md](page.md)`` reads well in the repository. On the site its text is the title of the page."""
+    source[0] = re.sub(r"\[[\w/-]+\.md\](\((?!http)[^)\s]+\.md(?:#[\w-]+)?\))", r"[]\1", source[0])
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", with_titles)
     app.connect("autodoc-process-signature", parsable)

@@ -16,7 +16,7 @@ def worker(world: launch.World, config: TrainConfig, out: Path) -> None:
     record = train(config, out=out, world=world, resume=True)
     if world.rank == 0:
         for epoch in record.epochs:
-            print(f"epoch {epoch['epoch']}: loss {epoch['train_loss']:.4f}, {epoch['samples_per_s']:.0f} samples/s")
+            print(f"epoch {epoch['epoch']}: loss {epoch['train_loss']:.4f}, accuracy {epoch['accuracy']:.4f}")
         print(f"{out}: {record.final['step']} steps, see record.jsonl, model.safetensors and checkpoints/")
 
 
@@ -30,7 +30,7 @@ def main() -> None:
 
     config = TrainConfig(
         model="mlp",
-        dataset="synthetic",  # or "cifar10" with data_dir=..., normalize=True, augment=True
+        dataset="digits",  # part of the package; or "cifar10" with data_dir=..., normalize=True, augment=True
         batch_size=100,  # of all learners together
         epochs=args.epochs,
         optimizer="lamb",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ddpcore
+from ddpcore.data import load_dataset
 from ddpcore.optim import FusedSGD
 
 STRATEGIES = {
@@ -27,25 +28,26 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.2)
     args = parser.parse_args()
 
-    torch.manual_seed(0)
-    inputs = torch.randn(4096, 32)
-    labels = (inputs @ torch.randn(32, 10)).argmax(dim=1)
+    dataset = load_dataset("digits")  # 1797 images of 8 x 8, part of the package
+    test_inputs, test_labels = dataset.test.batch(torch.arange(len(dataset.test)))
     for name, make in STRATEGIES.items():
         torch.manual_seed(1)  # all strategies begin with the same weights and see the same batches
-        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         optimizer = FusedSGD(model.parameters(), lr=args.lr, momentum=0.9)
         handle = ddpcore.distribute(model, optimizer, make(), learners=args.learners)
 
         for _ in range(args.steps):
-            batch = torch.randint(len(inputs), (args.learners, args.batch_size))  # a row for each learner
-            logits = handle.model(inputs[batch])  # [learners, batch, classes]
+            batch = torch.randint(len(dataset.train), (args.learners, args.batch_size))  # a row for each learner
+            inputs, labels = dataset.train.batch(batch)
+            logits = handle.model(inputs.flatten(2))  # [learners, batch, classes]
             optimizer.zero_grad()
             # The sum of the learners' losses: each learner gets the gradient of its own loss.
-            losses = [nn.functional.cross_entropy(z, y) for z, y in zip(logits, labels[batch], strict=True)]
+            losses = [nn.functional.cross_entropy(z, y) for z, y in zip(logits, labels, strict=True)]
             sum(losses).backward()
             optimizer.step()
 
-        accuracy = (handle.evaluation_model()(inputs).argmax(dim=1) == labels).float().mean().item()
+        averaged = handle.evaluation_model()
+        accuracy = (averaged(test_inputs.flatten(1)).argmax(dim=1) == test_labels).float().mean().item()
         print(
             f"{name}: loss {sum(losses).item() / args.learners:.3f}, accuracy {accuracy:.3f}, "
             f"consensus distance {handle.consensus_distance():.3g}, {handle.comm.bytes_sent} bytes sent"

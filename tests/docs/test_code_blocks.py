@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddpcore
+from ddpcore.__main__ import COMMANDS as PROGRAMS
 from ddpcore.bench.__main__ import COMMANDS
 from ddpcore.experiments.command_line import parse
 from ddpcore.options import command_line
@@ -152,6 +153,9 @@ def test_a_command_is_accepted(where: str, command: str) -> None:
 
 def accepted(module: str, words: list[str]) -> bool:
     """Whether the program's own parser takes the words."""
+    if module == "ddpcore":
+        module, first, _ = PROGRAMS[words[0]]
+        words = [*first, *words[1:]]
     if module == "ddpcore.bench":
         name = words.pop(0) if words and not words[0].startswith("-") else ""
         return command_line.parse(COMMANDS[name][0], words, prog=name, description="", epilog="") is not None

@@ -151,8 +151,9 @@ def test_train_run_is_the_same_on_ranks(tmp_path: Path) -> None:
     words = ("--learners", 2, "--epochs", 2)
     virtual = run(tmp_path, "train_run.py", *words, "--out", "virtual")
     ran = run(tmp_path, "train_run.py", *words, "--ranks", 2, "--out", "ranks")
-    losses = numbers(r"loss ([\d.]+)", virtual)
-    assert len(losses) == 2 and losses == numbers(r"loss ([\d.]+)", ran)
+    for what in ("loss", "accuracy"):
+        found = numbers(rf"{what} ([\d.]+)", virtual)
+        assert len(found) == 2 and found == numbers(rf"{what} ([\d.]+)", ran)
     assert (tmp_path / "ranks" / "model.safetensors").is_file()
 
 
