@@ -20,7 +20,7 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
     """Print the rows of a study, then its claims.
 
     Args:
-        comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
+        comparison: of one study, as ``ddpcore.report.compare.compare`` returns it.
         console: standard output by default. Only :func:`markdown` shows sources and predicates of claims.
     """
     parts = [comparison["title"], f"published: {comparison['source']}", *_about_runs(comparison)]

@@ -36,7 +36,7 @@ def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str
     seeds, shaded from the 20th to the 80th percentile. The same comparison gives the same file.
 
     Args:
-        comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
+        comparison: of one study, as ``ddpcore.report.compare.compare`` returns it.
         path: passes :func:`check_plot`.
         run_labels: for the legend.
     """

@@ -1,4 +1,4 @@
-"""Published numbers beside measured ones, as plain values for ``ddpcore.report``."""
+"""Published numbers beside measured ones, as plain values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ddpcore.experiments.claims import Outcome, judge
-from ddpcore.experiments.folder import FAILED, FINISHED, Folder, Results
-from ddpcore.experiments.results import counts_diverged, outcome_of
+from ddpcore.report.claims import Outcome, judge
+from ddpcore.report.metrics import counts_diverged, outcome_of
+from ddpcore.report.study_folder import FAILED, FINISHED, Results, read_manifest, read_results
 
 
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """
     by_study: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in paths:
-        manifest = Folder(path).manifest()
+        manifest = read_manifest(path)
         by_study.setdefault(manifest["study"], []).append((path, manifest))
     return [_compare_study(entries) for entries in by_study.values()]
 
@@ -52,7 +52,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                 raise ValueError(
                     f"{path}: row {name} has other published numbers than in {first}: compare it separately"
                 )
-    results = [Folder(path).results() for path, _ in entries]
+    results = [read_results(path) for path, _ in entries]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
         "notes": _each_once(other["notes"] for _, other in entries),
