@@ -18,12 +18,12 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """One comparison per study, of the folders in ``paths``.
 
     Returns:
-        For each study: study, title, question, source, notes, metrics, and
+        For each study: study, title, question, source, notes, metrics, configs (of each row), and
 
         - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
         - curves, one mapping per folder: row -> :func:`ddpcore.experiments.results.curves_of` of each seed;
-        - lines, one per row and metric: row, about, metric, published (a number or None), and measured, one per folder
-          (see :func:`_spread`; None if the row was not run);
+        - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
+          folder (see :func:`_spread`; None if the row was not run);
         - claims: text, source, predicate, on_published and verdicts (one per folder), each with word and reason.
 
     Raises:
@@ -55,6 +55,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     results = [read_results(path) for path, _ in entries]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
+        "configs": {name: row["config"] for name, row in rows.items()},
         "notes": _each_once(other["notes"] for _, other in entries),
         "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
         "curves": [_curves(rows, found) for found in results],
@@ -122,6 +123,7 @@ def _lines(rows: Mapping[str, Any], metrics: Sequence[str], results: Sequence[Re
                 yield {
                     "row": name,
                     "about": row["about"],
+                    "config": row["config"],
                     "metric": metric,
                     "published": row["published"].get(metric),
                     "measured": [_spread(of_folder, metric) for of_folder in lines],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 WIDTH = 160  # of pipes and files, which have no width of their own
@@ -26,7 +27,7 @@ def print_parts(console: Console | None, *parts: Table | str) -> None:
         out = Console(file=out.file, width=WIDTH)
     for part in parts:
         if isinstance(part, str):
-            out.print(part, highlight=False, markup=False, soft_wrap=True)
+            out.print("\n".join(map(plain, part.split("\n"))), highlight=False, markup=False, soft_wrap=True)
         else:
             out.print(part)
 
@@ -43,16 +44,25 @@ def table_of(
         group: a key of rows; a rule separates rows with different values.
         more: arguments of ``rich.table.Table``.
     """
-    table = Table(title_justify="left", **more)
+    texts = {key: escape(plain(text)) for key, text in more.items() if isinstance(text, str)}
+    table = Table(title_justify="left", **{**more, **texts})
     for heading in columns:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
     before = None
     for row in rows:
         if group is not None and before is not None and row[group] != before[group]:
             table.add_section()
-        table.add_row(*(cell(row) for cell in columns.values()))
+        table.add_row(*(escape(plain(cell(row))) for cell in columns.values()))
         before = row
     return table
+
+
+def plain(text: str) -> str:
+    """The text with every character that is not printable as an escape, such as ``\\x1b`` or ``\\n``.
+
+    So a name from a file cannot add lines, move the cursor or change colours.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(key: str, pattern: str = "{:.2f}", missing: str = "-") -> Cell:
