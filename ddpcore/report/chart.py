@@ -30,6 +30,7 @@ class Series:
         dash: index into ``DASHES``; None: follows from the number of the series.
         marker: "circle" or "diamond".
         text: shown at each point on hover, or for a drawing beside it.
+        hidden: not drawn until a reader clicks on its name in the legend.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Series:
     dash: int | None = None
     marker: str = "circle"
     text: Sequence[str] | None = None
+    hidden: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class Section:
         title: the heading.
         lines: sentences.
         tables: headings and rows of text.
+        folded: tables below the charts, which a reader opens.
         charts: drawn in order.
         problems: what could not be read or shown.
     """
@@ -82,6 +85,7 @@ class Section:
     title: str
     lines: Sequence[str] = ()
     tables: Sequence[TableData] = ()
+    folded: Sequence[TableData] = ()
     charts: Sequence[Chart] = ()
     problems: Sequence[str] = ()
 
@@ -135,8 +139,9 @@ def thinned(series: Series, most: int = MAX_POINTS) -> Series:
     parts = max(1, most // 2)
     for part in range(parts):
         indices = range(part * num // parts, (part + 1) * num // parts)
-        values = [(value, index) for index in indices if (value := series.y[index]) is not None]
-        kept |= {min(values)[1], max(values)[1]} if values else {indices[0]}
+        for values, ends in ((series.y, (min, max)), (series.low, (min,)), (series.high, (max,))):
+            found = [(value, index) for index in indices if values and (value := values[index]) is not None]
+            kept |= {end(found)[1] for end in ends} if found else {indices[0]}
     order = sorted(kept)
 
     picked: dict[str, Any] = {

@@ -100,7 +100,13 @@ def _drawn(chart: Chart, name: str) -> dict[str, Any]:
         note = f"This chart cannot be drawn ({type(error).__name__}: {error}): are the values damaged?"
         return _drawn(Chart(title=chart.title, note=note), name)
     return {"id": name, "title": plain(chart.title), "note": plain(thin.note), "kind": chart.kind, "svg": svg,
-            "figure": figure, "rows": sum(len(series.x) for series in chart.series)}  # fmt: skip
+            "figure": figure, "rows": _num_rows(chart)}  # fmt: skip
+
+
+def _num_rows(chart: Chart) -> int:
+    """How many rows a chart of bars or dots has; bars of several series lie below each other."""
+    longest = max((len(series.x) for series in chart.series), default=0)
+    return longest * (len(chart.series) if chart.kind == "bars" else 1)
 
 
 def _json(value: Any) -> str:

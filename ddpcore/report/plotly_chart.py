@@ -23,7 +23,7 @@ def _layout(chart: Chart) -> dict[str, Any]:
     x_axis: dict[str, Any] = {"title": {"text": _text(chart.x_label)}, "type": "log" if chart.log_x else "-"}
     y_axis: dict[str, Any] = {"title": {"text": _text(chart.y_label)}, "type": "log" if chart.log_y else "-"}
     if chart.kind == "heat":
-        y_axis |= {"type": "category", "autorange": "reversed"}
+        y_axis = {"type": "category", "autorange": "reversed"}
     if chart.kind in ("bars", "dots"):
         y_axis |= {"type": "category", "autorange": "reversed", "automargin": True}
         return {"xaxis": x_axis, "yaxis": y_axis, "barmode": "group", "showlegend": len(chart.series) > 1}
@@ -47,6 +47,8 @@ def _lines(chart: Chart) -> list[dict[str, Any]]:
             "line": {"color": color, "width": 1.8, "dash": dash_of(series, number)},
             "marker": {"color": color, "size": 7, "symbol": series.marker},
         }  # fmt: skip
+        if series.hidden:
+            trace["visible"] = "legendonly"
         if series.text is not None:
             trace["text"] = [_text(text) for text in series.text]
         traces.append(trace)

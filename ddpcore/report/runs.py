@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
@@ -138,10 +139,29 @@ def _losses(run: Run, name: str) -> Section:
                     steps, values = curves.setdefault(learner, ([], []))
                     steps.append(line["step"])
                     values.append(finite(loss))
-    series = [Series(name=f"learner {learner}", x=x, y=y) for learner, (x, y) in sorted(curves.items())]
+    series = [_middle(curves)] if len(curves) > 1 else []
+    series += [
+        Series(name=f"learner {learner}", x=x, y=y, color=learner, hidden=len(curves) > 1)
+        for learner, (x, y) in sorted(curves.items())
+    ]
     chart = Chart(title=f"Loss of each learner: {name}", x_label="step", y_label="loss of its mini-batch",
-                  series=series, log_y=_positive(series))  # fmt: skip
+                  series=series, log_y=_positive(series),
+                  note="The median of the learners, with a band from the smallest to the largest. "
+                       "A click on a name switches its curve on and off." if len(curves) > 1 else "")  # fmt: skip
     return Section(title=f"Steps of {name}", charts=_drawn([chart]))
+
+
+def _middle(curves: Mapping[int, tuple[list[int], list[Number]]]) -> Series:
+    """The median over learners at each step, with a band from the smallest to the largest."""
+    at_step: dict[int, list[float]] = {}
+    for steps, values in curves.values():
+        for step, value in zip(steps, values, strict=True):
+            if value is not None:
+                at_step.setdefault(step, []).append(value)
+    steps = sorted(at_step)
+    found = [at_step[step] for step in steps]
+    middle = [statistics.median(values) for values in found]
+    return Series(name="median", x=steps, y=middle, low=[*map(min, found)], high=[*map(max, found)], color=0)
 
 
 def _topologies(runs: Sequence[Run], names: Sequence[str]) -> Section:

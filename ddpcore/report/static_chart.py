@@ -39,6 +39,8 @@ def svg_of(chart: Chart) -> str:
 
 def _lines(axes: Any, chart: Chart) -> None:
     for number, series in enumerate(chart.series):
+        if series.hidden:
+            continue
         color, name = color_of(series, number), _text(series.name)
         y = _numbers(series.y)
         if series.low is not None and series.high is not None:
@@ -52,7 +54,7 @@ def _lines(axes: Any, chart: Chart) -> None:
     if chart.log_y:
         axes.set_yscale("log")
     axes.grid(alpha=0.25)
-    if 1 < len(chart.series) <= _MOST_LABELS:
+    if 1 < len(axes.get_legend_handles_labels()[1]) <= _MOST_LABELS:
         axes.legend(fontsize="small", frameon=False)
 
 

@@ -51,14 +51,21 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
 def study_section(comparison: Mapping[str, Any]) -> Section:
     """The section of one study."""
     labels = [run_label(run) for run in comparison["runs"]]
-    heading, rows = comparison_cells(comparison)
-    tables = [TableData(title="Published and measured", headings=heading, rows=rows, num_left=2)]
+    tables = []
     if comparison["claims"]:
         heading, rows = claim_cells(comparison)
         tables.append(TableData(title="Claims", headings=heading, rows=rows, num_left=len(heading)))
+    heading, rows = comparison_cells(comparison)
+    first = comparison["metrics"][0]
+    shown = [row for row, line in zip(rows, comparison["lines"], strict=True)
+             if line["metric"] == first or line["published"] is not None]  # fmt: skip
+    tables.append(TableData(title="Published and measured", headings=heading, rows=shown, num_left=2))
+    notes = TableData(title="Notes", headings=["note"], rows=[[note] for note in comparison["notes"]])
+    every = TableData(title="All metrics", headings=heading, rows=rows, num_left=2)
     lines = [comparison["question"], f"Published: {comparison['source']}.", *about_runs(comparison)]
     charts = [*study_charts(comparison, labels), *_curve_charts(comparison, labels)]
-    return Section(title=comparison["title"], lines=[*lines, *comparison["notes"]], tables=tables, charts=charts)
+    folded = [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
+    return Section(title=comparison["title"], lines=lines, tables=tables, folded=folded, charts=charts)
 
 
 def _curve_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Chart]:

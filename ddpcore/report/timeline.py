@@ -12,7 +12,7 @@ from typing import Any
 from ddpcore.report.chart import Chart, Section, Series, TableData, finite
 from ddpcore.report.sources import Run
 
-_PARTS = {"compute": "compute", "hidden": "averaging, hidden", "exposed": "averaging, exposed"}
+_PARTS = {"compute": "compute", "exposed": "exposed averaging", "seconds": "whole step"}
 
 
 def timeline_sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
@@ -33,11 +33,8 @@ def _section(run: Run, name: str) -> Section:
     found = timed_steps(run)
     steps = sorted(set.intersection(*(set(lines) for lines in found.values())))
     ranks = list(found)
-    headings = ["rank", *(f"{title}, ms" for title in _PARTS.values()), "whole step, ms"]
-    rows = [
-        [str(rank), *(_mean(found[rank], steps, key) for key in _PARTS), _mean(found[rank], steps, "seconds")]
-        for rank in ranks
-    ]
+    headings = ["rank", *(f"{title}, ms" for title in _PARTS.values())]
+    rows = [[str(rank), *(_mean(found[rank], steps, key) for key in _PARTS)] for rank in ranks]
     tables = [TableData(title=f"Mean of {len(steps):,} steps", headings=headings, rows=rows)]
     waits = _waits(found, steps)
     if waits is not None:

@@ -38,15 +38,15 @@
     const axis = (own) => ({ gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, ...own });
     return {
       ...layout, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis), paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 }, margin: { t: 8, r: 12, b: 44, l: 56 },
-      legend: { orientation: "h", y: -0.22, yanchor: "top" }, hovermode: layout.yaxis.type === "category" ? "closest" : "x unified",
+      plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 }, margin: { t: 16, r: 12, b: 44, l: 56 },
+      legend: { orientation: "h", x: 0, xref: "paper", y: 1.01, yanchor: "bottom" }, hovermode: layout.yaxis.type === "category" ? "closest" : "x unified",
       hoverlabel: { bgcolor: style.getPropertyValue("--back").trim(), font: { color: text } },
     };
   };
   const draw = (place) => {
     const figure = figures[place.id];
     const kind = place.parentElement.className;
-    if (/bars|dots/.test(kind)) place.style.height = `${Math.min(1200, 110 + 30 * place.dataset.rows)}px`;
+    if (/bars|dots/.test(kind)) place.style.height = `${Math.min(1200, 130 + 26 * place.dataset.rows)}px`;
     if (/network/.test(kind)) place.style.height = "300px";
     place.parentElement.classList.add("drawn");
     Plotly.newPlot(place, structuredClone(figure.data), themed(place, figure.layout), { responsive: true, displaylogo: false, displayModeBar: "hover" });
