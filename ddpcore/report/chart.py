@@ -30,6 +30,7 @@ class Series:
         dash: index into ``DASHES``; None: follows from the number of the series.
         marker: "circle" or "diamond".
         text: shown at each point on hover, or for a drawing beside it.
+        group: the name of another series that stands for this one in the legend; "": the series stands for itself.
         hidden: not drawn until a reader clicks on its name in the legend.
     """
 
@@ -44,6 +45,7 @@ class Series:
     marker: str = "circle"
     text: Sequence[str] | None = None
     hidden: bool = False
+    group: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class Chart:
         series: the curves. Of "heat": one series a row of the map, ``x`` the columns and ``y`` the values.
         log_x, log_y: whether an axis is logarithmic.
         note: a sentence below the chart.
+        ticks: the values to mark on the x axis; (): chosen by the library.
     """
 
     title: str
@@ -67,6 +70,7 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     note: str = ""
+    ticks: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,7 @@ class Section:
         tables: headings and rows of text.
         folded: tables below the charts, which a reader opens.
         charts: drawn in order.
+        charts_first: the charts stand above the tables.
         problems: what could not be read or shown.
     """
 
@@ -88,6 +93,7 @@ class Section:
     folded: Sequence[TableData] = ()
     charts: Sequence[Chart] = ()
     problems: Sequence[str] = ()
+    charts_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

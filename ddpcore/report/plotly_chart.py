@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpcore.report.chart import Chart, color_of, dash_of, distances
+from ddpcore.report.chart import GREY, Chart, color_of, dash_of, distances
 from ddpcore.report.table import plain
 
 HEAT = "Cividis"  # readable with every colour blindness, and in grey
@@ -22,6 +22,8 @@ def _layout(chart: Chart) -> dict[str, Any]:
         return {"xaxis": hidden, "yaxis": {**hidden, "scaleanchor": "x"}, "showlegend": False}
     x_axis: dict[str, Any] = {"title": {"text": _text(chart.x_label)}, "type": "log" if chart.log_x else "-"}
     y_axis: dict[str, Any] = {"title": {"text": _text(chart.y_label)}, "type": "log" if chart.log_y else "-"}
+    if chart.ticks:
+        x_axis |= {"tickmode": "array", "tickvals": list(chart.ticks), "ticktext": [*map(_tick, chart.ticks)]}
     if chart.kind == "heat":
         y_axis = {"type": "category", "autorange": "reversed"}
     if chart.kind in ("bars", "dots"):
@@ -36,13 +38,20 @@ def _lines(chart: Chart) -> list[dict[str, Any]]:
         color, x = color_of(series, number), _short(series.x)
         name = _text(series.name)
         if series.low is not None and series.high is not None:
-            edge = {"x": x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
+            edge = {
+                "x": x,
+                "mode": "lines",
+                "line": {"width": 0},
+                "hoverinfo": "skip",
+                "legendgroup": _text(series.group) or name,
+            }
             traces.append({**edge, "y": _short(series.low), "showlegend": False})
             traces.append({
                 **edge, "y": _short(series.high), "showlegend": False, "fill": "tonexty", "fillcolor": color + "33",
             })  # fmt: skip
         trace: dict[str, Any] = {
-            "x": x, "y": _short(series.y), "name": name, "legendgroup": name, "mode": series.style.replace(
+            "x": x, "y": _short(series.y), "name": name, "legendgroup": _text(series.group) or name,
+            "showlegend": not series.group, "mode": series.style.replace(
                 "points", "markers").replace("line", "lines"),
             "line": {"color": color, "width": 1.8, "dash": dash_of(series, number)},
             "marker": {"color": color, "size": 7, "symbol": series.marker},
@@ -66,7 +75,8 @@ def _bars(chart: Chart) -> list[dict[str, Any]]:
         }  # fmt: skip
         if series.low is not None and series.high is not None:
             trace["error_x"] = {
-                "type": "data", "symmetric": False, "thickness": 1, "width": 3,
+                "type": "data", "symmetric": False, "thickness": 1.5, "width": 4,
+                "color": GREY if chart.kind == "bars" else color_of(series, number),
                 "array": _short(distances(series.y, series.high)),
                 "arrayminus": _short(distances(series.y, series.low)),
             }  # fmt: skip
@@ -98,6 +108,10 @@ def _network(chart: Chart) -> list[dict[str, Any]]:
 def _text(text: str) -> str:
     """Text for plotly, which reads some tags of HTML: they must be shown, not followed."""
     return plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _tick(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else _text(str(value))
 
 
 def _short(values: Any) -> list[Any]:

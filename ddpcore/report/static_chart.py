@@ -23,18 +23,29 @@ _MOST_LABELS = 14  # of curves in a legend; more would cover the picture
 
 def svg_of(chart: Chart) -> str:
     """The chart as the text of an SVG file. The same chart gives the same text."""
-    height = 0.28 * sum(len(series.x) for series in chart.series) + 1.2 if chart.kind in ("bars", "dots") else 3.2
-    width = 3.6 if chart.kind == "network" else 7.2
-    figure = Figure(figsize=(width, min(height, 12)), layout="constrained")
+    figure = Figure(figsize=(3.6 if chart.kind == "network" else 7.2, height_of(chart)), layout="constrained")
     axes = figure.subplots()
-    {"bars": _bars, "dots": _bars, "heat": _heat, "network": _network}.get(chart.kind, _lines)(axes, chart)
-    if chart.kind != "network":
-        axes.set_xlabel(_text(chart.x_label))
-        axes.spines[["top", "right"]].set_visible(False)
+    draw(axes, chart)
     out = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "ddpcore", "path.simplify_threshold": 0.5}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()
+
+
+def height_of(chart: Chart) -> float:
+    """The height of a picture of the chart, in inches."""
+    if chart.kind not in ("bars", "dots"):
+        return 3.2
+    longest = max((len(series.x) for series in chart.series), default=0)
+    return float(min(1.2 + 0.28 * longest * (len(chart.series) if chart.kind == "bars" else 1), 12))
+
+
+def draw(axes: Any, chart: Chart) -> None:
+    """Draw the chart into axes of matplotlib."""
+    {"bars": _bars, "dots": _bars, "heat": _heat, "network": _network}.get(chart.kind, _lines)(axes, chart)
+    if chart.kind != "network":
+        axes.set_xlabel(_text(chart.x_label))
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def _lines(axes: Any, chart: Chart) -> None:
@@ -47,20 +58,33 @@ def _lines(axes: Any, chart: Chart) -> None:
             axes.fill_between(series.x, _numbers(series.low), _numbers(series.high), color=color, alpha=0.2, lw=0)
         style = {"linestyle": _DASHES[dash_of(series, number)] if "line" in series.style else "none"}
         marker = (_MARKERS[series.marker]) if "points" in series.style else None
-        axes.plot(series.x, y, color=color, linewidth=1.4, marker=marker, markersize=4, label=name, **style)
+        axes.plot(
+            series.x,
+            y,
+            color=color,
+            linewidth=1.4,
+            marker=marker,
+            markersize=4,
+            label="_" if series.group else name,
+            **style,
+        )
     axes.set_ylabel(_text(chart.y_label))
     if chart.log_x:
         axes.set_xscale("log")
     if chart.log_y:
         axes.set_yscale("log")
+    if chart.ticks:
+        texts = [f"{tick:g}" if isinstance(tick, int | float) else _text(str(tick)) for tick in chart.ticks]
+        axes.set_xticks(list(chart.ticks), texts)
+        axes.minorticks_off()
     axes.grid(alpha=0.25)
     if 1 < len(axes.get_legend_handles_labels()[1]) <= _MOST_LABELS:
-        axes.legend(fontsize="small", frameon=False)
+        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _bars(axes: Any, chart: Chart) -> None:
     places = {name: place for place, name in enumerate(dict.fromkeys(x for s in chart.series for x in s.x))}
-    height = 0.8 / max(1, len(chart.series))
+    height = (0.8 if chart.kind == "bars" else 0.4) / max(1, len(chart.series))
     for number, series in enumerate(chart.series):
         at = [places[x] + (number - (len(chart.series) - 1) / 2) * height for x in series.x]
         y = _numbers(series.y)
@@ -78,7 +102,7 @@ def _bars(axes: Any, chart: Chart) -> None:
     if chart.log_x:
         axes.set_xscale("log")
     if len(chart.series) > 1:
-        axes.legend(fontsize="small", frameon=False)
+        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _heat(axes: Any, chart: Chart) -> None:

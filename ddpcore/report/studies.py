@@ -51,10 +51,14 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
 def study_section(comparison: Mapping[str, Any]) -> Section:
     """The section of one study."""
     labels = [run_label(run) for run in comparison["runs"]]
-    tables = []
+    tables: list[TableData] = []
+    folded: list[TableData] = []
     if comparison["claims"]:
         heading, rows = claim_cells(comparison)
-        tables.append(TableData(title="Claims", headings=heading, rows=rows, num_left=len(heading)))
+        short = [[*row[:2], *row[3:]] for row in (heading, *rows)]  # without the predicates
+        tables.append(TableData(title="Claims", headings=short[0], rows=short[1:], num_left=len(short[0])))
+        folded.append(TableData(title="Predicates of the claims", headings=heading[::2][:2],
+                                rows=[[row[0], row[2]] for row in rows], num_left=2))  # fmt: skip
     heading, rows = comparison_cells(comparison)
     first = comparison["metrics"][0]
     shown = [row for row, line in zip(rows, comparison["lines"], strict=True)
@@ -64,8 +68,10 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     every = TableData(title="All metrics", headings=heading, rows=rows, num_left=2)
     lines = [comparison["question"], f"Published: {comparison['source']}.", *about_runs(comparison)]
     charts = [*study_charts(comparison, labels), *_curve_charts(comparison, labels)]
-    folded = [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
-    return Section(title=comparison["title"], lines=lines, tables=tables, folded=folded, charts=charts)
+    folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
+    return Section(
+        title=comparison["title"], lines=lines, tables=tables, folded=folded, charts=charts, charts_first=True
+    )
 
 
 def _curve_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Chart]:

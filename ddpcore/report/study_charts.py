@@ -10,6 +10,7 @@ from typing import Any
 from ddpcore.report.chart import Chart, Number, Series
 
 FEWEST = 3  # values of a variable in a line
+MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
 _NUMBER = re.compile(r"^([A-Za-z]*?)(\d+(?:\.\d+)?)([A-Za-z]*)$")
 _FIELDS = ("batch_size", "lr", "learners", "steps", "epochs", "period", "std")  # that a question may be about
@@ -133,24 +134,41 @@ def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels:
     for number, (name, points) in enumerate(lines.lines.items()):
         x = [value for value, _ in points]
         printed = [cells[row]["published"] for _, row in points]
+        ran = [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
         if any(value is not None for value in printed):
             series.append(Series(
                 name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="diamond",
+                group=_series_name(name, run_labels, ran[0]) if ran else "",
             ))  # fmt: skip
-        for run, label in enumerate(run_labels):
-            y, low, high = _measured([cells[row] for _, row in points], run)
-            if any(value is not None for value in y):
-                suffix = f", {label}" if len(run_labels) > 1 else ""
-                series.append(Series(
-                    name=name + suffix, x=x, y=y, low=low, high=high, style="line+points", color=number, dash=run,
+        for run in ran:
+            known = [(value, row) for value, row in points if _has_run(cells[row], run)]
+            y, low, high = _measured([cells[row] for _, row in known], run)
+            series.append(Series(
+                    name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y, low=low, high=high,
+                    style="line+points", color=number, dash=run,
                 ))  # fmt: skip
     values = [value for points in lines.lines.values() for value, _ in points]
     is_wide = all(isinstance(value, int | float) and value > 0 for value in values) and max(values) >= 8 * min(values)
     variable = _named(lines, cells)
+    ticks = sorted(set(values)) if all(isinstance(value, int | float) for value in values) else ()
     note = "Lines: measured means, with bands from the smallest to the largest seed. Diamonds: published."
     return Chart(
-        title=f"{metric} over {variable}", x_label=variable, y_label=metric, series=series, log_x=is_wide, note=note
+        title=f"{metric} over {variable}",
+        x_label=variable,
+        y_label=metric,
+        series=series,
+        log_x=is_wide,
+        note=note,
+        ticks=ticks if len(ticks) <= MOST_TICKS else (),
     )
+
+
+def _has_run(cell: Mapping[str, Any], run: int) -> bool:
+    return bool((cell["measured"][run] or {}).get("num_seeds"))
+
+
+def _series_name(line: str, run_labels: Sequence[str], run: int) -> str:
+    return f"{line}, {run_labels[run]}" if len(run_labels) > 1 else line
 
 
 def _named(lines: Lines, cells: Mapping[str, Any]) -> str:

@@ -72,7 +72,7 @@ def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> TableData | None:
                     total[rank][int(other)] += seconds
     if not any(any(row.values()) for row in total.values()):
         return None
-    rows = [[f"rank {rank}", *(f"{1e3 * total[rank][other]:.3g}" for other in ranks)] for rank in ranks]
+    rows = [[f"rank {rank}", *(f"{1e3 * total[rank][other]:,.1f}" for other in ranks)] for rank in ranks]
     headings = ["waits for, ms in all", *(f"rank {rank}" for rank in ranks)]
     return TableData(title="Time that the rank of a row waited for the rank of a column", headings=headings, rows=rows)
 
