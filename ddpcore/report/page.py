@@ -19,7 +19,7 @@ from ddpcore.report.runs import labels, run_sections
 from ddpcore.report.sources import Sources
 from ddpcore.report.static_chart import Figure, svg_of
 from ddpcore.report.studies import compare_all, study_section
-from ddpcore.report.table import plain
+from ddpcore.report.table import plain, plain_lines
 from ddpcore.report.timeline import timeline_sections
 
 try:
@@ -54,7 +54,7 @@ def page_of(sources: Sources, baseline: Sources | None = None, *, refresh: float
         loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters["plain"] = plain
+    environment.filters.update(plain=plain, plain_lines=plain_lines)
     figures = {chart["id"]: chart["figure"] for found in by_section.values() for chart in found}
     return environment.get_template("page.html.j2").render(
         sections=sections, charts=by_section, css=texts["page.css"], js=texts["page.js"], refresh=refresh,

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
 from ddpcore.report.sources import Run
+from ddpcore.report.table import plain
 
 # Field of an epoch, or of the part of a statistics line, and the title and y label of its chart.
 _OF_EPOCHS = {
@@ -34,7 +35,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
 def labels(runs: Sequence[Run]) -> list[str]:
     """A short name for each run: its folder's name, or its path if two folders have the same name."""
     short = [run.path.resolve().name for run in runs]
-    return [name if short.count(name) == 1 else run.name for name, run in zip(short, runs, strict=True)]
+    return [plain(name if short.count(name) == 1 else run.name) for name, run in zip(short, runs, strict=True)]
 
 
 def _about(runs: Sequence[Run], names: Sequence[str]) -> Section:
@@ -237,4 +238,4 @@ def _rounded(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain(str(value))

@@ -27,7 +27,7 @@ def print_parts(console: Console | None, *parts: Table | str) -> None:
         out = Console(file=out.file, width=WIDTH)
     for part in parts:
         if isinstance(part, str):
-            out.print("\n".join(map(plain, part.split("\n"))), highlight=False, markup=False, soft_wrap=True)
+            out.print(plain_lines(part), highlight=False, markup=False, soft_wrap=True)
         else:
             out.print(part)
 
@@ -63,6 +63,11 @@ def plain(text: str) -> str:
     So a name from a file cannot add lines, move the cursor or change colours.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def plain_lines(text: str) -> str:
+    """The same line by line: text of ours may have several lines."""
+    return "\n".join(map(plain, text.split("\n")))
 
 
 def number(key: str, pattern: str = "{:.2f}", missing: str = "-") -> Cell:
