@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,14 @@ def page_file(make_run: Any, recorded_steps: Any, tmp_path: Path) -> Path:
     return out
 
 
+def until(page: Any, condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds, for a minute at most. Playwright's own wait needs what the page forbids."""
+    for _ in range(600):
+        if condition():
+            return
+        page.wait_for_timeout(100)
+
+
 def test_a_report(browser: Any, page_file: Path) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
     said: list[str] = []
@@ -51,9 +59,7 @@ def test_a_report(browser: Any, page_file: Path) -> None:
     for number in range(figures.count()):
         figures.nth(number).scroll_into_view_if_needed()
         page.wait_for_selector(f"figure.drawn >> nth={number}")
-    page.wait_for_function(
-        "document.querySelectorAll('.chart .main-svg').length >= document.querySelectorAll('figure').length"
-    )
+    until(page, lambda: page.locator("figure:has(.chart .main-svg)").count() == figures.count())
     assert said == []
     assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [page_file.as_uri()]
     assert page.evaluate("document.documentElement.scrollWidth") <= 390, "nothing is wider than the screen"
@@ -78,9 +84,7 @@ def test_a_click_on_a_name_switches_its_curve(browser: Any, page_file: Path) -> 
     shown = "(place) => place._fullData.filter((one) => one.visible === true).length"
     assert chart.evaluate(shown) == 2
     chart.locator(".legendtoggle").first.click()
-    page.wait_for_function(
-        "document.querySelector('.drawn .chart')._fullData.filter((one) => one.visible === true).length === 1"
-    )
+    until(page, lambda: chart.evaluate(shown) == 1)  # a click waits for a second one before it acts
     assert chart.evaluate(shown) == 1
     page.close()
 
