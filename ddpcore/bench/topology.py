@@ -67,6 +67,6 @@ def measure(config: TopologyConfig) -> dict[str, Any]:
             refused.append({"topology": name, "reason": str(error)})
         else:
             edges = edges_of(graph, config.world_size) if config.world_size <= MOST_DRAWN else None
-            rows.append({"topology": name, **to_json(describe(graph, config.world_size)), "edges": edges})
+            rows.append({"topology": name, **to_json(describe(graph, config.world_size)), "edges": to_json(edges)})
     settings = {key: getattr(config, key) for key in ("world_size", "seed", "local_size")}
     return {"environment": machine("cpu"), **settings, "rows": rows, "refused": refused}
