@@ -20,7 +20,7 @@ BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKERS ?= 3
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo
+TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib jinja2 plotly playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: bench test check lint types cpp docs mutations sass build sdist wheel release-check clean
