@@ -21,7 +21,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore.__main__ import COMMANDS as PROGRAMS
-from ddpcore.bench.__main__ import COMMANDS
+from ddpcore.bench.commands import COMMANDS
 from ddpcore.experiments.command_line import parse
 from ddpcore.options import command_line
 from helpers.ranks import ROOT
