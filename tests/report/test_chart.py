@@ -27,6 +27,8 @@ def test_a_thinned_curve_keeps_peaks_and_ends() -> None:
     assert points[1234] == 5 and points[7777] == -5 and {0, 9999} <= set(points)
     assert min(thin.low) == -9 and max(thin.high) == 9, "the band keeps its widest points"
     assert list(thin.x) == sorted(thin.x)
+    plain = thinned(Series(name="a", x=range(10_000), y=y))
+    assert len(plain.y) <= MAX_POINTS + 2 and {1234, 7777} <= set(plain.x)
 
 
 def test_a_thinned_curve_keeps_gaps() -> None:
