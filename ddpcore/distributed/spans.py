@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 NAMES = ("before_forward", "bucket_ready", "after_backward", "before_step", "after_step")
 """In torch's profiler each has the prefix ``ddpcore::``."""
+
+
+_NOTHING = nullcontext()
 
 
 class Spans:
@@ -24,20 +27,17 @@ class Spans:
         self.seconds: float | None = None
         self._is_inside = False
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> AbstractContextManager[None]:
         """The range ``ddpcore::name``. A range inside another one is counted once."""
-        profiled = torch.autograd._profiler_enabled()
         measured = self.seconds is not None and not self._is_inside
-        if not profiled and not measured:
-            yield
-            return
+        profiled = torch.autograd._profiler_enabled()
+        return self._range(name, measured, profiled) if measured or profiled else _NOTHING
+
+    @contextmanager
+    def _range(self, name: str, measured: bool, profiled: bool) -> Iterator[None]:
         started, self._is_inside = time.perf_counter(), self._is_inside or measured
         try:
-            if profiled:
-                with torch.profiler.record_function(f"ddpcore::{name}"):
-                    yield
-            else:
+            with torch.profiler.record_function(f"ddpcore::{name}") if profiled else _NOTHING:
                 yield
         finally:
             if measured:
