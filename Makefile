@@ -92,7 +92,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	@touch $@
 
 # CPU wheels where there is no GPU: first from the configured index, then from PyTorch's own.
-.venv/.ready: constraints.txt
+.venv/.ready: constraints.txt Makefile
 	python3 -m venv .venv
 	@if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
 	  .venv/bin/pip install -q "torch==$(TORCH)"; \
