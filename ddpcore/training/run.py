@@ -21,7 +21,7 @@ from ddpcore.training.config import TrainConfig
 from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
 from ddpcore.training.record import RunRecord
-from ddpcore.training.run_writer import RunWriter, load_tensorboard
+from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
 from ddpcore.training.statistics import check_samples, noise_statistics
 from ddpcore.training.step_record import StepRecorder
 from ddpcore.training.trainer import Trainer
@@ -39,6 +39,7 @@ def train(
     resume: bool = False,
     dataset: Dataset | None = None,
     tensorboard: bool = False,
+    on_record: OnRecord | None = None,
 ) -> RunRecord:
     """Train as the config says, and write all results into a folder.
 
@@ -52,6 +53,8 @@ def train(
         resume: continue from the last complete checkpoint in ``out``; begin if there is none.
         dataset: used instead of the data set of the config.
         tensorboard: also write the numbers of the record for TensorBoard.
+        on_record: called on rank 0 with each new row of the record, plain values, see :class:`RunRecord`. An error that
+            it raises ends the run.
 
     Returns:
         The record, on every rank.
@@ -64,6 +67,7 @@ def train(
     out, placement = Path(out), LearnerPlacement.of(config, world)
     if tensorboard:
         load_tensorboard()  # a missing package is reported before the training
+    outputs = {"tensorboard": tensorboard, "on_record": on_record}
     finished = _check_folder(config, out, resume, dataset)
     if finished is not None:
         return finished
@@ -78,7 +82,7 @@ def train(
             finished = _check_folder(config, out, resume, trainer.dataset)
             placement.barrier()  # every rank has read the folder before rank 0 writes
             if finished is None:
-                finished = _train(placement, trainer, statistics, out, resume, tensorboard, stop_signal)
+                finished = _train(placement, trainer, statistics, out, resume, outputs, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
 
@@ -89,7 +93,7 @@ def _train(
     statistics: NoiseStatistics | None,
     out: Path,
     resume: bool,
-    tensorboard: bool,
+    outputs: dict[str, Any],
     stop_signal: StopSignal,
 ) -> RunRecord:
     """Train in a locked folder."""
@@ -99,7 +103,7 @@ def _train(
     )
     progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
     recorder = StepRecorder(out, world.rank, trainer) if config.record_steps else nullcontext()
-    with _writer(placement, trainer, out, tensorboard) as writer, recorder as steps:
+    with _writer(placement, trainer, out, outputs) as writer, recorder as steps:
         loop = Loop(
             placement=placement,
             trainer=trainer,
@@ -158,7 +162,7 @@ def _resume(
 
 
 def _writer(
-    placement: LearnerPlacement, trainer: Trainer, out: Path, tensorboard: bool
+    placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any]
 ) -> AbstractContextManager[RunWriter | None]:
     """The writer of the first rank; None on the other ranks."""
     if placement.world.rank:
@@ -187,7 +191,7 @@ def _writer(
         header=header,
         resumed={"kind": "resume", "step": step, **here} if step else None,
         step=step,
-        tensorboard=tensorboard,
+        **outputs,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import JsonLines, to_json
 from ddpcore.training import record
+
+OnRecord = Callable[[dict[str, Any]], None]
 
 
 class RunWriter:
@@ -23,6 +26,7 @@ class RunWriter:
         resumed: the row of a resumed run; None for a new run.
         step: the step from which the run continues. Rows of later steps are removed from the record.
         tensorboard: also write scalars for TensorBoard.
+        on_record: called with each row, after it was appended to the record.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class RunWriter:
         resumed: dict[str, Any] | None = None,
         step: int = 0,
         tensorboard: bool = False,
+        on_record: OnRecord | None = None,
     ) -> None:
         path = out / record.FILE
         rows = [] if resumed is None else [row for row in record.rows(path) if row.get("step", 0) <= step]
@@ -44,6 +49,7 @@ class RunWriter:
         replace_file(path, b"".join(json.dumps(to_json(row)).encode() + b"\n" for row in rows))
         self._out = out
         self._record = JsonLines(path)
+        self._on_record = on_record
         self._board = load_tensorboard()(str(out / "tensorboard"), purge_step=step + 1) if tensorboard else None
         self._progress = ProgressReport("training", total_steps, completed=step)
         self._step = step
@@ -66,6 +72,8 @@ class RunWriter:
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to the record; the numbers of an epoch also go to TensorBoard."""
         self._record.append(row)
+        if self._on_record is not None:
+            self._on_record(to_json(row))
         if self._board is not None and row["kind"] == "epoch":
             for name, value in to_json(row).items():
                 if isinstance(value, int | float) and name != "step":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddpcore import __main__ as entry
-from ddpcore.training import RunRecord, TrainConfig
+from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.command import main
 from helpers import ranks
 
@@ -60,3 +61,21 @@ def test_the_entry(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("examples:") and all(name in text for name in entry.COMMANDS)
     assert entry.main(["bnch"]) == 2
     assert "unknown command 'bnch'" in capsys.readouterr().err
+
+
+def test_a_callback_gets_each_row_of_the_record(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    config = TrainConfig(model="mlp", dataset="digits", epochs=2)
+    record = train(config, out=tmp_path, on_record=rows.append)
+    assert [row["kind"] for row in rows] == ["epoch", "epoch", "end"]
+    assert rows[:2] == record.epochs
+    assert rows[2] == record.final
+
+
+def test_an_error_of_the_callback_ends_the_run_and_the_row_is_kept(tmp_path: Path) -> None:
+    def fail(row: dict[str, Any]) -> None:
+        raise OSError("no network")
+
+    with pytest.raises(OSError, match="no network"):
+        train(TrainConfig(model="mlp", dataset="digits", epochs=2), out=tmp_path, on_record=fail)
+    assert len(RunRecord.read(tmp_path).epochs) == 1
