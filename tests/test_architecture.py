@@ -24,6 +24,7 @@ EXCEPTIONS: dict[str, str] = {}
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
 SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 BENCHMARKS, FACADE = "benchmarks", "__init__"
+ENTRY = "__main__"  # python -m ddpcore needs this file; it starts a command by name and imports nothing
 
 
 def layers_of(root: Path) -> dict[str, int]:
@@ -72,7 +73,7 @@ def layer_complaints(root: Path) -> list[str]:
     layers, complaints = layers_of(root), []
     for path in sorted((root / "ddpcore").iterdir()):
         name = path.stem
-        if name != "__pycache__" and path.suffix in ("", ".py") and name not in layers:
+        if name not in ("__pycache__", ENTRY) and path.suffix in ("", ".py") and name not in layers:
             complaints.append(f"ddpcore/{path.name}:1: {name!r} has no layer: add it to the table")
     for where, line, part, other in arrows_of(root):
         if other not in layers and not (root / "ddpcore" / other).exists():
@@ -129,6 +130,10 @@ def export_complaints(root: Path) -> list[str]:
 
 def assert_none(complaints: list[str]) -> None:
     assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_the_entry_imports_nothing():
+    assert list(imports_of(ROOT, ROOT / "ddpcore" / f"{ENTRY}.py")) == []
 
 
 def test_imports_point_down():

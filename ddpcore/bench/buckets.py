@@ -71,7 +71,7 @@ class BucketsConfig(Options):
             ValueError: the options do not go together.
         """
         shared = ("world_size", "model", "model_options", "strategies", "batch_size", "seed", "device", "transport")
-        return BenchConfig(**{name: getattr(self, name) for name in shared})
+        return BenchConfig(dataset="synthetic", **{name: getattr(self, name) for name in shared})
 
     def all_sizes(self) -> list[float]:
         """The sizes of the command line and the default, in MiB, ascending."""
@@ -227,4 +227,4 @@ def _publish(
     }
     if config.plot is not None:
         plot_buckets(result, config.plot)
-    publish(result, print_buckets, config.json)
+    publish(result, print_buckets, config)

@@ -183,7 +183,7 @@ def run_rank(world: World, resolved: ResolvedConfig, config: CommConfig, transpo
     if world.rank == 0:
         where = environment(resolved)
         where = {**where, "transport": None, "transport_reason": None, "notes": where["notes"] + notes}
-        publish({"environment": where, "world_size": resolved.world_size, "rows": rows}, print_comm, config.json)
+        publish({"environment": where, "world_size": resolved.world_size, "rows": rows}, print_comm, config)
     wrong = sorted({f"{row['op']} over {row['transport']}" for row in rows if row["num_wrong"]})
     if wrong:
         raise RuntimeError(f"wrong values arrived: {', '.join(wrong)}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from ddpcore.bench.config import BenchConfig, ResolvedConfig, resolve
+from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve
+from ddpcore.report.table import console_of
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import to_json, write_json
@@ -21,12 +22,12 @@ def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: An
     )
 
 
-def publish(result: dict[str, Any], print_result: Callable[[dict[str, Any]], None], file: Path | None) -> None:
+def publish(result: dict[str, Any], print_result: Callable[[dict[str, Any], Console], None], options: Options) -> None:
     """Print a result, and write it to the JSON file if there is one."""
     plain = to_json(result)
-    print_result(plain)
-    if file is not None:
-        write_json(file, plain)
+    print_result(plain, console_of(wide=options.wide))
+    if options.json is not None:
+        write_json(options.json, plain)
 
 
 def resolve_here(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ddpcore.bench import buckets, comm, optim, predict, run, stats, topology
+from ddpcore.bench import buckets, comm, demo, optim, predict, run, stats, topology
 from ddpcore.bench.config import BenchConfig, Options
 from ddpcore.runtime.launch import World
 
@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
     "": (BenchConfig, run.prepare),
     "buckets": (buckets.BucketsConfig, buckets.prepare),
     "comm": (comm.CommConfig, comm.prepare),
+    "demo": (demo.DemoConfig, demo.prepare),
     "optim": (optim.OptimConfig, optim.prepare),
     "predict": (predict.PredictConfig, predict.prepare),
     "stats": (stats.StatsConfig, stats.prepare),

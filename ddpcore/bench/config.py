@@ -11,7 +11,7 @@ import torch
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS, TRANSPORTS
-from ddpcore.data import DATASETS, ShardedBatches
+from ddpcore.data import DATASETS
 from ddpcore.models import MODELS
 from ddpcore.options.command_line import SEED_RANGE, check, flag, option
 from ddpcore.options.typed import typed
@@ -42,6 +42,7 @@ class Options:
     """
 
     json: Path | None = option(None, "write the result to this file", is_file=True)
+    wide: bool = option(False, "print all columns, also those that do not fit the terminal")
 
     def __post_init__(self) -> None:
         check(self)
@@ -61,9 +62,9 @@ class BenchConfig(Options):
     compression: str = option("none", "of dpsgd's messages", choices=("none", *CODECS))
     noise_std: float = option(0.01, "of noisy_ssgd", least=0)
     local_size: int = option(2, "learners on each host, of --topology hierarchical", least=1)
-    model: str = option("simplenet", parts=MODELS)
+    model: str = option("mlp", parts=MODELS)
     model_options: dict[str, Any] | None = option(None, "options of the model, such as hidden=2048x2048 of mlp")
-    dataset: str = option("synthetic", parts=DATASETS)
+    dataset: str = option(None, "(digits, or synthetic if the model does not take them)", parts=DATASETS)
     dataset_options: dict[str, Any] | None = option(
         None, "options of the data set, such as num_frames=7 of synthetic_speech"
     )
@@ -83,6 +84,9 @@ class BenchConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dataset is None:
+            takes_digits = MODELS.spec(self.model).fits((1, 8, 8)) and not self.dataset_options
+            object.__setattr__(self, "dataset", "digits" if takes_digits else "synthetic")
         model_hints, dataset_hints = MODELS.hints(self.model), DATASETS.hints(self.dataset)
         for name, hints in (("model_options", model_hints), ("dataset_options", dataset_hints)):
             if getattr(self, name) is not None:
@@ -189,10 +193,10 @@ def resolve_device(device: str, num_gpus: int) -> str:
 
 
 def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: int = 1) -> ResolvedConfig:
-    """Choose the device, the connection and the strategies, and check that topology and batch fit the world size.
+    """Choose the device, the connection and the strategies, and check that the topology fits the world size.
 
     Raises:
-        ValueError: the topology or the batch does not fit, or this machine lacks a requested device or connection.
+        ValueError: the topology does not fit, or this machine lacks a requested device or connection.
     """
     device = resolve_device(config.device, num_gpus)
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)
@@ -204,8 +208,9 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     elif config.transport != "auto":
         raise ValueError(f"--transport {config.transport} is for real ranks: leave it out, or use --backend gloo")
     config.train_config(DPSGD.name).make_topology().validate(world_size)
-    ShardedBatches(config.batch_size, config.batch_size, world_size, config.seed)  # checks the batch size
     chosen, notes = config.strategies or DEFAULT_STRATEGIES, []
+    if world_size == 1:
+        notes.append("one learner: no strategy averages anything; take --world-size 2 or more")
     if choice.backend == "virtual" and DDP.name in chosen:
         if config.strategies is not None:
             raise ValueError("ddp needs real ranks: leave it out of --strategies, or use --backend gloo or nccl")

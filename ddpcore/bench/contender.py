@@ -16,7 +16,7 @@ from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, ddp_options, distribut
 from ddpcore.bench.config import BASELINES, ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.comm.traffic import all_reduce_bytes
-from ddpcore.data import Dataset
+from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
@@ -121,10 +121,11 @@ def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
         ValueError: files are missing or damaged, the model does not accept such samples or options, or the batch is
             too large.
     """
-    config = resolved.train_config(SSGD.name)  # all strategies have the same data and model
-    dataset = read_dataset(config, first=first)
+    config = resolved.config
+    dataset = read_dataset(config.train_config(SSGD.name), first=first)  # all strategies have the same data and model
     if first:
-        check_parts(config, dataset)
+        ShardedBatches(len(dataset.train), config.batch_size, resolved.world_size, config.seed)  # checks the batch size
+        check_parts(resolved.train_config(SSGD.name), dataset)
     return dataset
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.environment import check_memory
@@ -19,8 +17,10 @@ from ddpcore.bench.shapes import LISTS, USUAL
 from ddpcore.ops.traffic import bytes_per_param
 from ddpcore.options.command_line import option
 from ddpcore.report.optim import print_optimizers
+from ddpcore.report.table import console_of
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
+from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import LARGEST_COPY, copying, interleaved, quantiles
 from ddpcore.storage.json_lines import to_json, write_json
 from ddpcore.training.config import DEVICES
@@ -62,7 +62,7 @@ def run(config: OptimConfig) -> None:
     """Run the bench and print its table."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    print_optimizers(to_json(measure(config)))
+    print_optimizers(to_json(measure(config)), console_of(wide=config.wide))
 
 
 def measure(config: OptimConfig) -> dict[str, Any]:
@@ -81,16 +81,14 @@ def measure(config: OptimConfig) -> dict[str, Any]:
         "comparisons": [comparison.name for comparison in chosen],
         "rows": rows,
     }
-    console = Console(stderr=True)
-    with console.status("") if console.is_terminal else nullcontext() as status:
+    with ProgressReport("comparisons", len(config.models) * len(installed)) as progress:
         for name in config.models:
             for optimizer in config.optimizers:
                 own = _OwnStep(name, optimizer, config)
                 for comparison in installed:
                     if comparison.optimizer == optimizer:
-                        if status is not None:
-                            status.update(f"{name}: {comparison.name}")
                         rows += own.measure(comparison)
+                        progress.advance(1, f"{name}: {comparison.name}")
                 del own  # before the next one is allocated
             if config.json is not None:
                 write_json(config.json, result)

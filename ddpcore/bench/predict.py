@@ -73,7 +73,7 @@ class PredictConfig(Options):
             ValueError: the options do not go together.
         """
         shared = ("world_size", "model", "strategies", "period", "batch_size", "seed", "device")
-        common = BenchConfig(**{name: getattr(self, name) for name in shared})
+        common = BenchConfig(dataset="synthetic", **{name: getattr(self, name) for name in shared})
         return [replace(common, topology=graph, transport=name) for name in self.transport for graph in self.topology]
 
 
@@ -162,7 +162,7 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
             "compute_ms": {name: 1e3 * getattr(step, name) for name in ("forward", "backward", "update")},
             "rows": rows,
         }
-        publish(result, print_predictions, config.json)
+        publish(result, print_predictions, config)
 
 
 def _cases(

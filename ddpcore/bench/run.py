@@ -9,8 +9,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ddpcore import data
 from ddpcore.bench.command import publish, resolve_here, start_ranks
@@ -30,6 +28,7 @@ from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.report.strategies import print_strategies
 from ddpcore.runtime.launch import World
+from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.training import Trainer
@@ -59,20 +58,16 @@ def run_rank(world: World, resolved: ResolvedConfig) -> None:
         names |= dict.fromkeys(compute_of(name) for name in resolved.strategies if name != Single.name)
     contenders = [_build(name, resolved, world, dataset, meter) for name in names]
     torch.manual_seed(config.seed + 1 + world.rank)  # after all models are built: dropout differs from rank to rank
-    console = Console(stderr=True)
-    show = world.rank == 0 and console.is_terminal
-    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not show) as progress:
-        task = progress.add_task("", total=config.steps * len(contenders))
+    total = config.steps * len(contenders)
+    with ProgressReport("training steps", total, shown=world.rank == 0) as progress:
         for num_steps, timed in _blocks(config.steps):
             for one in contenders:
-                progress.update(task, description=one.name)
                 run_block(one, num_steps, timed, meter)
-                progress.advance(task, num_steps)
+                progress.advance(num_steps, one.name)
     results = [_gather(one, resolved, meter) for one in contenders]
     if world.rank == 0:
         result = {"environment": environment(resolved), "rows": _rows(resolved, results)}
-        publish(result, lambda plain: print_strategies(plain, config), config.json)
+        publish(result, lambda plain, console: print_strategies(plain, config, console), config)
 
 
 def _build(

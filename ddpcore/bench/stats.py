@@ -118,7 +118,7 @@ def run_rank(world: World, config: StatsConfig) -> None:
     if world.rank == 0:
         rows = [_row(one, contenders[0]) for one in contenders]
         result = {"environment": machine(config.device), "config": config, "rows": rows}
-        publish(result, print_stats, config.json)
+        publish(result, print_stats, config)
 
 
 def _row(one: Contender, off: Contender) -> dict[str, Any]:

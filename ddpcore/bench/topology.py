@@ -53,7 +53,7 @@ def prepare(config: TopologyConfig, torchrun: World | None) -> Callable[[], None
     if config.world_size > MANY:
         advice = "name one topology" if config.name == ALL else "take fewer learners"
         print(f"{config.world_size:,} learners may take minutes: {advice} to save time", file=sys.stderr)
-    return lambda: publish(measure(config), print_topologies, config.json)
+    return lambda: publish(measure(config), print_topologies, config)
 
 
 def measure(config: TopologyConfig) -> dict[str, Any]:

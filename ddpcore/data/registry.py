@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import cifar, features, mnist, saddle, speech, synthetic
+from ddpcore.data import cifar, digits, features, mnist, saddle, speech, synthetic
 from ddpcore.data.base import Dataset
 from ddpcore.data.download import SOURCES
 from ddpcore.data.download import download as download_files
@@ -18,6 +18,7 @@ DATASETS: Registry[Dataset] = Registry(
     "ddpcore.datasets",
     Dataset,
     {
+        "digits": digits.load,
         "synthetic": synthetic.load,
         "synthetic_speech": speech.load,
         "saddle": saddle.load,

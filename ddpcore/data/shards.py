@@ -52,6 +52,8 @@ class ShardedBatches:
         check_range("num_learners", learners, least=1)
         check_range("the data seed", self.seed, least=0)
         check_range("the batch size", batch, least=1)
+        if learners > samples:
+            raise ValueError(f"{learners} learners cannot share {samples} samples: take at most {samples} learners")
         if batch > samples:
             raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {samples}")
         if batch < learners:

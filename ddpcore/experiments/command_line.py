@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import SEED_RANGE, Parser, add_options, check, option
-from ddpcore.options.typed import check_keys
-from ddpcore.training import TrainConfig
-from ddpcore.training.config import OPTIONS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from ddpcore.training.settings import settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +48,11 @@ class RunOptions:
         check(self)
 
     def overrides(self) -> dict[str, Any]:
-        """The fields of TrainConfig that the command line sets for every row; see :func:`overrides` for errors."""
+        """The fields of TrainConfig that the command line sets for every row; see :func:`settings` for errors."""
         given: dict[str, Any] = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
-        return {**overrides(self.set or ()), **given, **({"download": True} if self.download else {})}
+        if any(text.partition("=")[0].strip() == "seed" for text in self.set or ()):
+            raise ValueError("--set seed: use --seed and --seeds")
+        return {**settings(self.set or (), "--set "), **given, **({"download": True} if self.download else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +63,7 @@ class CompareOptions:
         MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
     )
     markdown: Path | None = option(None, "write the page", is_file=True)
-    plot: Path | None = option(None, "write a plot, .png or .svg (extra `plot`)", is_file=True)
+    plot: Path | None = option(None, "write a plot, .png or .svg (extra `report`)", is_file=True)
 
     def __post_init__(self) -> None:
         check(self)
@@ -91,35 +85,3 @@ def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptio
         add_options(commands.add_parser(name, help=help, description=help, allow_abbrev=False), options)
     given = vars(parser.parse_args(argv))
     return COMMANDS[given.pop("command")](**given)
-
-
-def overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Fields of TrainConfig from ``key=value``; ``optimizer_options.momentum=0.5`` sets one key of a mapping.
-
-    A value is parsed as TOML; if that fails it is text. A later text replaces the value of an earlier one, or the keys
-    of its mapping.
-
-    Raises:
-        ValueError: there is no such field, a field without options is given a mapping, or a field of options is given
-            another value.
-    """
-    known = [item.name for item in fields(TrainConfig)]
-    result: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        name, *inner = key.strip().split(".")
-        if not equals or len(inner) > 1:
-            raise ValueError(f"--set {text}: write KEY=VALUE, or KEY.OPTION=VALUE")
-        check_keys(f"--set {text}: a training run", [name], known)
-        if name == "seed":
-            raise ValueError(f"--set {text}: use --seed and --seeds")
-        try:
-            parsed = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            parsed = value
-        given = {inner[0]: parsed} if inner else parsed
-        if isinstance(given, Mapping) != (name in OPTIONS):
-            form = f"{name}.OPTION=VALUE" if name in OPTIONS else f"{name}=VALUE, it has no options"
-            raise ValueError(f"--set {text}: write {form}")
-        result[name] = {**result.get(name, {}), **given} if name in OPTIONS else given
-    return result

@@ -6,10 +6,6 @@ from torch import nn
 
 from ddpcore.models.blocks import Chain
 
-MNIST_SHAPES: tuple[tuple[int, ...], ...] = ((1, 28, 28),)
-SIMPLE_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32), (1, 28, 28))
-NUM_CLASSES = 10
-
 
 class MnistCNN(Chain):
     """A padded 3 x 3 convolution with 16 filters, ReLU and a linear layer; inputs [B, 1, 28, 28] to logits [B, C].
@@ -17,7 +13,10 @@ class MnistCNN(Chain):
     125610 parameters for 10 classes, nearly all in the linear layer.
     """
 
-    def __init__(self, input_shape: tuple[int, ...] = MNIST_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
+    input_shapes = ((1, 28, 28),)
+    num_classes = 10
+
+    def __init__(self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes) -> None:
         super().__init__()
         channels, height, width = input_shape
         self.layers = nn.Sequential(
@@ -35,10 +34,13 @@ class SimpleCNN(Chain):
     padding=0, where each convolution removes a border of one pixel. ValueError unless padding is 0 or 1.
     """
 
+    input_shapes = ((3, 32, 32), (1, 28, 28))
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = SIMPLE_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         padding: int = 1,
     ) -> None:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from ddpcore.models.blocks import Chain, PooledHead
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
-NUM_CLASSES = 10
 BOTTLENECK = 4  # channels between a layer's two convolutions, in growth rates
 COMPRESSION = 0.5  # share of the channels that a transition keeps
 
@@ -26,10 +24,13 @@ class DenseNet121(Chain):
         growth_rate: channels that a layer adds, at least 1.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         blocks: Sequence[int] = (6, 12, 24, 16),
         growth_rate: int = 32,

@@ -10,8 +10,6 @@ from ddpcore.models.blocks import Chain, PooledHead, SqueezeExcitation, conv_nor
 from ddpcore.models.mobilenet import InvertedResidual
 from ddpcore.options.typed import check_range
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
-NUM_CLASSES = 10
 STEM_CHANNELS = 32
 # Expansion, channels, blocks and stride of each stage, B0 of table 1.
 STAGES = ((1, 16, 1, 2), (6, 24, 2, 1), (6, 40, 2, 2), (6, 80, 3, 2), (6, 112, 3, 1), (6, 192, 4, 2), (6, 320, 1, 2))
@@ -30,10 +28,13 @@ class EfficientNetB0(Chain):
         depth: multiplies the blocks of each stage (rounded up), above 0.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         width: float = 1.0,
         depth: float = 1.0,

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from ddpcore.models.blocks import Chain, PooledHead, conv_norm_relu, scaled
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
-NUM_CLASSES = 10
 STEM_CHANNELS = 192
 # Rows of table 1: channels of the 1 x 1 branch, before and of the 3 x 3, before and of the 5 x 5, and after pooling.
 STAGES = (
@@ -32,8 +30,11 @@ class GoogLeNet(Chain):
     the channels.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
-        self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES, *, width: float = 1.0
+        self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes, *, width: float = 1.0
     ) -> None:
         super().__init__()
         channels = scaled(STEM_CHANNELS, width)

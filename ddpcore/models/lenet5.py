@@ -8,9 +8,6 @@ from torch import nn
 
 from ddpcore.models.blocks import Chain
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((1, 28, 28), (3, 32, 32))
-NUM_CLASSES = 10
-
 
 class LeNet5(Chain):
     """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C].
@@ -23,10 +20,13 @@ class LeNet5(Chain):
         dropout: share of activations that are set to zero in training, in 0..1.
     """
 
+    input_shapes = ((1, 28, 28), (3, 32, 32))
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         widths: Sequence[int] = (6, 16, 120, 84),
         dropout: float = 0.5,

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu, scaled, shortcut
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
-NUM_CLASSES = 10
 STEM_CHANNELS = 32
 # Channels and stride of each separable convolution.
 SEPARABLE = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *((512, 1),) * 5, (1024, 2), (1024, 1))
@@ -26,8 +24,11 @@ class MobileNet(Chain):
     0) multiplies the channels, as in the paper.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
-        self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES, *, width: float = 1.0
+        self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes, *, width: float = 1.0
     ) -> None:
         super().__init__()
         channels = scaled(STEM_CHANNELS, width)
@@ -48,8 +49,11 @@ class MobileNetV2(Chain):
     reduce those of the last convolution.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
-        self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES, *, width: float = 1.0
+        self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes, *, width: float = 1.0
     ) -> None:
         super().__init__()
         channels = scaled(STEM_CHANNELS, width)

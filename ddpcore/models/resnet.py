@@ -8,9 +8,6 @@ from torch import Tensor, nn
 
 from ddpcore.models.blocks import conv_norm, conv_norm_relu, shortcut
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32), (1, 28, 28))
-NUM_CLASSES = 10
-
 
 class ResNet(nn.Module):
     """A 3 x 3 convolution, stages of basic blocks, global average pooling and a linear layer.
@@ -23,10 +20,13 @@ class ResNet(nn.Module):
         widths: channels of each stage, at least 1; as many numbers as blocks.
     """
 
+    input_shapes = ((3, 32, 32), (1, 28, 28))
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         blocks: Sequence[int] = (1, 1, 1, 1),
         widths: Sequence[int] = (16, 32, 64, 128),
@@ -53,7 +53,10 @@ class ResNet(nn.Module):
 class ResNet18(ResNet):
     """Two blocks in each of four stages of 64 to 512 channels: 11173962 parameters for 3 x 32 x 32 and 10 classes."""
 
-    def __init__(self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
+    input_shapes = ((3, 32, 32), (1, 28, 28))
+    num_classes = 10
+
+    def __init__(self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes) -> None:
         super().__init__(input_shape, num_classes, blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512))
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu, shortcut
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
-NUM_CLASSES = 10
 STEM_CHANNELS = 64
 EXPANSION = 4  # channels of a block's output over those of one group
 
@@ -26,10 +24,13 @@ class ResNeXt29(Chain):
         base_width: channels of a group in the first stage.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         blocks: Sequence[int] = (3, 3, 3),
         cardinality: int = 2,

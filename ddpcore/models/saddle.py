@@ -8,9 +8,6 @@ from torch import Tensor, nn
 
 from ddpcore.options.typed import check_range
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((2,),)
-NUM_CLASSES = 2
-
 
 class Saddle(nn.Module):
     """Logits z of class 1 and 0 of all others, ``z = 1/2 escape e^2 + (p + e q).s``; inputs [B, 2 S] hold p and q.
@@ -23,12 +20,15 @@ class Saddle(nn.Module):
     ValueError if the number of inputs is odd, escape is not above 0, or radius is below 0.
     """
 
+    input_shapes = ((2,),)
+    num_classes = 2
+    any_size = True
     vectorizes = True
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         escape: float = 0.1,
         radius: float = 1e-8,

@@ -9,9 +9,6 @@ from torch import Tensor, nn
 from ddpcore.models.blocks import Chain, PooledHead, SqueezeExcitation, conv_norm_relu
 from ddpcore.models.resnet import check_stages
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
-NUM_CLASSES = 10
-
 
 class SENet18(Chain):
     """ResNet-18 with pre-activation blocks, each with a squeeze-and-excitation gate on its residual branch.
@@ -23,10 +20,13 @@ class SENet18(Chain):
         widths: channels of each stage, at least 1; as many numbers as blocks.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         blocks: Sequence[int] = (2, 2, 2, 2),
         widths: Sequence[int] = (64, 128, 256, 512),

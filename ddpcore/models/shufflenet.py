@@ -11,8 +11,6 @@ from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu
 from ddpcore.models.resnet import check_stages
 from ddpcore.options.typed import check_range
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
-NUM_CLASSES = 10
 STEM_CHANNELS = 24
 
 
@@ -27,10 +25,13 @@ class ShuffleNet(Chain):
         head_width: channels of the last convolution, at least 1.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         blocks: Sequence[int] = (4, 8, 4),
         widths: Sequence[int] = (116, 232, 464),

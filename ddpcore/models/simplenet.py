@@ -6,13 +6,13 @@ from torch import nn
 
 from ddpcore.models.blocks import Chain
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((10,),)
-NUM_CLASSES = 2
-
 
 class SimpleNet(Chain):
     """10-50-C with ReLU; inputs [B, 10] to logits [B, C]. 652 parameters for 2 classes."""
 
-    def __init__(self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES) -> None:
+    input_shapes = ((10,),)
+    num_classes = 2
+
+    def __init__(self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, num_classes))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((21, 260),)
-NUM_CLASSES = 32000
-
 
 class SpeechLSTM(nn.Module):
     """Stacked bidirectional LSTM layers, a linear bottleneck, and the classes of the middle frame.
@@ -25,10 +22,14 @@ class SpeechLSTM(nn.Module):
         bottleneck: units of the linear layer before the last, at least 1.
     """
 
+    input_shapes = ((21, 260),)
+    num_classes = 32000
+    any_size = True
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         depth: int = 6,
         width: int = 512,

@@ -6,8 +6,6 @@ from torch import nn
 
 from ddpcore.models.blocks import Chain, PooledHead, conv_norm_relu, scaled
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32),)
-NUM_CLASSES = 10
 STAGES = ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))  # convolutions and channels: configuration E of table 1
 
 
@@ -18,8 +16,11 @@ class VGG19(Chain):
     pixel after five poolings. 20040522 parameters for 10 classes. ``width`` (above 0) multiplies the channels.
     """
 
+    input_shapes = ((3, 32, 32),)
+    num_classes = 10
+
     def __init__(
-        self, input_shape: tuple[int, ...] = INPUT_SHAPES[0], num_classes: int = NUM_CLASSES, *, width: float = 1.0
+        self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes, *, width: float = 1.0
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []

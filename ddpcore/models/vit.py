@@ -8,9 +8,6 @@ from torch import Tensor, nn
 
 from ddpcore.options.typed import check_range
 
-INPUT_SHAPES: tuple[tuple[int, ...], ...] = ((3, 32, 32), (1, 28, 28))
-NUM_CLASSES = 10
-
 
 class ViT(nn.Module):
     """Patches, a class token, learned positions and pre-norm transformer blocks; the class token gives the logits.
@@ -29,10 +26,13 @@ class ViT(nn.Module):
     ValueError if a size is below 1, does not divide as above, or a share is not in [0, 1).
     """
 
+    input_shapes = ((3, 32, 32), (1, 28, 28))
+    num_classes = 10
+
     def __init__(
         self,
-        input_shape: tuple[int, ...] = INPUT_SHAPES[0],
-        num_classes: int = NUM_CLASSES,
+        input_shape: tuple[int, ...] = input_shapes[0],
+        num_classes: int = num_classes,
         *,
         patch_size: int = 4,
         width: int = 128,

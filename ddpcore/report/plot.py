@@ -75,7 +75,7 @@ def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str
             axes.grid(alpha=0.3)
             if name == next(iter(CURVES)):
                 axes.legend(fontsize="x-small", title=label if len(run_labels) > 1 else None)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _draw_curves(axes: Any, seeds: list[dict[str, list[float]]], name: str, row: str) -> None:
@@ -115,14 +115,14 @@ def plot_buckets(result: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _size(row: dict[str, Any]) -> float:
     return math.inf if row["bucket_mb"] is None else row["bucket_mb"]
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     """Write the whole file, or nothing."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:

@@ -19,18 +19,38 @@ def print_strategies(result: dict[str, Any], config: Any, console: Console | Non
     """
     title = f"{config.model} on {config.dataset}, global batch {config.batch_size}, {config.steps} steps"
     table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",))
-    print_parts(console, *environment_lines(result["environment"]), table)
+    print_parts(console, *environment_lines(result["environment"]), table, *seen(result["rows"]))
+
+
+def seen(rows: list[dict[str, Any]]) -> list[str]:
+    """What the table shows: the fastest strategy beside ddp, test errors, and runs that diverged, a line each."""
+    rows = [row for row in rows if row["strategy"] != "single"]
+    lines = []
+    against = [row for row in rows if row["ratio_to_ddp"] is not None and row["strategy"] != "ddp"]
+    if against:
+        best = max(against, key=lambda row: row["ratio_to_ddp"])
+        lines.append(f"speed: {_name(best)} trains {best['ratio_to_ddp']:.2f} times as many samples a second as ddp")
+    known = sorted((row for row in rows if row["test_error_pct"] is not None), key=lambda row: row["test_error_pct"])
+    if len(known) > 1:
+        errors = ", ".join(f"{_name(row)} {row['test_error_pct']:.1f} %" for row in known)
+        lines.append(f"test error after equally many steps, one seed: {errors}")
+    lines += [f"{_name(row)} diverged: take a smaller --lr" for row in rows if row["loss_last"] is None]
+    return lines
+
+
+def _name(row: dict[str, Any]) -> str:
+    return row["strategy"] + (f" {row['topology']}" if row["topology"] else "")
 
 
 _COLUMNS = {
-    "strategy": lambda row: row["strategy"] + (f" {row['topology']}" if row["topology"] else ""),
+    "strategy": _name,
+    "test error %": number("test_error_pct"),
+    "loss last": number("loss_last", "{:.3f}", "diverged"),
     "samples/s": number("samples_per_s", "{:,.0f}"),
     "vs ddp": number("ratio_to_ddp", "{:.2f}x"),
-    "step ms p20/p50/p80": lambda row: spread(row["step_ms"]),
     "exposed ms": number("exposed_comm_ms"),
+    "step ms p20/p50/p80": lambda row: spread(row["step_ms"]),
     "kB/step": lambda row: "-" if row["bytes_per_step"] is None else f"{row['bytes_per_step'] / 1000:,.1f}",
     "loss first": number("loss_first", "{:.3f}"),
-    "loss last": number("loss_last", "{:.3f}", "diverged"),
-    "test error %": number("test_error_pct"),
     "consensus": number("consensus_distance", "{:.2e}"),
 }

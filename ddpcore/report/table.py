@@ -5,35 +5,67 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-WIDTH = 160  # of pipes and files, which have no width of their own
+WIDE = 400  # columns of a console that shows whole tables
+PADDING = 3  # columns of a table's column besides its text
 
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
 
 
+class RecordTable(Table):
+    """A table whose last columns may be left out."""
+
+
+def console_of(*, wide: bool) -> Console:
+    """Standard output, as wide as the terminal; 80 columns in a pipe. ``wide`` shows all columns of tables."""
+    return Console(width=WIDE) if wide else Console()
+
+
 def print_parts(console: Console | None, *parts: Table | str) -> None:
     """Print tables, and lines of text without markup and wrapping.
 
+    The last columns of a :class:`RecordTable` that does not fit the console are left out, and a line names them.
+
     Args:
-        console: standard output by default; a pipe or a file is WIDTH wide.
+        console: standard output by default.
         parts: printed in this order.
     """
-    out = console or Console()
-    if not out.is_terminal:
-        out = Console(file=out.file, width=WIDTH)
+    out = console or console_of(wide=False)
     for part in parts:
         if isinstance(part, str):
             out.print(part, highlight=False, markup=False, soft_wrap=True)
-        else:
-            out.print(part)
+            continue
+        hidden = _fit(part, out) if isinstance(part, RecordTable) else []
+        out.print(part)
+        if hidden:
+            out.print(f"--wide also shows: {', '.join(hidden)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _fit(table: Table, console: Console) -> list[str]:
+    """Remove the last columns until the table fits the console. Returns their headings."""
+    hidden: list[str] = []
+    while len(table.columns) > 2 and 1 + sum(map(_width, table.columns)) > console.width:
+        hidden.insert(0, str(table.columns.pop().header))
+    if console.measure(table).maximum >= console.width:
+        for column in table.columns:
+            column.width = _width(column) - PADDING  # headings are wrapped, and no word is cut
+    return hidden
+
+
+def _width(column: Column) -> int:
+    """Of its longest word, or of its longest cell if it cannot be wrapped, with padding and border."""
+    cells = [str(cell) for cell in (column.header, *column.cells)]
+    words = [part for cell in cells for part in (cell.splitlines() if column.no_wrap else cell.split())]
+    return PADDING + max(map(cell_len, words), default=0)
 
 
 def table_of(
     columns: Mapping[str, Cell], rows: Iterable[Row], *, left: Sequence[str], group: str | None = None, **more: Any
-) -> Table:
+) -> RecordTable:
     """A table with a line for each row.
 
     Args:
@@ -43,7 +75,7 @@ def table_of(
         group: a key of rows; a rule separates rows with different values.
         more: arguments of ``rich.table.Table``.
     """
-    table = Table(title_justify="left", **more)
+    table = RecordTable(title_justify="left", **more)
     for heading in columns:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
     before = None

@@ -18,13 +18,13 @@ def print_topologies(result: dict[str, Any], console: Console | None = None) -> 
 
 _COLUMNS = {
     "topology": lambda row: row["topology"],
-    "period": number("period", "{}", "random"),
-    "edges": number("num_edges", "{:,}"),
-    "degree min/mean/max": lambda row: f"{row['degree_min']}/{row['degree_mean']:.4g}/{row['degree_max']}",
     "messages/step": number("messages_per_step", "{:,.6g}"),
     "models sent/step": number("models_sent_per_step", "{:.4g}"),
     "spectral gap": number("spectral_gap", "{:.4g}"),
     "mixing time": number("mixing_time", "{:,.0f}", "never"),
     "doubly stochastic": lambda row: "yes" if row["doubly_stochastic"] else "push-sum",
+    "period": number("period", "{}", "random"),
+    "edges": number("num_edges", "{:,}"),
+    "degree min/mean/max": lambda row: f"{row['degree_min']}/{row['degree_mean']:.4g}/{row['degree_max']}",
     "smallest eigenvalue": lambda row: number("smallest_eigenvalue", "{:.3f}")(row).replace("-0.000", "0.000"),
 }

@@ -130,6 +130,11 @@ class TrainConfig:
     keep_last: int = _field(2, "how many of the last checkpoints to keep", least=1)
     keep_best: bool = _field(True, "also keep the checkpoint with the best accuracy")
 
+    def __new__(cls, *values: Any, **given: Any) -> TrainConfig:
+        """Refuse unknown fields with a suggestion, before ``__init__`` raises TypeError."""
+        check_keys(cls.__name__, given, (item.name for item in fields(cls)))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for item in fields(self):
             name, value = item.name, typed(item.name, getattr(self, item.name), _hints()[item.name])

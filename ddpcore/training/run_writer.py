@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.extras import extra
+from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import JsonLines, to_json
 from ddpcore.training import record
-
-with extra("train"):
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 
 class RunWriter:
@@ -48,31 +45,23 @@ class RunWriter:
         self._out = out
         self._record = JsonLines(path)
         self._board = load_tensorboard()(str(out / "tensorboard"), purge_step=step + 1) if tensorboard else None
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task: TaskID = self._progress.add_task("training", total=total_steps, completed=step)
+        self._progress = ProgressReport("training", total_steps, completed=step)
+        self._step = step
 
     def __enter__(self) -> RunWriter:
-        self._progress.start()
+        self._progress.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self._progress.__exit__()
         self._record.close()
         if self._board is not None:
             self._board.close()
 
     def advance(self, step: int, text: str) -> None:
         """Update the progress bar and the text beside it."""
-        self._progress.update(self._task, completed=step, description=text)
+        self._progress.advance(step - self._step, text)
+        self._step = step
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to the record; the numbers of an epoch also go to TensorBoard."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddpcore.bench.config import BenchConfig, resolve
+from ddpcore.bench.run import prepare
 from ddpcore.options import command_line
 
 
@@ -21,7 +22,9 @@ def test_defaults() -> None:
     assert config == BenchConfig()
     assert config.world_size is None
     assert config.strategies is None
-    assert (config.model, config.dataset, config.steps) == ("simplenet", "synthetic", 300)
+    assert (config.model, config.dataset, config.steps) == ("mlp", "digits", 300)
+    assert BenchConfig(model="lenet5").dataset == "synthetic"  # which takes any shape
+    assert BenchConfig(dataset_options={"num_classes": 3}).dataset == "synthetic"  # digits has no options
     with pytest.raises(FrozenInstanceError):
         config.steps = 1  # type: ignore[misc]
 
@@ -149,10 +152,26 @@ def test_devices_that_are_not_there() -> None:
     assert resolve(BenchConfig(device="cpu"), world_size=2, num_gpus=8).choice.backend == "gloo"
 
 
-@pytest.mark.parametrize(("batch", "world", "says"), [(3, 4, "take 4"), (10, 4, "take 8"), (255, 2, "take 254")])
+@pytest.mark.parametrize(
+    ("batch", "world", "says"),
+    [
+        (3, 4, "take 4"),
+        (10, 4, "take 8"),
+        (255, 2, "take 254"),
+        (256, 1024, "take 1024"),
+        (256, 2000, "take at most 1400 learners"),
+        (2000, 4, "take at most 1400"),
+    ],
+)
 def test_batches_that_do_not_divide(batch: int, world: int, says: str) -> None:
+    """The data set is known when the batch is checked, so that no advice leads into another error."""
     with pytest.raises(ValueError, match=says):
-        resolve(BenchConfig(batch_size=batch), world_size=world, num_gpus=0)
+        prepare(BenchConfig(batch_size=batch, world_size=world, device="cpu"), None)
+
+
+def test_one_learner_averages_nothing() -> None:
+    assert "averages anything" in resolve(BenchConfig(), world_size=1, num_gpus=0).notes[0]
+    assert resolve(BenchConfig(), world_size=2, num_gpus=0).notes == ()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

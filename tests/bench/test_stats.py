@@ -14,7 +14,7 @@ def test_a_run(tmp_path, capsys):
     file = tmp_path / "stats.json"
     words = "stats --backend virtual --model mlp --batch-size 4 --every 2 --blocks 2 --strategy dpsgd --json"
     assert main([*words.split(), str(file)]) == 0
-    assert "a record every 2 steps" in capsys.readouterr().out
+    assert "a record every 2 steps" in " ".join(capsys.readouterr().out.split())
     result = json.loads(file.read_text())
     rows = {row["statistics"]: row for row in result["rows"]}
     assert list(rows) == list(WATCHES)

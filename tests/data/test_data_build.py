@@ -27,10 +27,11 @@ def test_synthetic_serves_every_model(name: str) -> None:
 
 
 def test_refusals() -> None:
-    assert DATASETS.names() == ("synthetic", "synthetic_speech", "saddle", "features", "mnist", "cifar10", "cifar100")
+    own = ("digits", "synthetic", "synthetic_speech", "saddle", "features", "mnist", "cifar10", "cifar100")
+    assert DATASETS.names() == own
     for ask in (load_dataset, DATASETS.options):
         with pytest.raises(
-            ValueError, match="unknown data set 'imagenet': choose from synthetic, synthetic_speech, sa"
+            ValueError, match="unknown data set 'imagenet': choose from digits, synthetic, synthetic_speech, sa"
         ):
             ask("imagenet")
     with pytest.raises(ValueError, match=r"set data_dir \(--data-dir\)"):

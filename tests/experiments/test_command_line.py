@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpcore.experiments import study
-from ddpcore.experiments.command_line import overrides
+from ddpcore.training.settings import settings
 
 FIELDS: dict[str, dict[str, Any]] = {
     "lr=0.5": {"lr": 0.5},
@@ -40,7 +40,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", FIELDS)
 def test_fields(words: str) -> None:
-    assert overrides(words.split()) == FIELDS[words]
+    assert settings(words.split()) == FIELDS[words]
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -54,5 +54,5 @@ def test_refused(words: str, main: Callable[..., tuple[int, str, str]], tiny: Pa
 def test_an_optimizer_that_is_the_same_keeps_its_options(tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("steps = 4", "steps = 4\noptimizer_options = { momentum = 0.9 }", 1))
     row = study.find_study(str(tiny)).rows["a"]
-    assert row.config("full", overrides(["optimizer=sgd"])).optimizer_options == {"momentum": 0.9}
-    assert row.config("full", overrides(["optimizer=lars"])).optimizer_options == {}
+    assert row.config("full", settings(["optimizer=sgd"])).optimizer_options == {"momentum": 0.9}
+    assert row.config("full", settings(["optimizer=lars"])).optimizer_options == {}

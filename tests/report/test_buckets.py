@@ -30,7 +30,7 @@ ADVICE = {
 def text_of(*rows: dict[str, Any], recommended: list[dict[str, Any]]) -> str:
     file = io.StringIO()
     result = {"model": "vit", "world_size": 4, "batch_size": 32, "rounds": 9, "environment": ENVIRONMENT}
-    print_buckets(result | {"rows": list(rows), "recommended": recommended}, Console(file=file, width=40))
+    print_buckets(result | {"rows": list(rows), "recommended": recommended}, Console(file=file, width=400))
     return file.getvalue()
 
 

@@ -28,7 +28,7 @@ def test_columns_and_order() -> None:
     """As nccl-tests has them; by operation and then by size, transports beside each other."""
     rows = [row(op, by, size) for size in (2**15, 2**21) for op in ("mix", "exchange") for by in ("shm", "pg")]
     file = io.StringIO()
-    print_comm({"environment": ENVIRONMENT, "world_size": 4, "rows": rows}, Console(file=file, width=40))
+    print_comm({"environment": ENVIRONMENT, "world_size": 4, "rows": rows}, Console(file=file, width=400))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     assert cells[0] == ["mix", "shm", "32 KiB", "8,192", "float", "1,234.6", "2,000.0", "1.00", "1.50", "3"]

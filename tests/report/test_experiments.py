@@ -44,7 +44,7 @@ def comparison(scale: str = "full") -> dict[str, Any]:
 
 def printed(*args: Any) -> str:
     file = io.StringIO()
-    print_comparison(comparison(*args), Console(file=file, width=40))
+    print_comparison(comparison(*args), Console(file=file, width=400))
     return file.getvalue()
 
 

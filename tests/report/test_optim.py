@@ -39,7 +39,7 @@ def text_of(*rows: dict[str, Any], comparisons: tuple[str, ...] = (COMPARISON,))
     ]
     file = io.StringIO()
     result = {"environment": environment, "lists": lists, "comparisons": list(comparisons), "rows": list(rows)}
-    print_optimizers(result, Console(file=file, width=40))
+    print_optimizers(result, Console(file=file, width=400))
     return file.getvalue()
 
 

@@ -21,7 +21,7 @@ def test_a_line_each():
     rows = [off, {**off, "statistics": "all", "measuring_pct": quantiles, "num_records": 7}]
     config = {"model": "mlp", "strategy": "ssgd", "world_size": 2, "backend": "gloo", "batch_size": 4, "every": 5}
     file = io.StringIO()
-    print_stats({"config": config, "rows": rows}, Console(file=file, width=150))
+    print_stats({"config": config, "rows": rows}, Console(file=file, width=400))
     text = file.getvalue()
     assert "mlp, ssgd, 2 learners (gloo), batch 4 each, a record every 5 steps" in text
     assert "2.00 [1.00, 3.00]" in text and "+2.0 % [+1.0, +3.0]" in text and "2.00 %" in text

@@ -34,7 +34,7 @@ def row(**values: Any) -> dict[str, Any]:
     return given | values
 
 
-def text_of(*rows: dict[str, Any], **environment: Any) -> str:
+def text_of(*rows: dict[str, Any], width: int = 400, **environment: Any) -> str:
     given = {
         "device": "A Processor",
         "cores": 8,
@@ -50,7 +50,7 @@ def text_of(*rows: dict[str, Any], **environment: Any) -> str:
         "notes": [],
     }
     file = io.StringIO()
-    print_strategies({"environment": given | environment, "rows": list(rows)}, CONFIG, Console(file=file, width=40))
+    print_strategies({"environment": given | environment, "rows": list(rows)}, CONFIG, Console(file=file, width=width))
     return file.getvalue()
 
 
@@ -60,14 +60,14 @@ def test_numbers() -> None:
     cells = [cell.strip() for cell in line.strip("│┃| ").split("│")]
     assert cells == [
         "dpsgd ring",
+        "7.12",
+        "1.250",
         "12,346",
         "1.50x",
-        "1.23/2.35/3.46" if "2.35" in line else "1.23/2.34/3.46",
         "0.50",
+        "1.23/2.35/3.46" if "2.35" in line else "1.23/2.34/3.46",
         "1.5",
         "2.300",
-        "1.250",
-        "7.12",
         "1.23e-03",
     ]
 
@@ -96,8 +96,31 @@ def test_the_environment() -> None:
     assert "installed" in text_of(row(), commit=None)
 
 
-def test_one_line_a_strategy_also_in_a_narrow_pipe() -> None:
-    """A pipe has no width: nothing is cut or wrapped."""
+def test_a_narrow_table_leaves_the_last_columns_out_and_names_them() -> None:
+    rows = [row(strategy="local_sgd"), row(strategy="dpsgd", topology="one_peer_exponential")]
+    text = text_of(*rows, width=80)
+    table = [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
+    assert len(table) == 3 + 5  # three lines of headings, and no other line is wrapped
+    assert max(map(len, table)) <= 80
+    assert "samples/s" in text and "one_peer_exponential" in text and "…" not in text
+    hidden = next(line for line in text.splitlines() if line.startswith("--wide also shows: "))
+    assert hidden.endswith("step ms p20/p50/p80, kB/step, loss first, consensus")
+    assert not any(name in line for line in table for name in ("consensus", "kB/step"))
+    assert "--wide" not in text_of(*rows)
+
+
+def test_what_was_seen() -> None:
+    text = text_of(
+        row(strategy="ddp", ratio_to_ddp=1.0, test_error_pct=5.0),
+        row(strategy="ssgd", ratio_to_ddp=1.2, test_error_pct=4.0),
+        row(strategy="dpsgd", topology="ring", ratio_to_ddp=1.6, loss_last=None, test_error_pct=None),
+    )
+    assert "speed: dpsgd ring trains 1.60 times as many samples a second as ddp" in text
+    assert "one seed: ssgd 4.0 %, ddp 5.0 %" in text
+    assert "dpsgd ring diverged: take a smaller --lr" in text
+
+
+def test_one_line_a_strategy() -> None:
     names = ["ddp", "ssgd", "local_sgd", "single"]
     text = text_of(*(row(strategy=name) for name in names))
     for name in names:

@@ -1,0 +1,50 @@
+"""``python -m ddpcore COMMAND``: the commands of ddpcore, each with ``--help``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+# command -> module, words that come before the user's, one line of help
+COMMANDS = {
+    "demo": ("ddpcore.bench", ("demo",), "one minute: why averaging weights trains at larger learning rates"),
+    "bench": ("ddpcore.bench", (), "compare strategies, optimizers, bucket sizes and transports on this machine"),
+    "train": ("ddpcore.training", (), "a whole training run from one config"),
+    "experiments": ("ddpcore.experiments", (), "repeat published studies, and compare with their numbers"),
+    "report": ("ddpcore.report", (), "a page of figures from runs and benches"),
+}
+HELP = f"""\
+examples:
+  ddpcore demo
+  ddpcore bench --world-size 4
+  ddpcore train --out runs/first model=mlp dataset=digits strategy=dpsgd learners=4 epochs=20
+
+commands (ddpcore COMMAND --help):
+{"".join(f"  {name:12} {about}" + chr(10) for name, (_, _, about) in COMMANDS.items())}"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns its exit status, or 2 if there is no such command."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        print(f"ddpcore: unknown command {name!r}: choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module, first, _ = COMMANDS[name]
+    sys.argv = [f"ddpcore {name}", *first, *words[1:]]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        if not isinstance(error, ValueError):  # MissingPackage of options/extras.py is both
+            raise
+        print(f"ddpcore {name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The demo: synchronous SGD and DPSGD on the embedded digits, at growing learning rates, with several seeds.
+
+Averaging weights while computing (DPSGD) trains at larger learning rates than averaging gradients (SSGD): see the study
+``mnist-effective-lr`` for the published effect and its explanation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ddpcore.bench.command import publish
+from ddpcore.bench.config import Options
+from ddpcore.data import Dataset, load_dataset
+from ddpcore.distributed.distribute import distribute
+from ddpcore.models import MODELS
+from ddpcore.optim.sgd import FusedSGD
+from ddpcore.options.command_line import SEED_RANGE, option
+from ddpcore.report.demo import plot_demo, print_demo
+from ddpcore.report.plot import check_plot
+from ddpcore.runtime.launch import World
+from ddpcore.runtime.progress import ProgressReport
+from ddpcore.strategies.dpsgd import DPSGD
+from ddpcore.strategies.ssgd import SSGD
+from ddpcore.topology.regular import Complete
+
+LEARNING_RATES = (0.3, 1.0, 1.2, 1.8)
+STRATEGIES: dict[str, Callable[[], SSGD | DPSGD]] = {"ssgd": SSGD, "dpsgd": partial(DPSGD, topology=Complete())}
+FAILED_PCT = 20.0  # a test error above this says that the run has failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(Options):
+    """One minute: SSGD and DPSGD on embedded handwritten digits, at growing learning rates, with several seeds."""
+
+    seeds: int = option(4, "runs of each strategy at each learning rate", least=1)
+    steps: int = option(400, "steps of each run", least=1)
+    learners: int = option(5, "virtual learners", least=2)
+    batch_size: int = option(200, "samples of each learner", least=1)
+    seed: int = option(0, "the first seed", **SEED_RANGE)
+    plot: Path | None = option(None, "also draw the result, .png or .svg (extra `report`)", is_file=True)
+
+
+def prepare(config: DemoConfig, torchrun: World | None) -> Callable[[], None]:
+    """Check that it can run here; return a function that runs it."""
+    if torchrun is not None:
+        raise ValueError("the demo runs in one process: start it without torchrun")
+    if config.plot is not None:
+        check_plot(config.plot)
+    return lambda: _run(config)
+
+
+def _run(config: DemoConfig) -> None:
+    result = measure(config)
+    publish(result, print_demo, config)
+    if config.plot is not None:
+        plot_demo(result, config.plot)
+
+
+def measure(config: DemoConfig) -> dict[str, Any]:
+    """The result as in the JSON file: a row for each learning rate and strategy, with the test error of each seed."""
+    dataset, start = load_dataset("digits"), time.perf_counter()
+    cases = [(lr, name) for lr in LEARNING_RATES for name in STRATEGIES]
+    rows = []
+    with ProgressReport("runs", len(cases) * config.seeds) as progress:
+        for lr, name in cases:
+            errors = []
+            for seed in range(config.seed, config.seed + config.seeds):
+                errors.append(_test_error_pct(config, dataset, name, lr, seed))
+                progress.advance(1, f"{name}, learning rate {lr:g}")
+            num_failed = sum(error > FAILED_PCT for error in errors)
+            rows.append(
+                {
+                    "lr": lr,
+                    "strategy": name,
+                    "test_error_pct": errors,
+                    "median_pct": median(errors),
+                    "num_failed": num_failed,
+                }
+            )
+    settings = {name: getattr(config, name) for name in ("learners", "batch_size", "steps", "seeds")}
+    return {**settings, "failed_above_pct": FAILED_PCT, "seconds": time.perf_counter() - start, "rows": rows}
+
+
+def _test_error_pct(config: DemoConfig, dataset: Dataset, strategy: str, lr: float, seed: int) -> float:
+    """Train five virtual learners, as any loop with ``distribute`` does, and test their average. Percent."""
+    torch.manual_seed(seed)
+    model = MODELS.build("mlp", input_shape=dataset.input_shape)  # 64-50-50-10
+    optimizer = FusedSGD(model.parameters(), lr=lr)
+    handle = distribute(model, optimizer, STRATEGIES[strategy](), learners=config.learners)
+    samples = torch.Generator().manual_seed(seed)
+    for _ in range(config.steps):
+        indices = torch.randint(len(dataset.train), (config.learners, config.batch_size), generator=samples)
+        inputs, labels = dataset.train.batch(indices)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(handle.model(inputs).flatten(0, 1), labels.flatten())
+        (loss * config.learners).backward()  # the sum of the learners' losses
+        optimizer.step()
+    assert dataset.test is not None
+    inputs, labels = dataset.test.batch(torch.arange(len(dataset.test)))
+    with torch.no_grad():
+        wrong = handle.evaluation_model()(inputs).argmax(dim=1) != labels
+    return 100 * wrong.double().mean().item()

@@ -1,0 +1,87 @@
+"""The command ``python -m ddpcore.training --out DIR KEY=VALUE...``: a whole training run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddpcore.comm import choose_backend
+from ddpcore.options.command_line import check, option, parse
+from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World
+from ddpcore.training.config import TrainConfig
+from ddpcore.training.run import Interrupted, train
+from ddpcore.training.settings import settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train as a TrainConfig says: --out runs/first model=mlp dataset=digits strategy=dpsgd learners=4 epochs=20.
+
+    Options of a part are KEY.OPTION=VALUE, such as optimizer_options.momentum=0.9. docs/training.md lists the fields.
+    """
+
+    fields: Sequence[str] = option(
+        (), "a field of TrainConfig", positional=True, nargs="*", type=str, metavar="KEY=VALUE"
+    )
+    out: Path | None = option(None, "folder of record, checkpoints and model", metavar="DIR")
+    world_size: int = option(1, "start this many ranks; with 1 all learners are virtual", least=1)
+    resume: bool = option(False, "continue from the last checkpoint in --out", action="store_true")
+    tensorboard: bool = option(False, "also write numbers for TensorBoard", action="store_true")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.out is None:
+            raise ValueError("--out is missing: name the folder of the run, such as --out runs/first")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run. Returns 0, or 1 if a rank failed, 2 if the command is wrong, 130 if a signal stopped the run."""
+    program = "ddpcore.training"
+    try:
+        options = parse(TrainOptions, argv, prog=f"python -m {program}", description=TrainOptions.__doc__ or "")
+        torchrun = launch.torchrun_world()
+        world_size = options.world_size if torchrun is None else torchrun.world_size
+        config = TrainConfig(**{"learners": world_size, **settings(options.fields)})
+        device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
+        backend = "virtual"
+        if world_size > 1:
+            kind = "cpu" if device == "auto" else device
+            num_gpus = torch.cuda.device_count()
+            backend = choose_backend("auto", world_size=world_size, device=kind, num_gpus=num_gpus).backend
+            if backend == "virtual":
+                raise ValueError(
+                    f"{world_size} ranks would share {num_gpus} GPU: leave --world-size out, or device=cpu"
+                )
+        launch.run(_run_rank, (config, options), world_size=world_size, backend=backend)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        code, message = 2, str(error)
+    except launch.RankFailed as error:
+        code, message = 1, str(error).splitlines()[-1]
+    except (launch.Stopped, Interrupted) as error:
+        code, message = 130, str(error).replace("resume=True", "--resume")
+    else:
+        return 0
+    print(f"{program}: {message}", file=sys.stderr)
+    return code
+
+
+def _run_rank(world: World, config: TrainConfig, options: TrainOptions) -> None:
+    assert options.out is not None
+    record = train(config, out=options.out, world=world, resume=options.resume, tensorboard=options.tensorboard)
+    if world.rank == 0:
+        print(_summary(record.final), "-", options.out)
+
+
+def _summary(final: dict[str, Any]) -> str:
+    """The end of a run in one line."""
+    accuracy = final["accuracy"]
+    reached = "no test split" if accuracy is None else f"accuracy {100 * accuracy:.2f} %"
+    return f"{'diverged at' if final['diverged'] else 'finished'} step {final['step']}, {reached}"
