@@ -1,4 +1,4 @@
-# make bench | test | check | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
+# make bench | test | check | docs | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
 #
 #   make bench ARGS="--model mlp"              any flags of python -m ddpcore.bench
 #   make test ARGS="tests/ops" WORKERS=0       some tests, in this process alone
@@ -20,10 +20,10 @@ BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKERS ?= 3
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib ruff mypy clang-format build twine torch-abi-audit
+TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib jinja2 plotly playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: bench test check lint types cpp mutations sass build sdist wheel release-check clean
+.PHONY: bench test check lint types cpp docs mutations sass build sdist wheel release-check clean
 bench: build
 	@$(PY) -m ddpcore.bench $(ARGS)
 
@@ -48,6 +48,11 @@ cpp: $(READY)
 	  -DDDPCORE_TORCH_INCLUDE=$$($(PY) -c 'import torch, pathlib; print(pathlib.Path(torch.__file__).parent / "include")')
 	cmake --build build/cmake -j $$(nproc)
 	ctest --test-dir build/cmake --output-on-failure -j $$(nproc)
+
+# The documentation site. A warning is an error.
+docs: $(READY)
+	$(PY) -m sphinx -q -E -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 # Breaks the CUDA kernels on purpose, a line at a time. A test must fail for each break. Takes some minutes.
 mutations:
@@ -87,7 +92,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	@touch $@
 
 # CPU wheels where there is no GPU: first from the configured index, then from PyTorch's own.
-.venv/.ready: constraints.txt
+.venv/.ready: constraints.txt Makefile
 	python3 -m venv .venv
 	@if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
 	  .venv/bin/pip install -q "torch==$(TORCH)"; \

@@ -7,6 +7,7 @@ that noise of the machine affects both equally; the ratio is the median over pai
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from rich.table import Table
 from ddpcore.parameters.flat import ALIGNMENT
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.timing import copying, interleaved, quantiles
-from ddpcore.storage.json_lines import JsonLines
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUM_TENSORS = 64  # in the lists of tensors
@@ -64,9 +64,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def append(path: Path | None, *rows: dict[str, Any]) -> None:
     """Append rows to the file, if there is one. An interrupted run keeps the rows that it has appended."""
     if path is not None:
-        with JsonLines(path) as file:
-            for row in rows:
-                file.append(row)
+        with path.open("a") as file:
+            file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
 
 
 def randn(numel: int, options: argparse.Namespace, *leading: int) -> torch.Tensor:

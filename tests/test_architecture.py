@@ -21,7 +21,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # "path" or "path:function" -> why it may be longer.
 EXCEPTIONS: dict[str, str] = {}
-SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "setup.py")
+SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "examples", "setup.py")
 SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh"}
 BENCHMARKS, FACADE = "benchmarks", "__init__"
 ENTRY = "__main__"  # python -m ddpcore needs this file; it starts a command by name and imports nothing
@@ -106,7 +106,7 @@ def size_complaints(root: Path, exceptions: dict[str, str]) -> list[str]:
 
 def mirror_complaints(root: Path) -> list[str]:
     """Every folder of tests is named after the folder it tests; tests/cpp and tests/cuda_on_cpu are those of csrc."""
-    others = {Path("cpp"), Path("cuda_on_cpu"), Path(BENCHMARKS)}
+    others = {Path("cpp"), Path("cuda_on_cpu"), Path(BENCHMARKS), Path("docs"), Path("examples")}
     folders = {path.parent.relative_to(root / "tests") for path in (root / "tests").rglob("test_*")} - {Path()}
     return [
         f"tests/{folder}:1: there is no ddpcore/{folder}"

@@ -59,6 +59,7 @@ def prepare(config: DemoConfig, torchrun: World | None) -> Callable[[], None]:
 
 
 def _run(config: DemoConfig) -> None:
+    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
     result = measure(config)
     publish(result, print_demo, config)
     if config.plot is not None:

@@ -15,7 +15,7 @@ from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.storage.json_lines import to_json
 from ddpcore.topology.base import Topology
-from ddpcore.topology.describe import describe
+from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.topology.registry import TOPOLOGIES
 
 ALL = "all"
@@ -66,6 +66,7 @@ def measure(config: TopologyConfig) -> dict[str, Any]:
         except ValueError as error:
             refused.append({"topology": name, "reason": str(error)})
         else:
-            rows.append({"topology": name, **to_json(describe(graph, config.world_size))})
+            edges = edges_of(graph, config.world_size) if config.world_size <= MOST_DRAWN else None
+            rows.append({"topology": name, **to_json(describe(graph, config.world_size)), "edges": to_json(edges)})
     settings = {key: getattr(config, key) for key in ("world_size", "seed", "local_size")}
     return {"environment": machine("cpu"), **settings, "rows": rows, "refused": refused}

@@ -115,6 +115,11 @@ class Communicator(ABC):
     bytes_sent: int = 0
     description: str
 
+    @property
+    def waited(self) -> Mapping[int, float]:
+        """Seconds that this process has waited for each other rank so far; empty if the transport cannot tell."""
+        return {}
+
     def now(self) -> float:
         """Seconds on the clock that times training."""
         return time.perf_counter()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
+from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.learner import Learner
 
@@ -29,6 +30,7 @@ class Distributed:
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
         self.comm = comm
+        self.spans: Spans | None = None
 
     @property
     def models(self) -> Sequence[nn.Module]:

@@ -28,6 +28,7 @@ from ddpcore.distributed.averaging import averaged_model
 from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.observer import Observer
+from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
 from ddpcore.distributed.step_guards import WeightGuard, creates_states_only, watch_steps
 from ddpcore.optim import FusedOptimizer
@@ -46,6 +47,7 @@ class HookedDistributed(Distributed):
 
     def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync) -> None:
         super().__init__(model, learner.comm)
+        self.spans = self._span = Spans()
         self.learner = learner
         self.strategy = strategy
         self._state_sync = state_sync
@@ -173,18 +175,21 @@ class HookedDistributed(Distributed):
             self._buckets.restart()
         for observer in self.observers:
             observer.before_forward(self.learner)
-        self.strategy.before_forward(self.learner)
+        with self._span("before_forward"):
+            self.strategy.before_forward(self.learner)
         self._weights.count_pass(by_weights=not self.strategy.averages_gradients_at(self.learner.step))
 
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.averages_gradients_at(self.learner.step):
             for observer in self.observers:
                 observer.bucket_ready(self.learner, columns)
-        self.strategy.bucket_ready(self.learner, columns)
+        with self._span("bucket_ready"):
+            self.strategy.bucket_ready(self.learner, columns)
 
     @torch.no_grad()
     def _after_backward(self, order: list[int]) -> None:
-        self.strategy.after_backward(self.learner)
+        with self._span("after_backward"):
+            self.strategy.after_backward(self.learner)
         if not self.strategy.averages_gradients_at(self.learner.step):
             return
         self._averaged = True
@@ -257,16 +262,18 @@ class HookedDistributed(Distributed):
             self._new_order = None
         for observer in self.observers:
             observer.before_step(learner)
-        self._weight_step.average(strategy.before_step(learner))
+        with self._span("before_step"):
+            self._weight_step.average(strategy.before_step(learner))
 
     @torch.no_grad()
     def _after_step(self) -> None:
         self.learner.step += 1
         self._averaged = False
         self._weights.begin_step()
-        self.strategy.after_step(self.learner)
-        if self.strategy.averages_weights_at(self.learner.step):
-            self._state_sync.sync()
+        with self._span("after_step"):
+            self.strategy.after_step(self.learner)
+            if self.strategy.averages_weights_at(self.learner.step):
+                self._state_sync.sync()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])

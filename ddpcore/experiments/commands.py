@@ -12,12 +12,13 @@ from rich.table import Table
 
 from ddpcore.experiments import study
 from ddpcore.experiments.command_line import CompareOptions, ListOptions, RunOptions, parse
-from ddpcore.experiments.compare import compare
-from ddpcore.experiments.folder import FAILED, Folder
+from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, check_data, make_plan
 from ddpcore.experiments.run import run
+from ddpcore.report.compare import compare
 from ddpcore.report.experiments import markdown, print_comparison, run_label
 from ddpcore.report.plot import check_plot, plot_comparison
+from ddpcore.report.study_folder import FAILED
 from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
 

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpcore.experiments import claims
-from ddpcore.experiments.results import METRICS
-from ddpcore.experiments.study import CLAIM
-from ddpcore.options.typed import check_table
+from ddpcore.report.study_folder import FINISHED, FORMAT, MANIFEST, RESULTS, Results, read_manifest, read_results
 from ddpcore.storage.files import LOCK
 from ddpcore.storage.json_lines import JsonLines, to_json, write_json
 from ddpcore.training import TrainConfig, record
 from ddpcore.training.checkpoint import Checkpoints
-
-FORMAT = 1
-FINISHED, FAILED = "finished", "failed"
-Results = Mapping[tuple[str, int], dict[str, Any]]
-"""The last line of each run, by (row, seed)."""
-
-_TEXTS = tuple[str, ...]
-_TABLE = Mapping[str, Any]
-_NUMBERS = Mapping[str, float | None]
-_MANIFEST = {
-    "format": int, "study": str, "title": str, "question": str, "source": str, "notes": _TEXTS, "metrics": _TEXTS,
-    "claims": tuple[_TABLE, ...], "scale": str, "set": _TABLE, "seeds": tuple[int, ...], "rows": _TABLE,
-    "published": Mapping[str, _NUMBERS],
-}  # fmt: skip
-_ROW = {"config": _TABLE, "published": _NUMBERS, "about": str, "ranks": int, "hosts": int, "kill_rank": int | None}
-_ENDED = {"row": str, "seed": int, "status": str, "metrics": _NUMBERS, "diverged": bool}
-_HERE = {"place": str, "device": str, "cores": int, "torch": str, "ddpcore": str, "commit": str | None}
-_RESULTS: dict[str, dict[str, Any]] = {FINISHED: _ENDED | _HERE, FAILED: _ENDED | {"error": str}}
 
 
 @dataclass(frozen=True)
@@ -47,62 +25,23 @@ class Folder:
 
     @property
     def _manifest(self) -> Path:
-        return self.path / "manifest.json"
+        return self.path / MANIFEST
 
     @property
     def _results(self) -> Path:
-        return self.path / "results.jsonl"
+        return self.path / RESULTS
 
     def run_path(self, row: str, seed: int) -> Path:
         """The folder of one run."""
         return self.path / "runs" / row / f"seed-{seed}"
 
     def manifest(self) -> dict[str, Any]:
-        """study, title, question, source, notes, metrics, claims, published, scale, set, seeds, and rows.
-
-        ``published`` has all rows of the study. ``rows`` has those that were selected: config (with seed 0 and without
-        data_dir), published, about, ranks, hosts and kill_rank of each.
-
-        Raises:
-            ValueError: there is no manifest, or it is damaged.
-        """
-        try:
-            values: dict[str, Any] = json.loads(self._manifest.read_text())
-            if isinstance(values, dict):
-                values.setdefault("published", {})  # older manifests have none
-            check_table("it", values, _MANIFEST, _MANIFEST, more_keys=True)
-            if values["format"] != FORMAT:
-                raise ValueError(f"it is of format {values['format']} and this version reads {FORMAT}")
-            if not values["metrics"]:
-                raise ValueError("it has no metrics")
-            for name, row in values["rows"].items():
-                check_table(f"row {name}", row, _ROW, _ROW, more_keys=True)
-            for claim in values["claims"]:
-                check_table("a claim", claim, CLAIM, CLAIM, more_keys=True)
-                claims.check(claim["predicate"], None, tuple(METRICS))
-        except OSError:
-            raise ValueError(f"{self.path}: there is no study in this folder: run one into it first") from None
-        except ValueError as error:
-            raise ValueError(f"{self._manifest} is damaged ({error}): take another folder") from None
-        return values
+        """See :func:`ddpcore.report.study_folder.read_manifest`."""
+        return read_manifest(self.path)
 
     def results(self) -> Results:
-        """The last line of each (row, seed); a failed run does not replace a finished one.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
-        found: dict[tuple[str, int], dict[str, Any]] = {}
-        for line in record.rows(self._results):
-            try:
-                hints = _RESULTS.get(str(line.get("status")), _ENDED)
-                check_table("a line", line, hints, hints, more_keys=True)
-            except ValueError as error:
-                raise ValueError(f"{self._results} is damaged ({error}): take another folder") from None
-            key = line["row"], line["seed"]
-            if line["status"] == FINISHED or found.get(key, {}).get("status") != FINISHED:
-                found[key] = line
-        return found
+        """See :func:`ddpcore.report.study_folder.read_results`."""
+        return read_results(self.path)
 
     def finished(self) -> set[tuple[str, int]]:
         """(row, seed) of the runs that finished."""

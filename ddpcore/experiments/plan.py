@@ -7,10 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ddpcore.comm import choose_backend
-from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import Dataset
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
@@ -18,6 +14,7 @@ from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
     DATASET_FIELDS,
     LearnerPlacement,
+    backend_here,
     build_dataset,
     check_parts,
     needs_ranks,
@@ -164,7 +161,7 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
 def _check_one_process(job: Job) -> None:
     """Raise ValueError if a job without ranks has settings that only ranks have, or needs ranks."""
     given = {"link": job.config.link or "", "transport": job.config.transport, "hosts": job.hosts}
-    for name, none in (("link", ""), ("transport", TRANSPORTS[0]), ("hosts", 1)):
+    for name, none in (("link", ""), ("transport", TrainConfig.transport), ("hosts", 1)):
         if given[name] != none:
             raise ValueError(f"{name} is {given[name]!r}: learners of one process have none, set ranks = true")
     if needs_ranks(job.config):
@@ -177,9 +174,7 @@ def backend_of(job: Job) -> str:
     Raises:
         ValueError: the ranks would share a GPU.
     """
-    num_gpus = torch.cuda.device_count()
-    device = "cuda" if num_gpus and job.config.device != "cpu" else "cpu"
-    choice = choose_backend("auto", world_size=max(1, job.ranks), device=device, num_gpus=num_gpus)
+    choice = backend_here(job.config, job.ranks)
     if job.ranks and choice.backend == "virtual":
         raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set device=cpu")
     return choice.backend

@@ -17,9 +17,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpcore.experiments import hosts
-from ddpcore.experiments.folder import FAILED, FINISHED, Folder
+from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
 from ddpcore.experiments.results import curves_of, metrics_of
+from ddpcore.report.study_folder import FAILED, FINISHED
 from ddpcore.runtime import launch
 from ddpcore.runtime.allocator import keep_freed_memory
 from ddpcore.runtime.launch import World

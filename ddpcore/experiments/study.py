@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ddpcore.experiments import claims
-from ddpcore.experiments.results import METRICS
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
+from ddpcore.report import claims
+from ddpcore.report.claims import Claim
+from ddpcore.report.metrics import METRICS
+from ddpcore.report.study_folder import CLAIM
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import merged
 
@@ -83,18 +85,6 @@ class Row:
         except ValueError as error:
             raise ValueError(f"{self.study}: row {self.name}, scale {scale}: {error}") from None
         return config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A statement of a source, and the predicate that decides whether it holds."""
-
-    text: str
-    source: str
-    predicate: str
-
-
-CLAIM = get_type_hints(Claim)
 
 
 @dataclass(frozen=True, kw_only=True)

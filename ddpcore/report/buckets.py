@@ -5,18 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ddpcore.report.table import environment_lines, number, print_parts, size_name, spread, table_of
 
 
 def print_buckets(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a result (as in the JSON file): the environment, a line for each strategy and size, the recommendation."""
+    print_parts(console, *bucket_parts(result))
+
+
+def bucket_parts(result: dict[str, Any]) -> list[Table | str]:
+    """What :func:`print_buckets` prints."""
     title = (
         f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}, "
         f"{result['rounds']} interleaved rounds"
     )
     table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",))
-    print_parts(console, *environment_lines(result["environment"]), table, recommendation(result["recommended"]))
+    return [*environment_lines(result["environment"]), table, recommendation(result["recommended"])]
 
 
 def recommendation(recommended: list[dict[str, Any]]) -> str:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ddpcore.report.table import environment_lines, number, print_parts, table_of
 
 
 def print_comm(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the environment and a line for each operation, size and transport in a result (as in the JSON file)."""
+    print_parts(console, *comm_parts(result))
+
+
+def comm_parts(result: dict[str, Any]) -> list[Table | str]:
+    """What :func:`print_comm` prints."""
     operations = list(dict.fromkeys(row["op"] for row in result["rows"]))
     rows = sorted(result["rows"], key=lambda row: (operations.index(row["op"]), row["size_bytes"]))
     title = f"{result['world_size']} ranks, slowest rank's time"
     table = table_of(_COLUMNS, rows, title=title, left=("op", "transport"), group="op")
-    print_parts(console, *environment_lines(result["environment"]), table)
+    return [*environment_lines(result["environment"]), table]
 
 
 def _bytes(size: int) -> str:

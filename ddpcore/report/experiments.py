@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ddpcore.report.table import print_parts
+from ddpcore.report.table import plain, print_parts
 
 _WARNINGS = {
     "smoke": "only shows that the rows run; its numbers say nothing of the study",
@@ -20,13 +21,13 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
     """Print the rows of a study, then its claims.
 
     Args:
-        comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
+        comparison: of one study, as ``ddpcore.report.compare.compare`` returns it.
         console: standard output by default. Only :func:`markdown` shows sources and predicates of claims.
     """
-    parts = [comparison["title"], f"published: {comparison['source']}", *_about_runs(comparison)]
-    parts.append(_table(*_rows(comparison), num_left=2))
+    parts = [comparison["title"], f"published: {comparison['source']}", *about_runs(comparison)]
+    parts.append(_table(*comparison_cells(comparison), num_left=2))
     if comparison["claims"]:
-        heading, rows = _claims(comparison)
+        heading, rows = claim_cells(comparison)
         parts.append(_table([heading[0], *heading[3:]], [[row[0], *row[3:]] for row in rows], num_left=len(heading)))
     print_parts(console, *parts)
 
@@ -35,15 +36,16 @@ def markdown(comparisons: list[dict[str, Any]], plots: list[str] | None = None) 
     """Comparisons as a Markdown page, with links to their plots (one path for each) if there are any."""
     parts: list[str] = []
     for number, comparison in enumerate(comparisons):
-        parts += [f"# {comparison['title']}", comparison["question"], f"Published: {comparison['source']}."]
-        parts.append("\n".join(f"- {line}" for line in _about_runs(comparison)))
-        parts.append(_markdown_table(*_rows(comparison)))
+        head = {key: _markdown_text(comparison[key]) for key in ("title", "question", "source")}
+        parts += [f"# {head['title']}", head["question"], f"Published: {head['source']}."]
+        parts.append("\n".join(f"- {_markdown_text(line)}" for line in about_runs(comparison)))
+        parts.append(_markdown_table(*comparison_cells(comparison)))
         if plots:
             parts.append(f"![published and measured]({plots[number]})")
         if comparison["claims"]:
-            parts += ["## Claims", _markdown_table(*_claims(comparison))]
+            parts += ["## Claims", _markdown_table(*claim_cells(comparison))]
         if comparison["notes"]:
-            parts += ["## Notes", "\n".join(f"- {note}" for note in comparison["notes"])]
+            parts += ["## Notes", "\n".join(f"- {_markdown_text(note)}" for note in comparison["notes"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -52,7 +54,8 @@ def run_label(run: dict[str, Any]) -> str:
     return f"measured: {run['name']} ({run['scale']})"
 
 
-def _about_runs(comparison: dict[str, Any]) -> list[str]:
+def about_runs(comparison: Mapping[str, Any]) -> list[str]:
+    """A line for each run of a comparison: where it ran, and what is special about it."""
     lines = []
     for run in comparison["runs"]:
         name, seeds = run["name"], ", ".join(map(str, run["seeds"]))
@@ -69,7 +72,8 @@ def _about_runs(comparison: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _rows(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def comparison_cells(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of the table of published and measured numbers."""
     heading = ["row", "metric", "published", *(run_label(run) for run in comparison["runs"])]
     rows = []
     for line in comparison["lines"]:
@@ -94,7 +98,8 @@ def _measured(cell: dict[str, Any] | None) -> str:
     return " ".join(parts) or "-"
 
 
-def _claims(comparison: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def claim_cells(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of the table of claims, with their verdicts."""
     heading = ["claim", "source", "predicate", "published numbers", *(run_label(run) for run in comparison["runs"])]
     rows = []
     for claim in comparison["claims"]:
@@ -110,12 +115,21 @@ def _verdict(verdict: dict[str, str]) -> str:
 def _table(heading: list[str], rows: list[list[str]], num_left: int) -> Table:
     table = Table()
     for number, cell in enumerate(heading):
-        table.add_column(escape(cell), justify="left" if number < num_left else "right")
+        table.add_column(_cell(cell), justify="left" if number < num_left else "right")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(_cell, row))
     return table
+
+
+def _cell(text: str) -> str:
+    return escape(plain(text))
 
 
 def _markdown_table(heading: list[str], rows: list[list[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(_markdown_text(cell) for cell in line) + " |" for line in lines)
+
+
+def _markdown_text(text: str) -> str:
+    """Text that Markdown shows as it is: no tags, no new lines, no cell ends."""
+    return plain(text).replace("<", "&lt;").replace("|", r"\|")

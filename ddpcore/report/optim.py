@@ -5,20 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from ddpcore.report.table import interval, number, print_parts, spread, table_of
+from ddpcore.report.table import interval, number, plain, print_parts, spread, table_of
 
 
 def print_optimizers(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a result (as in the JSON file): the environment, ratios, and times and bandwidths of ddpcore's steps."""
+    print_parts(console, *optimizer_parts(result))
+
+
+def optimizer_parts(result: dict[str, Any]) -> list[Table | str]:
+    """What :func:`print_optimizers` prints."""
     environment = result["environment"]
     machine = (
         f"{environment['device']}, {environment['threads']} of {environment['cores']} cores; torch "
         f"{environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'}); "
         f"{environment['dtype']}"
     )
-    print_parts(console, machine, *environment["notes"], _ratios(result), _bandwidths(result))
+    return [machine, *environment["notes"], _ratios(result), _bandwidths(result)]
 
 
 def _ratios(result: dict[str, Any]) -> Table:
@@ -29,7 +35,7 @@ def _ratios(result: dict[str, Any]) -> Table:
     )
     table.add_column("left / right", no_wrap=True)
     for about in result["lists"]:
-        heading = f"{about['title']}\n{about['parameters']:,} in {about['num_tensors']}"
+        heading = f"{escape(plain(about['title']))}\n{about['parameters']:,} in {about['num_tensors']}"
         table.add_column(heading, justify="right", no_wrap=True)
     found = {(row["comparison"], row["list"], row["implementation"]): row for row in result["rows"]}
     for comparison in result["comparisons"]:
@@ -38,7 +44,7 @@ def _ratios(result: dict[str, Any]) -> Table:
         for about in result["lists"]:
             pair = [found.get((comparison, about["list"], side)) for side in (left, right)]
             cells.append("-" if pair[0] is None or pair[1] is None else _cell(pair[0], pair[1]))
-        table.add_row(comparison, *cells)
+        table.add_row(escape(plain(comparison)), *map(escape, cells))
     return table
 
 

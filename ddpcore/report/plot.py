@@ -8,6 +8,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from ddpcore.report.chart import COLORS
+from ddpcore.report.static_chart import draw, height_of
+from ddpcore.report.study_charts import study_charts
 from ddpcore.report.table import size_name
 
 try:
@@ -30,45 +33,36 @@ def check_plot(path: Path) -> None:
 
 
 def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:
-    """Plot the study's first metric row by row: published values, and the mean of each run with a bar from min to max.
+    """Plot the study's first metric: lines over the variable of its question, and a list of the other rows.
 
-    The curves of runs, if there are any, follow below with ROWS_A_LINE rows in each line of panels: the median over
-    seeds, shaded from the 20th to the 80th percentile. The same comparison gives the same file.
+    See :func:`ddpcore.report.study_charts.study_charts`. The curves of runs, if there are any, follow below with
+    ROWS_A_LINE rows in each line of panels: the median over seeds, shaded from the 20th to the 80th percentile.
+    The same comparison gives the same file.
 
     Args:
-        comparison: of one study, as ``ddpcore.experiments.compare`` returns it.
+        comparison: of one study, as ``ddpcore.report.compare.compare`` returns it.
         path: passes :func:`check_plot`.
         run_labels: for the legend.
     """
     check_plot(path)
-    metric = comparison["metrics"][0]
-    lines = [line for line in comparison["lines"] if line["metric"] == metric]
+    charts = study_charts(comparison, run_labels)
     panels = [
         (label, list(curves)[first : first + ROWS_A_LINE], curves)
         for label, curves in zip(run_labels, comparison["curves"], strict=True)
         for first in range(0, len(curves), ROWS_A_LINE)
     ]
-    heights = [1.5 + 0.3 * len(lines), *[3.0] * len(panels)]
-    figure = Figure(figsize=(12 if panels else 8, sum(heights)), layout="constrained")
+    heights = [*map(height_of, charts), *[3.0] * len(panels)]
+    figure = Figure(figsize=(12 if panels else 9, 0.5 + sum(heights)), layout="constrained")
+    figure.suptitle(comparison["title"], fontsize="medium")
     grid = figure.add_gridspec(len(heights), len(CURVES), height_ratios=heights)
-    axes = figure.add_subplot(grid[0, :])
-    known = {place: line["published"] for place, line in enumerate(lines) if line["published"] is not None}
-    axes.scatter(list(known.values()), list(known), marker="D", color="black", label="published")
-    for number, label in enumerate(run_labels):
-        cells = {place: line["measured"][number] for place, line in enumerate(lines)}
-        found = {place: cell for place, cell in cells.items() if cell is not None and cell["num_seeds"]}
-        means = [cell["mean"] for cell in found.values()]
-        bars = [[abs(cell["mean"] - cell[end]) for cell in found.values()] for end in ("min", "max")]
-        axes.errorbar(means, list(found), xerr=bars, fmt="o", capsize=3, label=label)
-    axes.set_yticks(range(len(lines)), [line["row"] for line in lines])
-    axes.invert_yaxis()
-    axes.set_xlabel(metric)
-    axes.set_title(comparison["title"], fontsize="medium")
-    axes.legend(fontsize="small")
-    axes.grid(axis="x", alpha=0.3)
-    for line, (label, rows, curves) in enumerate(panels, start=1):
+    for line, chart in enumerate(charts):
+        axes = figure.add_subplot(grid[line, :])
+        draw(axes, chart)
+        axes.set_title(chart.note or chart.title, fontsize="small", loc="right", pad=4)
+    for line, (label, rows, curves) in enumerate(panels, start=len(charts)):
         for column, (name, title) in enumerate(CURVES.items()):
             axes = figure.add_subplot(grid[line, column])
+            axes.set_prop_cycle(color=COLORS)
             for row in rows:
                 _draw_curves(axes, curves[row], name, row)
             axes.set(xlabel="step", ylabel=title, yscale="linear" if name == "effective_lr" else "log")

@@ -6,12 +6,18 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ddpcore.report.table import environment_lines, number, print_parts, size_name, spread, table_of
 
 
 def print_predictions(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a result (as in the JSON file): the environment, a line for each case, the errors, and the verdict."""
+    print_parts(console, *prediction_parts(result))
+
+
+def prediction_parts(result: dict[str, Any]) -> list[Table | str]:
+    """What :func:`print_predictions` prints."""
     parts = result["compute_ms"]
     title = (
         f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}: without "
@@ -20,7 +26,7 @@ def print_predictions(result: dict[str, Any], console: Console | None = None) ->
     )
     rows = result["rows"]
     table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"))
-    print_parts(console, *environment_lines(result["environment"]), table, accuracy(rows), verdict(rows))
+    return [*environment_lines(result["environment"]), table, accuracy(rows), verdict(rows)]
 
 
 def accuracy(rows: list[dict[str, Any]]) -> str:

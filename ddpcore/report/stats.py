@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ddpcore.report.table import interval, print_parts, table_of
 
 
 def print_stats(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a line for each contender of the statistics bench; the result is as in the JSON file."""
+    print_parts(console, *stats_parts(result))
+
+
+def stats_parts(result: dict[str, Any]) -> list[Table | str]:
+    """What :func:`print_stats` prints."""
     config = result["config"]
     what = f"{config['model']}, {config['strategy']}, {config['world_size']} learners ({config['backend']})"
     title = f"{what}, batch {config['batch_size']} each, a record every {config['every']} steps"
@@ -18,7 +24,7 @@ def print_stats(result: dict[str, Any], console: Console | None = None) -> None:
         "medians over interleaved blocks, p20 to p80 in brackets; overhead: relative to the block of 'off' in the same "
         "round"
     )
-    print_parts(console, table_of(_COLUMNS, result["rows"], title=title, left=("statistics",), caption=caption))
+    return [table_of(_COLUMNS, result["rows"], title=title, left=("statistics",), caption=caption)]
 
 
 def _percent(quantiles: dict[str, float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ddpcore.report.table import environment_lines, number, print_parts, spread, table_of
 
@@ -18,8 +19,13 @@ def print_strategies(result: dict[str, Any], config: Any, console: Console | Non
         console: standard output by default.
     """
     title = f"{config.model} on {config.dataset}, global batch {config.batch_size}, {config.steps} steps"
+    print_parts(console, *strategy_parts(result, title))
+
+
+def strategy_parts(result: dict[str, Any], title: str) -> list[Table | str]:
+    """The environment, and a table with a line for each strategy."""
     table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",))
-    print_parts(console, *environment_lines(result["environment"]), table, *seen(result["rows"]))
+    return [*environment_lines(result["environment"]), table, *seen(result["rows"])]
 
 
 def seen(rows: list[dict[str, Any]]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 WIDE = 400  # columns of a console that shows whole tables
@@ -37,7 +38,7 @@ def print_parts(console: Console | None, *parts: Table | str) -> None:
     out = console or console_of(wide=False)
     for part in parts:
         if isinstance(part, str):
-            out.print(part, highlight=False, markup=False, soft_wrap=True)
+            out.print(plain_lines(part), highlight=False, markup=False, soft_wrap=True)
             continue
         hidden = _fit(part, out) if isinstance(part, RecordTable) else []
         out.print(part)
@@ -75,16 +76,30 @@ def table_of(
         group: a key of rows; a rule separates rows with different values.
         more: arguments of ``rich.table.Table``.
     """
-    table = RecordTable(title_justify="left", **more)
+    texts = {key: escape(plain(text)) for key, text in more.items() if isinstance(text, str)}
+    table = RecordTable(title_justify="left", **{**more, **texts})
     for heading in columns:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
     before = None
     for row in rows:
         if group is not None and before is not None and row[group] != before[group]:
             table.add_section()
-        table.add_row(*(cell(row) for cell in columns.values()))
+        table.add_row(*(escape(plain(cell(row))) for cell in columns.values()))
         before = row
     return table
+
+
+def plain(text: str) -> str:
+    """The text with every character that is not printable as an escape, such as ``\\x1b`` or ``\\n``.
+
+    So a name from a file cannot add lines, move the cursor or change colours.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def plain_lines(text: str) -> str:
+    """The same line by line: text of ours may have several lines."""
+    return "\n".join(map(plain, text.split("\n")))
 
 
 def number(key: str, pattern: str = "{:.2f}", missing: str = "-") -> Cell:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ddpcore.report.table import number, print_parts, table_of
 
 
 def print_topologies(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a line for each topology in a result (as in the JSON file), then those that do not fit so many learners."""
+    print_parts(console, *topology_parts(result))
+
+
+def topology_parts(result: dict[str, Any]) -> list[Table | str]:
+    """What :func:`print_topologies` prints."""
     title = f"{result['world_size']:,} learner" + ("s" if result["world_size"] != 1 else "")
     refused = (f"{row['topology']}: {row['reason']}" for row in result["refused"])
-    print_parts(console, table_of(_COLUMNS, result["rows"], title=title, left=("topology",)), *refused)
+    return [table_of(_COLUMNS, result["rows"], title=title, left=("topology",)), *refused]
 
 
 _COLUMNS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -82,6 +82,30 @@ class JsonLines:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """All objects of a file, such as the record of a run; none if the file does not exist.
+
+    An incomplete last line, after a crash, is skipped.
+
+    Raises:
+        ValueError: a line is no JSON object.
+    """
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines) and not text.endswith("\n"):
+                return
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: line {number} is no JSON object: the file is damaged")
+        if not isinstance(row.get("config", {}), dict):
+            raise ValueError(f"{path}: line {number} has config {row['config']!r}: the file is damaged")
+        yield row
 
 
 def write_json(path: Path, result: Any) -> None:

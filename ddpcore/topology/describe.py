@@ -10,6 +10,8 @@ from ddpcore.topology import spectrum
 from ddpcore.topology.base import RANDOM_STEPS, Topology, check
 from ddpcore.topology.rounds import TOLERANCE, first_row, mixing_matrix
 
+MOST_DRAWN = 64  # learners; a drawing of more shows nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
@@ -85,6 +87,17 @@ def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math
         mixing_time=_mixing_time(gap, period, epsilon) if num_learners > 1 else 0,
         smallest_eigenvalue=_smallest_eigenvalue(topology, num_learners) if period == 1 else None,
     )
+
+
+def edges_of(topology: Topology, num_learners: int) -> list[tuple[int, int]]:
+    """The directed edges (k, j), k sends to j, of all steps of a period, or of the first steps of a random topology."""
+    period = topology.period(num_learners)
+    return sorted({
+        (rank, reader)
+        for step in range(RANDOM_STEPS if period is None else period)
+        for rank, turn in enumerate(topology.rounds(step, num_learners))
+        for reader in turn.destinations
+    })  # fmt: skip
 
 
 def _mixing_time(gap: float, period: int | None, epsilon: float) -> float:

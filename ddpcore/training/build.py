@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpcore.comm import Choice, choose_backend
 from ddpcore.data import Dataset, ShardedBatches, load_dataset
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.state_sync import Policies
@@ -118,6 +119,13 @@ def shape_options(config: TrainConfig) -> dict[str, Any]:
 def needs_ranks(config: TrainConfig) -> bool:
     """Whether the strategy of the config cannot run on virtual learners."""
     return config.strategy == DDP.name
+
+
+def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
+    """The backend that connects so many ranks (0: virtual learners) of a run on this machine, and the reason."""
+    num_gpus = torch.cuda.device_count()
+    device = "cuda" if num_gpus and config.device != "cpu" else "cpu"
+    return choose_backend("auto", world_size=max(1, num_ranks), device=device, num_gpus=num_gpus)
 
 
 def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:

@@ -28,7 +28,7 @@ DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
 EVALUATION_SPLITS = ("test", "validation")
 # Fields that change no result: they may change when a run is resumed.
-BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best")
+BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best", "record_steps")
 
 # Fields that name a part of the run, and the registry of such parts. The options of `model` are in `model_options`.
 REGISTRIES: Mapping[str, Registry[Any]] = {
@@ -124,6 +124,7 @@ class TrainConfig:
     statistics_samples: int | None = _field(None, "training samples for its full loss; None: all", least=1)
     flatness_samples: int = _field(0, "training samples for ``flatness`` of the final model; 0: skip it", least=0)
     escape_loss: float | None = _field(None, "a run has escaped from its start when the full loss is below this")
+    record_steps: bool = _field(False, "also record loss and times of every step, a file for each rank in ``steps/``")
     seed: int = _field(0, "of weights, dropout, batches, augmentation, gossip pairs and noise", **SEED_RANGE)
     diverged_above: float | None = _field(None, "stop above this multiple of the first loss; None: at NaN", above=1)
     checkpoint_every: int | None = _field(None, "steps between checkpoints; None: each epoch; 0: none", least=0)

@@ -18,6 +18,7 @@ from ddpcore.training.checkpoint import Checkpoints
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import RunWriter
 from ddpcore.training.statistics import flatness_of, row_of
+from ddpcore.training.step_record import StepRecorder
 from ddpcore.training.trainer import Trainer
 
 with extra("train"):
@@ -37,6 +38,7 @@ class Loop:
         progress: losses, times and evaluations so far.
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
+        steps: records every step; None without ``record_steps``.
     """
 
     placement: LearnerPlacement
@@ -45,6 +47,7 @@ class Loop:
     progress: Progress
     checkpoints: Checkpoints
     writer: RunWriter | None
+    steps: StepRecorder | None = None
 
     def __post_init__(self) -> None:
         self.config = self.placement.config
@@ -59,7 +62,10 @@ class Loop:
         trainer, progress = self.trainer, self.progress
         self._resumed_at = self.comm.now()
         while trainer.num_steps < self.total_steps and not (progress.diverged or self._has_reached_target()):
-            progress.add(trainer.step())
+            losses_L = trainer.step()
+            progress.add(losses_L)
+            if self.steps is not None:
+                self.steps.add(losses_L)
             step = trainer.num_steps
             epoch_ends = step % self.steps_per_epoch == 0 or step == self.total_steps
             stop = stop_signal.asked and not self.placement.real
@@ -67,6 +73,8 @@ class Loop:
                 loss, stop = progress.check(self.comm, stop_signal.asked, self.config.diverged_above)
                 self._show(loss)
                 self._write_statistics()
+                if self.steps is not None:
+                    self.steps.flush()
             is_best = self._end_epoch() if epoch_ends or progress.diverged else False
             stop = stop and step < self.total_steps
             if stop or self._needs_checkpoint(step, epoch_ends, is_best):
@@ -196,3 +204,5 @@ class Loop:
         self.progress.add_seconds(self.comm.now() - self._resumed_at)
         yield
         self._resumed_at = self.comm.now()
+        if self.steps is not None:
+            self.steps.resume()

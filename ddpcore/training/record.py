@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpcore.storage.files import replace_file
+from ddpcore.storage.json_lines import rows
 
 FILE = "record.jsonl"
 KINDS = ("run", "resume", "epoch", "statistics", "end")
@@ -64,28 +64,6 @@ class RunRecord:
             statistics=kinds["statistics"],
             final=(kinds["end"] or [{}])[-1],
         )
-
-
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """All lines of a record; none if the file does not exist. An incomplete last line, after a crash, is skipped.
-
-    Raises:
-        ValueError: a line is no JSON object.
-    """
-    text = path.read_text(errors="replace") if path.is_file() else ""
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines) and not text.endswith("\n"):
-                return
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: line {number} is no JSON object: the file is damaged")
-        if not isinstance(row.get("config", {}), dict):
-            raise ValueError(f"{path}: line {number} has config {row['config']!r}: the file is damaged")
-        yield row
 
 
 def mend(path: Path) -> None:

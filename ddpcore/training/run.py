@@ -13,6 +13,7 @@ from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
+from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
 from ddpcore.training.checkpoint import Checkpoints
@@ -22,6 +23,7 @@ from ddpcore.training.progress import Progress
 from ddpcore.training.record import RunRecord
 from ddpcore.training.run_writer import RunWriter, load_tensorboard
 from ddpcore.training.statistics import check_samples, noise_statistics
+from ddpcore.training.step_record import StepRecorder
 from ddpcore.training.trainer import Trainer
 
 
@@ -96,7 +98,8 @@ def _train(
         folder=out / "checkpoints", config=config.to_dict(), rank=world.rank, num_ranks=world.world_size
     )
     progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
-    with _writer(placement, trainer, out, tensorboard) as writer:
+    recorder = StepRecorder(out, world.rank, trainer) if config.record_steps else nullcontext()
+    with _writer(placement, trainer, out, tensorboard) as writer, recorder as steps:
         loop = Loop(
             placement=placement,
             trainer=trainer,
@@ -104,6 +107,7 @@ def _train(
             progress=progress or Progress.start(num_rows, placement.device),
             checkpoints=checkpoints,
             writer=writer,
+            steps=steps,
         )
         ended = loop.run(stop_signal)
     placement.barrier()  # rank 0 has closed its files
@@ -174,6 +178,7 @@ def _writer(
         "total_steps": total_steps(config, steps_per_epoch),
         "ranks": placement.world.world_size,
         "communication": trainer.handle.comm.description,
+        "topology": _topology(config),
         **here,
     }
     return RunWriter(
@@ -184,3 +189,13 @@ def _writer(
         step=step,
         tensorboard=tensorboard,
     )
+
+
+def _topology(config: TrainConfig) -> dict[str, Any] | None:
+    """Edges and spectral gap of the topology, for a drawing; None without neighbours, or with too many to draw."""
+    has_neighbours = getattr(config.make_strategy(), "topology", None) is not None
+    if not has_neighbours or not 1 < config.learners <= MOST_DRAWN:
+        return None
+    topology = config.make_topology()
+    gap = describe(topology, config.learners).spectral_gap
+    return {"num_learners": config.learners, "spectral_gap": gap, "edges": edges_of(topology, config.learners)}

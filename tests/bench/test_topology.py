@@ -13,7 +13,7 @@ from ddpcore import TOPOLOGIES, Hierarchical
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench.topology import MANY, TopologyConfig, measure
 from ddpcore.storage.json_lines import to_json
-from ddpcore.topology.describe import describe
+from ddpcore.topology.describe import describe, edges_of
 
 
 def run(line: str, folder: Path) -> dict[str, Any]:
@@ -30,8 +30,9 @@ def test_all_names_at_once(line: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert [row["topology"] for row in result["rows"]] == list(TOPOLOGIES.names())
     assert result["refused"] == []
     for row in result["rows"]:
-        described = describe(TOPOLOGIES.build(row["topology"]), 8)
-        assert row == {"topology": row["topology"], **to_json(described)}
+        built = TOPOLOGIES.build(row["topology"])
+        assert row == to_json({"topology": row["topology"], **to_json(describe(built, 8)), "edges": edges_of(built, 8)})
+        assert len(row["edges"]) == row["num_edges"]
     text = capsys.readouterr().out
     assert all(name in text for name in TOPOLOGIES.names())
 
@@ -39,7 +40,8 @@ def test_all_names_at_once(line: str, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_one_name_and_its_options(tmp_path: Path) -> None:
     result = run("topology hierarchical --world-size 24 --local-size 6 --seed 3", tmp_path)
     (row,) = result["rows"]
-    assert row == {"topology": "hierarchical", **to_json(describe(Hierarchical(6), 24))}
+    edges = to_json(edges_of(Hierarchical(6), 24))
+    assert row == {"topology": "hierarchical", **to_json(describe(Hierarchical(6), 24)), "edges": edges}
     assert (result["world_size"], result["local_size"], result["seed"]) == (24, 6, 3)
     seeds = [measure(TopologyConfig(name="random_pair", world_size=64, seed=seed))["rows"] for seed in (1, 1, 2)]
     assert seeds[0] == seeds[1]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpcore.experiments.results import MAX_POINTS, METRICS, curves_of, metrics_of, outcome_of
+from ddpcore.experiments.results import MAX_POINTS, curves_of, metrics_of
+from ddpcore.report.metrics import METRICS, outcome_of
 from ddpcore.training import RunRecord, TrainConfig
 
 CONFIG = TrainConfig(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpcore.experiments.results import METRICS, metrics_of
+from ddpcore.experiments.results import metrics_of
+from ddpcore.report.metrics import METRICS
 from ddpcore.training import RunRecord
 
 

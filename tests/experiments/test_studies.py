@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpcore.experiments import study
-from ddpcore.experiments.claims import Outcome, judge
+from ddpcore.report.claims import Outcome, judge
 
 NAMES = (
     "batch-size-cifar10",

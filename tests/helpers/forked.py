@@ -27,7 +27,7 @@ import torch
 from ddpcore.runtime import launch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PRELOADED = ["ddpcore.bench.run", "ddpcore.bench.predict", "ddpcore.experiments.compare", "networkx"]
+PRELOADED = ["ddpcore.bench.run", "ddpcore.bench.predict", "ddpcore.report.compare", "networkx"]
 
 
 @functools.cache

@@ -96,3 +96,14 @@ def test_plot(tmp_path: Path) -> None:
     text = path.read_text()
     for part in ("A title", "published", "measured: out (full)", "accuracy_pct"):
         assert f"<!-- {part} -->" in text
+
+
+def test_names_are_text_in_markdown_and_in_the_terminal() -> None:
+    name = "<script>a</script> | b\n# c\x1b[2J"
+    changed = {**comparison(), "title": name, "notes": [name]}
+    text = markdown([changed])
+    assert "<script>" not in text and "\x1b" not in text and "\n# c" not in text
+    assert r"# &lt;script>a&lt;/script> \| b\n# c\x1b[2J" in text.splitlines()
+    out = io.StringIO()
+    print_comparison(changed, Console(file=out))
+    assert "\x1b" not in out.getvalue() and r"\x1b[2J" in out.getvalue()

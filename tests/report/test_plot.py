@@ -73,5 +73,5 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"neither \.png nor \.svg"):
         plot.check_plot(Path("out.pdf"))
     monkeypatch.setattr(plot, "Figure", None)
-    with pytest.raises(ValueError, match=r"pip install 'ddpcore\[plot\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'ddpcore\[report\]'"):
         plot.check_plot(Path("out.png"))

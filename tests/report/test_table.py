@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from ddpcore.report.strategies import print_strategies
+from ddpcore.report.table import print_parts, table_of
 
 CONFIG = SimpleNamespace(model="mlp", dataset="mnist", batch_size=256, steps=30)
 
@@ -146,3 +147,15 @@ def test_reports_need_no_torch(module: str) -> None:
 def test_the_transport_is_told_where_there_is_one() -> None:
     assert "transport shm: 4 ranks on one host" in text_of(row())
     assert "transport" not in text_of(row(), transport=None)
+
+
+def test_names_cannot_write_markup_or_escape_codes() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=160)
+    rows = [{"name": "[red]x[/red] \x1b[2J\ny"}]
+    print_parts(
+        console, "a line\x1b[31m", table_of({"name": lambda row: row["name"]}, rows, left=("name",), title="[b]t")
+    )
+    text = out.getvalue()
+    assert "\x1b" not in text and r"a line\x1b[31m" in text
+    assert r"[red]x[/red] \x1b[2J\ny" in text and "[b]t" in text

@@ -31,7 +31,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_folder_is_as_it_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(BLOCKS[0], {})
-    drawn = re.search(r"```\nruns/first/\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    drawn = re.search(r"```text\nruns/first/\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert drawn is not None
     for name in ("record.jsonl", "model.safetensors", "checkpoints/step-00000050/manifest.json"):
         assert Path("runs/first", name).is_file()

@@ -68,6 +68,7 @@ class Coordinator:
         self.others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         self.timeout = timeout
         self.num_operations = 0
+        self.waited = dict.fromkeys(self.others, 0.0)  # seconds
         self._fault = ""
         token = secrets.token_bytes(16)
         why, address = "", _ControlAddress(host_id(), os.getpid(), -1, token)
@@ -187,6 +188,7 @@ class Coordinator:
     def _wait(self, ranks: Iterable[int], flag: int, number: int) -> Sequence[int]:
         ranks = list(ranks)
         deadline = time.monotonic() + self.timeout
+        began = time.perf_counter()
         for rank in ranks:
             while not self._flags[rank].wait(flag, number + 1, SLICE_SECONDS):
                 self._check_others(ranks, lambda other: self._flags[other].wait(flag, number + 1, 0.0), number)
@@ -195,6 +197,9 @@ class Coordinator:
                         f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
                         f"{self._text(self.rank, number)}"
                     )
+            began, before = time.perf_counter(), began
+            if rank != self.rank:
+                self.waited[rank] += began - before
         return ranks
 
     def _check_others(self, ranks: Sequence[int], has_come: Callable[[int], bool], number: int) -> None:

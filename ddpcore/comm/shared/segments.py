@@ -94,6 +94,11 @@ class SegmentCommunicator(Communicator):
         self._snapshots: dict[_Kind, list[_Snapshot]] = {}
         self._next: dict[_Kind, _Snapshot] = {}  # where weights lie between two exchanges in place
 
+    @property
+    @override
+    def waited(self) -> Mapping[int, float]:
+        return self._coordinator.waited
+
     @override
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Published numbers beside measured ones, as plain values for ``ddpcore.report``."""
+"""Published numbers beside measured ones, as plain values."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ddpcore.experiments.claims import Outcome, judge
-from ddpcore.experiments.folder import FAILED, FINISHED, Folder, Results
-from ddpcore.experiments.results import counts_diverged, outcome_of
+from ddpcore.report.claims import Outcome, judge
+from ddpcore.report.metrics import counts_diverged, outcome_of
+from ddpcore.report.study_folder import FAILED, FINISHED, Results, read_manifest, read_results
 
 
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """One comparison per study, of the folders in ``paths``.
 
     Returns:
-        For each study: study, title, question, source, notes, metrics, and
+        For each study: study, title, question, source, notes, metrics, configs (of each row), and
 
         - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
         - curves, one mapping per folder: row -> :func:`ddpcore.experiments.results.curves_of` of each seed;
-        - lines, one per row and metric: row, about, metric, published (a number or None), and measured, one per folder
-          (see :func:`_spread`; None if the row was not run);
+        - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
+          folder (see :func:`_spread`; None if the row was not run);
         - claims: text, source, predicate, on_published and verdicts (one per folder), each with word and reason.
 
     Raises:
@@ -31,7 +31,7 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """
     by_study: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in paths:
-        manifest = Folder(path).manifest()
+        manifest = read_manifest(path)
         by_study.setdefault(manifest["study"], []).append((path, manifest))
     return [_compare_study(entries) for entries in by_study.values()]
 
@@ -52,9 +52,10 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                 raise ValueError(
                     f"{path}: row {name} has other published numbers than in {first}: compare it separately"
                 )
-    results = [Folder(path).results() for path, _ in entries]
+    results = [read_results(path) for path, _ in entries]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
+        "configs": {name: row["config"] for name, row in rows.items()},
         "notes": _each_once(other["notes"] for _, other in entries),
         "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
         "curves": [_curves(rows, found) for found in results],
@@ -122,6 +123,7 @@ def _lines(rows: Mapping[str, Any], metrics: Sequence[str], results: Sequence[Re
                 yield {
                     "row": name,
                     "about": row["about"],
+                    "config": row["config"],
                     "metric": metric,
                     "published": row["published"].get(metric),
                     "measured": [_spread(of_folder, metric) for of_folder in lines],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.experiments.claims import FAILS, HOLDS, NOT_RUN, Outcome, check, judge
+from ddpcore.report.claims import FAILS, HOLDS, NOT_RUN, Outcome, check, judge
 
 ROWS = ("a", "b", "c", "gone")
 METRICS = ("loss", "seconds")

@@ -46,6 +46,15 @@ _MAX_LEVELS = 100  # of nesting: Python ends a recursion at about 1000
 
 
 @dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A statement of a source, and the predicate that decides whether it holds."""
+
+    text: str
+    source: str
+    predicate: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The result of one row with one seed.
 

@@ -1,0 +1,175 @@
+"""Sections of the page about bench results: the tables that the benches print, and charts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ddpcore.report.buckets import bucket_parts
+from ddpcore.report.chart import Chart, Section, Series, TableData
+from ddpcore.report.comm import comm_parts
+from ddpcore.report.optim import optimizer_parts
+from ddpcore.report.predict import prediction_parts
+from ddpcore.report.runs import network
+from ddpcore.report.sources import Bench
+from ddpcore.report.stats import stats_parts
+from ddpcore.report.strategies import strategy_parts
+from ddpcore.report.table import plain, size_name
+from ddpcore.report.topology import topology_parts
+
+Parts = Sequence[Table | str]
+
+
+def bench_section(bench: Bench) -> Section:
+    """The section of a bench result.
+
+    Raises:
+        ValueError: no bench writes such a result, or a part of it is missing.
+    """
+    result = bench.result
+    for is_kind, title, parts, charts in _KINDS:
+        if is_kind(result):
+            try:
+                return _section(f"{title}: {bench.name}", parts(result), charts(result))
+            except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(
+                    f"{bench.name} is damaged or of another version ({plain(reason)}): run the bench again"
+                ) from None
+    raise ValueError(f"{bench.name} is not the result of a bench that this version knows: run the bench again")
+
+
+def _section(title: str, parts: Parts, charts: Sequence[Chart]) -> Section:
+    lines = [part for part in parts if isinstance(part, str)]
+    return Section(title=title, lines=lines, tables=[table_data(part) for part in parts if isinstance(part, Table)],
+                   charts=[chart for chart in charts if any(series.y for series in chart.series)])  # fmt: skip
+
+
+def table_data(table: Table) -> TableData:
+    """A table of the terminal as a table of the page."""
+    cells = [[_plain(cell) for cell in column.cells] for column in table.columns]
+    left = [column.justify == "left" for column in table.columns]
+    return TableData(
+        title=_plain(table.title or ""),
+        headings=[_plain(column.header) for column in table.columns],
+        rows=list(zip(*cells, strict=True)),
+        num_left=left.index(False) if False in left else len(left),
+    )
+
+
+def _plain(cell: Any) -> str:
+    return Text.from_markup(cell).plain if isinstance(cell, str) else str(cell)
+
+
+def _bars(title: str, label: str, names: Sequence[str], quantiles: Sequence[Any]) -> Chart:
+    """Bars of medians from p20 to p80; rows without numbers are left out."""
+    found = [(name, values) for name, values in zip(names, quantiles, strict=True) if values is not None]
+    low, middle, high = ([values[key] for _, values in found] for key in ("p20", "p50", "p80"))
+    series = Series(name=label, x=[name for name, _ in found], y=middle, low=low, high=high)
+    return Chart(title=title, kind="bars", x_label=f"{label}, median, p20 to p80", series=[series])
+
+
+def _strategy_charts(result: dict[str, Any]) -> list[Chart]:
+    rows = result["rows"]
+    names = [f"{row['strategy']} {row['topology'] or ''}".strip() for row in rows]
+    first = rows[0]["step_ms"]["p50"] if rows else None
+    ratios = [row["step_ms"]["p50"] / first for row in rows] if first else []
+    relative = Series(name="ratio", x=names, y=ratios)
+    return [
+        _bars("Time of a step", "ms", names, [row["step_ms"] for row in rows]),
+        Chart(title=f"Time of a step, relative to {names[0] if names else ''}", kind="bars", x_label="ratio of medians",
+              series=[relative]),
+    ]  # fmt: skip
+
+
+def _comm_charts(result: dict[str, Any]) -> list[Chart]:
+    charts = []
+    for op in dict.fromkeys(row["op"] for row in result["rows"]):
+        series = []
+        rows = [row for row in result["rows"] if row["op"] == op]
+        for transport in dict.fromkeys(row["transport"] for row in rows):
+            mine = sorted((row for row in rows if row["transport"] == transport), key=lambda row: row["size_bytes"])
+            x, y = [row["size_bytes"] for row in mine], [row["busbw_gb_per_s"] for row in mine]
+            series.append(Series(name=transport, x=x, y=y, style="line+points"))
+        charts.append(
+            Chart(title=f"Bandwidth: {op}", x_label="bytes", y_label="bus bandwidth, GB/s", series=series, log_x=True)
+        )
+    return charts
+
+
+def _optimizer_charts(result: dict[str, Any]) -> list[Chart]:
+    titles = {about["list"]: about["title"] for about in result["lists"]}
+    own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
+    names = [f"{row['implementation']}, {titles[row['list']]}" for row in own]
+    mine = Series(name="step", x=names, y=[row["gb_per_s"] for row in own])
+    copy = Series(name="copy", x=names, y=[row["copy_gb_per_s"] for row in own])
+    left = [row for row in result["rows"] if row["comparison"].startswith(f"{row['implementation']} / ")]
+    pairs = [f"{row['comparison']}, {titles[row['list']]}" for row in left]
+    return [
+        _bars("Time of a step: left / right", "ratio", pairs, [row["ratio"] for row in left]),
+        Chart(title="Bandwidth of a step, and of a copy", kind="bars", x_label="GB/s", series=[mine, copy]),
+    ]
+
+
+def _bucket_charts(result: dict[str, Any]) -> list[Chart]:
+    steps, comm = [], []
+    for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
+        rows = [row for row in result["rows"] if row["strategy"] == strategy]
+        x = [size_name(row["bucket_mb"]) for row in rows]
+        low, middle, high = ([row["step_ms"][key] for row in rows] for key in ("p20", "p50", "p80"))
+        steps.append(Series(name=strategy, x=x, y=middle, low=low, high=high, style="line+points", color=number))
+        for name, key in (("alone", "comm_ms"), ("exposed", "exposed_comm_ms")):
+            y = [row[key] for row in rows]
+            comm.append(Series(name=f"{strategy}, {name}", x=x, y=y, style="line+points"))
+    return [
+        Chart(title="Time of a step by bucket size", x_label="largest bucket", y_label="ms", series=steps),
+        Chart(title="Communication by bucket size", x_label="largest bucket", y_label="ms", series=comm),
+    ]
+
+
+def _prediction_charts(result: dict[str, Any]) -> list[Chart]:
+    names = [
+        " ".join(str(row[key]) for key in ("strategy", "topology", "transport", "num_buckets") if row[key])
+        for row in result["rows"]
+    ]
+    predicted = Series(name="predicted", x=names, y=[row["predicted_ms"] for row in result["rows"]])
+    low, middle, high = ([row["measured_ms"][key] for row in result["rows"]] for key in ("p20", "p50", "p80"))
+    measured = Series(name="measured", x=names, y=middle, low=low, high=high)
+    return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
+
+
+def _stats_charts(result: dict[str, Any]) -> list[Chart]:
+    rows = result["rows"]
+    return [
+        _bars("Overhead of statistics", "%", [row["statistics"] for row in rows], [r["overhead_pct"] for r in rows])
+    ]
+
+
+def _topology_charts(result: dict[str, Any]) -> list[Chart]:
+    rows = result["rows"]
+    names = [row["topology"] for row in rows]
+    gaps = Series(name="spectral gap", x=names, y=[row["spectral_gap"] for row in rows])
+    drawings = [
+        network(f"{row['topology']}, spectral gap {row['spectral_gap']:.4g}", row["num_learners"], row["edges"])
+        for row in rows
+        if row.get("edges") is not None
+    ]
+    return [Chart(title="Spectral gap", kind="bars", x_label="spectral gap", series=[gaps]), *drawings]
+
+
+def _has(key: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda result: any(isinstance(row, dict) and key in row for row in result["rows"])
+
+
+_KINDS: tuple[tuple[Callable[..., bool], str, Callable[..., Parts], Callable[..., Sequence[Chart]]], ...] = (
+    (lambda result: "recommended" in result, "Bucket sizes", bucket_parts, _bucket_charts),
+    (lambda result: "comparisons" in result, "Optimizers", optimizer_parts, _optimizer_charts),
+    (lambda result: "compute_ms" in result, "Predicted step times", prediction_parts, _prediction_charts),
+    (_has("op"), "Operations over transports", comm_parts, _comm_charts),
+    (_has("statistics"), "Cost of statistics", stats_parts, _stats_charts),
+    (_has("spectral_gap"), "Topologies", topology_parts, _topology_charts),
+    (_has("samples_per_s"), "Strategies", lambda result: strategy_parts(result, ""), _strategy_charts),
+)  # fmt: skip

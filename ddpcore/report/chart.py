@@ -1,0 +1,186 @@
+"""A chart as plain values: what the page draws with plotly, and as a static picture with matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+MAX_POINTS = 1000  # of a curve on the page
+MAX_COLUMNS = 400  # of a heat map
+# Okabe and Ito's colours, without those that vanish on a light or on a dark page.
+COLORS = ("#2683c6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+GREY = "#808080"
+DASHES = ("solid", "dash", "dot", "dashdot")
+
+Number = float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve, one group of bars, or the points of a drawing.
+
+    Attributes:
+        name: in the legend.
+        x, y: the values; None in ``y`` is a gap.
+        low, high: a band around ``y``, or the ends of error bars; None: there is none.
+        style: "line", "points", or "line+points"; bars ignore it.
+        color: index into ``COLORS``, -1 for grey; None: the number of the series.
+        dash: index into ``DASHES``; None: follows from the number of the series.
+        marker: "circle" or "diamond".
+        text: shown at each point on hover, or for a drawing beside it.
+        group: the name of another series that stands for this one in the legend; "": the series stands for itself.
+        hidden: not drawn until a reader clicks on its name in the legend.
+    """
+
+    name: str
+    x: Sequence[Any]
+    y: Sequence[Number]
+    low: Sequence[Number] | None = None
+    high: Sequence[Number] | None = None
+    style: str = "line"
+    color: int | None = None
+    dash: int | None = None
+    marker: str = "circle"
+    text: Sequence[str] | None = None
+    hidden: bool = False
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart.
+
+    Attributes:
+        title: one line.
+        kind: "lines", "bars", "dots" (rows of points with bars), "heat" or "network".
+        x_label, y_label: names of the axes, with units.
+        series: the curves. Of "heat": one series a row of the map, ``x`` the columns and ``y`` the values.
+        log_x, log_y: whether an axis is logarithmic.
+        note: a sentence below the chart.
+        ticks: the values to mark on the x axis; (): chosen by the library.
+    """
+
+    title: str
+    kind: str = "lines"
+    x_label: str = ""
+    y_label: str = ""
+    series: Sequence[Series] = ()
+    log_x: bool = False
+    log_y: bool = False
+    note: str = ""
+    ticks: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page: a heading, sentences, tables and charts, in this order.
+
+    Attributes:
+        title: the heading.
+        lines: sentences.
+        tables: headings and rows of text.
+        folded: tables below the charts, which a reader opens.
+        charts: drawn in order.
+        charts_first: the charts stand above the tables.
+        problems: what could not be read or shown.
+    """
+
+    title: str
+    lines: Sequence[str] = ()
+    tables: Sequence[TableData] = ()
+    folded: Sequence[TableData] = ()
+    charts: Sequence[Chart] = ()
+    problems: Sequence[str] = ()
+    charts_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableData:
+    """A table of text: its title, headings, rows, and how many columns on the left are names."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_left: int = 1
+    marks: dict[int, str] = field(default_factory=dict)
+
+
+def color_of(series: Series, number: int) -> str:
+    """The colour of a series that is the ``number``-th of its chart."""
+    if series.color == -1:
+        return GREY
+    return COLORS[(number if series.color is None else series.color) % len(COLORS)]
+
+
+def dash_of(series: Series, number: int) -> str:
+    """The dash of the ``number``-th series of a chart: it changes after each round of colours."""
+    place = number if series.color is None else series.color
+    return DASHES[(max(0, place) // len(COLORS) if series.dash is None else series.dash) % len(DASHES)]
+
+
+def distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
+    """How far an error bar goes from each value to its end; 0 without a value or an end."""
+    pairs = zip(values, ends, strict=True)
+    return [0.0 if value is None or end is None else abs(end - value) for value, end in pairs]
+
+
+def finite(value: Any) -> Number:
+    """The value as a number; None if it is none, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def thinned(series: Series, most: int = MAX_POINTS) -> Series:
+    """The series with at most about ``most`` points: the smallest and the largest value of equal parts, and both ends.
+
+    A peak of one point stays. A part without values stays a gap.
+    """
+    num = len(series.y)
+    if num <= most:
+        return series
+    kept = {0, num - 1}
+    parts = max(1, most // 2)
+    for part in range(parts):
+        indices = range(part * num // parts, (part + 1) * num // parts)
+        for values, ends in ((series.y, (min, max)), (series.low, (min,)), (series.high, (max,))):
+            found = [(value, index) for index in indices if values and (value := values[index]) is not None]
+            kept |= {end(found)[1] for end in ends} if found else {indices[0]}
+    order = sorted(kept)
+
+    picked: dict[str, Any] = {
+        name: None if values is None else [values[index] for index in order]
+        for name in ("x", "y", "low", "high", "text")
+        for values in [getattr(series, name)]
+    }
+    return replace(series, **picked)
+
+
+def thinned_chart(chart: Chart) -> Chart:
+    """The chart with thinned curves, and a note that says so. A heat map keeps the largest value of each part."""
+    if chart.kind == "heat":
+        return _thinned_heat(chart)
+    if chart.kind != "lines" or all(len(series.y) <= MAX_POINTS for series in chart.series):
+        return chart
+    most = max(len(series.y) for series in chart.series)
+    series = [thinned(one) for one in chart.series]
+    shown = max(len(one.y) for one in series)
+    note = f"{shown:,} of {most:,} points: the smallest and the largest of each of {MAX_POINTS // 2} equal parts."
+    return replace(chart, series=series, note=" ".join(filter(None, (chart.note, note))))
+
+
+def _thinned_heat(chart: Chart) -> Chart:
+    num = max((len(series.y) for series in chart.series), default=0)
+    if num <= MAX_COLUMNS:
+        return chart
+    size = -(-num // MAX_COLUMNS)
+    rows = []
+    for series in chart.series:
+        starts = range(0, len(series.y), size)
+        parts = [[value for value in series.y[start : start + size] if value is not None] for start in starts]
+        values = [max(part) if part else None for part in parts]
+        rows.append(replace(series, x=[series.x[start] for start in starts], y=values))
+    note = f"A column is the largest value of {size} steps."
+    return replace(chart, series=rows, note=" ".join(filter(None, (chart.note, note))))

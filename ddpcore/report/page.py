@@ -1,0 +1,125 @@
+"""One HTML page from runs, studies and bench results. It loads nothing from a network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ddpcore.report.baseline import baseline_section
+from ddpcore.report.benches import bench_section
+from ddpcore.report.chart import Chart, Section, thinned_chart
+from ddpcore.report.plotly_chart import figure_of
+from ddpcore.report.runs import labels, run_sections
+from ddpcore.report.sources import Sources
+from ddpcore.report.static_chart import Figure, svg_of
+from ddpcore.report.studies import compare_all, study_section
+from ddpcore.report.table import plain, plain_lines
+from ddpcore.report.timeline import timeline_sections
+
+try:
+    import jinja2
+    from plotly.offline import get_plotlyjs
+except ImportError:  # the extra `report`
+    jinja2 = None  # type: ignore[assignment]
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+def check_report() -> None:
+    """Raise ValueError if a library that draws the page is not installed."""
+    if jinja2 is None or Figure is None:
+        raise ValueError("the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'")
+
+
+def page_of(sources: Sources, baseline: Sources | None = None, *, refresh: float | None = None) -> str:
+    """The page as text.
+
+    Args:
+        sources: what to show.
+        baseline: what to compare with.
+        refresh: the page asks its server this often, in seconds, whether there is something new; None: never.
+    """
+    sections = sections_of(sources, baseline)
+    by_section: dict[int, list[dict[str, Any]]] = {}
+    for number, section in enumerate(sections):
+        by_section[number] = [_drawn(chart, f"chart-{number}-{place}") for place, chart in enumerate(section.charts)]
+    texts = {name: (ASSETS / name).read_text() for name in ("page.css", "page.js")}
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters.update(plain=plain, plain_lines=plain_lines)
+    figures = {chart["id"]: chart["figure"] for found in by_section.values() for chart in found}
+    return environment.get_template("page.html.j2").render(
+        sections=sections, charts=by_section, css=texts["page.css"], js=texts["page.js"], refresh=refresh,
+        figures=_json(figures), plotly=_plotly() if figures else "", title="ddpcore report",
+    )  # fmt: skip
+
+
+def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Section]:
+    """All sections of the page. A part that cannot be shown is a problem in its place, and the others are shown."""
+    comparisons, problems = compare_all(sources.studies) if sources.studies else ([], [])
+    sections = [Section(title="Not shown", problems=[*sources.problems, *problems])]
+    if baseline is not None:
+        others, more = compare_all(baseline.studies) if baseline.studies else ([], [])
+        lost = [f"baseline: {problem}" for problem in (*baseline.problems, *more)]
+        sections.append(Section(title="The baseline, not read", problems=lost))
+        sections += _guarded(lambda: [baseline_section(sources, baseline, comparisons, others)], "the baseline")
+    sections += _guarded(lambda: run_sections(sources.runs), "the runs")
+    sections += _guarded(lambda: timeline_sections(sources.runs, labels(sources.runs)), "the recorded steps")
+    for comparison in comparisons:
+        sections += _guarded(lambda one=comparison: [study_section(one)], comparison["study"])  # type: ignore[misc]
+    for bench in sources.benches:
+        sections += _guarded(lambda one=bench: [bench_section(one)], bench.name)  # type: ignore[misc]
+    return [one for one in sections if one.lines or one.tables or one.charts or one.problems]
+
+
+def _guarded(make: Callable[[], Sequence[Section]], what: str) -> Sequence[Section]:
+    """The sections, or the reason why there are none: a damaged file must not cost the rest of the report."""
+    try:
+        return make()
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        known = isinstance(error, ValueError) and what in str(error)
+        reason = str(error) if known else f"{what} cannot be shown ({type(error).__name__}: {error}): is it damaged?"
+        return [Section(title="Not shown", problems=[plain(reason)])]
+
+
+def _drawn(chart: Chart, name: str) -> dict[str, Any]:
+    """What the template needs of a chart. A chart of damaged values becomes an empty one that says so."""
+    try:
+        thin = thinned_chart(chart)
+        svg = base64.b64encode(svg_of(thin).encode()).decode()
+        figure = figure_of(thin)
+    except (ValueError, TypeError, ArithmeticError, IndexError) as error:
+        note = f"This chart cannot be drawn ({type(error).__name__}: {error}): are the values damaged?"
+        return _drawn(Chart(title=chart.title, note=note), name)
+    return {"id": name, "title": plain(chart.title), "note": plain(thin.note), "kind": chart.kind, "svg": svg,
+            "figure": figure, "rows": _num_rows(chart)}  # fmt: skip
+
+
+def _num_rows(chart: Chart) -> int:
+    """How many rows a chart of bars or dots has; bars of several series lie below each other."""
+    longest = max((len(series.x) for series in chart.series), default=0)
+    return longest * (len(chart.series) if chart.kind == "bars" else 1)
+
+
+def _json(value: Any) -> str:
+    """JSON for a script element: no text of it can end the element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c").replace("&", r"\u0026")
+
+
+@cache
+def _plotly() -> str:
+    """plotly.js, compressed; the page unpacks it. It has 4.8 MB, and 1.9 MB in this form."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+
+
+def digest_of(page: str) -> str:
+    """A text that changes when the page changes."""
+    return hashlib.sha256(page.encode()).hexdigest()

@@ -1,0 +1,119 @@
+"""A chart as the JSON of plotly.js. Colours of text and grid come from the page, in JavaScript."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpcore.report.chart import GREY, Chart, color_of, dash_of, distances
+from ddpcore.report.table import plain
+
+HEAT = "Cividis"  # readable with every colour blindness, and in grey
+
+
+def figure_of(chart: Chart) -> dict[str, Any]:
+    """Data and layout of a chart, with short numbers."""
+    traces = {"bars": _bars, "dots": _bars, "heat": _heat, "network": _network}.get(chart.kind, _lines)(chart)
+    return {"data": traces, "layout": _layout(chart)}
+
+
+def _layout(chart: Chart) -> dict[str, Any]:
+    if chart.kind == "network":
+        hidden = {"visible": False, "fixedrange": True}
+        return {"xaxis": hidden, "yaxis": {**hidden, "scaleanchor": "x"}, "showlegend": False}
+    x_axis: dict[str, Any] = {"title": {"text": _text(chart.x_label)}, "type": "log" if chart.log_x else "-"}
+    y_axis: dict[str, Any] = {"title": {"text": _text(chart.y_label)}, "type": "log" if chart.log_y else "-"}
+    if chart.ticks:
+        x_axis |= {"tickmode": "array", "tickvals": list(chart.ticks), "ticktext": [*map(_tick, chart.ticks)]}
+    if chart.kind == "heat":
+        y_axis = {"type": "category", "autorange": "reversed"}
+    if chart.kind in ("bars", "dots"):
+        y_axis |= {"type": "category", "autorange": "reversed", "automargin": True}
+        return {"xaxis": x_axis, "yaxis": y_axis, "barmode": "group", "showlegend": len(chart.series) > 1}
+    return {"xaxis": x_axis, "yaxis": y_axis, "showlegend": len(chart.series) > 1}
+
+
+def _lines(chart: Chart) -> list[dict[str, Any]]:
+    traces: list[dict[str, Any]] = []
+    for number, series in enumerate(chart.series):
+        color, x = color_of(series, number), _short(series.x)
+        name = _text(series.name)
+        if series.low is not None and series.high is not None:
+            edge = {
+                "x": x,
+                "mode": "lines",
+                "line": {"width": 0},
+                "hoverinfo": "skip",
+                "legendgroup": _text(series.group) or name,
+            }
+            traces.append({**edge, "y": _short(series.low), "showlegend": False})
+            traces.append({
+                **edge, "y": _short(series.high), "showlegend": False, "fill": "tonexty", "fillcolor": color + "33",
+            })  # fmt: skip
+        trace: dict[str, Any] = {
+            "x": x, "y": _short(series.y), "name": name, "legendgroup": _text(series.group) or name,
+            "showlegend": not series.group, "mode": series.style.replace(
+                "points", "markers").replace("line", "lines"),
+            "line": {"color": color, "width": 1.8, "dash": dash_of(series, number)},
+            "marker": {"color": color, "size": 7, "symbol": series.marker},
+        }  # fmt: skip
+        if series.hidden:
+            trace["visible"] = "legendonly"
+        if series.text is not None:
+            trace["text"] = [_text(text) for text in series.text]
+        traces.append(trace)
+    return traces
+
+
+def _bars(chart: Chart) -> list[dict[str, Any]]:
+    traces = []
+    for number, series in enumerate(chart.series):
+        points = {"mode": "markers", "marker": {"color": color_of(series, number), "size": 9, "symbol": series.marker}}
+        bars = {"type": "bar", "orientation": "h", "marker": {"color": color_of(series, number)}}
+        trace: dict[str, Any] = {
+            **(points if chart.kind == "dots" else bars), "x": _short(series.y), "y": [_text(str(x)) for x in series.x],
+            "name": _text(series.name),
+        }  # fmt: skip
+        if series.low is not None and series.high is not None:
+            trace["error_x"] = {
+                "type": "data", "symmetric": False, "thickness": 1.5, "width": 4,
+                "color": GREY if chart.kind == "bars" else color_of(series, number),
+                "array": _short(distances(series.y, series.high)),
+                "arrayminus": _short(distances(series.y, series.low)),
+            }  # fmt: skip
+        traces.append(trace)
+    return traces
+
+
+def _heat(chart: Chart) -> list[dict[str, Any]]:
+    x = next((series.x for series in chart.series), ())
+    return [{
+        "type": "heatmap", "x": list(x), "y": [_text(series.name) for series in chart.series],
+        "z": [_short(series.y) for series in chart.series], "colorscale": HEAT, "hoverongaps": False,
+        "colorbar": {"title": {"text": _text(chart.y_label), "side": "right"}, "thickness": 12},
+    }]  # fmt: skip
+
+
+def _network(chart: Chart) -> list[dict[str, Any]]:
+    """The first series holds the lines between nodes, with gaps; the second the nodes, with their names."""
+    edges, nodes = chart.series
+    return [
+        {"x": _short(edges.x), "y": _short(edges.y), "mode": "lines", "hoverinfo": "skip",
+         "line": {"color": color_of(edges, 0), "width": 1}},
+        {"x": _short(nodes.x), "y": _short(nodes.y), "mode": "markers+text", "text": [*map(_text, nodes.text or ())],
+         "hoverinfo": "text", "textfont": {"color": "#ffffff", "size": 10},
+         "marker": {"color": color_of(edges, 0), "size": 20}},
+    ]  # fmt: skip
+
+
+def _text(text: str) -> str:
+    """Text for plotly, which reads some tags of HTML: they must be shown, not followed."""
+    return plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _tick(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else _text(str(value))
+
+
+def _short(values: Any) -> list[Any]:
+    """Numbers with six digits, which is more than a screen shows."""
+    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]

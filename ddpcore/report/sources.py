@@ -1,0 +1,150 @@
+"""What a report is made of: runs, studies and bench results, read from paths. Damage is reported, not raised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpcore.report.study_folder import MANIFEST, RESULTS
+from ddpcore.report.table import plain
+from ddpcore.storage.json_lines import rows
+
+RECORD = "record.jsonl"
+STEPS = "steps"  # a folder with the files rank-N.jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of ``train``: its lines by kind, the recorded steps of each rank, and what is wrong with them."""
+
+    name: str
+    path: Path
+    header: dict[str, Any]
+    epochs: list[dict[str, Any]]
+    statistics: list[dict[str, Any]]
+    final: dict[str, Any]
+    resumed: list[dict[str, Any]]
+    steps: dict[int, list[dict[str, Any]]]
+    problems: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """The JSON file of a bench."""
+
+    name: str
+    result: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Sources:
+    """All that was found: runs, folders of studies, bench results, and what could not be read (one line each)."""
+
+    runs: list[Run] = field(default_factory=list)
+    studies: list[Path] = field(default_factory=list)
+    benches: list[Bench] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was found."""
+        return not (self.runs or self.studies or self.benches)
+
+
+def read_sources(paths: Sequence[Path]) -> Sources:
+    """Read runs, studies and bench results. A folder that is neither may hold some of them one level below."""
+    found = Sources()
+    for path in paths:
+        _read(path, found, is_given=True)
+    return found
+
+
+def _read(path: Path, found: Sources, is_given: bool) -> None:
+    try:
+        if path.is_dir():
+            _read_folder(path, found, is_given)
+        elif path.is_file():
+            found.benches.append(read_bench(path))
+        else:
+            found.problems.append(f"{plain(str(path))}: there is no such file or folder: check the name")
+    except (ValueError, OSError) as error:
+        found.problems.append(plain(str(error)))
+
+
+def _read_folder(path: Path, found: Sources, is_given: bool) -> None:
+    if (path / MANIFEST).is_file() or (path / RESULTS).is_file():
+        found.studies.append(path)
+    elif (path / RECORD).is_file():
+        found.runs.append(read_run(path))
+    elif is_given:
+        inner = sorted(one for one in path.iterdir() if one.is_dir() and not one.is_symlink())
+        known = [one for one in inner if any((one / name).is_file() for name in (MANIFEST, RESULTS, RECORD))]
+        if not known:
+            raise ValueError(f"{path} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder")
+        for one in known:
+            _read(one, found, is_given=False)
+
+
+def read_run(path: Path) -> Run:
+    """A run, as far as its record can be read.
+
+    Raises:
+        ValueError: the record has no readable first line.
+    """
+    lines, problems = _lines(path / RECORD)
+    headers = [line for line in lines if line.get("kind") == "run" and isinstance(line.get("config"), dict)]
+    if not headers:
+        reason = problems[0] if problems else f"{path / RECORD}: no line is of kind run: train into this folder first"
+        raise ValueError(reason)
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [line for line in lines if line.get("kind") == kind and isinstance(line.get("step"), int)]
+
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for file in sorted((path / STEPS).glob("rank-*.jsonl")):
+        number = file.stem.removeprefix("rank-")
+        if number.isascii() and number.isdigit():
+            of_rank, more = _lines(file)
+            steps[int(number)] = [line for line in of_rank if isinstance(line.get("step"), int)]
+            problems += more
+    final = of("end")
+    return Run(
+        name=str(path),
+        path=path,
+        header=headers[0],
+        epochs=of("epoch"),
+        statistics=of("statistics"),
+        final=final[-1] if final else {},
+        resumed=of("resume"),
+        steps=dict(sorted(steps.items())),
+        problems=problems,
+    )
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The lines before the first damaged one, and what is wrong with that one."""
+    lines: list[dict[str, Any]] = []
+    try:
+        for line in rows(path):
+            lines.append(line)  # an error later on loses no line
+    except ValueError as error:
+        return lines, [f"{plain(str(error))}: the report shows the {len(lines)} lines before it"]
+    return lines, []
+
+
+def read_bench(path: Path) -> Bench:
+    """The result of a bench.
+
+    Raises:
+        ValueError: the file is not what a bench writes.
+    """
+    try:
+        result = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is no JSON file: name a folder, or a file that a bench wrote with --json") from None
+    if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
+        raise ValueError(f"{path} is not the result of a bench: it has no list of rows: name another file")
+    return Bench(name=str(path), result=result)

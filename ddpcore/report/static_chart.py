@@ -1,0 +1,134 @@
+"""A chart as an SVG picture, drawn by matplotlib: for printing, and for readers without JavaScript."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from typing import Any
+
+from ddpcore.report.chart import Chart, color_of, dash_of, distances
+from ddpcore.report.table import plain
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+except ImportError:  # the extra `report`
+    Figure = None  # type: ignore[assignment,misc]
+
+_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+_MARKERS = {"circle": "o", "diamond": "D"}
+_MOST_LABELS = 14  # of curves in a legend; more would cover the picture
+
+
+def svg_of(chart: Chart) -> str:
+    """The chart as the text of an SVG file. The same chart gives the same text."""
+    figure = Figure(figsize=(3.6 if chart.kind == "network" else 7.2, height_of(chart)), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, chart)
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "ddpcore", "path.simplify_threshold": 0.5}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def height_of(chart: Chart) -> float:
+    """The height of a picture of the chart, in inches."""
+    if chart.kind not in ("bars", "dots"):
+        return 3.2
+    longest = max((len(series.x) for series in chart.series), default=0)
+    return float(min(1.2 + 0.28 * longest * (len(chart.series) if chart.kind == "bars" else 1), 12))
+
+
+def draw(axes: Any, chart: Chart) -> None:
+    """Draw the chart into axes of matplotlib."""
+    {"bars": _bars, "dots": _bars, "heat": _heat, "network": _network}.get(chart.kind, _lines)(axes, chart)
+    if chart.kind != "network":
+        axes.set_xlabel(_text(chart.x_label))
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def _lines(axes: Any, chart: Chart) -> None:
+    for number, series in enumerate(chart.series):
+        if series.hidden:
+            continue
+        color, name = color_of(series, number), _text(series.name)
+        y = _numbers(series.y)
+        if series.low is not None and series.high is not None:
+            axes.fill_between(series.x, _numbers(series.low), _numbers(series.high), color=color, alpha=0.2, lw=0)
+        style = {"linestyle": _DASHES[dash_of(series, number)] if "line" in series.style else "none"}
+        marker = (_MARKERS[series.marker]) if "points" in series.style else None
+        axes.plot(
+            series.x,
+            y,
+            color=color,
+            linewidth=1.4,
+            marker=marker,
+            markersize=4,
+            label="_" if series.group else name,
+            **style,
+        )
+    axes.set_ylabel(_text(chart.y_label))
+    if chart.log_x:
+        axes.set_xscale("log")
+    if chart.log_y:
+        axes.set_yscale("log")
+    if chart.ticks:
+        texts = [f"{tick:g}" if isinstance(tick, int | float) else _text(str(tick)) for tick in chart.ticks]
+        axes.set_xticks(list(chart.ticks), texts)
+        axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    if 1 < len(axes.get_legend_handles_labels()[1]) <= _MOST_LABELS:
+        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _bars(axes: Any, chart: Chart) -> None:
+    places = {name: place for place, name in enumerate(dict.fromkeys(x for s in chart.series for x in s.x))}
+    height = (0.8 if chart.kind == "bars" else 0.4) / max(1, len(chart.series))
+    for number, series in enumerate(chart.series):
+        at = [places[x] + (number - (len(chart.series) - 1) / 2) * height for x in series.x]
+        y = _numbers(series.y)
+        ends = None
+        if series.low is not None and series.high is not None:
+            ends = [distances(series.y, series.low), distances(series.y, series.high)]
+        style: dict[str, Any] = {"color": color_of(series, number), "label": _text(series.name), "capsize": 2}
+        if chart.kind == "dots":
+            axes.errorbar(y, at, xerr=ends, fmt=_MARKERS[series.marker], **style)
+        else:
+            axes.barh(at, y, height, xerr=ends, **style)
+    axes.set_yticks(list(places.values()), [_text(str(name)) for name in places])
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.25)
+    if chart.log_x:
+        axes.set_xscale("log")
+    if len(chart.series) > 1:
+        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _heat(axes: Any, chart: Chart) -> None:
+    x = list(chart.series[0].x)
+    values = [_numbers(series.y) for series in chart.series]
+    extent = (x[0], x[-1], len(values) - 0.5, -0.5) if len(x) > 1 else None
+    image = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", extent=extent)
+    axes.set_yticks(range(len(values)), [_text(series.name) for series in chart.series])
+    axes.figure.colorbar(image, ax=axes, label=_text(chart.y_label))
+
+
+def _network(axes: Any, chart: Chart) -> None:
+    edges, nodes = chart.series
+    axes.plot(edges.x, _numbers(edges.y), color=color_of(edges, 0), linewidth=0.8, zorder=1)
+    axes.scatter(nodes.x, _numbers(nodes.y), s=220, color=color_of(edges, 0), zorder=2)
+    for x, y, name in itertools.zip_longest(nodes.x, nodes.y, nodes.text or ()):
+        axes.text(x, y, _text(str(name)), color="white", ha="center", va="center", fontsize=8)
+    axes.set_aspect("equal")
+    axes.margins(0.15)
+    axes.axis("off")
+
+
+def _numbers(values: Any) -> list[float]:
+    return [math.nan if value is None else value for value in values]
+
+
+def _text(text: str) -> str:
+    """Text for matplotlib, which reads dollar signs as formulas."""
+    return plain(text).replace("$", r"\$")

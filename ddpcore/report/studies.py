@@ -1,0 +1,94 @@
+"""Sections of the page about studies: published beside measured, verdicts, and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpcore.report.chart import Chart, Section, Series, TableData, finite
+from ddpcore.report.compare import compare
+from ddpcore.report.experiments import about_runs, claim_cells, comparison_cells, run_label
+from ddpcore.report.study_charts import study_charts
+from ddpcore.report.table import plain
+
+_CURVES = {
+    "effective_lr": "Effective / set learning rate",
+    "loss": "Training loss of the mean",
+    "noise": "Noise strength",
+}
+_MOST_CURVES = 12  # rows in one chart; more cannot be told apart
+
+
+def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The comparisons of all studies that can be read, and what is wrong with the others.
+
+    Folders that cannot be compared with each other are shown one by one.
+    """
+    try:
+        return compare(paths), []
+    except ValueError as error:
+        if len(paths) == 1:
+            return [], [plain(str(error))]
+    comparisons: list[dict[str, Any]] = []
+    problems: list[str] = []
+    good: list[Path] = []
+    for path in paths:
+        try:
+            compare([path])
+            good.append(path)
+        except ValueError as error:
+            problems.append(plain(str(error)))
+    try:
+        return compare(good), problems
+    except ValueError as error:
+        problems.append(plain(str(error)))
+    for path in good:
+        comparisons += compare([path])
+    return comparisons, problems
+
+
+def study_section(comparison: Mapping[str, Any]) -> Section:
+    """The section of one study."""
+    labels = [run_label(run) for run in comparison["runs"]]
+    tables: list[TableData] = []
+    folded: list[TableData] = []
+    if comparison["claims"]:
+        heading, rows = claim_cells(comparison)
+        short = [[*row[:2], *row[3:]] for row in (heading, *rows)]  # without the predicates
+        tables.append(TableData(title="Claims", headings=short[0], rows=short[1:], num_left=len(short[0])))
+        folded.append(TableData(title="Predicates of the claims", headings=heading[::2][:2],
+                                rows=[[row[0], row[2]] for row in rows], num_left=2))  # fmt: skip
+    heading, rows = comparison_cells(comparison)
+    first = comparison["metrics"][0]
+    shown = [row for row, line in zip(rows, comparison["lines"], strict=True)
+             if line["metric"] == first or line["published"] is not None]  # fmt: skip
+    tables.append(TableData(title="Published and measured", headings=heading, rows=shown, num_left=2))
+    notes = TableData(title="Notes", headings=["note"], rows=[[note] for note in comparison["notes"]])
+    every = TableData(title="All metrics", headings=heading, rows=rows, num_left=2)
+    lines = [comparison["question"], f"Published: {comparison['source']}.", *about_runs(comparison)]
+    charts = [*study_charts(comparison, labels), *_curve_charts(comparison, labels)]
+    folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
+    return Section(
+        title=comparison["title"], lines=lines, tables=tables, folded=folded, charts=charts, charts_first=True
+    )
+
+
+def _curve_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Chart]:
+    """The statistics of the first seed of each row, over steps; the others are in the folder."""
+    charts = []
+    for label, curves in zip(labels, comparison["curves"], strict=True):
+        for key, title in _CURVES.items():
+            series = [
+                Series(name=row, x=seeds[0]["step"], y=[finite(value) for value in seeds[0][key]])
+                for row, seeds in list(curves.items())[:_MOST_CURVES]
+            ]
+            if series:
+                log_y = key != "effective_lr" and all(y > 0 for one in series for y in one.y if y is not None)
+                note = f"The first seed of each row{_left_out(len(curves))}: {label}."
+                charts.append(Chart(title=title, x_label="step", y_label=key, series=series, log_y=log_y, note=note))
+    return charts
+
+
+def _left_out(num: int) -> str:
+    return f", of the first {_MOST_CURVES} of {num} rows" if num > _MOST_CURVES else ""

@@ -1,0 +1,200 @@
+"""Charts of a study: lines over the variable of its question where it has one, and a list of the other rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpcore.report.chart import Chart, Number, Series
+
+FEWEST = 3  # values of a variable in a line
+MOST_TICKS = 8  # of an axis
+MOST_ROWS = 20  # of one list
+_NUMBER = re.compile(r"^([A-Za-z]*?)(\d+(?:\.\d+)?)([A-Za-z]*)$")
+_FIELDS = ("batch_size", "lr", "learners", "steps", "epochs", "period", "std")  # that a question may be about
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """Rows of a study as lines: the variable, and for each line its (value, row) in the order of the values."""
+
+    variable: str
+    lines: Mapping[str, Sequence[tuple[Any, str]]]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows lie on the lines."""
+        return sum(map(len, self.lines.values()))
+
+
+def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> list[Chart]:
+    """Charts of the study's first metric: published values, and the mean of each run with a bar from min to max."""
+    metric = comparison["metrics"][0]
+    cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
+    lines = lines_of(list(cells), comparison.get("configs", {}))
+    charts = [] if lines is None else [_line_chart(lines, cells, metric, run_labels)]
+    on_lines = set() if lines is None else {row for line in lines.lines.values() for _, row in line}
+    rest = [row for row in cells if row not in on_lines]
+    parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
+    return charts + [_list_chart(part, cells, metric, run_labels, others=lines is not None) for part in parts]
+
+
+def lines_of(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]]) -> Lines | None:
+    """The rows as lines over one variable: a part of their names with a number, or a field of their configs.
+
+    The variable with the most rows on lines of at least FEWEST values is taken; None if they are less than half.
+    """
+    found = [*_by_names(rows), *_by_configs(rows, configs)]
+    best = max(found, key=lambda one: one.num_rows, default=None)
+    return None if best is None or 2 * best.num_rows < len(rows) else best
+
+
+def _by_names(rows: Sequence[str]) -> list[Lines]:
+    """Names that differ in one part, such as ``lars-256`` and ``lars-512``, are on one line."""
+    schemes: dict[str, dict[str, list[tuple[Any, str]]]] = {}
+    for row in rows:
+        parts = row.split("-")
+        for place, part in enumerate(parts):
+            if any(c.isdigit() for c in part):
+                number = _NUMBER.match(part)
+                kind, value = (f"{number[1]}*{number[3]}", float(number[2])) if number else ("*", part)
+                rest = "-".join([*parts[:place], kind, *parts[place + 1 :]])
+                schemes.setdefault(f"{kind} {len(parts) - place if place else 'first'}", {}).setdefault(
+                    rest, []).append((value, row))  # fmt: skip
+    return [_scheme(_variable(lines), lines) for lines in map(_long, _merged(schemes)) if lines]
+
+
+def _merged(schemes: Mapping[str, dict[str, list[tuple[Any, str]]]]) -> list[dict[str, list[tuple[Any, str]]]]:
+    """Schemes with one kind of part, such as ``*`` or ``J*``, belong together: a line's name has other parts too."""
+    kinds: dict[str, dict[str, list[tuple[Any, str]]]] = {}
+    for key, lines in schemes.items():
+        together = kinds.setdefault(key.split(" ")[0], {})
+        for name, points in lines.items():
+            together.setdefault(name, []).extend(points)
+    return list(kinds.values())
+
+
+def _by_configs(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]]) -> list[Lines]:
+    """Rows whose configs differ in one field alone are on one line."""
+    found = []
+    for name in _FIELDS:
+        lines: dict[str, list[tuple[Any, str]]] = {}
+        for row in rows:
+            flat = _flat(configs.get(row, {}))
+            if isinstance(flat.get(name), int | float):
+                rest = repr(sorted((key, repr(value)) for key, value in flat.items() if key != name))
+                lines.setdefault(rest, []).append((flat[name], row))
+        named = {_common([row for _, row in points]): points for points in _long(lines).values()}
+        if named:
+            found.append(_scheme(name, named))
+    return found
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    options = config.get("strategy_options")
+    return {**config, **(options if isinstance(options, Mapping) else {})}
+
+
+def _long(lines: Mapping[str, list[tuple[Any, str]]]) -> dict[str, list[tuple[Any, str]]]:
+    """The lines with at least FEWEST values, each value once."""
+    return {
+        name: points for name, points in lines.items() if len({value for value, _ in points}) == len(points) >= FEWEST
+    }
+
+
+def _scheme(variable: str, lines: Mapping[str, list[tuple[Any, str]]]) -> Lines:
+    def ordered(points: list[tuple[Any, str]]) -> list[tuple[Any, str]]:
+        numeric = all(isinstance(value, int | float) for value, _ in points)
+        return sorted(points) if numeric else points
+
+    return Lines(variable=variable, lines={_label(name): ordered(points) for name, points in lines.items()})
+
+
+def _label(name: str) -> str:
+    """A line's name without its variable: ``lars-*`` is ``lars``."""
+    return "-".join(part for part in name.split("-") if "*" not in part) or "rows"
+
+
+def _variable(lines: Mapping[str, Any]) -> str:
+    parts = {part for name in lines for part in name.split("-") if "*" in part}
+    kind = next(iter(parts), "*")
+    return kind.replace("*", "").strip() or "value in the row's name"
+
+
+def _common(rows: Sequence[str]) -> str:
+    """The parts of the names that all rows share."""
+    first, *others = (row.split("-") for row in rows)
+    return "-".join(part for part in first if all(part in other for other in others)) or rows[0]
+
+
+def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]) -> Chart:
+    series = []
+    for number, (name, points) in enumerate(lines.lines.items()):
+        x = [value for value, _ in points]
+        printed = [cells[row]["published"] for _, row in points]
+        ran = [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
+        if any(value is not None for value in printed):
+            series.append(Series(
+                name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="diamond",
+                group=_series_name(name, run_labels, ran[0]) if ran else "",
+            ))  # fmt: skip
+        for run in ran:
+            known = [(value, row) for value, row in points if _has_run(cells[row], run)]
+            y, low, high = _measured([cells[row] for _, row in known], run)
+            series.append(Series(
+                    name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y, low=low, high=high,
+                    style="line+points", color=number, dash=run,
+                ))  # fmt: skip
+    values = [value for points in lines.lines.values() for value, _ in points]
+    is_wide = all(isinstance(value, int | float) and value > 0 for value in values) and max(values) >= 8 * min(values)
+    variable = _named(lines, cells)
+    ticks = sorted(set(values)) if all(isinstance(value, int | float) for value in values) else ()
+    note = "Lines: measured means, with bands from the smallest to the largest seed. Diamonds: published."
+    return Chart(
+        title=f"{metric} over {variable}",
+        x_label=variable,
+        y_label=metric,
+        series=series,
+        log_x=is_wide,
+        note=note,
+        ticks=ticks if len(ticks) <= MOST_TICKS else (),
+    )
+
+
+def _has_run(cell: Mapping[str, Any], run: int) -> bool:
+    return bool((cell["measured"][run] or {}).get("num_seeds"))
+
+
+def _series_name(line: str, run_labels: Sequence[str], run: int) -> str:
+    return f"{line}, {run_labels[run]}" if len(run_labels) > 1 else line
+
+
+def _named(lines: Lines, cells: Mapping[str, Any]) -> str:
+    """The variable's name: a field of the configs whose values are those of the rows, if there is one."""
+    points = [point for line in lines.lines.values() for point in line]
+    for name in _FIELDS:
+        if all(_flat(cells[row].get("config") or {}).get(name) == value for value, row in points):
+            return name
+    return lines.variable
+
+
+def _list_chart(
+    rows: Sequence[str], cells: Mapping[str, Any], metric: str, run_labels: Sequence[str], *, others: bool
+) -> Chart:
+    printed = [cells[row]["published"] for row in rows]
+    series = []
+    if any(value is not None for value in printed):
+        series.append(Series(name="published", x=rows, y=printed, style="points", marker="diamond", color=-1))
+    for run, label in enumerate(run_labels):
+        y, low, high = _measured([cells[row] for row in rows], run)
+        series.append(Series(name=label, x=rows, y=y, low=low, high=high, style="points", color=run))
+    title = f"{metric} of the other rows" if others else metric
+    return Chart(title=title, kind="dots", x_label=metric, series=series)
+
+
+def _measured(cells: Sequence[Mapping[str, Any]], run: int) -> tuple[list[Number], list[Number], list[Number]]:
+    found = [cell["measured"][run] or {} for cell in cells]
+    mean, low, high = ([one.get(key) for one in found] for key in ("mean", "min", "max"))
+    return mean, low, high

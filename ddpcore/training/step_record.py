@@ -1,0 +1,84 @@
+"""The record of single steps, which a run writes with ``record_steps``: one file for each rank, in ``steps/``."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpcore.storage.files import replace_file
+from ddpcore.storage.json_lines import JsonLines, rows
+from ddpcore.training.trainer import Trainer
+
+FOLDER = "steps"
+
+
+class StepRecorder:
+    """Writes a line for each step of this rank. Use it as a context manager, which writes the last lines.
+
+    A line holds ``step``; ``learners`` of this rank and the ``loss`` of each; ``seconds`` since the last step ended
+    (without evaluation and checkpoints); ``exposed``, the seconds in which the rank averaged or waited for others and
+    did nothing else; ``compute``, the other seconds; and ``waits``, the seconds that it waited for each other rank
+    (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed`` and ``compute`` are None. On a GPU each
+    step waits for the device, so that the times are those of the work and not of its start.
+
+    Args:
+        out: the folder of the run.
+        rank: of this process.
+        trainer: takes the steps.
+    """
+
+    def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
+        path = out / FOLDER / f"rank-{rank}.jsonl"
+        kept = [line for line in rows(path) if line.get("step", 0) <= trainer.num_steps]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
+        self._file = JsonLines(path)
+        self._trainer = trainer
+        self._spans = trainer.handle.spans
+        self._lines: list[tuple[dict[str, Any], Tensor]] = []
+        self.resume()
+
+    def __enter__(self) -> StepRecorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
+        self._file.close()
+        if self._spans is not None:
+            self._spans.seconds = None
+
+    def resume(self) -> None:
+        """Begin to measure a step: at the start, and after a pause for an evaluation or a checkpoint."""
+        if self._spans is not None:
+            self._spans.seconds = 0.0
+        self._waited = dict(self._trainer.handle.comm.waited)
+        self._began = time.perf_counter()
+
+    def add(self, losses_L: Tensor) -> None:
+        """Note the step that has just ended. Losses stay on the device until :meth:`flush`."""
+        if losses_L.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._began
+        exposed = None if self._spans is None else self._spans.seconds
+        waited = self._trainer.handle.comm.waited
+        line = {
+            "step": self._trainer.num_steps,
+            "learners": list(self._trainer.learners),
+            "seconds": seconds,
+            "compute": None if exposed is None else max(0.0, seconds - exposed),
+            "exposed": exposed,
+            "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in waited.items()},
+        }
+        self._lines.append((line, losses_L.detach().clone()))
+        self.resume()
+
+    def flush(self) -> None:
+        """Write the noted steps. It waits for the device."""
+        for line, losses in self._lines:
+            self._file.append({**line, "loss": losses})
+        self._lines.clear()

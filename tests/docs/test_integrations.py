@@ -1,0 +1,68 @@
+"""Every script of ``docs/integrations.md`` runs with the real package, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ranks
+
+PAGE = ranks.ROOT / "docs" / "integrations.md"
+SCRIPTS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+PRINTED = {
+    "lightning_lamb.py": "the resumed run has the same bits",
+    "accelerate_lamb.py": "the resumed run has the same bits",
+    "transformers_lamb.py": "the resumed run has the same bits",
+    "fabric_gossip.py": "2 ranks, consensus distance ",
+    "lightning_virtual.py": "24 steps, consensus distance ",
+}
+
+
+def run(script: str, folder: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    """The script, in a process of its own; the test is skipped if the package is not installed."""
+    (package,) = re.findall(r"^import (lightning|accelerate|transformers)$", SCRIPTS[script], re.MULTILINE)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install {package}")
+    (folder / script).write_text(SCRIPTS[script])
+    words = [sys.executable, *launcher, script]
+    return subprocess.run(
+        words, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_every_script_of_the_page_is_known() -> None:
+    assert set(SCRIPTS) == set(PRINTED)
+    assert PAGE.read_text().count("```python") == len(SCRIPTS)
+    for name, text in SCRIPTS.items():
+        compile(text, name, "exec")
+
+
+@pytest.mark.parametrize("script", PRINTED)
+def test_a_script_runs(script: str, tmp_path: Path) -> None:
+    done = run(script, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert PRINTED[script] in done.stdout, done.stdout
+
+
+def test_fabric_runs_under_torchrun(tmp_path: Path) -> None:
+    done = run("fabric_gossip.py", tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert PRINTED["fabric_gossip.py"] in done.stdout, done.stdout
+
+
+def test_lightning_refuses_to_clip_beside_mixed_precision(tmp_path: Path) -> None:
+    """As the page says: if this passes one day, the page must change."""
+    text = SCRIPTS["lightning_lamb.py"].replace("logger=False", "logger=False, gradient_clip_val=1.0")
+    assert text != SCRIPTS["lightning_lamb.py"]
+    SCRIPTS["clipped.py"] = text
+    try:
+        done = run("clipped.py", tmp_path)
+    finally:
+        del SCRIPTS["clipped.py"]
+    assert done.returncode != 0
+    assert "The current optimizer, FusedLAMB, does not allow for gradient clipping" in done.stderr

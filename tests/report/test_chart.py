@@ -1,0 +1,145 @@
+"""Thinned curves, who waits for whom, what moved against a baseline, and lines of a study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.report.baseline import Measure, baseline_section, verdict
+from ddpcore.report.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, thinned, thinned_chart
+from ddpcore.report.sources import Bench, Sources, read_sources
+from ddpcore.report.study_charts import lines_of, study_charts
+from ddpcore.report.timeline import timeline_sections, what_if
+
+Make = Any  # of conftest.py
+
+
+def test_a_thinned_curve_keeps_peaks_and_ends() -> None:
+    y: list[Any] = [0.0] * 10_000
+    y[1234], y[7777] = 5.0, -5.0
+    low, high = [value - 1 for value in y], [value + 1 for value in y]
+    low[3333], high[4444] = -9.0, 9.0
+    thin = thinned(Series(name="a", x=range(10_000), y=y, low=low, high=high))
+    assert len(thin.y) <= 3 * MAX_POINTS and thin.low is not None and thin.high is not None
+    points = dict(zip(thin.x, thin.y, strict=True))
+    assert points[1234] == 5 and points[7777] == -5 and {0, 9999} <= set(points)
+    assert min(thin.low) == -9 and max(thin.high) == 9, "the band keeps its widest points"
+    assert list(thin.x) == sorted(thin.x)
+    plain = thinned(Series(name="a", x=range(10_000), y=y))
+    assert len(plain.y) <= MAX_POINTS + 2 and {1234, 7777} <= set(plain.x)
+
+
+def test_a_thinned_curve_keeps_gaps() -> None:
+    y: list[Any] = [1.0] * 10_000
+    y[4000:6000] = [None] * 2000
+    thin = thinned(Series(name="a", x=range(10_000), y=y))
+    assert all((value is None) == (4000 <= x < 6000) for x, value in zip(thin.x, thin.y, strict=True))
+    assert None in thin.y
+
+
+def test_a_thinned_heat_map_keeps_the_largest_value() -> None:
+    y = [0.0] * 10_000
+    y[5005] = 3.0
+    chart = thinned_chart(Chart(title="t", kind="heat", series=[Series(name="rank 0", x=range(10_000), y=y)]))
+    (row,) = chart.series
+    assert len(row.y) <= MAX_COLUMNS and max(value for value in row.y if value is not None) == 3
+    assert "largest value of 25 steps" in chart.note
+    short = Chart(title="t", series=[Series(name="a", x=[1], y=[2.0])])
+    assert thinned_chart(short) is short
+
+
+def test_what_if() -> None:
+    """Rank 1 is the slowest. At the second step rank 0 takes longer, so nothing is saved there."""
+    compute = {0: [1.0, 5.0], 1: [4.0, 4.0], 2: [2.0, 1.0]}
+    assert what_if(compute, {0: [4, 5], 1: [4, 5], 2: [4, 5.5]}) == (1, 2.0, 9.5)
+    assert what_if({0: [1.0], 1: [1.0]}, {0: [1], 1: [1]})[1] == 0
+
+
+def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:
+    recorded_steps[0].append({"step": 7, "compute": 1.0, "seconds": 1.0})  # rank 1 has not come so far
+    (run,) = read_sources([make_run(steps=recorded_steps)]).runs
+    (section,) = timeline_sections([run], ["a run"])
+    means, waits = section.tables
+    assert [row[:3] for row in means.rows] == [["0", "10", "20"], ["1", "30", "0"]]
+    assert [list(row) for row in waits.rows] == [["rank 0", "0.0", "120.0"], ["rank 1", "0.0", "0.0"]]
+    heat = next(chart for chart in section.charts if chart.title.startswith("Compute"))
+    assert [list(series.y) for series in heat.series] == [[10] * 6, [30] * 6] and heat.series[0].x == [1, 2, 3, 4, 5, 6]
+    assert "Slowest rank: 1" in section.lines[0] and "0.06 s" in section.lines[1]
+
+
+def test_verdicts_against_a_baseline() -> None:
+    before = Measure(2.0, 1.0, 3.0)
+    assert verdict(before, Measure(3.5, 3.1, 4.0)) == "moved up"
+    assert verdict(before, Measure(0.5, 0.1, 0.9)) == "moved down"
+    assert verdict(before, Measure(3.5, 2.9, 4.0)) == "within the spread"
+    assert verdict(before, Measure(9.0, None, None)).startswith("no spread")
+
+
+def bench(*milliseconds: float) -> Sources:
+    rows = [
+        {"strategy": f"s{number}", "step_ms": {"p20": 0.9 * ms, "p50": ms, "p80": 1.1 * ms}}
+        for number, ms in enumerate(milliseconds)
+    ]
+    return Sources(benches=[Bench(name="b", result={"rows": rows})])
+
+
+def test_what_moved_is_marked() -> None:
+    section = baseline_section(bench(10, 20, 30), bench(10, 10), [], [])
+    (table,) = section.tables
+    assert [row[-1] for row in table.rows] == ["within the spread", "moved up"] and table.marks == {1: "moved"}
+    assert table.rows[1][3] == "2" and "1 measures are only here" in section.lines[1]
+    nothing = baseline_section(bench(10), Sources(), [], [])
+    assert "no measure in common, so nothing is compared" in nothing.problems[0]
+
+
+def test_runs_of_several_seeds_have_a_spread(make_run: Make) -> None:
+    runs = read_sources([make_run(f"s{seed}", seed=seed) for seed in (0, 1, 2)])
+    high = read_sources([make_run(f"t{seed}", seed=seed) for seed in (50, 60)])
+    rows = baseline_section(high, runs, [], []).tables[0].rows
+    assert {row[0].split(": ")[1]: row[-1] for row in rows} == {
+        "train_loss": "moved up", "accuracy": "within the spread", "total_seconds": "within the spread"
+    }  # fmt: skip
+
+
+def test_lines_by_names_and_by_configs() -> None:
+    rows = [f"{rule}-{size}" for rule in ("sgd", "lamb") for size in (1024, 256, 512)]
+    found = lines_of([*rows, "other"], {})
+    assert found is not None
+    assert found.lines == {
+        rule: [(256.0, f"{rule}-256"), (512.0, f"{rule}-512"), (1024.0, f"{rule}-1024")] for rule in ("sgd", "lamb")
+    }
+    configs = {f"a-{word}": {"lr": lr, "model": "m"} for word, lr in (("full", 0.4), ("half", 0.2), ("low", 0.1))}
+    found = lines_of(list(configs), configs)
+    assert (
+        found is not None
+        and found.variable == "lr"
+        and found.lines == {"a": [(0.1, "a-low"), (0.2, "a-half"), (0.4, "a-full")]}
+    )
+    assert lines_of(["a", "b", "c-1", "c-2"], {}) is None, "two values are no line"
+
+
+def test_charts_of_a_study() -> None:
+    """Rows on lines are in the first chart, each list has at most twenty rows, and no row is lost."""
+    rows = [*(f"sgd-{size}" for size in range(1, 41)), *(f"row {chr(97 + number)}" for number in range(25))]
+    lines = [
+        {"row": row, "metric": "m", "published": float(number), "config": {},
+         "measured": [None if number % 2 else {"num_seeds": 1, "mean": 1.0 * number, "min": 0.0, "max": 9.0}]}
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+    first, *lists = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
+    published, measured = first.series
+    assert published.marker == "diamond" and published.y == list(range(40)) and published.group == measured.name
+    assert list(measured.y) == list(range(0, 40, 2)), "rows that were not run are left out"
+    assert [len(chart.series[0].x) for chart in lists] == [20, 5]
+    assert [row for chart in lists for row in chart.series[0].x] == rows[40:]
+
+
+@pytest.mark.parametrize("name", ["batch-size-cifar10", "saddle-escape"])
+def test_committed_studies_have_lines(name: str) -> None:
+    from ddpcore.report.compare import compare
+
+    (comparison,) = compare([Path(__file__).parents[2] / "docs" / "results" / name])
+    chart = study_charts(comparison, ["measured"])[0]
+    assert chart.kind == "lines" and chart.log_x and " over " in chart.title

@@ -1,0 +1,232 @@
+"""The page of a report: what it shows, and what it does with bad input."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpcore.bench.topology import TopologyConfig, measure
+from ddpcore.report.__main__ import main
+from ddpcore.report.page import page_of, sections_of
+from ddpcore.report.sources import read_sources
+from ddpcore.storage.json_lines import write_json
+
+pytest.importorskip("jinja2")
+pytest.importorskip("plotly")
+pytest.importorskip("matplotlib")
+
+RESULTS = Path(__file__).resolve().parent.parent.parent / "docs" / "results"
+Make = Any  # of conftest.py
+
+
+class Reader(HTMLParser):
+    """Elements of a page, and its text outside of scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, Any]]] = []
+        self.text = ""
+        self._tag = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._tag = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._tag = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._tag not in ("script", "style"):
+            self.text += data
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main([*map(str, words)])
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+def figures(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def test_a_run(make_run: Make, recorded_steps: Any) -> None:
+    folder = make_run(steps=recorded_steps)
+    page = page_of(read_sources([folder]))
+    reader = Reader(page)
+    for words in ("What ran", "dpsgd", "a CPU, 2 cores", "0.2.0 (abc)", "Gradient noise scale", "Consensus distance",
+                  "spectral gap 0.5", "Who waits for whom: run", "Slowest rank: 1"):  # fmt: skip
+        assert words in reader.text, words
+    titles = [attrs["aria-label"] for tag, attrs in reader.tags if attrs.get("class") == "chart"]
+    assert len(titles) == len(figures(page)) == len(set(titles))
+    for title in ("Training loss, over steps", "Training loss, over seconds", "Compute of each rank at each step"):
+        assert title in titles
+    pictures = [attrs["src"] for tag, attrs in reader.tags if tag == "img"]
+    assert len(pictures) == len(titles), "each chart has a static picture"
+    for picture in pictures:
+        assert b"<svg" in base64.b64decode(picture.removeprefix("data:image/svg+xml;base64,"))
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the static pictures, which take most of the time."""
+    monkeypatch.setattr("ddpcore.report.page.svg_of", lambda chart: "<svg/>")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_curves_have_the_recorded_numbers(make_run: Make) -> None:
+    page = page_of(read_sources([make_run()]))
+    found = [
+        figure for figure in figures(page).values() if figure["layout"]["yaxis"].get("title") == {"text": "samples"}
+    ]
+    low, high, middle = found[0]["data"]
+    assert middle["x"] == [2, 4, 6] and middle["y"] == [102, 104, 106]
+    assert low["y"] == [92, 94, 96] and high["y"] == [112, 114, 116], "the band is the recorded interval"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_page_needs_no_network(make_run: Make) -> None:
+    page = page_of(read_sources([make_run()]))
+    reader = Reader(page)
+    for tag, attrs in reader.tags:
+        for key in ("src", "href"):
+            assert attrs.get(key, "#").startswith(("#", "data:")), (tag, attrs)
+    policy = next(attrs["content"] for tag, attrs in reader.tags if "content-security-policy" in str(attrs).lower())
+    assert policy.startswith("default-src 'none'") and "http" not in policy
+    assert page == page_of(read_sources([Path(read_sources([make_run("other")]).runs[0].path).parent / "run"]))
+
+
+NAME = "<script>alert(1)<svg onload=alert(2)>\x1b[31m\n& $x$"
+
+
+def test_names_are_shown_as_text(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(NAME.replace("/", "-"), device=NAME, commit="</script><script>alert(3)</script>")
+    code, out, error = report(capsys, folder, "--out", tmp_path / "r.html")
+    assert (code, error) == (0, "")
+    assert "\x1b" not in out and out.count("\n") == 1
+    page = (tmp_path / "r.html").read_text()
+    reader = Reader(page)
+    assert len([tag for tag, _ in reader.tags if tag == "script"]) == 3, "only those of the template"
+    assert not [tag for tag, _ in reader.tags if tag == "svg"] and "\x1b" not in page
+    assert r"<script>alert(1)<svg onload=alert(2)>\x1b[31m\n& $x$" in reader.text
+    assert "</script><script>alert(3)</script>" in reader.text
+    names = {trace.get("name") for figure in figures(page).values() for trace in figure["data"]}
+    assert not [name for name in names if name and "<" in name], "plotly would read tags"
+
+
+def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.json").write_text("hello")
+    (tmp_path / "other.json").write_text("[1]")
+    for name, reason in (
+        ("empty", "holds neither a run (record.jsonl) nor a study (manifest.json): name another folder"),
+        ("gone", "there is no such file or folder: check the name"),
+        ("text.json", "is no JSON file: name a folder, or a file that a bench wrote with --json"),
+        ("other.json", "is not the result of a bench: it has no list of rows: name another file"),
+    ):
+        code, _, error = report(capsys, tmp_path / name, "--out", tmp_path / "r.html")
+        assert code == 2 and reason in error and error.count("\n") == 1
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_rest_of_the_report_is_made(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = report(capsys, make_run(), tmp_path / "gone", "--out", tmp_path / "r.html")
+    assert code == 1 and "1 runs" in out and "gone: there is no such" in error
+    text = Reader((tmp_path / "r.html").read_text()).text
+    assert "gone: there is no such file or folder" in text and "Training loss" in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_damaged_record_keeps_the_lines_before(make_run: Make) -> None:
+    folder = make_run()
+    lines = (folder / "record.jsonl").read_text().splitlines()
+    (folder / "record.jsonl").write_text("\n".join([*lines[:3], "{broken", *lines[3:]]) + "\n")
+    sources = read_sources([folder])
+    (run,) = sources.runs
+    assert [line["step"] for line in run.epochs] == [2] and not run.final
+    text = Reader(page_of(sources)).text
+    assert "line 4 is no JSON object: the file is damaged: the report shows the 3 lines before it" in text
+    assert "not ended: step 2 of 6" in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_half_written_record(make_run: Make) -> None:
+    folder = make_run()
+    text = (folder / "record.jsonl").read_text()
+    (folder / "record.jsonl").write_text(text[:-20])
+    (run,) = read_sources([folder]).runs
+    assert not run.problems and not run.final and [line["step"] for line in run.epochs] == [2, 4, 6]
+    assert "not ended: step 6 of 6" in Reader(page_of(read_sources([folder]))).text
+
+
+@pytest.mark.parametrize("value", ["text", [1], {"a": 1}, True, None])
+def test_values_of_another_type_lose_only_their_part(value: Any, make_run: Make) -> None:
+    folder = make_run("damaged", topology=value, total_steps=value, device=value)
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        line |= {"train_loss": value, "whole": value, "dynamics": value, "flatness": value}
+    (folder / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = page_of(read_sources([folder, make_run()]))
+    assert "Accuracy on the evaluation split" in Reader(page).text
+
+
+def test_a_study_with_verdicts() -> None:
+    (section,) = sections_of(read_sources([RESULTS / "mnist-effective-lr"]))
+    claims = section.tables[0]
+    assert claims.headings[0] == "claim" and "predicate" not in claims.headings
+    assert any("holds" in row[-1] for row in claims.rows)
+    assert section.charts[0].title == "error_pct"
+
+
+def test_studies_that_cannot_be_compared_are_shown_apart(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(RESULTS / "batch-size-cifar10", tmp_path / name)
+    manifest = json.loads((tmp_path / "two" / "manifest.json").read_text())
+    (tmp_path / "two" / "manifest.json").write_text(json.dumps(manifest | {"question": "What?"}))
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "manifest.json").write_text("{}")
+    problems, *sections = sections_of(read_sources([tmp_path / name for name in ("one", "two", "three")]))
+    assert len(problems.problems) == 2
+    assert "three" in problems.problems[0] and "damaged" in problems.problems[0]
+    assert "its question differs from that of" in problems.problems[1]
+    assert len(sections) == 2 and sections[1].lines[0] == "What?"
+
+
+def test_a_bench_result(tmp_path: Path) -> None:
+    write_json(tmp_path / "topology.json", measure(TopologyConfig(world_size=8)))
+    (section,) = sections_of(read_sources([tmp_path / "topology.json"]))
+    assert section.tables[0].headings[0] == "topology"
+    ring = next(chart for chart in section.charts if chart.title.startswith("ring"))
+    assert ring.kind == "network" and len(ring.series[0].x) == 3 * 8, "eight edges"
+    gaps = dict(zip(section.charts[0].series[0].x, section.charts[0].series[0].y, strict=True))
+    assert gaps["complete"] == 1
+
+
+def test_a_damaged_bench_result(tmp_path: Path) -> None:
+    for name, rows, reason in (
+        ("unknown", [{"a": 1}], "is not the result of a bench that this version knows"),
+        ("damaged", [{"op": "mix"}], "is damaged or of another version (KeyError"),
+        ("types", [{"spectral_gap": "x", "topology": 3}], "is damaged or of another version"),
+    ):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"rows": rows}))
+        (section,) = sections_of(read_sources([path]))
+        assert reason in section.problems[0] and str(path) in section.problems[0]
+
+
+def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("ddpcore.report.page.jinja2", None)
+    assert report(capsys, "x") == (
+        2, "", "ddpcore.report: the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'\n",
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""``record_steps``: a line for each step and rank, also after a restart, and ranges for torch's profiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpcore.distributed.spans import NAMES
+from ddpcore.storage.json_lines import rows
+from ddpcore.topology.describe import edges_of
+from ddpcore.training import Interrupted, train
+from ddpcore.training.build import LearnerPlacement, build_trainer
+from ddpcore.training.trainer import Trainer
+from helpers import images as helper
+from helpers import ranks
+
+
+def config(**fields: Any) -> Any:
+    return helper.config(learners=2, strategy="dpsgd", topology="ring", record_steps=True, **fields)
+
+
+def steps_of(out: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return list(rows(out / "steps" / f"rank-{rank}.jsonl"))
+
+
+def test_virtual_learners(tmp_path: Path) -> None:
+    record = train(config(), out=tmp_path, dataset=helper.images())
+    lines = steps_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    for line in lines:
+        assert line["learners"] == [0, 1] and line["waits"] == {}
+        assert line["compute"] + line["exposed"] == pytest.approx(line["seconds"])
+        assert 0 < line["exposed"] < line["seconds"]
+    first = lines[: record.epochs[0]["step"]]
+    mean = sum(sum(line["loss"]) / 2 for line in first) / len(first)
+    assert mean == pytest.approx(record.epochs[0]["train_loss"]), "the recorded losses are those of training"
+
+
+def test_the_header_has_the_topology(tmp_path: Path) -> None:
+    record = train(config(steps=1), out=tmp_path / "gossip", dataset=helper.images())
+    drawn = record.header["topology"]
+    built = config().make_topology()
+    assert drawn["num_learners"] == 2 and drawn["spectral_gap"] == pytest.approx(built.spectral_gap(2))
+    assert [tuple(edge) for edge in drawn["edges"]] == edges_of(built, 2) == [(0, 1), (1, 0)]
+    plain = helper.config(learners=2, strategy="ssgd", steps=1)
+    assert train(plain, out=tmp_path / "all", dataset=helper.images()).header["topology"] is None
+
+
+def test_recording_changes_no_bit_and_may_change_on_resume(tmp_path: Path) -> None:
+    for name, recorded in (("with", True), ("without", False)):
+        settings = helper.config(learners=2, strategy="dpsgd", topology="ring", record_steps=recorded)
+        train(settings, out=tmp_path / name, dataset=helper.images())
+    contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert contents[0] == contents[1]
+    assert not (tmp_path / "without" / "steps").exists()
+    assert not config().difference(helper.config(learners=2, strategy="dpsgd", topology="ring").to_dict())
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Trainer.step
+
+    def failing(self: Trainer) -> torch.Tensor:
+        if self.num_steps == 5:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    with pytest.raises((KeyboardInterrupt, Interrupted)):
+        train(config(), out=tmp_path, dataset=helper.images())
+    assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5], "an error loses no step"
+    monkeypatch.setattr(Trainer, "step", step)
+    train(config(), out=tmp_path, dataset=helper.images(), resume=True)  # from the checkpoint after step 3 or 4
+    assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("strategy", ["dpsgd", "ssgd"])
+def test_ranges_in_the_profiler(strategy: str) -> None:
+    settings = helper.config(learners=2, strategy=strategy, topology="ring")
+    trainer = build_trainer(LearnerPlacement.of(settings, None), helper.images())
+    trainer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        trainer.step()
+    found = {event.key for event in profile.key_averages() if event.key.startswith("ddpcore::")}
+    expected = set(NAMES) - (set() if strategy == "ssgd" else {"bucket_ready", "after_backward"})
+    assert found >= {f"ddpcore::{name}" for name in expected}
+
+
+def test_ranks_say_for_whom_they_wait() -> None:
+    first, second = ranks.run("waiting_ranks", 2)
+    assert [line["step"] for line in first] == [line["step"] for line in second] == [1, 2, 3, 4, 5, 6]
+    assert first[0]["learners"] == [0] and second[0]["learners"] == [1]
+    waited = sum(line["waits"]["1"] for line in first)
+    assert waited > sum(line["waits"]["0"] for line in second), "rank 1 sleeps, so rank 0 waits for it"
+    assert sum(line["exposed"] for line in first) >= 0.9 * waited, "waits are a part of exposed averaging"
