@@ -36,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     module, first, _ = COMMANDS[name]
     sys.argv = [f"ddpcore {name}", *first, *words[1:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ImportError as error:
+        if not isinstance(error, ValueError):  # MissingPackage of options/extras.py is both
+            raise
+        print(f"ddpcore {name}: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -63,7 +63,7 @@ class CompareOptions:
         MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
     )
     markdown: Path | None = option(None, "write the page", is_file=True)
-    plot: Path | None = option(None, "write a plot, .png or .svg (extra `plot`)", is_file=True)
+    plot: Path | None = option(None, "write a plot, .png or .svg (extra `report`)", is_file=True)
 
     def __post_init__(self) -> None:
         check(self)

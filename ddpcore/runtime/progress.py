@@ -10,7 +10,7 @@ from typing import Any, TextIO
 try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-except ImportError:  # the extra `bench`: without it there are lines instead of a bar
+except ImportError:  # the extra `train`: without it there are lines instead of a bar
     Progress = None  # type: ignore[assignment,misc]
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -98,6 +98,8 @@ def main() -> dict[str, Any]:
         "bench": command("ddpcore.bench"),
         "bench comm": command("ddpcore.bench", "comm", "--world-size", "2"),
         "experiments": command("ddpcore.experiments", "list"),
+        "demo": command("ddpcore", "demo"),
+        "train": command("ddpcore", "train", "--out", "nowhere", "steps=1"),
     }
 
 
