@@ -41,6 +41,8 @@ from ddpcore.training.config import DEVICES
 class BucketsConfig(Options):
     """Train a model with buckets of several sizes in turn, and name the fastest."""
 
+    EXAMPLE = "python -m ddpcore.bench buckets --world-size 2 --model resnet18"
+
     world_size: int | None = option(None, "number of ranks (4, or torchrun's)")
     model: str = option("resnet18", parts=MODELS)
     model_options: dict[str, Any] | None = option(None, "options of the model, such as hidden=2048x2048 of mlp")

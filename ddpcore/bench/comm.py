@@ -42,6 +42,8 @@ BUFFERS = 5  # of one size that a transport holds at once, including received an
 class CommConfig(Options):
     """Time averages and exchanges of many sizes over each transport, and check the received values."""
 
+    EXAMPLE = "python -m ddpcore.bench comm --world-size 2"
+
     world_size: int | None = option(None, "number of ranks (4, or torchrun's)", least=1)
     transport: tuple[str, ...] | None = option(None, "comma-separated (those that run here)", choices=ALL)
     max_mib: float = option(256.0, "largest message, MiB", least=SMALLEST_BYTES / MiB)

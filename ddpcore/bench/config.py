@@ -52,6 +52,8 @@ class Options:
 class BenchConfig(Options):
     """Train one model with several strategies, interleaved, and print the speed and the loss of each."""
 
+    EXAMPLE = "python -m ddpcore.bench --world-size 4 --strategies ddp,ssgd,dpsgd --topology ring"
+
     world_size: int | None = option(None, "number of learners (4, or torchrun's)", least=1)
     strategies: tuple[str, ...] | None = option(
         None, f"comma-separated ({','.join(DEFAULT_STRATEGIES)})", parts=STRATEGIES

@@ -41,6 +41,8 @@ FAILED_PCT = 20.0  # a test error above this says that the run has failed
 class DemoConfig(Options):
     """One minute: SSGD and DPSGD on embedded handwritten digits, at growing learning rates, with several seeds."""
 
+    EXAMPLE = "python -m ddpcore.bench demo --plot demo.png"
+
     seeds: int = option(4, "runs of each strategy at each learning rate", least=1)
     steps: int = option(400, "steps of each run", least=1)
     learners: int = option(5, "virtual learners", least=2)

@@ -33,6 +33,8 @@ NUM_TEMPORARIES = 3  # fp32 numbers for each parameter, in libraries that materi
 class OptimConfig(Options):
     """Time whole optimizer steps, interleaved, on the parameters of well-known networks."""
 
+    EXAMPLE = "python -m ddpcore.bench optim --models resnet18 --optimizers sgd,lamb"
+
     models: tuple[str, ...] = option(USUAL, "comma-separated", choices=tuple(LISTS))
     optimizers: tuple[str, ...] = option(tuple(OURS), "comma-separated", choices=tuple(OURS))
     peers: bool = option(True, "compare with other libraries too, if they are installed")

@@ -49,6 +49,8 @@ STRATEGIES = (SSGD.name, DPSGD.name, LocalSGD.name)
 class PredictConfig(Options):
     """Predict the step time of each strategy from parts measured in isolation, and measure it too."""
 
+    EXAMPLE = "python -m ddpcore.bench predict --world-size 4 --model resnet18"
+
     world_size: int | None = option(None, "number of ranks (4, or torchrun's)")
     model: str = option("resnet18", parts=MODELS)
     strategies: tuple[str, ...] = option(STRATEGIES, "comma-separated", choices=STRATEGIES)

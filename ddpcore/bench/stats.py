@@ -34,6 +34,8 @@ WARM_UP = 5  # steps of each contender
 class StatsConfig(Options):
     """Time steps without statistics, with those that cost nothing extra, and with all, interleaved."""
 
+    EXAMPLE = "python -m ddpcore.bench stats --world-size 4 --every 50"
+
     world_size: int = option(2, "ranks, or virtual learners")
     backend: str = option("gloo", choices=("gloo", "virtual"))
     strategy: str = option("ssgd", choices=COMPARED)

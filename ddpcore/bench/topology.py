@@ -26,6 +26,8 @@ MANY = 8192  # learners; with more, an irregular topology takes minutes because 
 class TopologyConfig(Options):
     """Costs and mixing speed of topologies: edges, degrees, spectral gap, mixing time."""
 
+    EXAMPLE = "python -m ddpcore.bench topology --world-size 64"
+
     name: str = option(ALL, f"{ALL}, or one of {', '.join(TOPOLOGIES.names())}", metavar="NAME", positional=True)
     world_size: int = option(8, "number of learners", least=1)
     seed: int = option(0, "of random pairs", **SEED_RANGE)

@@ -16,6 +16,8 @@ from ddpcore.training.settings import settings
 class ListOptions:
     """List the studies, or the rows of one study."""
 
+    EXAMPLE = "python -m ddpcore.experiments list mnist-effective-lr"
+
     study: str | None = option(None, "a study", positional=True)
 
 
@@ -26,6 +28,8 @@ class RunOptions:
     Raises:
         ValueError: an option has a value that is not allowed.
     """
+
+    EXAMPLE = "python -m ddpcore.experiments run saddle-escape --scale smoke --out runs/saddle"
 
     study: str = option(
         MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
@@ -58,6 +62,8 @@ class RunOptions:
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """Print published and measured numbers side by side, and a verdict on each claim."""
+
+    EXAMPLE = "python -m ddpcore.experiments compare runs/saddle --plot saddle.png"
 
     runs: Sequence[Path] = option(
         MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"

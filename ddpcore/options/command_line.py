@@ -81,7 +81,17 @@ def _number(text: str) -> int | float | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ValueError, with a message of one line, where argparse would exit."""
+    """An argument parser that raises ValueError, with a message of one line, where argparse would exit.
+
+    Attributes:
+        example: a command line, with which the help begins.
+    """
+
+    example = ""
+
+    @override
+    def format_help(self) -> str:
+        return (f"example: {self.example}\n\n" if self.example else "") + super().format_help()
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -100,7 +110,12 @@ def parse(config: type[Config], argv: Sequence[str] | None, *, prog: str, descri
 
 
 def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Add a flag to the parser for each field of a config class. Flags that are left out set no attribute."""
+    """Add a flag to the parser for each field of a config class. Flags that are left out set no attribute.
+
+    The class may have an ``EXAMPLE``, see :class:`Parser`.
+    """
+    if isinstance(parser, Parser):
+        parser.example = getattr(config, "EXAMPLE", "")
     hints = get_type_hints(config)
     for item in fields(config):
         about = item.metadata

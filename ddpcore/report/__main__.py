@@ -26,6 +26,8 @@ class ReportOptions:
         ValueError: an option has a value that is not allowed.
     """
 
+    EXAMPLE = "python -m ddpcore.report runs/first --out report.html"
+
     runs: Sequence[Path] = option(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
     out: Path = option(Path("report.html"), "the page to write", is_file=True)
     baseline: Sequence[Path] | None = option(
@@ -44,6 +46,8 @@ class ServeOptions:
     Raises:
         ValueError: an option has a value that is not allowed.
     """
+
+    EXAMPLE = "python -m ddpcore.report serve runs/first"
 
     runs: Sequence[Path] = option(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
     port: int = option(8080, "of 127.0.0.1; 0 takes a free one", least=0, below=65536, metavar="N")

@@ -26,6 +26,8 @@ class TrainOptions:
     Options of a part are KEY.OPTION=VALUE, such as optimizer_options.momentum=0.9. docs/training.md lists the fields.
     """
 
+    EXAMPLE = "python -m ddpcore.training --out runs/first model=mlp dataset=digits epochs=20"
+
     fields: Sequence[str] = option(
         (), "a field of TrainConfig", positional=True, nargs="*", type=str, metavar="KEY=VALUE"
     )

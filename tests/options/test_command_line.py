@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 
+from ddpcore.bench import commands as bench
+from ddpcore.experiments import command_line as experiments
 from ddpcore.options import command_line
+from ddpcore.report.__main__ import ReportOptions, ServeOptions
+from ddpcore.training.command import TrainOptions
 
 
 def test_names() -> None:
@@ -20,3 +25,24 @@ def test_settings() -> None:
     for wrong in ("hidden", "=5"):
         with pytest.raises(argparse.ArgumentTypeError, match="not of the form key=value"):
             command_line.settings(wrong)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(options for options, _ in bench.COMMANDS.values()),
+        *experiments.COMMANDS.values(),
+        ReportOptions,
+        ServeOptions,
+        TrainOptions,
+    ],
+)
+def test_help_begins_with_an_example_that_is_right(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = command_line.Parser(prog="ddpcore")
+    command_line.add_options(parser, options)
+    parser.print_help()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("example: python -m ddpcore.")
+    words = first.split()[4:]
+    own = {"list", "run", "compare", "serve", *bench.COMMANDS}
+    options(**vars(parser.parse_args(words[words[0] in own :])))
