@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,9 @@ def distribute(
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
     strategy.setup(comm.num_learners, _trained(model).dtype)
+    if comm.num_learners == 1 and not strategy.averages_gradients:
+        text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
+        warnings.warn(text, stacklevel=2)
     with undone_on_error(model, optimizer, strategy):
         strategy.in_use = True
         learner = _make_learner(model, optimizer, comm, learners or 1, buckets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
+from ddpcore.strategies.registry import STRATEGIES
 from helpers import training
 
 
@@ -79,6 +81,19 @@ def test_the_gradient_is_that_of_the_unmixed_weights() -> None:
     torch.testing.assert_close(got, awc, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(got, atc)
     assert not torch.allclose(got, cta)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_learners", "warns"), [("dpsgd", 1, True), ("ssgd", 1, False), ("dpsgd", 2, False)]
+)
+def test_one_learner_that_averages_nothing_gets_a_warning(strategy: str, num_learners: int, warns: bool) -> None:
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddpcore.distribute(model, optimizer, STRATEGIES.build(strategy, topology=ddpcore.Ring()), learners=num_learners)
+    texts = [str(one.message) for one in caught if one.category is UserWarning]
+    assert texts == ["dpsgd: there is one learner, so nothing is averaged: start more ranks, or pass learners="] * warns
 
 
 def test_one_virtual_learner_is_plain_training() -> None:
