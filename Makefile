@@ -86,14 +86,15 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	@rm -f build/built-for*
 	@$(PY) -c 'import torch, rich, numpy, scipy, safetensors' || \
 	  { echo "ddpcore: $(PY) lacks what the line above names: install it, or run make without PYTHON="; exit 2; }
-	@echo "building the extension for $(PY)"
+	@echo "compiling the kernels for $(PY): one to two minutes on two cores"
 	@mkdir -p build
 	@$(PY) setup.py -q build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
 	@touch $@
 
 # CPU wheels where there is no GPU: first from the configured index, then from PyTorch's own.
 .venv/.ready: constraints.txt Makefile
-	python3 -m venv .venv
+	@echo "making .venv: downloads about 350 MB, one to two minutes on a fast line"
+	@python3 -m venv .venv
 	@if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
 	  .venv/bin/pip install -q "torch==$(TORCH)"; \
 	else \

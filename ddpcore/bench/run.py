@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -45,7 +46,17 @@ def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
     if config.download and torchrun is not None:
         raise ValueError("--download under torchrun: ranks would write the same files, run once without torchrun")
     build_dataset(resolved, first=True)  # a damaged file is reported before ranks start
-    return start_ranks(run_rank, resolved)
+    start = start_ranks(run_rank, resolved)
+
+    def run() -> None:
+        if torchrun is None or torchrun.rank == 0:
+            names = ", ".join(resolved.strategies)
+            print(
+                f"{names}: {config.steps} steps each, with {resolved.world_size} learners", file=sys.stderr, flush=True
+            )
+        start()
+
+    return run
 
 
 def run_rank(world: World, resolved: ResolvedConfig) -> None:
