@@ -48,7 +48,7 @@ def main() -> None:
     print(f"recalibrated statistics:   accuracy {accuracy(averaged):.4f}")
     safetensors.torch.save_file(averaged.state_dict(), args.out)
 
-    # Where the model is used, ddpcore is not needed: it is a state dict of the plain model.
+    # A program that loads this file does not need ddpcore: the file is a state dict of the plain model.
     deployed = make_model()
     deployed.load_state_dict(safetensors.torch.load_file(args.out))
     assert accuracy(deployed) == accuracy(averaged)

@@ -1,6 +1,6 @@
 """Would a larger batch still help? Measure the gradient noise scale during training on one device.
 
-A batch much smaller than the noise scale loses nothing by growing. A batch much larger gains nothing.
+Far below the noise scale, twice the batch needs about half as many steps. Far above it, almost as many as before.
 
 python examples/noise_scale.py
 """

@@ -71,7 +71,7 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 def at_weights(
     model: nn.Module, learner: Learner, weights_LP: Tensor, random_state: RandomState | None = None
 ) -> Iterator[None]:
-    """Inside, the model's parameters point to other weights, and the strategy's hooks are paused.
+    """In the ``with`` block, the model's parameters point to other weights, and the strategy's hooks are paused.
 
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
 
@@ -94,7 +94,7 @@ def at_weights(
 def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The gradient ``[L, P]`` of each learner's own loss, and the loss. ``.grad`` and its hooks are not used.
 
-    In mixed precision small gradients underflow unless the loss is scaled; ``scale`` is removed from the result.
+    In mixed precision small gradients underflow unless the loss is scaled. The result is divided by ``scale``.
     """
     rows_LP = torch.zeros_like(learner.flat.grad_LP)
     parameters, views = _trained(learner, rows_LP)
@@ -126,7 +126,10 @@ def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Ten
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
-    """Inside, attention uses matrix products and a softmax: torch's fused kernels have no second derivatives."""
+    """In the ``with`` block, attention uses matrix products and a softmax, which have second derivatives.
+
+    torch's fused kernels have none.
+    """
     return sdpa_kernel(SDPBackend.MATH)
 
 

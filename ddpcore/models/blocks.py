@@ -53,7 +53,10 @@ def scaled(channels: int, width: float) -> int:
 
 
 class SqueezeExcitation(nn.Module):
-    """Multiplies each channel by a gate in 0..1: two layers of the channels' means (Hu et al. 2018, section 3)."""
+    """Multiplies each channel by a gate in 0..1 (Hu et al. 2018, section 3).
+
+    Two layers compute the gates from the channels' means.
+    """
 
     def __init__(self, channels: int, reduction: int = 16) -> None:
         super().__init__()

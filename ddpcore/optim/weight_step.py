@@ -137,7 +137,7 @@ class WeightStep:
         return rule if all(point == points[0] for point in points) else None
 
     def _is_of_all_learners(self, params: list[Tensor]) -> bool:
-        """Whether all are members, and each learner's are the same segments."""
+        """Whether all parameters are members, and cover the same segments for each learner."""
         flat, members = self.flat, set(map(id, params))
         if not members <= self._members:
             return False
@@ -245,14 +245,14 @@ class _Columns:
             return False
 
     def _forget_moved(self) -> None:
-        """Forget buffers that a view has left, because the program has set its ``.data``."""
+        """Forget all buffers if a state is no longer a view of one, because the program has set its ``.data``."""
         pairs = [pair for _, views in self._states.values() for pair in views.values()]
         if any(view.data_ptr() != address for view, address in pairs):
             self._held.clear()
             self._states.clear()
 
     def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Tensor]]:
-        """(begin, end, gradients ``[L, n]``) of the parameters' columns. Neighbours in ``grad_LP`` are one piece.
+        """(begin, end, gradients ``[L, n]``) of the parameters' columns. Adjacent ones in ``grad_LP`` are one piece.
 
         Args:
             params: the parameters of one group.

@@ -131,7 +131,7 @@ def _lines(rows: Mapping[str, Any], metrics: Sequence[str], results: Sequence[Re
 
 
 def _spread(lines: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any] | None:
-    """num_seeds with a number, their mean, std (None of one seed), min and max; num_diverged and num_failed.
+    """num_seeds that have a number; their mean, std (None for one seed), min and max; num_diverged and num_failed.
 
     Runs that diverged are excluded, except for metrics that define a value for them.
     """

@@ -106,7 +106,7 @@ def _network(chart: Chart) -> list[dict[str, Any]]:
 
 
 def _text(text: str) -> str:
-    """Text for plotly, which reads some tags of HTML: they must be shown, not followed."""
+    """Text for plotly, which interprets some tags of HTML: a chart must show them as text."""
     return plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

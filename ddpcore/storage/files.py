@@ -1,4 +1,4 @@
-"""Atomic writes of files, which also hold after a crash, and locks of folders."""
+"""Writes of files that are atomic also in a crash, and locks of folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside, this process holds the lock of a folder, which is made if it is missing.
+    """In the ``with`` block, this process holds the lock of a folder, which is made if it is missing.
 
     The system releases the lock when the process ends, also after a crash. ValueError if another process holds it.
     """

@@ -14,7 +14,7 @@ def check_stale(topology: Topology, num_learners: int) -> None:
     """ValueError if ``w(t+1) = w(t) + 1/2 (W(t-1) - I) w(t-1)`` does not reduce deviations from the mean.
 
     A symmetric W always does: for an eigenvalue l, deviations follow the roots of ``z^2 - z + (1-l)/2``, which are
-    inside the unit circle for l in (-1, 1). Another W is checked over its period, for up to 256 learners.
+    inside the unit circle for l in (-1, 1). This function checks any other W over its period, for up to 256 learners.
     """
     period = topology.period(num_learners)
     if period is None or num_learners > MOST_CHECKED:
