@@ -87,15 +87,19 @@ def distribute(
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
     strategy.setup(comm.num_learners, _trained(model).dtype)
-    if comm.num_learners == 1 and not strategy.averages_gradients:
-        text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
-        warnings.warn(text, stacklevel=2)
+    _warn_if_alone(strategy, comm)
     with undone_on_error(model, optimizer, strategy):
         strategy.in_use = True
         learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         with own_hooks():
             return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
+
+
+def _warn_if_alone(strategy: Strategy, comm: Communicator) -> None:
+    if comm.num_learners == 1 and not strategy.averages_gradients:
+        text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
+        warnings.warn(text, stacklevel=3)
 
 
 def _make_learner(
