@@ -86,8 +86,7 @@ def distribute(
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
-    strategy.setup(comm.num_learners, _trained(model).dtype)
-    _warn_if_alone(strategy, comm)
+    _set_up(strategy, comm.num_learners, _trained(model).dtype)
     with undone_on_error(model, optimizer, strategy):
         strategy.in_use = True
         learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
@@ -96,8 +95,10 @@ def distribute(
             return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
 
 
-def _warn_if_alone(strategy: Strategy, comm: Communicator) -> None:
-    if comm.num_learners == 1 and not strategy.averages_gradients:
+def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype) -> None:
+    """Check that the strategy supports this, and warn if it has nothing to average."""
+    strategy.setup(num_learners, dtype)
+    if num_learners == 1 and not strategy.averages_gradients:
         text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
         warnings.warn(text, stacklevel=3)
 
