@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -148,7 +149,9 @@ class SmallRun:
         model = nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Linear(7, 3)).to(self._device)
         model[0].bias.requires_grad_(not self._scenario.freeze)
         optimizer = self._scenario.make_optimizer([p for p in model.parameters() if p.requires_grad])
-        return model, optimizer, distribute(model, optimizer, self._make_strategy(), **self._arguments)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*there is one learner")  # as intended here
+            return model, optimizer, distribute(model, optimizer, self._make_strategy(), **self._arguments)
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer, handle: Distributed) -> Tensor:
         """One step; the losses ``[L]`` of its last backward pass."""

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,7 @@ def train(strategy: str, dtype: torch.dtype, transport: str) -> list[Tensor]:
 
 def trains(rank: int) -> None:
     """The same bits over shared memory and over the process group."""
+    warnings.filterwarnings("ignore", ".*there is one learner")
     for strategy in STRATEGIES:
         for dtype in (torch.float32, torch.bfloat16):
             ours, theirs = (train(strategy, dtype, transport) for transport in ("shm", "pg"))
