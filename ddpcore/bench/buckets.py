@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
@@ -30,7 +29,6 @@ from ddpcore.models import MODELS
 from ddpcore.options.command_line import option
 from ddpcore.parameters.flat import MiB
 from ddpcore.report.buckets import print_buckets
-from ddpcore.report.plot import check_plot, plot_buckets
 from ddpcore.report.table import size_name
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
@@ -57,14 +55,11 @@ class BucketsConfig(Options):
     seed: int = option(0, "of weights and batches")
     device: str = option("auto", choices=DEVICES)
     transport: str = option("auto", "of all strategies but ddp", choices=TRANSPORTS)
-    plot: Path | None = option(None, "draw the result into this PNG or SVG file", is_file=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_sizes(self.bucket_mb)
         self.bench()
-        if self.plot is not None:
-            check_plot(self.plot)
 
     def bench(self) -> BenchConfig:
         """This run as a config of the comparison of strategies.
@@ -227,6 +222,4 @@ def _publish(
         "rows": rows,
         "recommended": recommended,
     }
-    if config.plot is not None:
-        plot_buckets(result, config.plot)
     publish(result, print_buckets, config)

@@ -23,11 +23,15 @@ def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: An
 
 
 def publish(result: dict[str, Any], print_result: Callable[[dict[str, Any], Console], None], options: Options) -> None:
-    """Print a result, and write it to the JSON file if there is one."""
+    """Print a result, write it to the JSON file if there is one, and draw it if asked."""
     plain = to_json(result)
     print_result(plain, console_of(wide=options.wide))
     if options.json is not None:
         write_json(options.json, plain)
+    if options.plot is not None:
+        from ddpcore.report.benches import plot_bench  # noqa: PLC0415  matplotlib takes half a second to import
+
+        plot_bench(plain, options.plot)
 
 
 def resolve_here(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:

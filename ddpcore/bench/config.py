@@ -15,6 +15,7 @@ from ddpcore.data import DATASETS
 from ddpcore.models import MODELS
 from ddpcore.options.command_line import SEED_RANGE, check, flag, option
 from ddpcore.options.typed import typed
+from ddpcore.report.plot_option import PLOT, check_plot
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.compression import CODECS
@@ -42,10 +43,12 @@ class Options:
     """
 
     json: Path | None = option(None, "write the result to this file", is_file=True)
+    plot: Path | None = PLOT
     wide: bool = option(False, "print all columns, also those that do not fit the terminal")
 
     def __post_init__(self) -> None:
         check(self)
+        check_plot(self.plot)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,8 +23,7 @@ from ddpcore.distributed.distribute import distribute
 from ddpcore.models import MODELS
 from ddpcore.optim.sgd import FusedSGD
 from ddpcore.options.command_line import SEED_RANGE, option
-from ddpcore.report.demo import plot_demo, print_demo
-from ddpcore.report.plot import check_plot
+from ddpcore.report.demo import print_demo
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.strategies.dpsgd import DPSGD
@@ -48,24 +46,18 @@ class DemoConfig(Options):
     learners: int = option(5, "virtual learners", least=2)
     batch_size: int = option(200, "samples of each learner", least=1)
     seed: int = option(0, "the first seed", **SEED_RANGE)
-    plot: Path | None = option(None, "also draw the result, .png or .svg (extra `report`)", is_file=True)
 
 
 def prepare(config: DemoConfig, torchrun: World | None) -> Callable[[], None]:
     """Check that it can run here; return a function that runs it."""
     if torchrun is not None:
         raise ValueError("the demo runs in one process: start it without torchrun")
-    if config.plot is not None:
-        check_plot(config.plot)
     return lambda: _run(config)
 
 
 def _run(config: DemoConfig) -> None:
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
-    result = measure(config)
-    publish(result, print_demo, config)
-    if config.plot is not None:
-        plot_demo(result, config.plot)
+    publish(measure(config), print_demo, config)
 
 
 def measure(config: DemoConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ddpcore.bench.command import publish
 from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.environment import check_memory
 from ddpcore.bench.implementations import COMPARISONS, OURS, Comparison, Implementation
@@ -17,12 +18,11 @@ from ddpcore.bench.shapes import LISTS, USUAL
 from ddpcore.ops.traffic import bytes_per_param
 from ddpcore.options.command_line import option
 from ddpcore.report.optim import print_optimizers
-from ddpcore.report.table import console_of
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import LARGEST_COPY, copying, interleaved, quantiles
-from ddpcore.storage.json_lines import to_json, write_json
+from ddpcore.storage.json_lines import write_json
 from ddpcore.training.config import DEVICES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,7 +64,7 @@ def run(config: OptimConfig) -> None:
     """Run the bench and print its table."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    print_optimizers(to_json(measure(config)), console_of(wide=config.wide))
+    publish(measure(config), print_optimizers, config)
 
 
 def measure(config: OptimConfig) -> dict[str, Any]:

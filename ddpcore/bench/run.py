@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ddpcore import data
 from ddpcore.bench.command import publish, resolve_here, start_ranks
@@ -36,7 +38,7 @@ from ddpcore.training import Trainer
 
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
-COPIED = ("bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms")
+COPIED = ("curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms")
 GOSSIP = ("dpsgd", "slowmo", "push_sum")  # the strategies with a topology
 
 
@@ -117,6 +119,7 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
         "step_ms": quantiles(1e3 * second for of_rank in seconds for second in of_rank),
         "block_seconds": one.block_seconds,
         "bytes_per_step": sent,
+        "curve": _curve(losses, one.block_seconds, resolved.config.steps),
         "loss_first": losses[0].item(),
         "loss_last": losses[-1].item(),
         "test_error_pct": None if evaluation is None else evaluation.error_pct,
@@ -124,6 +127,14 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
         "consensus_ms": consensus_ms,
         "gpu": readings,
     }
+
+
+def _curve(losses: Tensor, block_seconds: Sequence[float], num_steps: int) -> dict[str, list[float]]:
+    """The mean loss of each timed block, over the steps and the seconds since the end of the warm-up."""
+    lengths = [length for length, _ in _blocks(num_steps)]
+    timed = [length for length, timed in _blocks(num_steps) if timed]
+    means = [block.mean().item() for block in losses.split(lengths)][-len(timed) :]
+    return {"steps": [*accumulate(timed)], "seconds": [*accumulate(block_seconds)], "loss": means}
 
 
 def _consensus(trainer: Trainer) -> tuple[float, float]:

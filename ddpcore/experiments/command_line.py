@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import SEED_RANGE, Parser, add_options, check, option
+from ddpcore.report.plot_option import PLOT, check_plot
 from ddpcore.training.settings import settings
 
 
@@ -48,8 +49,11 @@ class RunOptions:
         None, "a field of TrainConfig, for all rows", action="append", type=str, metavar="KEY=VALUE"
     )
 
+    plot: Path | None = PLOT
+
     def __post_init__(self) -> None:
         check(self)
+        check_plot(self.plot)
 
     def overrides(self) -> dict[str, Any]:
         """The fields of TrainConfig that the command line sets for every row; see :func:`settings` for errors."""
@@ -69,10 +73,11 @@ class CompareOptions:
         MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
     )
     markdown: Path | None = option(None, "write the page", is_file=True)
-    plot: Path | None = option(None, "write a plot, .png or .svg (extra `report`)", is_file=True)
+    plot: Path | None = PLOT
 
     def __post_init__(self) -> None:
         check(self)
+        check_plot(self.plot)
 
 
 COMMANDS = {"list": ListOptions, "run": RunOptions, "compare": CompareOptions}

@@ -17,7 +17,7 @@ from ddpcore.experiments.plan import Datasets, check_data, make_plan
 from ddpcore.experiments.run import run
 from ddpcore.report.compare import compare
 from ddpcore.report.experiments import markdown, print_comparison, run_label
-from ddpcore.report.plot import check_plot, plot_comparison
+from ddpcore.report.plot import plot_comparison
 from ddpcore.report.study_folder import FAILED
 from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
@@ -79,6 +79,8 @@ def _run(options: RunOptions) -> int:
     num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
     finished_now = f"{len(plan.jobs) - num_failed} of {len(plan.jobs)} runs finished"
     print(f"{finished_now}: python -m ddpcore.experiments compare {folder.path}")
+    if options.plot is not None:
+        _draw(compare([folder.path]), [options.plot])
     return 1 if num_failed else 0
 
 
@@ -86,15 +88,18 @@ def _compare(options: CompareOptions) -> int:
     comparisons = compare(options.runs)
     plot, plots = options.plot, []
     if plot is not None:
-        check_plot(plot)
         names = [f"{plot.stem}-{one['study']}" if len(comparisons) > 1 else plot.stem for one in comparisons]
         plots = [plot.with_stem(name) for name in names]
     for comparison in comparisons:
         print_comparison(comparison)
-    for comparison, path in zip(comparisons, plots, strict=False):
-        plot_comparison(comparison, path, [run_label(run) for run in comparison["runs"]])
+    _draw(comparisons, plots)
     if options.markdown is not None:
         here = options.markdown.resolve().parent
         files = [os.path.relpath(path.resolve(), here) for path in plots]
         replace_file(options.markdown, markdown(comparisons, files).encode())
     return 0
+
+
+def _draw(comparisons: list[dict[str, Any]], plots: list[Path]) -> None:
+    for comparison, path in zip(comparisons, plots, strict=False):
+        plot_comparison(comparison, path, [run_label(run) for run in comparison["runs"]])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +12,9 @@ from rich.text import Text
 from ddpcore.report.buckets import bucket_parts
 from ddpcore.report.chart import Chart, Section, Series, TableData
 from ddpcore.report.comm import comm_parts
+from ddpcore.report.demo import demo_charts, demo_parts
 from ddpcore.report.optim import optimizer_parts
+from ddpcore.report.plot import plot_charts
 from ddpcore.report.predict import prediction_parts
 from ddpcore.report.runs import network
 from ddpcore.report.sources import Bench
@@ -30,22 +33,40 @@ def bench_section(bench: Bench) -> Section:
         ValueError: no bench writes such a result, or a part of it is missing.
     """
     result = bench.result
-    for is_kind, title, parts, charts in _KINDS:
-        if is_kind(result):
-            try:
-                return _section(f"{title}: {bench.name}", parts(result), charts(result))
-            except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise ValueError(
-                    f"{bench.name} is damaged or of another version ({plain(reason)}): run the bench again"
-                ) from None
-    raise ValueError(f"{bench.name} is not the result of a bench that this version knows: run the bench again")
+    kind = next((kind for kind in _KINDS if kind.knows(result)), None)
+    if kind is None:
+        raise ValueError(f"{bench.name} is not the result of a bench that this version knows: run the bench again")
+    try:
+        return _section(f"{kind.title}: {bench.name}", kind.parts(result), kind.charts(result))
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{bench.name} is damaged or of another version ({plain(reason)}): run the bench again"
+        ) from None
+
+
+def plot_bench(result: dict[str, Any], path: Path) -> None:
+    """Draw the charts of a bench result (as in the JSON file) into a PNG or SVG file.
+
+    Raises:
+        ValueError: see :func:`ddpcore.report.plot_option.check_plot`; or no row of the result has a number to draw.
+    """
+    kind = next(kind for kind in _KINDS if kind.knows(result))
+    charts = _drawn(kind.charts(result))
+    if not charts:
+        raise ValueError(f"--plot: no row has a number to draw, so {path} is not written")
+    plot_charts(charts, path, kind.title)
 
 
 def _section(title: str, parts: Parts, charts: Sequence[Chart]) -> Section:
     lines = [part for part in parts if isinstance(part, str)]
-    return Section(title=title, lines=lines, tables=[table_data(part) for part in parts if isinstance(part, Table)],
-                   charts=[chart for chart in charts if any(series.y for series in chart.series)])  # fmt: skip
+    tables = [table_data(part) for part in parts if isinstance(part, Table)]
+    return Section(title=title, lines=lines, tables=tables, charts=_drawn(charts))
+
+
+def _drawn(charts: Sequence[Chart]) -> list[Chart]:
+    """The charts that have something to show."""
+    return [chart for chart in charts if any(series.y for series in chart.series)]
 
 
 def table_data(table: Table) -> TableData:
@@ -78,7 +99,18 @@ def _strategy_charts(result: dict[str, Any]) -> list[Chart]:
     first = rows[0]["step_ms"]["p50"] if rows else None
     ratios = [row["step_ms"]["p50"] / first for row in rows] if first else []
     relative = Series(name="ratio", x=names, y=ratios)
+    curves = [(name, row["curve"]) for name, row in zip(names, rows, strict=True) if row.get("curve")]
+    losses = [
+        Chart(
+            title=f"Training loss over {key}",
+            x_label=key,
+            y_label="loss, mean of the learners",
+            series=[Series(name=name, x=curve[key], y=curve["loss"], style="line+points") for name, curve in curves],
+        )
+        for key in ("steps", "seconds")
+    ]
     return [
+        *losses,
         _bars("Time of a step", "ms", names, [row["step_ms"] for row in rows]),
         Chart(title=f"Time of a step, relative to {names[0] if names else ''}", kind="bars", x_label="ratio of medians",
               series=[relative]),
@@ -164,12 +196,22 @@ def _has(key: str) -> Callable[[dict[str, Any]], bool]:
     return lambda result: any(isinstance(row, dict) and key in row for row in result["rows"])
 
 
-_KINDS: tuple[tuple[Callable[..., bool], str, Callable[..., Parts], Callable[..., Sequence[Chart]]], ...] = (
-    (lambda result: "recommended" in result, "Bucket sizes", bucket_parts, _bucket_charts),
-    (lambda result: "comparisons" in result, "Optimizers", optimizer_parts, _optimizer_charts),
-    (lambda result: "compute_ms" in result, "Predicted step times", prediction_parts, _prediction_charts),
-    (_has("op"), "Operations over transports", comm_parts, _comm_charts),
-    (_has("statistics"), "Cost of statistics", stats_parts, _stats_charts),
-    (_has("spectral_gap"), "Topologies", topology_parts, _topology_charts),
-    (_has("samples_per_s"), "Strategies", lambda result: strategy_parts(result, ""), _strategy_charts),
-)  # fmt: skip
+class _Kind(NamedTuple):
+    """A kind of bench result: how to know it, its title, and what to show of it."""
+
+    knows: Callable[[dict[str, Any]], bool]
+    title: str
+    parts: Callable[[dict[str, Any]], Parts]
+    charts: Callable[[dict[str, Any]], Sequence[Chart]]
+
+
+_KINDS = (
+    _Kind(lambda result: "recommended" in result, "Bucket sizes", bucket_parts, _bucket_charts),
+    _Kind(lambda result: "comparisons" in result, "Optimizers", optimizer_parts, _optimizer_charts),
+    _Kind(lambda result: "compute_ms" in result, "Predicted step times", prediction_parts, _prediction_charts),
+    _Kind(lambda result: "failed_above_pct" in result, "Handwritten digits", demo_parts, demo_charts),
+    _Kind(_has("op"), "Operations over transports", comm_parts, _comm_charts),
+    _Kind(_has("statistics"), "Cost of statistics", stats_parts, _stats_charts),
+    _Kind(_has("spectral_gap"), "Topologies", topology_parts, _topology_charts),
+    _Kind(_has("samples_per_s"), "Strategies", lambda result: strategy_parts(result, ""), _strategy_charts),
+)

@@ -1,28 +1,31 @@
-"""The demo's result as a table and as a plot."""
+"""The demo's result as a table and as a chart."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from ddpcore.report.plot import Figure, save
+from ddpcore.report.chart import Chart, Series
 from ddpcore.report.table import print_parts, table_of
 
-COLORS = {"ssgd": "#D55E00", "dpsgd": "#0072B2"}  # Okabe and Ito 2008: seen apart by colour-blind readers too
-MARKERS = {"ssgd": "s", "dpsgd": "o"}
 NAMES = {"ssgd": "SSGD: averages gradients", "dpsgd": "DPSGD: averages weights"}
 
 
 def print_demo(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a line for each learning rate and strategy, and what it shows."""
+    print_parts(console, *demo_parts(result))
+
+
+def demo_parts(result: dict[str, Any]) -> list[Table | str]:
+    """What :func:`print_demo` prints."""
     title = (
         f"{result['learners']} learners x {result['batch_size']} handwritten digits, {result['steps']} steps, "
         f"{result['seeds']} seeds"
     )
-    table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",), group="lr")
-    print_parts(console, table, seen(result))
+    return [table_of(_COLUMNS, result["rows"], title=title, left=("strategy",), group="lr"), seen(result)]
 
 
 def seen(result: dict[str, Any]) -> str:
@@ -38,23 +41,19 @@ def seen(result: dict[str, Any]) -> str:
     )
 
 
-def plot_demo(result: dict[str, Any], path: Path) -> None:
-    """Draw the test error of every run over the learning rate, and a line through the medians."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for strategy, color in COLORS.items():
+def demo_charts(result: dict[str, Any]) -> list[Chart]:
+    """The test error of each run over the learning rate, and a line through the medians."""
+    series = []
+    for strategy, color in (("ssgd", 1), ("dpsgd", 0)):
         rows = [row for row in result["rows"] if row["strategy"] == strategy]
-        lrs = [row["lr"] for row in rows]
-        axes.plot(lrs, [row["median_pct"] for row in rows], color=color, linewidth=2, label=NAMES[strategy])
-        for row in rows:
-            errors = row["test_error_pct"]
-            axes.plot([row["lr"]] * len(errors), errors, MARKERS[strategy], color=color, alpha=0.5, markersize=5)
-    axes.set(xlabel="learning rate", ylabel="test error, %", yscale="log")
-    axes.set_yticks([1, 3, 10, 30, 90], ["1", "3", "10", "30", "90"])
-    axes.set_title(f"{result['learners']} learners, handwritten digits: each run, and the median", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    save(figure, path)
+        medians = Series(name=NAMES[strategy], x=[row["lr"] for row in rows], y=[row["median_pct"] for row in rows])
+        runs = [(row["lr"], error) for row in rows for error in row["test_error_pct"]]
+        points = Series(
+            name=f"{strategy}, a run", x=[lr for lr, _ in runs], y=[error for _, error in runs], style="points"
+        )
+        series += [replace(medians, color=color), replace(points, color=color, group=medians.name)]
+    title = f"{result['learners']} learners, handwritten digits: each run, and the median"
+    return [Chart(title=title, x_label="learning rate", y_label="test error, %", series=series, log_y=True)]
 
 
 _COLUMNS = {

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpcore.report.chart import COLORS
+from ddpcore.report.chart import COLORS, Chart
+from ddpcore.report.plot_option import check_plot
 from ddpcore.report.static_chart import draw, height_of
 from ddpcore.report.study_charts import study_charts
-from ddpcore.report.table import size_name
 
 try:
     import matplotlib
@@ -19,17 +19,9 @@ try:
 except ImportError:  # the extra `report`: only --plot needs it
     Figure = None  # type: ignore[assignment,misc]
 
-SUFFIXES = (".png", ".svg")
 ROWS_A_LINE = 6
+NETWORKS_A_LINE = 3
 CURVES = {"effective_lr": "effective / learning rate", "loss": "training loss of the mean", "noise": "noise strength"}
-
-
-def check_plot(path: Path) -> None:
-    """Raise ValueError if the file is neither PNG nor SVG, or matplotlib is not installed."""
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"--plot: {path} ends in neither {' nor '.join(SUFFIXES)}: name such a file")
-    if Figure is None:
-        raise ValueError("--plot needs matplotlib: pip install 'ddpcore[report]', or leave --plot out")
 
 
 def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:
@@ -90,30 +82,32 @@ def _middle(values: list[float]) -> tuple[float, float]:
     return cuts[0], cuts[-1]
 
 
-def plot_buckets(result: dict[str, Any], path: Path) -> None:
-    """Plot a result (as in the JSON file): step times and communication, alone and exposed, by bucket size."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    steps, comm = figure.subplots(1, 2)
-    sizes = sorted({_size(row) for row in result["rows"]})
-    for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
-        rows = [row for row in result["rows"] if row["strategy"] == strategy]
-        x = [sizes.index(_size(row)) for row in rows]
-        low, middle, high = ([row["step_ms"][q] for row in rows] for q in ("p20", "p50", "p80"))
-        spread = [[m - q for m, q in zip(middle, low, strict=True)], [q - m for m, q in zip(middle, high, strict=True)]]
-        steps.errorbar(x, middle, yerr=spread, marker="o", capsize=3, color=f"C{number}", label=strategy)
-        comm.plot(x, [row["comm_ms"] for row in rows], "o--", color=f"C{number}", label=f"{strategy}, alone")
-        comm.plot(x, [row["exposed_comm_ms"] for row in rows], "o-", color=f"C{number}", label=f"{strategy}, exposed")
-    for axes, what in ((steps, "step, ms (median, p20 to p80)"), (comm, "communication, ms")):
-        axes.set(xlabel="largest bucket", ylabel=what, ylim=(0, None))
-        axes.set_xticks(range(len(sizes)), [size_name(size) for size in sizes])
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}")
+def plot_charts(charts: Sequence[Chart], path: Path, title: str) -> None:
+    """Draw charts below each other; drawings of networks stand side by side. The same charts give the same file.
+
+    Args:
+        charts: at least one.
+        path: passes :func:`check_plot`.
+        title: stands above several charts.
+    """
+    check_plot(path)
+    lines: list[list[Chart]] = []
+    for chart in charts:
+        if chart.kind == "network" and lines and lines[-1][0].kind == "network" and len(lines[-1]) < NETWORKS_A_LINE:
+            lines[-1].append(chart)
+        else:
+            lines.append([chart])
+    heights = [height_of(line[0]) for line in lines]
+    figure = Figure(figsize=(9, 0.5 + sum(heights)), layout="constrained")
+    if len(charts) > 1:
+        figure.suptitle(title, fontsize="medium")
+    grid = figure.add_gridspec(len(lines), NETWORKS_A_LINE, height_ratios=heights)
+    for number, line in enumerate(lines):
+        for column, chart in enumerate(line):
+            axes = figure.add_subplot(grid[number, column if chart.kind == "network" else slice(None)])
+            draw(axes, chart)
+            axes.set_title(chart.title, fontsize="small")
     save(figure, path)
-
-
-def _size(row: dict[str, Any]) -> float:
-    return math.inf if row["bucket_mb"] is None else row["bucket_mb"]
 
 
 def save(figure: Any, path: Path) -> None:

@@ -13,6 +13,7 @@ from ddpcore.report.table import plain
 try:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 except ImportError:  # the extra `report`
     Figure = None  # type: ignore[assignment,misc]
 
@@ -73,6 +74,9 @@ def _lines(axes: Any, chart: Chart) -> None:
         axes.set_xscale("log")
     if chart.log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     if chart.ticks:
         texts = [f"{tick:g}" if isinstance(tick, int | float) else _text(str(tick)) for tick in chart.ticks]
         axes.set_xticks(list(chart.ticks), texts)

@@ -15,9 +15,10 @@ from ddpcore.bench import comm, environment
 from ddpcore.bench.bucket_sizes import parse_sizes
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
 from ddpcore.models import MODELS
-from ddpcore.report import plot
+from ddpcore.report import plot_option
 from ddpcore.runtime import launch
 from helpers import ranks
+from helpers.drawn import words_drawn
 
 MiB = 2**20
 ROW = {
@@ -131,7 +132,7 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 def test_missing_packages_and_memory_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot, "Figure", None)
+    monkeypatch.setattr(plot_option, "find_spec", lambda name: None)
     assert bench.main(["buckets", "--plot", "out.png"]) == 2
     assert "pip install 'ddpcore[report]'" in capsys.readouterr().err
     monkeypatch.setattr(environment, "free_memory", lambda device: 1e6)
@@ -207,3 +208,4 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert result["environment"]["notes"][0] in done.stdout
     assert [one["strategy"] for one in result["recommended"]] == ["ddp", "ssgd"]
     assert {entry.name for entry in tmp_path.iterdir()} == {"out.json"}
+    assert words_drawn(result, tmp_path) >= {"Time of a step by bucket size", "0.05 MiB", "ssgd, exposed"}

@@ -18,6 +18,7 @@ from ddpcore import RandomPair, Ring
 from ddpcore.bench import comm
 from ddpcore.bench.comm import OPERATIONS, Operation, num_wrong, pieces, row_of, sizes
 from helpers import ranks
+from helpers.drawn import words_drawn
 
 KiB, MiB = 2**10, 2**20
 ROW = {
@@ -126,7 +127,7 @@ def torchrun(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("start", [alone, torchrun], ids=lambda start: start.__name__)
 def test_two_ranks(start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     """Without and with torchrun: every operation over both transports receives correct values."""
-    done = start(["comm", "--max-mib", "0.25", "--seconds", "0.01", "--json", "out.json"], tmp_path)
+    done = start(["comm", "--max-mib", "0.25", "--seconds", "0.01", "--wide", "--json", "out.json"], tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert set(result) == {"environment", "world_size", "rows"}
@@ -146,3 +147,4 @@ def test_two_ranks(start: Callable[..., subprocess.CompletedProcess[str]], tmp_p
         assert 0 < row["time_us"]["p50"] <= row["time_us"]["p99"]
     for column in ("algbw GB/s", "busbw GB/s", "#wrong", "exchange ring"):
         assert column in done.stdout
+    assert words_drawn(result, tmp_path) >= {"Bandwidth: all-reduce", "shm", "pg"}

@@ -9,7 +9,8 @@ import pytest
 
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import demo
-from ddpcore.report.demo import plot_demo, seen
+from ddpcore.report.benches import plot_bench
+from ddpcore.report.demo import demo_charts, seen
 from ddpcore.runtime.launch import World
 
 
@@ -29,9 +30,12 @@ def test_dpsgd_trains_where_ssgd_fails(result: dict[str, Any]) -> None:
 
 
 def test_the_plot_and_a_result_without_a_gap(result: dict[str, Any], tmp_path: Path) -> None:
-    plot_demo(result, tmp_path / "demo.svg")
+    plot_bench(result, tmp_path / "demo.svg")
     text = (tmp_path / "demo.svg").read_text()
-    assert text.count("<path") > 10
+    assert all(f"<!-- {word}" in text for word in ("SSGD: averages gradients", "5 learners, handwritten digits"))
+    (chart,) = demo_charts(result)
+    assert [series.y for series in chart.series[::2]] == [[row["median_pct"]] for row in result["rows"]]
+    assert [series.y for series in chart.series[1::2]] == [row["test_error_pct"] for row in result["rows"]]
     rows = [row | {"num_failed": 0} for row in result["rows"]]
     assert seen({**result, "rows": rows}) == "No learning rate here separates the two strategies."
 

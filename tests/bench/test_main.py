@@ -23,6 +23,7 @@ ROW = {
     "topology",
     "world_size",
     "samples_per_s",
+    "curve",
     "step_ms",
     "exposed_comm_ms",
     "bytes_per_step",

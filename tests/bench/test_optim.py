@@ -16,6 +16,7 @@ from ddpcore.bench import environment, implementations, optim
 from ddpcore.bench.implementations import COMPARISONS, OURS, Implementation
 from ddpcore.bench.optim import OptimConfig
 from ddpcore.ops.traffic import bytes_per_param
+from helpers.drawn import words_drawn
 
 TABLE = [
     "FusedSGD / torch.optim.SGD(fused=True)",
@@ -89,6 +90,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in TABLE:
         assert name in text
     assert "69,656 in 10" in text
+    assert words_drawn(result, tmp_path) >= {"Bandwidth of a step, and of a copy", "step", "copy"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -11,6 +11,7 @@ import pytest
 from ddpcore.bench.predict import PredictConfig, predict
 from ddpcore.bench.step_model import Compute, Machine, Transfer
 from helpers import ranks
+from helpers.drawn import words_drawn
 
 COMPUTE = Compute(forward=2.0, backward=4.0, update=1.0, cpu=0.0, arrivals=((300, 0.5), (100, 1.0)))
 MACHINE = Machine(cores=2, background=True)
@@ -100,3 +101,4 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert lines[-2].startswith("prediction error: median ")
     assert lines[-1].startswith("will it pay: a step of ")
     assert all(part > 0 for part in result["compute_ms"].values())
+    assert words_drawn(result, tmp_path) >= {"Time of a step", "predicted", "measured", "dpsgd ring shm"}

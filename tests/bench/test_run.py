@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ddpcore.bench import run
 from ddpcore.bench.config import BenchConfig, ResolvedConfig, resolve
@@ -28,6 +29,20 @@ def test_blocks(num_steps: int) -> None:
         assert blocks[0][0] == pytest.approx(num_steps / 10, abs=1)
 
 
+def test_the_curve_leaves_the_warm_up_out() -> None:
+    """Seven steps: one to warm up, six blocks of one step; 21 steps: two, then a block of one and nine of two."""
+    losses = torch.arange(7.0)
+    curve = run._curve(losses, [0.5, 0.25, 1.0, 1.0, 1.0, 1.0], 7)
+    assert curve == {
+        "steps": [1, 2, 3, 4, 5, 6],
+        "seconds": [0.5, 0.75, 1.75, 2.75, 3.75, 4.75],
+        "loss": losses[1:].tolist(),
+    }
+    curve = run._curve(torch.arange(21.0), [1.0] * 10, 21)
+    assert curve["steps"][-1] == 19 and curve["loss"][0] == 2.5 and curve["loss"][-1] == 20.0
+    assert run._curve(torch.tensor([3.0]), [2.0], 1) == {"steps": [1], "seconds": [2.0], "loss": [3.0]}
+
+
 def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str, Any]:
     step_ms = {"p20": 900 * seconds, "p50": 1000 * seconds, "p80": 1100 * seconds}
     seen = {
@@ -35,6 +50,7 @@ def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str,
         "step_ms": step_ms,
         "block_seconds": [seconds] * num_blocks,
         "bytes_per_step": 8.0,
+        "curve": {"steps": [], "seconds": [], "loss": []},
         "loss_first": 2.0,
         "loss_last": 1.0,
         "test_error_pct": None,

@@ -8,6 +8,7 @@ import pytest
 
 from ddpcore.bench.__main__ import main
 from ddpcore.bench.stats import WATCHES, StatsConfig
+from helpers.drawn import words_drawn
 
 
 def test_a_run(tmp_path, capsys):
@@ -22,6 +23,7 @@ def test_a_run(tmp_path, capsys):
     assert rows["free"]["num_records"] == rows["all"]["num_records"] > 1
     assert all(row["step_ms"]["p50"] > 0 for row in rows.values())
     assert rows["off"]["overhead_pct"]["p50"] == 0.0
+    assert words_drawn(result, tmp_path) >= {"Cost of statistics", "Overhead of statistics", "free", "all"}
 
 
 @pytest.mark.parametrize(

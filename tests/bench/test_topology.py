@@ -23,6 +23,12 @@ def run(line: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert bench.main(["topology", "--world-size", "4", "--plot", str(tmp_path / "out.svg")]) == 0
+    assert "<!-- ring, spectral gap 0.6667 -->" in (tmp_path / "out.svg").read_text()
+
+
 @pytest.mark.parametrize("line", ["topology", "topology all", "topology --world-size 8"])
 def test_all_names_at_once(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run(line, tmp_path)

@@ -65,8 +65,9 @@ def test_verdicts(folder: Folder) -> None:
 
 
 def test_two_runs_of_one_study_are_compared(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    assert main("run", tiny, "--out", other, "--rows", "ssgd", "--scale", "smoke")[0] == 0
+    other, picture = tmp_path / "other", tmp_path / "other.svg"
+    assert main("run", tiny, "--out", other, "--rows", "ssgd", "--scale", "smoke", "--plot", picture)[0] == 0
+    assert "<!-- ssgd" in picture.read_text()
     (result,) = compare([folder.path, other])
     lines = {line["row"]: line for line in result["lines"]}
     assert lines["a"]["measured"][1] is None

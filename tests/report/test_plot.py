@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpcore.report import plot
+from ddpcore.report import plot, plot_option
+from ddpcore.report.chart import Chart, Series
+from ddpcore.report.plot_option import check_plot
+from ddpcore.report.runs import network
 
-ROWS = [
-    {
-        "strategy": strategy,
-        "bucket_mb": size,
-        "step_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0},
-        "comm_ms": 4.0,
-        "exposed_comm_ms": 1.0,
-    }
-    for strategy in ("ddp", "ssgd")
-    for size in (0.25, 25.0, None if strategy == "ddp" else math.inf)
+CHARTS = [
+    Chart(title="Loss", x_label="steps", y_label="loss", series=[Series(name="ddp", x=[1, 2], y=[2.0, 1.0])]),
+    *(network(f"ring {size}", size, [(0, 1), (1, 2)]) for size in (3, 4, 5, 6)),
 ]
-RESULT = {"model": "vit", "world_size": 4, "batch_size": 32, "rows": ROWS}
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_files(suffix: str, magic: bytes, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"out{suffix}"
-    plot.check_plot(path)
-    plot.plot_buckets(RESULT, path)
+    check_plot(path)
+    plot.plot_charts(CHARTS, path, "A title")
     assert path.read_bytes().startswith(magic)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_names_in_the_drawing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plot.plot_buckets(RESULT, tmp_path / "out.svg")
+    plot.plot_charts(CHARTS, tmp_path / "out.svg", "A title")
     text = (tmp_path / "out.svg").read_text()
-    for word in ("0.25 MiB", "25 MiB", "one bucket", "ddp, exposed", "ssgd, alone", "vit, 4 ranks"):
-        assert f"<!-- {word}" in text
+    assert all(f"<!-- {word}" in text for word in ("A title", "Loss", "steps", "ring 6"))
+
+
+def test_networks_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "save", lambda figure, path: figures.append(figure))
+    plot.plot_charts(CHARTS, tmp_path / "out.svg", "A title")
+    places = [axes.get_subplotspec() for axes in figures[0].axes]
+    assert [(place.rowspan.start, place.colspan.start) for place in places] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert len(places[0].colspan) == 3
 
 
 SEEDS = [{"step": [0, 10], "effective_lr": [1.0, seed], "loss": [2.0, 1.0], "noise": [0.1, 0.2]} for seed in range(6)]
@@ -71,7 +74,8 @@ def test_a_comparison_gives_the_same_file_again(tmp_path: Path) -> None:
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"neither \.png nor \.svg"):
-        plot.check_plot(Path("out.pdf"))
-    monkeypatch.setattr(plot, "Figure", None)
+        check_plot(Path("out.pdf"))
+    check_plot(None)
+    monkeypatch.setattr(plot_option, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'ddpcore\[report\]'"):
-        plot.check_plot(Path("out.png"))
+        check_plot(Path("out.png"))
