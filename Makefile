@@ -67,6 +67,8 @@ sass:
 # make wheel CUDA=13 makes dist/cu13/: it needs nvcc of CUDA 13, and a torch in PYTHON that is built for CUDA 13.
 DIST := $(if $(CUDA),dist/cu$(CUDA),dist)
 sdist: $(READY)
+	@$(PY) -c 'import build, setuptools; assert int(setuptools.__version__.split(".")[0]) >= 77' 2> /dev/null || \
+	  { echo "ddpcore: $(PY) needs build, and setuptools 77 or newer: pip install -U build setuptools"; exit 2; }
 	@rm -f dist/*.tar.gz
 	DDPCORE_CUDA=0 $(PY) -m build --sdist --no-isolation --outdir dist
 

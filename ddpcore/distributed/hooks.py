@@ -47,7 +47,7 @@ class HookedDistributed(Distributed):
 
     def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync) -> None:
         super().__init__(model, learner.comm)
-        self.spans = self._span = Spans()
+        self.spans = self._span = Spans(learner.comm)
         self.learner = learner
         self.strategy = strategy
         self._state_sync = state_sync

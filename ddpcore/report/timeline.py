@@ -12,7 +12,12 @@ from typing import Any
 from ddpcore.report.chart import Chart, Section, Series, TableData, finite
 from ddpcore.report.sources import Run
 
-_PARTS = {"compute": "compute", "exposed": "exposed averaging", "seconds": "whole step"}
+_PARTS = {
+    "compute": "compute",
+    "overlapped": "hidden averaging, at most",
+    "exposed": "exposed averaging",
+    "seconds": "whole step",
+}
 
 
 def timeline_sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:

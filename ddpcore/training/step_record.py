@@ -22,9 +22,11 @@ class StepRecorder:
 
     A line holds ``step``; ``learners`` of this rank and the ``loss`` of each; ``seconds`` since the last step ended
     (without evaluation and checkpoints); ``exposed``, the seconds in which the rank averaged or waited for others and
-    did nothing else; ``compute``, the other seconds; and ``waits``, the seconds that it waited for each other rank
-    (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed`` and ``compute`` are None. On a GPU each
-    step waits for the device, so that the times are those of the work and not of its start.
+    did nothing else; ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was
+    started and not yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it
+    waited for each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute``
+    and ``overlapped`` are None. On a GPU each step waits for the device, so that the times are those of the work and
+    not of its start.
 
     Args:
         out: the folder of the run.
@@ -50,12 +52,12 @@ class StepRecorder:
         self.flush()
         self._file.close()
         if self._spans is not None:
-            self._spans.seconds = None
+            self._spans.stop()
 
     def resume(self) -> None:
         """Begin to measure a step: at the start, and after a pause for an evaluation or a checkpoint."""
         if self._spans is not None:
-            self._spans.seconds = 0.0
+            self._spans.start()
         self._waited = dict(self._trainer.handle.comm.waited)
         self._began = time.perf_counter()
 
@@ -72,6 +74,7 @@ class StepRecorder:
             "seconds": seconds,
             "compute": None if exposed is None else max(0.0, seconds - exposed),
             "exposed": exposed,
+            "overlapped": None if self._spans is None else self._spans.overlapped,
             "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in waited.items()},
         }
         self._lines.append((line, losses_L.detach().clone()))

@@ -62,7 +62,7 @@ def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:
     (run,) = read_sources([make_run(steps=recorded_steps)]).runs
     (section,) = timeline_sections([run], ["a run"])
     means, waits = section.tables
-    assert [row[:3] for row in means.rows] == [["0", "10", "20"], ["1", "30", "0"]]
+    assert [row[:4] for row in means.rows] == [["0", "10", "5", "20"], ["1", "30", "5", "0"]]
     assert [list(row) for row in waits.rows] == [["rank 0", "0.0", "120.0"], ["rank 1", "0.0", "0.0"]]
     heat = next(chart for chart in section.charts if chart.title.startswith("Compute"))
     assert [list(series.y) for series in heat.series] == [[10] * 6, [30] * 6] and heat.series[0].x == [1, 2, 3, 4, 5, 6]

@@ -34,6 +34,7 @@ def test_virtual_learners(tmp_path: Path) -> None:
         assert line["learners"] == [0, 1] and line["waits"] == {}
         assert line["compute"] + line["exposed"] == pytest.approx(line["seconds"])
         assert 0 < line["exposed"] < line["seconds"]
+        assert line["overlapped"] == 0.0, "nothing is sent to another process"
     first = lines[: record.epochs[0]["step"]]
     mean = sum(sum(line["loss"]) / 2 for line in first) / len(first)
     assert mean == pytest.approx(record.epochs[0]["train_loss"]), "the recorded losses are those of training"
@@ -95,3 +96,4 @@ def test_ranks_say_for_whom_they_wait() -> None:
     waited = sum(line["waits"]["1"] for line in first)
     assert waited > sum(line["waits"]["0"] for line in second), "rank 1 sleeps, so rank 0 waits for it"
     assert sum(line["exposed"] for line in first) >= 0.9 * waited, "waits are a part of exposed averaging"
+    assert all(0 < line["overlapped"] < line["compute"] for line in (*first, *second))
