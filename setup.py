@@ -17,6 +17,7 @@ from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 # In an isolated build the torch of the environment that ddpcore is built for is not on the path. The operator library
 # uses torch's ABI-stable interface, so that torch serves, and pip need not fetch a second one.
@@ -108,12 +109,16 @@ class Build(cpp_extension.BuildExtension if torch else build_ext):
         super().run()
 
 
-local_version = os.environ.get("DDPCORE_LOCAL_VERSION", "")
+class EggInfo(egg_info):
+    def finalize_options(self):
+        local_version = os.environ.get("DDPCORE_LOCAL_VERSION")
+        if local_version:  # set here, because the setup.cfg of a source distribution would replace an option of setup()
+            self.tag_build = f"+{local_version}"
+        super().finalize_options()
+
+
 setup(
     ext_modules=extensions(),
-    cmdclass={"build_ext": Build},
-    options={
-        "bdist_wheel": {"py_limited_api": "cp310"},
-        "egg_info": {"tag_build": f"+{local_version}" if local_version else ""},
-    },
+    cmdclass={"build_ext": Build, "egg_info": EggInfo},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -78,3 +78,15 @@ def test_the_metadata_ask_for_torch_and_numpy_alone(made: tuple[set[str], dict[s
 def test_every_place_names_the_same_version() -> None:
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_wheel_for_cuda_says_so_in_its_version(made: tuple[set[str], dict[str, bytes]], tmp_path: Path) -> None:
+    """From the archive, whose setup.cfg must not undo it. The suffix has no number: a number would need CUDA here."""
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "ddpcore/runtime/version.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(made[1][name])
+    words = [sys.executable, "setup.py", "-q", "egg_info"]
+    environment = os.environ | {"DDPCORE_CUDA": "0", "DDPCORE_LOCAL_VERSION": "cu"}
+    subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=300)
+    (metadata,) = tmp_path.rglob("PKG-INFO")
+    assert f"\nVersion: {VERSION}+cu\n" in metadata.read_text()
