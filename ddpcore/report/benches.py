@@ -19,6 +19,7 @@ from ddpcore.report.stats import stats_parts
 from ddpcore.report.strategies import strategy_parts
 from ddpcore.report.table import plain, size_name
 from ddpcore.report.topology import topology_parts
+from ddpcore.topology.describe import MOST_DRAWN
 
 Parts = Sequence[Table | str]
 
@@ -34,7 +35,7 @@ def bench_section(bench: Bench) -> Section:
         if is_kind(result):
             try:
                 return _section(f"{title}: {bench.name}", parts(result), charts(result))
-            except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError) as error:
+            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise ValueError(
                     f"{bench.name} is damaged or of another version ({plain(reason)}): run the bench again"
@@ -155,7 +156,7 @@ def _topology_charts(result: dict[str, Any]) -> list[Chart]:
     drawings = [
         network(f"{row['topology']}, spectral gap {row['spectral_gap']:.4g}", row["num_learners"], row["edges"])
         for row in rows
-        if row.get("edges") is not None
+        if row.get("edges") is not None and row["num_learners"] <= MOST_DRAWN
     ]
     return [Chart(title="Spectral gap", kind="bars", x_label="spectral gap", series=[gaps]), *drawings]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,8 +127,8 @@ def distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
 
 
 def finite(value: Any) -> Number:
-    """The value as a number; None if it is none, or not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """The value as a number; None if it is none, not finite, or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
 

@@ -84,7 +84,7 @@ def _guarded(make: Callable[[], Sequence[Section]], what: str) -> Sequence[Secti
     """The sections, or the reason why there are none: a damaged file must not cost the rest of the report."""
     try:
         return make()
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         known = isinstance(error, ValueError) and what in str(error)
         reason = str(error) if known else f"{what} cannot be shown ({type(error).__name__}: {error}): is it damaged?"
         return [Section(title="Not shown", problems=[plain(reason)])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpcore.report.chart import GREY, Chart, color_of, dash_of, distances
+from ddpcore.report.chart import GREY, Chart, color_of, dash_of, distances, finite
 from ddpcore.report.table import plain
 
 HEAT = "Cividis"  # readable with every colour blindness, and in grey
@@ -115,5 +115,9 @@ def _tick(value: Any) -> str:
 
 
 def _short(values: Any) -> list[Any]:
-    """Numbers with six digits, which is more than a screen shows."""
-    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+    """Numbers with six digits, which is more than a screen shows; None for those that JSON does not have."""
+    return [_shortened(value) if isinstance(value, float) else value for value in values]
+
+
+def _shortened(value: float) -> float | None:
+    return None if finite(value) is None else float(f"{value:.6g}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
 from ddpcore.report.sources import Run
 from ddpcore.report.table import plain
+from ddpcore.topology.describe import MOST_DRAWN
 
 # Field of an epoch, or of the part of a statistics line, and the title and y label of its chart.
 _OF_EPOCHS = {
@@ -135,7 +136,7 @@ def _losses(run: Run, name: str) -> Section:
     for lines in run.steps.values():
         for line in lines:
             learners, losses = line.get("learners"), line.get("loss")
-            if isinstance(learners, list) and isinstance(losses, list) and len(learners) == len(losses):
+            if _are_numbers(learners) and isinstance(losses, list) and len(learners) == len(losses):
                 for learner, loss in zip(learners, losses, strict=True):
                     steps, values = curves.setdefault(learner, ([], []))
                     steps.append(line["step"])
@@ -169,11 +170,12 @@ def _topologies(runs: Sequence[Run], names: Sequence[str]) -> Section:
     charts = []
     for run, name in zip(runs, names, strict=True):
         drawn = run.header.get("topology")
-        if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list):
+        num = drawn.get("num_learners") if isinstance(drawn, dict) else None
+        if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and _is_index(num, MOST_DRAWN + 1):
             gap = finite(drawn.get("spectral_gap"))
             note = f"{name}: {run.header['config'].get('topology')}"
             note += "" if gap is None else f", spectral gap {gap:.4g}"
-            charts.append(network(note, int(drawn.get("num_learners", 0)), drawn["edges"]))
+            charts.append(network(note, num, drawn["edges"]))
     return Section(title="Topologies", charts=_drawn(charts))
 
 
@@ -181,7 +183,8 @@ def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Ch
     """A drawing of learners on a circle, with a line for each pair that exchanges weights."""
     angles = [2 * math.pi * number / max(1, num_learners) for number in range(num_learners)]
     x, y = [math.sin(angle) for angle in angles], [math.cos(angle) for angle in angles]
-    pairs = sorted({tuple(sorted(pair)) for pair in edges if _is_pair(pair) and max(pair) < num_learners})
+    known = (pair for pair in edges if _is_pair(pair) and all(_is_index(one, num_learners) for one in pair))
+    pairs = sorted({tuple(sorted(pair)) for pair in known})
     xs: list[Number] = []
     ys: list[Number] = []
     for one, other in pairs:
@@ -190,6 +193,14 @@ def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Ch
     names = [str(number) for number in range(num_learners)]
     series = [Series(name="edges", x=xs, y=ys), Series(name="learners", x=x, y=y, text=names)]
     return Chart(title=title, kind="network", series=series)
+
+
+def _are_numbers(learners: Any) -> TypeGuard[list[int]]:
+    return isinstance(learners, list) and all(isinstance(one, int) for one in learners)
+
+
+def _is_index(value: Any, below: int) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < below
 
 
 def _is_pair(value: Any) -> bool:

@@ -70,8 +70,10 @@ def _read(path: Path, found: Sources, is_given: bool) -> None:
             found.benches.append(read_bench(path))
         else:
             found.problems.append(f"{plain(str(path))}: there is no such file or folder: check the name")
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         found.problems.append(plain(str(error)))
+    except OSError as error:
+        found.problems.append(plain(f"{path} cannot be read ({error.strerror}): check its name and its permissions"))
 
 
 def _read_folder(path: Path, found: Sources, is_given: bool) -> None:
@@ -81,11 +83,15 @@ def _read_folder(path: Path, found: Sources, is_given: bool) -> None:
         found.runs.append(read_run(path))
     elif is_given:
         inner = sorted(one for one in path.iterdir() if one.is_dir() and not one.is_symlink())
-        known = [one for one in inner if any((one / name).is_file() for name in (MANIFEST, RESULTS, RECORD))]
-        if not known:
-            raise ValueError(f"{path} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder")
-        for one in known:
+        before = _num_found(found)
+        for one in inner:
             _read(one, found, is_given=False)
+        if _num_found(found) == before:
+            raise ValueError(f"{path} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder")
+
+
+def _num_found(found: Sources) -> int:
+    return len(found.runs) + len(found.studies) + len(found.benches) + len(found.problems)
 
 
 def read_run(path: Path) -> Run:
@@ -101,14 +107,14 @@ def read_run(path: Path) -> Run:
         raise ValueError(reason)
 
     def of(kind: str) -> list[dict[str, Any]]:
-        return [line for line in lines if line.get("kind") == kind and isinstance(line.get("step"), int)]
+        return [line for line in lines if line.get("kind") == kind and _has_step(line)]
 
     steps: dict[int, list[dict[str, Any]]] = {}
     for file in sorted((path / STEPS).glob("rank-*.jsonl")):
         number = file.stem.removeprefix("rank-")
         if number.isascii() and number.isdigit():
             of_rank, more = _lines(file)
-            steps[int(number)] = [line for line in of_rank if isinstance(line.get("step"), int)]
+            steps[int(number)] = [line for line in of_rank if _has_step(line)]
             problems += more
     final = of("end")
     return Run(
@@ -122,6 +128,10 @@ def read_run(path: Path) -> Run:
         steps=dict(sorted(steps.items())),
         problems=problems,
     )
+
+
+def _has_step(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("step"), int) and abs(line["step"]) < 2**53
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
