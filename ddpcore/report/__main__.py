@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.command_line import check, option, parse
-from ddpcore.report.page import check_report, page_of
+from ddpcore.report.page import check_report, page_with, sections_of
 from ddpcore.report.serve import serve
 from ddpcore.report.sources import Sources, read_sources
 from ddpcore.report.table import plain
@@ -51,7 +51,7 @@ class ServeOptions:
 
     runs: Sequence[Path] = option(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
     port: int = option(8080, "of 127.0.0.1; 0 takes a free one", least=0, below=65536, metavar="N")
-    every: float = option(5.0, "seconds between two looks at the runs", above=0, metavar="SECONDS")
+    every: float = option(5.0, "seconds between two looks at the runs", above=0, below=1e6, metavar="SECONDS")
 
     def __post_init__(self) -> None:
         check(self)
@@ -79,12 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _write(options: ReportOptions) -> int:
     sources = read_sources(options.runs)
     baseline = None if options.baseline is None else read_sources(options.baseline)
-    problems = [*sources.problems, *(baseline.problems if baseline else ())]
+    sections = sections_of(sources, baseline)
+    problems = [problem for section in sections for problem in section.problems]
     for problem in problems:
-        print(f"ddpcore.report: {problem}", file=sys.stderr)
-    if sources.empty:
+        print(f"ddpcore.report: {plain(problem)}", file=sys.stderr)
+    if not any(section.lines or section.tables or section.charts for section in sections):
         return 2
-    replace_file(options.out, page_of(sources, baseline).encode())
+    replace_file(options.out, page_with(sections).encode())
     print(f"{_count(sources)}: {plain(str(options.out))}, {options.out.stat().st_size / 1e6:.1f} MB")
     return 1 if problems else 0
 

@@ -45,7 +45,11 @@ def page_of(sources: Sources, baseline: Sources | None = None, *, refresh: float
         baseline: what to compare with.
         refresh: the page asks its server this often, in seconds, whether there is something new; None: never.
     """
-    sections = sections_of(sources, baseline)
+    return page_with(sections_of(sources, baseline), refresh=refresh)
+
+
+def page_with(sections: Sequence[Section], *, refresh: float | None = None) -> str:
+    """The page of these sections, see :func:`page_of`."""
     by_section: dict[int, list[dict[str, Any]]] = {}
     for number, section in enumerate(sections):
         by_section[number] = [_drawn(chart, f"chart-{number}-{place}") for place, chart in enumerate(section.charts)]

@@ -48,11 +48,6 @@ class Sources:
     benches: list[Bench] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was found."""
-        return not (self.runs or self.studies or self.benches)
-
 
 def read_sources(paths: Sequence[Path]) -> Sources:
     """Read runs, studies and bench results. A folder that is neither may hold some of them one level below."""

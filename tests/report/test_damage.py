@@ -138,3 +138,24 @@ def test_unreadable_results_of_a_study(make_run: Make, tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "read_text", refused)
     sources = read_sources([tmp_path / "study", make_run()])
     assert "Training loss, over steps" in titles(sources) and "Permission denied" in problems(sources)[0]
+
+
+def test_what_only_the_page_finds_is_printed_too(
+    make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "manifest.json").write_text("{")
+    (tmp_path / "bench.json").write_text('{"rows": [{"a": 1}]}')
+    bad, out = [str(tmp_path / "study"), str(tmp_path / "bench.json")], tmp_path / "r.html"
+    for words, code in ((bad, 2), ([*bad, str(make_run())], 1)):
+        assert main([*words, "--out", str(out)]) == code
+        first, second = capsys.readouterr().err.splitlines()
+        assert "manifest.json is damaged" in first and "is not the result of a bench that this version" in second
+        assert out.exists() == (code == 1)
+
+
+def test_a_baseline_of_another_kind(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(RESULTS / "batch-size-cifar10", tmp_path / "study")
+    words = [str(make_run()), "--baseline", str(tmp_path / "study"), "--out", str(tmp_path / "r.html")]
+    assert main(words) == 1
+    assert "no measure in common, so nothing is compared" in capsys.readouterr().err
