@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from rich.text import Text
 from ddpcore.report.buckets import bucket_parts
 from ddpcore.report.chart import Chart, Section, Series, TableData
 from ddpcore.report.comm import comm_parts
-from ddpcore.report.optim import optimizer_parts
-from ddpcore.report.predict import prediction_parts
+from ddpcore.report.demo import demo_parts
+from ddpcore.report.optim import optimizer_parts, own_steps
+from ddpcore.report.predict import case_name, prediction_parts
 from ddpcore.report.runs import network
 from ddpcore.report.sources import Bench
 from ddpcore.report.stats import stats_parts
@@ -44,7 +46,8 @@ def bench_section(bench: Bench) -> Section:
 
 
 def _section(title: str, parts: Parts, charts: Sequence[Chart]) -> Section:
-    lines = [part for part in parts if isinstance(part, str)]
+    captions = [_plain(part.caption) for part in parts if isinstance(part, Table) and part.caption]
+    lines = [*(part for part in parts if isinstance(part, str)), *captions]
     return Section(title=title, lines=lines, tables=[table_data(part) for part in parts if isinstance(part, Table)],
                    charts=[chart for chart in charts if any(series.y for series in chart.series)])  # fmt: skip
 
@@ -103,7 +106,7 @@ def _comm_charts(result: dict[str, Any]) -> list[Chart]:
 
 def _optimizer_charts(result: dict[str, Any]) -> list[Chart]:
     titles = {about["list"]: about["title"] for about in result["lists"]}
-    own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
+    own = own_steps(result)
     names = [f"{row['implementation']}, {titles[row['list']]}" for row in own]
     mine = Series(name="step", x=names, y=[row["gb_per_s"] for row in own])
     copy = Series(name="copy", x=names, y=[row["copy_gb_per_s"] for row in own])
@@ -116,14 +119,17 @@ def _optimizer_charts(result: dict[str, Any]) -> list[Chart]:
 
 
 def _bucket_charts(result: dict[str, Any]) -> list[Chart]:
+    """A strategy has a gap at a size that was measured for another one alone, so that the sizes stay in order."""
     steps, comm = [], []
+    sizes = sorted({row["bucket_mb"] for row in result["rows"]}, key=lambda mb: math.inf if mb is None else mb)
+    x = [*map(size_name, sizes)]
     for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
-        rows = [row for row in result["rows"] if row["strategy"] == strategy]
-        x = [size_name(row["bucket_mb"]) for row in rows]
-        low, middle, high = ([row["step_ms"][key] for row in rows] for key in ("p20", "p50", "p80"))
+        found = {row["bucket_mb"]: row for row in result["rows"] if row["strategy"] == strategy}
+        rows = [found.get(size) for size in sizes]
+        low, middle, high = ([row and row["step_ms"][key] for row in rows] for key in ("p20", "p50", "p80"))
         steps.append(Series(name=strategy, x=x, y=middle, low=low, high=high, style="line+points", color=number))
         for name, key in (("alone", "comm_ms"), ("exposed", "exposed_comm_ms")):
-            y = [row[key] for row in rows]
+            y = [row and row[key] for row in rows]
             comm.append(Series(name=f"{strategy}, {name}", x=x, y=y, style="line+points"))
     return [
         Chart(title="Time of a step by bucket size", x_label="largest bucket", y_label="ms", series=steps),
@@ -132,14 +138,22 @@ def _bucket_charts(result: dict[str, Any]) -> list[Chart]:
 
 
 def _prediction_charts(result: dict[str, Any]) -> list[Chart]:
-    names = [
-        " ".join(str(row[key]) for key in ("strategy", "topology", "transport", "num_buckets") if row[key])
-        for row in result["rows"]
-    ]
+    names = [case_name(row) for row in result["rows"]]
     predicted = Series(name="predicted", x=names, y=[row["predicted_ms"] for row in result["rows"]])
     low, middle, high = ([row["measured_ms"][key] for row in result["rows"]] for key in ("p20", "p50", "p80"))
     measured = Series(name="measured", x=names, y=middle, low=low, high=high)
     return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
+
+
+def _demo_charts(result: dict[str, Any]) -> list[Chart]:
+    series = []
+    for strategy in dict.fromkeys(row["strategy"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["strategy"] == strategy]
+        low, high = ([end(row["test_error_pct"]) for row in rows] for end in (min, max))
+        x, y = [row["lr"] for row in rows], [row["median_pct"] for row in rows]
+        series.append(Series(name=strategy, x=x, y=y, low=low, high=high, style="line+points"))
+    note = "The median of the runs, with a band from the best to the worst."
+    return [Chart(title="Test error", x_label="learning rate", y_label="%", series=series, note=note)]
 
 
 def _stats_charts(result: dict[str, Any]) -> list[Chart]:
@@ -172,5 +186,6 @@ _KINDS: tuple[tuple[Callable[..., bool], str, Callable[..., Parts], Callable[...
     (_has("op"), "Operations over transports", comm_parts, _comm_charts),
     (_has("statistics"), "Cost of statistics", stats_parts, _stats_charts),
     (_has("spectral_gap"), "Topologies", topology_parts, _topology_charts),
+    (_has("num_failed"), "The demo", demo_parts, _demo_charts),
     (_has("samples_per_s"), "Strategies", lambda result: strategy_parts(result, ""), _strategy_charts),
 )  # fmt: skip

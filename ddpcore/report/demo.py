@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ddpcore.report.plot import Figure, save
 from ddpcore.report.table import print_parts, table_of
@@ -17,12 +18,17 @@ NAMES = {"ssgd": "SSGD: averages gradients", "dpsgd": "DPSGD: averages weights"}
 
 def print_demo(result: dict[str, Any], console: Console | None = None) -> None:
     """Print a line for each learning rate and strategy, and what it shows."""
+    print_parts(console, *demo_parts(result))
+
+
+def demo_parts(result: dict[str, Any]) -> list[Table | str]:
+    """What :func:`print_demo` prints."""
     title = (
         f"{result['learners']} learners x {result['batch_size']} handwritten digits, {result['steps']} steps, "
         f"{result['seeds']} seeds"
     )
     table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",), group="lr")
-    print_parts(console, table, seen(result))
+    return [table, seen(result)]
 
 
 def seen(result: dict[str, Any]) -> str:
