@@ -49,8 +49,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     (ours, theirs), fastest = [[min(side, key=key) for side in (weights, gradients)] for key in keys]
     predicted, measured = (key(ours) / key(theirs) for key in keys)
     line = (
-        f"will it pay: a step of {case_name(ours)} takes {predicted:.2f} of the time of {case_name(theirs)} as predicted, "
-        f"and {measured:.2f} as measured"
+        f"will it pay: a step of {case_name(ours)} takes {predicted:.2f} of the time of {case_name(theirs)} as "
+        f"predicted, and {measured:.2f} as measured"
     )
     if fastest != [ours, theirs]:
         line += f"; the fastest as measured are {case_name(fastest[0])} and {case_name(fastest[1])}: "

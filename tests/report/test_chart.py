@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,42 @@ def test_runs_of_several_seeds_have_a_spread(make_run: Make) -> None:
     assert {row[0].split(": ")[1]: row[-1] for row in rows} == {
         "train_loss": "moved up", "accuracy": "within the spread", "total_seconds": "within the spread"
     }  # fmt: skip
+
+
+def test_benches_of_other_models_are_not_compared() -> None:
+    def of(model: str, ms: float) -> Sources:
+        rows = [{"strategy": "ssgd", "step_ms": dict.fromkeys(("p20", "p50", "p80"), ms)}]
+        config = {"model": model, "batch_size": 8}
+        return Sources(benches=[Bench(name="b", result={"rows": rows, **more(config)}) for more in (dict, wrapped)])
+
+    def wrapped(config: dict[str, Any]) -> dict[str, Any]:
+        return {"config": {**config, "every": 5}}
+
+    assert "nothing is compared" in baseline_section(of("resnet18", 100), of("mlp", 1), [], []).problems[0]
+    (table,) = baseline_section(of("mlp", 100), of("mlp", 1), [], []).tables
+    assert [row[0] for row in table.rows] == ["mlp 8 ssgd: step_ms", "mlp 8 5 ssgd: step_ms"]
+
+
+def test_runs_that_differ_in_more_than_their_seed_are_not_compared(make_run: Make) -> None:
+    """In whatever order they are named. How often a run saves or records changes no result."""
+
+    def with_field(folder: Path, **fields: Any) -> Path:
+        first, *others = (folder / "record.jsonl").read_text().splitlines(keepends=True)
+        header = json.loads(first)
+        header["config"] |= fields
+        (folder / "record.jsonl").write_text(json.dumps(header) + "\n" + "".join(others))
+        return folder
+
+    light = with_field(make_run("light", seed=1), accumulation=2, record_steps=True)
+    heavy = with_field(make_run("heavy", seed=50), accumulation=4)
+    before = read_sources([with_field(make_run("before", seed=2), accumulation=4)])
+    for folders in ([light, heavy], [heavy, light]):
+        section = baseline_section(read_sources(folders), before, [], [])
+        found = {row[0]: row[2] for row in section.tables[0].rows}
+        loss = "run dpsgd ring lenet5 synthetic 128 0.1 accumulation=4: train_loss"
+        assert float(found[loss]) == pytest.approx(1 / 6 + 0.5, abs=1e-4)
+        assert len(found) == 3 and "3 measures are only here" in section.lines[1]
+    assert baseline_section(read_sources([light]), before, [], []).problems
 
 
 def test_lines_by_names_and_by_configs() -> None:
