@@ -76,7 +76,9 @@ def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Secti
         sections.append(Section(title="The baseline, not read", problems=lost))
         sections += _guarded(lambda: [baseline_section(sources, baseline, comparisons, others)], "the baseline")
     sections += _guarded(lambda: run_sections(sources.runs), "the runs")
-    sections += _guarded(lambda: timeline_sections(sources.runs, labels(sources.runs)), "the recorded steps")
+    for run, name in zip(sources.runs, labels(sources.runs), strict=True):
+        what = f"the recorded steps of {name}"
+        sections += _guarded(lambda one=run, name=name: timeline_sections([one], [name]), what)  # type: ignore[misc]
     for comparison in comparisons:
         sections += _guarded(lambda one=comparison: [study_section(one)], comparison["study"])  # type: ignore[misc]
     for bench in sources.benches:

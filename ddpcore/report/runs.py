@@ -18,6 +18,7 @@ _OF_EPOCHS = {
     "loss": ("Loss on the evaluation split", "mean cross-entropy", True),
     "accuracy": ("Accuracy on the evaluation split", "share of samples, 0 to 1", False),
 }
+_INTERVALS = "The band is the recorded interval. Where one end of the interval is open, there is no band."
 _DISTANCE = "distance from the mean"
 _SHOWN = ("strategy", "topology", "learners", "model", "dataset", "batch_size", "optimizer", "lr", "seed")
 
@@ -117,7 +118,7 @@ def _statistics(runs: Sequence[Run], names: Sequence[str]) -> Section:
         losses.append(_series(name, number, lines, "step", lambda row: _part(row, "dynamics", "full_loss")))
         spreads.append(_series(name, number, lines, "step", lambda row: _part(row, "spread", "consensus_distance")))
     charts = [
-        _chart("Gradient noise scale", "step", "samples", scales, True, "The band is the recorded interval."),
+        _chart("Gradient noise scale", "step", "samples", scales, True, _INTERVALS),
         _chart("Effective learning rate", "step", "effective / set learning rate", rates, False),
         _chart("Loss of the mean weights on the training set", "step", "mean loss", losses, True),
         _chart("Consensus distance at measured steps", "step", _DISTANCE, spreads, True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from ddpcore.report.baseline import Measure, baseline_section, verdict
 from ddpcore.report.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, thinned, thinned_chart
+from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.sources import Bench, Sources, read_sources
+from ddpcore.report.static_chart import svg_of
 from ddpcore.report.study_charts import lines_of, study_charts
 from ddpcore.report.timeline import timeline_sections, what_if
 
@@ -138,6 +141,29 @@ def test_runs_that_differ_in_more_than_their_seed_are_not_compared(make_run: Mak
         assert float(found[loss]) == pytest.approx(1 / 6 + 0.5, abs=1e-4)
         assert len(found) == 3 and "3 measures are only here" in section.lines[1]
     assert baseline_section(read_sources([light]), before, [], []).problems
+
+
+def test_a_band_has_no_values_between_its_parts() -> None:
+    """Plotly joins a band over the points that have none."""
+    for library in ("plotly", "matplotlib"):
+        pytest.importorskip(library)
+    low, high = [1, 1, None, 2, None, 3, 3], [2, 2, None, None, None, 4, 4]
+    series = Series(name="a", x=range(7), y=[1.5] * 7, low=low, high=high)
+    traces = figure_of(Chart(title="t", series=[series]))["data"]
+    assert [trace["x"] for trace in traces] == [[0, 1], [0, 1], [5, 6], [5, 6], list(range(7))]
+    assert [trace.get("fill") for trace in traces] == [None, "tonexty", None, "tonexty", None]
+    one = Series(name="a", x=[3, 4], y=[1.5, 1.5], low=[1, None], high=[2, None])
+    (line, _) = figure_of(Chart(title="t", series=[one]))["data"]
+    assert (line["x"], line["y"]) == ([3, 3], [1, 2]), "a band of one point is a line"
+    assert "LineCollection" in svg_of(Chart(title="t", series=[one]))
+
+
+def test_pictures_are_drawn_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+    """Of letters that the font lacks."""
+    pytest.importorskip("matplotlib")
+    warnings.simplefilter("always")
+    svg_of(Chart(title="t", x_label="日本", series=[Series(name="a", x=[1, 2], y=[1.0, 2.0])]))
+    assert len(recwarn) == 0
 
 
 def test_lines_by_names_and_by_configs() -> None:

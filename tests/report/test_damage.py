@@ -159,3 +159,10 @@ def test_a_baseline_of_another_kind(make_run: Make, tmp_path: Path, capsys: pyte
     words = [str(make_run()), "--baseline", str(tmp_path / "study"), "--out", str(tmp_path / "r.html")]
     assert main(words) == 1
     assert "no measure in common, so nothing is compared" in capsys.readouterr().err
+
+
+def test_the_recorded_steps_of_another_run(make_run: Make, recorded_steps: Any) -> None:
+    lines = [{**line, "compute": 1e308} for line in recorded_steps[0]]
+    sources = read_sources([make_run("damaged", steps={0: lines, 1: lines}), make_run(steps=recorded_steps)])
+    assert "the recorded steps of damaged cannot be shown" in problems(sources)[0]
+    assert "Who waits for whom: run" in [section.title for section in sections_of(sources)]
