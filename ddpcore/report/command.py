@@ -37,6 +37,8 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.out.exists() and any(run.exists() and run.samefile(self.out) for run in self.runs):
+            raise ValueError(f"--out: {self.out} is one of the files to show: name another file")
 
 
 @dataclass(frozen=True, kw_only=True)

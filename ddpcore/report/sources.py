@@ -135,7 +135,7 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     try:
         for line in rows(path):
             lines.append(line)  # an error later on loses no line
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return lines, [f"{plain(str(error))}: the report shows the {len(lines)} lines before it"]
     return lines, []
 

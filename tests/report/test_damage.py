@@ -166,3 +166,33 @@ def test_the_recorded_steps_of_another_run(make_run: Make, recorded_steps: Any) 
     sources = read_sources([make_run("damaged", steps={0: lines, 1: lines}), make_run(steps=recorded_steps)])
     assert "the recorded steps of damaged cannot be shown" in problems(sources)[0]
     assert "Who waits for whom: run" in [section.title for section in sections_of(sources)]
+
+
+def test_unreadable_steps_of_one_rank(make_run: Make, recorded_steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(steps=recorded_steps)
+    read_text = Path.read_text
+
+    def refused(path: Path, *more: Any, **other: Any) -> str:
+        if path.name == "rank-1.jsonl":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *more, **other)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    sources = read_sources([folder])
+    assert "Loss of each learner: run" in titles(sources)
+    assert "Permission denied" in problems(sources)[0] and "rank-1.jsonl" in problems(sources)[0]
+
+
+def test_the_page_replaces_none_of_its_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"rows": []}))
+    assert main([str(file), "--out", str(tmp_path / "." / "bench.json")]) == 2
+    assert capsys.readouterr().err == f"ddpcore.report: --out: {file} is one of the files to show: name another file\n"
+    assert file.read_text() == '{"rows": []}'
+
+
+def test_a_loop_of_links(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert main([str(make_run()), str(loop), "--out", str(loop)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1 and "ddpcore report" in loop.read_text()
