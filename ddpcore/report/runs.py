@@ -45,8 +45,8 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Section:
     rows = []
     where = []
     for run, name in zip(runs, names, strict=True):
-        config, header = run.header["config"], run.header
-        values = [_text(config.get(key)) for key in _SHOWN]
+        header = run.header
+        values = [_text(_config_value(header, key)) for key in _SHOWN]
         last = run.epochs[-1] if run.epochs else {}
         rows.append([
             name, state_of(run), *values, _text(run.final.get("step", last.get("step", 0))),
@@ -69,6 +69,13 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Section:
         TableData(title="Where, and with which versions", headings=places, rows=where),
     ]
     return Section(title="What ran", lines=lines, tables=[*tables, *_flatness(runs, names)], problems=problems)
+
+
+def _config_value(header: dict[str, Any], key: str) -> Any:
+    """A field of the config, but no topology of a strategy without neighbours, for which ``train`` records None."""
+    config = header["config"]
+    is_recorded = "topology" in header and _is_index(config.get("learners"), MOST_DRAWN + 1)
+    return None if key == "topology" and is_recorded and header["topology"] is None else config.get(key)
 
 
 def state_of(run: Run) -> str:
