@@ -15,13 +15,12 @@ from ddpcore.report.comm import comm_parts
 from ddpcore.report.demo import demo_parts
 from ddpcore.report.optim import optimizer_parts, own_steps
 from ddpcore.report.predict import case_name, prediction_parts
-from ddpcore.report.runs import network
+from ddpcore.report.runs import MOST_DRAWN, network
 from ddpcore.report.sources import Bench
 from ddpcore.report.stats import stats_parts
 from ddpcore.report.strategies import strategy_parts
 from ddpcore.report.table import plain, size_name
 from ddpcore.report.topology import topology_parts
-from ddpcore.topology.describe import MOST_DRAWN
 
 Parts = Sequence[Table | str]
 

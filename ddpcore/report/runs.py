@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
 from ddpcore.report.sources import Run
 from ddpcore.report.table import plain
-from ddpcore.topology.describe import MOST_DRAWN
 
 # Field of an epoch, or of the part of a statistics line, and the title and y label of its chart.
 _OF_EPOCHS = {
@@ -19,6 +18,7 @@ _OF_EPOCHS = {
     "accuracy": ("Accuracy on the evaluation split", "share of samples, 0 to 1", False),
 }
 _INTERVALS = "The band is the recorded interval. Where one end of the interval is open, there is no band."
+MOST_DRAWN = 64  # learners; more are not recorded, see ddpcore.topology.describe
 _DISTANCE = "distance from the mean"
 _SHOWN = ("strategy", "topology", "learners", "model", "dataset", "batch_size", "optimizer", "lr", "seed")
 
