@@ -66,11 +66,13 @@ def test_what_needs_an_extra_names_it(what: str, package: str, bare: dict[str, A
     assert bare[what] == f"{package} is not installed: pip install 'ddpcore[train]'"
 
 
-@pytest.mark.parametrize("command", ["bench", "bench comm", "experiments", "demo", "train"])
+@pytest.mark.parametrize("command", [
+    "bench", "bench comm", "experiments", "demo", "train", "training command", "report", "report command",
+])  # fmt: skip
 def test_a_command_says_in_one_line_which_extra_it_needs(command: str, bare: dict[str, Any]) -> None:
     code, error = bare[command]
     assert code == 2
-    assert re.fullmatch(r"ddpcore[. ]\w+: \w+ is not installed: pip install 'ddpcore\[(bench|train)\]'\n", error)
+    assert re.fullmatch(r"ddpcore[. ]\w+: \w+ is not installed: pip install 'ddpcore\[(bench|train|report)\]'\n", error)
 
 
 def test_every_package_that_the_code_names_is_in_that_extra() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import types
 from collections.abc import Sequence
@@ -166,7 +167,7 @@ def check(config: Any) -> None:
             if about["parts"] is not None:
                 _check_part(name, one, about["parts"])
         if about["is_file"]:
-            _check_writable(name, value.resolve())
+            _check_writable(name, Path(os.path.realpath(value)))  # resolve() refuses a loop of links
 
 
 def _check_part(name: str, part: str, parts: Registry[Any]) -> None:

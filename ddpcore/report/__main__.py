@@ -1,104 +1,22 @@
-"""``python -m ddpcore.report RUNS... --out report.html`` and ``python -m ddpcore.report serve RUNS...``."""
+"""``python -m ddpcore.report``, see :mod:`ddpcore.report.command`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
-from pathlib import Path
-from typing import Any
 
-from ddpcore.options.command_line import check, option, parse
-from ddpcore.report.page import check_report, page_of
-from ddpcore.report.serve import serve
-from ddpcore.report.sources import Sources, read_sources
-from ddpcore.report.table import plain
-from ddpcore.storage.files import replace_file
-
-_RUNS = "folders of runs or of studies, and JSON files of benches"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """Write one HTML page about runs, studies and bench results.
-
-    Raises:
-        ValueError: an option has a value that is not allowed.
-    """
-
-    EXAMPLE = "python -m ddpcore.report runs/first --out report.html"
-
-    runs: Sequence[Path] = option(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
-    out: Path = option(Path("report.html"), "the page to write", is_file=True)
-    baseline: Sequence[Path] | None = option(
-        None, "what to compare with: the page marks what moved by more than its spread", nargs="+", type=Path,
-        metavar="RUN",
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Serve the page of runs in progress on 127.0.0.1; it loads itself again when the runs have changed.
-
-    Raises:
-        ValueError: an option has a value that is not allowed.
-    """
-
-    EXAMPLE = "python -m ddpcore.report serve runs/first"
-
-    runs: Sequence[Path] = option(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
-    port: int = option(8080, "of 127.0.0.1; 0 takes a free one", least=0, below=65536, metavar="N")
-    every: float = option(5.0, "seconds between two looks at the runs", above=0, metavar="SECONDS")
-
-    def __post_init__(self) -> None:
-        check(self)
+from ddpcore.options.extras import MissingPackage, extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0, or 1 if something named could not be shown, 2 if the command is wrong."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    is_serve = words[:1] == ["serve"]
-    kind: type[Any] = ServeOptions if is_serve else ReportOptions
-    prog = "python -m ddpcore.report" + (" serve" if is_serve else "")
-    about = (kind.__doc__ or "").splitlines()[0]
-    more = "" if is_serve else "A run in progress: python -m ddpcore.report serve RUN ..."
+    """Run a command, see :func:`ddpcore.report.command.run_command`. Returns 2 if a package is missing."""
     try:
-        options = parse(kind, words[is_serve:], prog=prog, description=about, epilog=more)
-        check_report()
-        return _serve(options) if is_serve else _write(options)
-    except (ValueError, OSError) as error:
-        print(f"ddpcore.report: {plain(str(error))}", file=sys.stderr)
+        with extra("report"):
+            from ddpcore.report.command import run_command  # noqa: PLC0415  a missing package is one line
+    except MissingPackage as error:
+        print(f"ddpcore.report: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def _write(options: ReportOptions) -> int:
-    sources = read_sources(options.runs)
-    baseline = None if options.baseline is None else read_sources(options.baseline)
-    problems = [*sources.problems, *(baseline.problems if baseline else ())]
-    for problem in problems:
-        print(f"ddpcore.report: {problem}", file=sys.stderr)
-    if sources.empty:
-        return 2
-    replace_file(options.out, page_of(sources, baseline).encode())
-    print(f"{_count(sources)}: {plain(str(options.out))}, {options.out.stat().st_size / 1e6:.1f} MB")
-    return 1 if problems else 0
-
-
-def _serve(options: ServeOptions) -> int:
-    for problem in read_sources(options.runs).problems:
-        print(f"ddpcore.report: {problem}", file=sys.stderr)
-    serve(options.runs, options.port, options.every)
-    return 0
-
-
-def _count(sources: Sources) -> str:
-    found = ((len(sources.runs), "runs"), (len(sources.studies), "studies"), (len(sources.benches), "bench results"))
-    return ", ".join(f"{number} {what}" for number, what in found if number)
+    return run_command(argv)
 
 
 if __name__ == "__main__":

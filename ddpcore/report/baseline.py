@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,12 @@ from typing import Any
 from ddpcore.report.chart import Section, TableData, finite
 from ddpcore.report.sources import Run, Sources
 
-# Columns of bench rows that name a row, and those with p20, p50 and p80.
-_NAMES = ("strategy", "topology", "transport", "op", "size_bytes", "bucket_mb", "comparison", "list", "implementation",
-          "statistics", "num_buckets", "world_size")  # fmt: skip
+# Columns of bench rows, or fields of the result, that name a row; and columns with p20, p50 and p80.
+_NAMES = ("model", "batch_size", "dtype", "backend", "every", "strategy", "topology", "transport", "op", "size_bytes",
+          "bucket_mb", "comparison", "list", "implementation", "statistics", "num_buckets", "world_size")  # fmt: skip
 _OF_RUNS = ("strategy", "topology", "model", "dataset", "batch_size", "lr")
+# Fields of a config that change no result, and the seed.
+_SAME = ("seed", "data_dir", "download", "checkpoint_every", "keep_last", "keep_best", "record_steps")
 _QUANTILES = ("step_ms", "ms", "time_us", "measured_ms", "overhead_pct")
 
 
@@ -29,7 +30,8 @@ class Measure:
 
 def baseline_section(now: Sources, before: Sources, comparisons: Sequence[Any], others: Sequence[Any]) -> Section:
     """The measures that both have, and which of them moved beyond the spread of both."""
-    mine, theirs = ({**_of_benches(one), **_of_runs(one.runs)} for one in (now, before))
+    configs = [_config(run) for run in (*now.runs, *before.runs)]
+    mine, theirs = ({**_of_benches(one), **_of_runs(one.runs, configs)} for one in (now, before))
     mine |= _of_studies(comparisons)
     theirs |= _of_studies(others)
     shared = [key for key in mine if key in theirs]
@@ -57,7 +59,7 @@ def baseline_section(now: Sources, before: Sources, comparisons: Sequence[Any], 
 def verdict(before: Measure, now: Measure) -> str:
     """``moved up``, ``moved down``, ``within the spread``, or why that is not known."""
     if None in (before.low, before.high, now.low, now.high):
-        return "no spread: run it with several seeds"
+        return "no spread, so no verdict"
     assert before.low is not None and before.high is not None and now.low is not None and now.high is not None
     if now.low > before.high:
         return "moved up"
@@ -73,15 +75,20 @@ def _text(one: Measure) -> str:
 def _of_benches(sources: Sources) -> dict[str, Measure]:
     found = {}
     for bench in sources.benches:
+        config = bench.result.get("config")
+        about = {**(config if isinstance(config, dict) else {}), **bench.result}
         for row in bench.result["rows"]:
             if not isinstance(row, dict):
                 continue
-            name = " ".join(f"{row[key]}" for key in _NAMES if row.get(key) is not None)
+            named = {**about, **row}
+            name = " ".join(f"{named[key]}" for key in _NAMES if named.get(key) is not None)
             for key in _QUANTILES:
                 values = row.get(key)
-                if isinstance(values, dict) and finite(values.get("p50")) is not None:
-                    low, high = finite(values.get("p20")), finite(values.get("p80"))
-                    found[f"{name}: {key}"] = Measure(values["p50"], low, high)
+                low, middle, high = (
+                    finite(values.get(part)) if isinstance(values, dict) else None for part in ("p20", "p50", "p80")
+                )
+                if middle is not None:
+                    found[f"{name}: {key}"] = Measure(middle, low, high)
     return found
 
 
@@ -98,22 +105,29 @@ def _of_studies(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Measure]:
     return found
 
 
-def _of_runs(runs: Sequence[Run]) -> dict[str, Measure]:
-    """Runs that differ in their seed alone are one group."""
+def _of_runs(runs: Sequence[Run], configs: Sequence[dict[str, Any]]) -> dict[str, Measure]:
+    """Runs that differ in their seed alone are one group. ``configs`` are those of both sides."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        config = {key: value for key, value in run.header["config"].items() if key not in ("seed", "data_dir")}
-        groups.setdefault(json.dumps(config, sort_keys=True, default=str), []).append(run)
+        groups.setdefault(_name_of(_config(run), configs), []).append(run)
     found = {}
-    for key, group in groups.items():
-        config = json.loads(key)
-        name = " ".join(str(config.get(part)) for part in _OF_RUNS)
-        while f"run {name}: train_loss" in found:
-            name += "'"  # another group that differs in a field that the name does not show
+    for name, group in groups.items():
         for metric, values in _finals(group).items():
             low, high = (min(values), max(values)) if len(values) > 1 else (None, None)
             found[f"run {name}: {metric}"] = Measure(statistics.fmean(values), low, high)
     return found
+
+
+def _config(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.header["config"].items() if key not in _SAME}
+
+
+def _name_of(config: dict[str, Any], configs: Sequence[dict[str, Any]]) -> str:
+    """The main fields, and those in which configs with equal main fields differ. Other versions may lack a field."""
+    main = [str(config.get(key)) for key in _OF_RUNS]
+    alike = [other for other in configs if [str(other.get(key)) for key in _OF_RUNS] == main]
+    differing = sorted(key for key in config if any(key in other and other[key] != config[key] for other in alike))
+    return " ".join([*main, *(f"{key}={config[key]}" for key in differing)])
 
 
 def _finals(group: Sequence[Run]) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +14,10 @@ from ddpcore.report.buckets import bucket_parts
 from ddpcore.report.chart import Chart, Section, Series, TableData
 from ddpcore.report.comm import comm_parts
 from ddpcore.report.demo import demo_charts, demo_parts
-from ddpcore.report.optim import optimizer_parts
+from ddpcore.report.optim import optimizer_parts, own_steps
 from ddpcore.report.plot import plot_charts
-from ddpcore.report.predict import prediction_parts
-from ddpcore.report.runs import network
+from ddpcore.report.predict import case_name, prediction_parts
+from ddpcore.report.runs import MOST_DRAWN, network
 from ddpcore.report.sources import Bench
 from ddpcore.report.stats import stats_parts
 from ddpcore.report.strategies import strategy_parts
@@ -38,7 +39,7 @@ def bench_section(bench: Bench) -> Section:
         raise ValueError(f"{bench.name} is not the result of a bench that this version knows: run the bench again")
     try:
         return _section(f"{kind.title}: {bench.name}", kind.parts(result), kind.charts(result))
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{bench.name} is damaged or of another version ({plain(reason)}): run the bench again"
@@ -59,7 +60,8 @@ def plot_bench(result: dict[str, Any], path: Path) -> None:
 
 
 def _section(title: str, parts: Parts, charts: Sequence[Chart]) -> Section:
-    lines = [part for part in parts if isinstance(part, str)]
+    captions = [_plain(part.caption) for part in parts if isinstance(part, Table) and part.caption]
+    lines = [*(part for part in parts if isinstance(part, str)), *captions]
     tables = [table_data(part) for part in parts if isinstance(part, Table)]
     return Section(title=title, lines=lines, tables=tables, charts=_drawn(charts))
 
@@ -134,7 +136,7 @@ def _comm_charts(result: dict[str, Any]) -> list[Chart]:
 
 def _optimizer_charts(result: dict[str, Any]) -> list[Chart]:
     titles = {about["list"]: about["title"] for about in result["lists"]}
-    own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
+    own = own_steps(result)
     names = [f"{row['implementation']}, {titles[row['list']]}" for row in own]
     mine = Series(name="step", x=names, y=[row["gb_per_s"] for row in own])
     copy = Series(name="copy", x=names, y=[row["copy_gb_per_s"] for row in own])
@@ -147,14 +149,17 @@ def _optimizer_charts(result: dict[str, Any]) -> list[Chart]:
 
 
 def _bucket_charts(result: dict[str, Any]) -> list[Chart]:
+    """A strategy has a gap at a size that was measured for another one alone, so that the sizes stay in order."""
     steps, comm = [], []
+    sizes = sorted({row["bucket_mb"] for row in result["rows"]}, key=lambda mb: math.inf if mb is None else mb)
+    x = [*map(size_name, sizes)]
     for number, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
-        rows = [row for row in result["rows"] if row["strategy"] == strategy]
-        x = [size_name(row["bucket_mb"]) for row in rows]
-        low, middle, high = ([row["step_ms"][key] for row in rows] for key in ("p20", "p50", "p80"))
+        found = {row["bucket_mb"]: row for row in result["rows"] if row["strategy"] == strategy}
+        rows = [found.get(size) for size in sizes]
+        low, middle, high = ([row and row["step_ms"][key] for row in rows] for key in ("p20", "p50", "p80"))
         steps.append(Series(name=strategy, x=x, y=middle, low=low, high=high, style="line+points", color=number))
         for name, key in (("alone", "comm_ms"), ("exposed", "exposed_comm_ms")):
-            y = [row[key] for row in rows]
+            y = [row and row[key] for row in rows]
             comm.append(Series(name=f"{strategy}, {name}", x=x, y=y, style="line+points"))
     return [
         Chart(title="Time of a step by bucket size", x_label="largest bucket", y_label="ms", series=steps),
@@ -163,10 +168,7 @@ def _bucket_charts(result: dict[str, Any]) -> list[Chart]:
 
 
 def _prediction_charts(result: dict[str, Any]) -> list[Chart]:
-    names = [
-        " ".join(str(row[key]) for key in ("strategy", "topology", "transport", "num_buckets") if row[key])
-        for row in result["rows"]
-    ]
+    names = [case_name(row) for row in result["rows"]]
     predicted = Series(name="predicted", x=names, y=[row["predicted_ms"] for row in result["rows"]])
     low, middle, high = ([row["measured_ms"][key] for row in result["rows"]] for key in ("p20", "p50", "p80"))
     measured = Series(name="measured", x=names, y=middle, low=low, high=high)
@@ -187,7 +189,7 @@ def _topology_charts(result: dict[str, Any]) -> list[Chart]:
     drawings = [
         network(f"{row['topology']}, spectral gap {row['spectral_gap']:.4g}", row["num_learners"], row["edges"])
         for row in rows
-        if row.get("edges") is not None
+        if row.get("edges") is not None and row["num_learners"] <= MOST_DRAWN
     ]
     return [Chart(title="Spectral gap", kind="bars", x_label="spectral gap", series=[gaps]), *drawings]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 MAX_POINTS = 1000  # of a curve on the page
@@ -126,9 +127,22 @@ def distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
     return [0.0 if value is None or end is None else abs(end - value) for value, end in pairs]
 
 
+def band_parts(series: Series) -> list[slice]:
+    """The parts of a curve in which each point has both ends of its band."""
+    if series.low is None or series.high is None:
+        return []
+    known = [low is not None and high is not None for low, high in zip(series.low, series.high, strict=True)]
+    parts = []
+    for is_known, places in groupby(range(len(known)), lambda place: known[place]):
+        if is_known:
+            part = [*places]
+            parts.append(slice(part[0], part[-1] + 1))
+    return parts
+
+
 def finite(value: Any) -> Number:
-    """The value as a number; None if it is none, or not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """The value as a number; None if it is none, not finite, or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
 

@@ -56,9 +56,6 @@ def _cell(left: dict[str, Any], right: dict[str, Any]) -> str:
 def _bandwidths(result: dict[str, Any]) -> Table:
     """A line for each of ddpcore's steps and each parameter list, with the times of its first comparison."""
     titles = {about["list"]: about["title"] for about in result["lists"]}
-    own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
-    first = {(row["implementation"], row["list"]): row for row in reversed(own)}
-    rows = [row for row in own if first[row["implementation"], row["list"]] is row]
     title = "ddpcore's steps, in their first comparison: bandwidth for the least possible traffic, and that of a copy"
     columns = {
         "step": lambda row: row["implementation"],
@@ -69,7 +66,14 @@ def _bandwidths(result: dict[str, Any]) -> Table:
         "copy GB/s": number("copy_gb_per_s", "{:.1f}"),
         "of copy": lambda row: f"{row['gb_per_s'] / row['copy_gb_per_s']:.0%}",
     }
-    return table_of(columns, rows, title=title, left=("step", "list"))
+    return table_of(columns, own_steps(result), title=title, left=("step", "list"))
+
+
+def own_steps(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of ddpcore's steps: one for each step and parameter list, of their first comparison."""
+    own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
+    first = {(row["implementation"], row["list"]): row for row in reversed(own)}
+    return [row for row in own if first[row["implementation"], row["list"]] is row]
 
 
 def _traffic(row: dict[str, Any]) -> str:

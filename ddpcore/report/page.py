@@ -45,7 +45,11 @@ def page_of(sources: Sources, baseline: Sources | None = None, *, refresh: float
         baseline: what to compare with.
         refresh: the page asks its server this often, in seconds, whether there is something new; None: never.
     """
-    sections = sections_of(sources, baseline)
+    return page_with(sections_of(sources, baseline), refresh=refresh)
+
+
+def page_with(sections: Sequence[Section], *, refresh: float | None = None) -> str:
+    """The page of these sections, see :func:`page_of`."""
     by_section: dict[int, list[dict[str, Any]]] = {}
     for number, section in enumerate(sections):
         by_section[number] = [_drawn(chart, f"chart-{number}-{place}") for place, chart in enumerate(section.charts)]
@@ -72,7 +76,9 @@ def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Secti
         sections.append(Section(title="The baseline, not read", problems=lost))
         sections += _guarded(lambda: [baseline_section(sources, baseline, comparisons, others)], "the baseline")
     sections += _guarded(lambda: run_sections(sources.runs), "the runs")
-    sections += _guarded(lambda: timeline_sections(sources.runs, labels(sources.runs)), "the recorded steps")
+    for run, name in zip(sources.runs, labels(sources.runs), strict=True):
+        what = f"the recorded steps of {name}"
+        sections += _guarded(lambda one=run, name=name: timeline_sections([one], [name]), what)  # type: ignore[misc]
     for comparison in comparisons:
         sections += _guarded(lambda one=comparison: [study_section(one)], comparison["study"])  # type: ignore[misc]
     for bench in sources.benches:
@@ -84,7 +90,7 @@ def _guarded(make: Callable[[], Sequence[Section]], what: str) -> Sequence[Secti
     """The sections, or the reason why there are none: a damaged file must not cost the rest of the report."""
     try:
         return make()
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         known = isinstance(error, ValueError) and what in str(error)
         reason = str(error) if known else f"{what} cannot be shown ({type(error).__name__}: {error}): is it damaged?"
         return [Section(title="Not shown", problems=[plain(reason)])]

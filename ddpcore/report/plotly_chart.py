@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpcore.report.chart import GREY, Chart, color_of, dash_of, distances
+from ddpcore.report.chart import GREY, Chart, Series, band_parts, color_of, dash_of, distances, finite
 from ddpcore.report.table import plain
 
 HEAT = "Cividis"  # readable with every colour blindness, and in grey
@@ -37,18 +37,7 @@ def _lines(chart: Chart) -> list[dict[str, Any]]:
     for number, series in enumerate(chart.series):
         color, x = color_of(series, number), _short(series.x)
         name = _text(series.name)
-        if series.low is not None and series.high is not None:
-            edge = {
-                "x": x,
-                "mode": "lines",
-                "line": {"width": 0},
-                "hoverinfo": "skip",
-                "legendgroup": _text(series.group) or name,
-            }
-            traces.append({**edge, "y": _short(series.low), "showlegend": False})
-            traces.append({
-                **edge, "y": _short(series.high), "showlegend": False, "fill": "tonexty", "fillcolor": color + "33",
-            })  # fmt: skip
+        traces += _band(series, color)
         trace: dict[str, Any] = {
             "x": x, "y": _short(series.y), "name": name, "legendgroup": _text(series.group) or name,
             "showlegend": not series.group, "mode": series.style.replace(
@@ -61,6 +50,22 @@ def _lines(chart: Chart) -> list[dict[str, Any]]:
         if series.text is not None:
             trace["text"] = [_text(text) for text in series.text]
         traces.append(trace)
+    return traces
+
+
+def _band(series: Series, color: str) -> list[dict[str, Any]]:
+    """Its lower and upper edge; a line where only one point has a band. Plotly would fill the gaps between parts."""
+    traces: list[dict[str, Any]] = []
+    for part in band_parts(series):
+        assert series.low is not None and series.high is not None
+        x, low, high = (_short(values[part]) for values in (series.x, series.low, series.high))
+        edge: dict[str, Any] = {"mode": "lines", "hoverinfo": "skip", "showlegend": False,
+                                "legendgroup": _text(series.group or series.name)}  # fmt: skip
+        if len(x) == 1:
+            traces.append({**edge, "x": [*x, *x], "y": [*low, *high], "line": {"width": 2, "color": color + "55"}})
+            continue
+        edge |= {"x": x, "line": {"width": 0}}
+        traces += [{**edge, "y": low}, {**edge, "y": high, "fill": "tonexty", "fillcolor": color + "33"}]
     return traces
 
 
@@ -115,5 +120,9 @@ def _tick(value: Any) -> str:
 
 
 def _short(values: Any) -> list[Any]:
-    """Numbers with six digits, which is more than a screen shows."""
-    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+    """Numbers with six digits, which is more than a screen shows; None for those that JSON does not have."""
+    return [_shortened(value) if isinstance(value, float) else value for value in values]
+
+
+def _shortened(value: float) -> float | None:
+    return None if finite(value) is None else float(f"{value:.6g}")

@@ -33,7 +33,7 @@ def accuracy(rows: list[dict[str, Any]]) -> str:
     """The median and the largest error of the predictions, in one line."""
     errors = [abs(row["error_pct"]) for row in rows]
     worst = rows[errors.index(max(errors))]
-    return f"prediction error: median {median(errors):.1f} %, worst {max(errors):.1f} % ({_case(worst)})"
+    return f"prediction error: median {median(errors):.1f} %, worst {max(errors):.1f} % ({case_name(worst)})"
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
@@ -49,16 +49,17 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     (ours, theirs), fastest = [[min(side, key=key) for side in (weights, gradients)] for key in keys]
     predicted, measured = (key(ours) / key(theirs) for key in keys)
     line = (
-        f"will it pay: a step of {_case(ours)} takes {predicted:.2f} of the time of {_case(theirs)} as predicted, and "
-        f"{measured:.2f} as measured"
+        f"will it pay: a step of {case_name(ours)} takes {predicted:.2f} of the time of {case_name(theirs)} as "
+        f"predicted, and {measured:.2f} as measured"
     )
     if fastest != [ours, theirs]:
-        line += f"; the fastest as measured are {_case(fastest[0])} and {_case(fastest[1])}: "
+        line += f"; the fastest as measured are {case_name(fastest[0])} and {case_name(fastest[1])}: "
         line += f"{keys[1](fastest[0]) / keys[1](fastest[1]):.2f}"
     return line
 
 
-def _case(row: dict[str, Any]) -> str:
+def case_name(row: dict[str, Any]) -> str:
+    """Strategy, topology, buckets and transport of a row."""
     words = [row["strategy"], row["topology"], row["num_buckets"] and size_name(row["bucket_mb"]), row["transport"]]
     return " ".join(word for word in words if word)
 

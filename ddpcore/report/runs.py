@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
 from ddpcore.report.sources import Run
@@ -17,6 +17,8 @@ _OF_EPOCHS = {
     "loss": ("Loss on the evaluation split", "mean cross-entropy", True),
     "accuracy": ("Accuracy on the evaluation split", "share of samples, 0 to 1", False),
 }
+_INTERVALS = "The band is the recorded interval. Where one end of the interval is open, there is no band."
+MOST_DRAWN = 64  # learners; more are not recorded, see ddpcore.topology.describe
 _DISTANCE = "distance from the mean"
 _SHOWN = ("strategy", "topology", "learners", "model", "dataset", "batch_size", "optimizer", "lr", "seed")
 
@@ -43,8 +45,8 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Section:
     rows = []
     where = []
     for run, name in zip(runs, names, strict=True):
-        config, header = run.header["config"], run.header
-        values = [_text(config.get(key)) for key in _SHOWN]
+        header = run.header
+        values = [_text(_config_value(header, key)) for key in _SHOWN]
         last = run.epochs[-1] if run.epochs else {}
         rows.append([
             name, state_of(run), *values, _text(run.final.get("step", last.get("step", 0))),
@@ -67,6 +69,13 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Section:
         TableData(title="Where, and with which versions", headings=places, rows=where),
     ]
     return Section(title="What ran", lines=lines, tables=[*tables, *_flatness(runs, names)], problems=problems)
+
+
+def _config_value(header: dict[str, Any], key: str) -> Any:
+    """A field of the config, but no topology of a strategy without neighbours, for which ``train`` records None."""
+    config = header["config"]
+    is_recorded = "topology" in header and _is_index(config.get("learners"), MOST_DRAWN + 1)
+    return None if key == "topology" and is_recorded and header["topology"] is None else config.get(key)
 
 
 def state_of(run: Run) -> str:
@@ -116,7 +125,7 @@ def _statistics(runs: Sequence[Run], names: Sequence[str]) -> Section:
         losses.append(_series(name, number, lines, "step", lambda row: _part(row, "dynamics", "full_loss")))
         spreads.append(_series(name, number, lines, "step", lambda row: _part(row, "spread", "consensus_distance")))
     charts = [
-        _chart("Gradient noise scale", "step", "samples", scales, True, "The band is the recorded interval."),
+        _chart("Gradient noise scale", "step", "samples", scales, True, _INTERVALS),
         _chart("Effective learning rate", "step", "effective / set learning rate", rates, False),
         _chart("Loss of the mean weights on the training set", "step", "mean loss", losses, True),
         _chart("Consensus distance at measured steps", "step", _DISTANCE, spreads, True),
@@ -135,7 +144,7 @@ def _losses(run: Run, name: str) -> Section:
     for lines in run.steps.values():
         for line in lines:
             learners, losses = line.get("learners"), line.get("loss")
-            if isinstance(learners, list) and isinstance(losses, list) and len(learners) == len(losses):
+            if _are_numbers(learners) and isinstance(losses, list) and len(learners) == len(losses):
                 for learner, loss in zip(learners, losses, strict=True):
                     steps, values = curves.setdefault(learner, ([], []))
                     steps.append(line["step"])
@@ -169,11 +178,12 @@ def _topologies(runs: Sequence[Run], names: Sequence[str]) -> Section:
     charts = []
     for run, name in zip(runs, names, strict=True):
         drawn = run.header.get("topology")
-        if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list):
+        num = drawn.get("num_learners") if isinstance(drawn, dict) else None
+        if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and _is_index(num, MOST_DRAWN + 1):
             gap = finite(drawn.get("spectral_gap"))
             note = f"{name}: {run.header['config'].get('topology')}"
             note += "" if gap is None else f", spectral gap {gap:.4g}"
-            charts.append(network(note, int(drawn.get("num_learners", 0)), drawn["edges"]))
+            charts.append(network(note, num, drawn["edges"]))
     return Section(title="Topologies", charts=_drawn(charts))
 
 
@@ -181,7 +191,8 @@ def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Ch
     """A drawing of learners on a circle, with a line for each pair that exchanges weights."""
     angles = [2 * math.pi * number / max(1, num_learners) for number in range(num_learners)]
     x, y = [math.sin(angle) for angle in angles], [math.cos(angle) for angle in angles]
-    pairs = sorted({tuple(sorted(pair)) for pair in edges if _is_pair(pair) and max(pair) < num_learners})
+    known = (pair for pair in edges if _is_pair(pair) and all(_is_index(one, num_learners) for one in pair))
+    pairs = sorted({tuple(sorted(pair)) for pair in known})
     xs: list[Number] = []
     ys: list[Number] = []
     for one, other in pairs:
@@ -190,6 +201,14 @@ def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Ch
     names = [str(number) for number in range(num_learners)]
     series = [Series(name="edges", x=xs, y=ys), Series(name="learners", x=x, y=y, text=names)]
     return Chart(title=title, kind="network", series=series)
+
+
+def _are_numbers(learners: Any) -> TypeGuard[list[int]]:
+    return isinstance(learners, list) and all(isinstance(one, int) for one in learners)
+
+
+def _is_index(value: Any, below: int) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < below
 
 
 def _is_pair(value: Any) -> bool:

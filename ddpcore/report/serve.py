@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -69,6 +72,12 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = os.name == "posix"  # a port in use is still refused there
 
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing if the browser has closed the connection: it does so when it loads the page again."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET of two names, and looks at no path of the file system."""
@@ -81,7 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the page, or its digest."""
         assert isinstance(self.server, ThreadingHTTPServer)
         port = self.server.server_port
-        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+        end = "" if port == 80 else f":{port}"  # browsers leave out the port of http
+        if self.headers.get("Host") not in (f"{HOST}{end}", f"localhost{end}"):
             self.send_error(403, "ask for 127.0.0.1 or localhost")  # a name that another site made point here
             return
         if self.path not in ("/", "/digest"):
@@ -109,7 +119,8 @@ def _state(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
     for path in paths:
         files = [path] if path.is_file() else [*path.glob("*"), *path.glob("*/*"), *path.glob("*/*/*")]
         for file in sorted(files):
-            if file.suffix in (".json", ".jsonl") and file.is_file():
-                about = file.stat()
-                found.append((str(file), about.st_size, about.st_mtime_ns))
+            if file.suffix in (".json", ".jsonl"):
+                with suppress(OSError):  # it may be removed at any time
+                    about = file.stat()
+                    found.append((str(file), about.st_size, about.st_mtime_ns))
     return found

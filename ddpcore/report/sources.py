@@ -48,11 +48,6 @@ class Sources:
     benches: list[Bench] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was found."""
-        return not (self.runs or self.studies or self.benches)
-
 
 def read_sources(paths: Sequence[Path]) -> Sources:
     """Read runs, studies and bench results. A folder that is neither may hold some of them one level below."""
@@ -70,8 +65,10 @@ def _read(path: Path, found: Sources, is_given: bool) -> None:
             found.benches.append(read_bench(path))
         else:
             found.problems.append(f"{plain(str(path))}: there is no such file or folder: check the name")
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         found.problems.append(plain(str(error)))
+    except OSError as error:
+        found.problems.append(plain(f"{path} cannot be read ({error.strerror}): check its name and its permissions"))
 
 
 def _read_folder(path: Path, found: Sources, is_given: bool) -> None:
@@ -81,11 +78,15 @@ def _read_folder(path: Path, found: Sources, is_given: bool) -> None:
         found.runs.append(read_run(path))
     elif is_given:
         inner = sorted(one for one in path.iterdir() if one.is_dir() and not one.is_symlink())
-        known = [one for one in inner if any((one / name).is_file() for name in (MANIFEST, RESULTS, RECORD))]
-        if not known:
-            raise ValueError(f"{path} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder")
-        for one in known:
+        before = _num_found(found)
+        for one in inner:
             _read(one, found, is_given=False)
+        if _num_found(found) == before:
+            raise ValueError(f"{path} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder")
+
+
+def _num_found(found: Sources) -> int:
+    return len(found.runs) + len(found.studies) + len(found.benches) + len(found.problems)
 
 
 def read_run(path: Path) -> Run:
@@ -101,14 +102,14 @@ def read_run(path: Path) -> Run:
         raise ValueError(reason)
 
     def of(kind: str) -> list[dict[str, Any]]:
-        return [line for line in lines if line.get("kind") == kind and isinstance(line.get("step"), int)]
+        return [line for line in lines if line.get("kind") == kind and _has_step(line)]
 
     steps: dict[int, list[dict[str, Any]]] = {}
     for file in sorted((path / STEPS).glob("rank-*.jsonl")):
         number = file.stem.removeprefix("rank-")
         if number.isascii() and number.isdigit():
             of_rank, more = _lines(file)
-            steps[int(number)] = [line for line in of_rank if isinstance(line.get("step"), int)]
+            steps[int(number)] = [line for line in of_rank if _has_step(line)]
             problems += more
     final = of("end")
     return Run(
@@ -124,13 +125,17 @@ def read_run(path: Path) -> Run:
     )
 
 
+def _has_step(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("step"), int) and abs(line["step"]) < 2**53
+
+
 def _lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The lines before the first damaged one, and what is wrong with that one."""
     lines: list[dict[str, Any]] = []
     try:
         for line in rows(path):
             lines.append(line)  # an error later on loses no line
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return lines, [f"{plain(str(error))}: the report shows the {len(lines)} lines before it"]
     return lines, []
 

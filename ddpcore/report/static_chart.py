@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import warnings
 from typing import Any
 
-from ddpcore.report.chart import Chart, color_of, dash_of, distances
+from ddpcore.report.chart import Chart, band_parts, color_of, dash_of, distances
 from ddpcore.report.table import plain
 
 try:
@@ -28,7 +29,8 @@ def svg_of(chart: Chart) -> str:
     axes = figure.subplots()
     draw(axes, chart)
     out = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "ddpcore", "path.simplify_threshold": 0.5}):
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "ddpcore", "path.simplify_threshold": 0.5}):
+        warnings.simplefilter("ignore")  # of letters that its font lacks, and of huge numbers
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()
 
@@ -56,7 +58,11 @@ def _lines(axes: Any, chart: Chart) -> None:
         color, name = color_of(series, number), _text(series.name)
         y = _numbers(series.y)
         if series.low is not None and series.high is not None:
-            axes.fill_between(series.x, _numbers(series.low), _numbers(series.high), color=color, alpha=0.2, lw=0)
+            low, high = _numbers(series.low), _numbers(series.high)
+            axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0)
+            for part in band_parts(series):
+                if part.stop - part.start == 1:  # an area of one point would not be seen
+                    axes.vlines(series.x[part], low[part], high[part], color=color, alpha=0.4, lw=1.6)
         style = {"linestyle": _DASHES[dash_of(series, number)] if "line" in series.style else "none"}
         marker = (_MARKERS[series.marker]) if "points" in series.style else None
         axes.plot(

@@ -27,7 +27,7 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
     """
     try:
         return compare(paths), []
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if len(paths) == 1:
             return [], [plain(str(error))]
     comparisons: list[dict[str, Any]] = []
@@ -37,7 +37,7 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
         try:
             compare([path])
             good.append(path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             problems.append(plain(str(error)))
     try:
         return compare(good), problems

@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             claims.check(claim["predicate"], None, tuple(METRICS))
     except OSError:
         raise ValueError(f"{folder}: there is no study in this folder: run one into it first") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): take another folder") from None
     return values
 

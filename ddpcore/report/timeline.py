@@ -68,13 +68,14 @@ def _heat(found: Mapping[int, Any], steps: Sequence[int], key: str, title: str) 
 def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> TableData | None:
     """For each rank, how long it waited for each other rank, summed over the steps."""
     ranks = list(found)
+    numbers = {str(rank): rank for rank in ranks}
     total = {rank: dict.fromkeys(ranks, 0.0) for rank in ranks}
     for rank, lines in found.items():
         for step in steps:
             waits = lines[step].get("waits")
             for other, seconds in waits.items() if isinstance(waits, dict) else ():
-                if other.isdigit() and int(other) in total and finite(seconds) is not None:
-                    total[rank][int(other)] += seconds
+                if other in numbers and finite(seconds) is not None:
+                    total[rank][numbers[other]] += seconds
     if not any(any(row.values()) for row in total.values()):
         return None
     rows = [[f"rank {rank}", *(f"{1e3 * total[rank][other]:,.1f}" for other in ranks)] for rank in ranks]

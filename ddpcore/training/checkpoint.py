@@ -18,10 +18,6 @@ from ddpcore.options.extras import extra
 from ddpcore.storage.files import sync_folder, write_file
 from ddpcore.storage.serialization import pack, unpack
 
-with extra("train"):
-    import safetensors.torch
-    from safetensors import SafetensorError
-
 FORMAT = 2
 READABLE = (1, 2)  # format 1 differs only in what it lost: see ddpcore.storage.serialization.unpack
 MANIFEST = "manifest.json"
@@ -76,6 +72,7 @@ class Checkpoints:
         if self.num_ranks > 1:
             dist.barrier()
         tree, tensors = pack(state)
+        safetensors = load_safetensors()
         mine = {
             f"rank-{self.rank}.safetensors": safetensors.torch.save(tensors),
             f"rank-{self.rank}.json": json.dumps(tree).encode(),
@@ -152,7 +149,7 @@ class Checkpoints:
                 f"{self.num_ranks}: resume with as many"
             )
         tree = json.loads((self.path(found) / f"rank-{self.rank}.json").read_bytes())
-        tensors = safetensors.torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
+        tensors = load_safetensors().torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
         return found, unpack(tree, tensors, device)
 
     def manifest(self, step: int) -> dict[str, Any]:
@@ -178,7 +175,7 @@ class Checkpoints:
 
     def _problem(self, step: int) -> str | None:
         """What is wrong with a checkpoint; None if it is complete."""
-        folder = self.path(step)
+        folder, safetensors = self.path(step), load_safetensors()
         try:
             outer = json.loads((folder / MANIFEST).read_bytes())
             if outer["sha256"] != _digest(_canonical(outer["manifest"])):
@@ -193,9 +190,16 @@ class Checkpoints:
             for path in folder.glob("*.safetensors"):
                 with safetensors.safe_open(path, framework="pt"):
                     pass
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
             return f"{type(error).__name__}: {error}"
         return None
+
+
+def load_safetensors() -> Any:
+    """The package safetensors, with its part for torch. Raises MissingPackage if it is not installed."""
+    with extra("train"):
+        import safetensors.torch  # noqa: PLC0415  the command must start before it can report a missing package
+    return safetensors
 
 
 def _digest(content: bytes) -> str:

@@ -11,18 +11,14 @@ import torch
 from torch import nn
 
 from ddpcore.diagnostics import NoiseStatistics
-from ddpcore.options.extras import extra
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.training.build import LearnerPlacement, total_steps
-from ddpcore.training.checkpoint import Checkpoints
+from ddpcore.training.checkpoint import Checkpoints, load_safetensors
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import RunWriter
 from ddpcore.training.statistics import flatness_of, row_of
 from ddpcore.training.step_record import StepRecorder
 from ddpcore.training.trainer import Trainer
-
-with extra("train"):
-    import safetensors.torch
 
 CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
 
@@ -152,7 +148,8 @@ class Loop:
             test = self.trainer.evaluate(model, "test")
         if self.writer is None:
             return
-        self.writer.write_model(safetensors.torch.save({n: t.contiguous() for n, t in model.state_dict().items()}))
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        self.writer.write_model(load_safetensors().torch.save(tensors))
         self.writer.write(
             {
                 "kind": "end",

@@ -16,7 +16,7 @@ from ddpcore.storage.files import locked
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
-from ddpcore.training.checkpoint import Checkpoints
+from ddpcore.training.checkpoint import Checkpoints, load_safetensors
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
@@ -65,8 +65,9 @@ def train(
         Interrupted: a signal stopped the run, and it is saved.
     """
     out, placement = Path(out), LearnerPlacement.of(config, world)
+    load_safetensors()  # a missing package is reported before the training
     if tensorboard:
-        load_tensorboard()  # a missing package is reported before the training
+        load_tensorboard()
     outputs = {"tensorboard": tensorboard, "on_record": on_record}
     finished = _check_folder(config, out, resume, dataset)
     if finished is not None:

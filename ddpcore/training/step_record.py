@@ -36,7 +36,8 @@ class StepRecorder:
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
         path = out / FOLDER / f"rank-{rank}.jsonl"
-        kept = [line for line in rows(path) if line.get("step", 0) <= trainer.num_steps]
+        known = (line for line in rows(path) if isinstance(line.get("step"), int))
+        kept = [line for line in known if line["step"] <= trainer.num_steps]
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
         self._file = JsonLines(path)

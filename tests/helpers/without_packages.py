@@ -85,6 +85,7 @@ def main() -> dict[str, Any]:
 
     imported = sorted(set(sys.modules) - before)
     import ddpcore.diagnostics
+    from ddpcore.training import TrainConfig, train
 
     ring = ddpcore.Ring()
     gap = ring.spectral_gap(8), ddpcore.Star().spectral_gap(8)
@@ -94,12 +95,15 @@ def main() -> dict[str, Any]:
         "gap": gap,
         "sparse": refusal(lambda: ring.sparse_matrix(0, 4)),
         "large": refusal(lambda: ddpcore.Star().spectral_gap(1000)),
-        "training": refusal(lambda: __import__("ddpcore.training")),
+        "training": refusal(lambda: train(TrainConfig(steps=1), out="nowhere")),
         "bench": command("ddpcore.bench"),
         "bench comm": command("ddpcore.bench", "comm", "--world-size", "2"),
         "experiments": command("ddpcore.experiments", "list"),
         "demo": command("ddpcore", "demo"),
         "train": command("ddpcore", "train", "--out", "nowhere", "steps=1"),
+        "training command": command("ddpcore.training", "--out", "nowhere", "steps=1"),
+        "report": command("ddpcore", "report", "nowhere"),
+        "report command": command("ddpcore.report", "nowhere"),
     }
 
 

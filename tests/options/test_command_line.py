@@ -10,7 +10,7 @@ import pytest
 from ddpcore.bench import commands as bench
 from ddpcore.experiments import command_line as experiments
 from ddpcore.options import command_line
-from ddpcore.report.__main__ import ReportOptions, ServeOptions
+from ddpcore.report.command import ReportOptions, ServeOptions
 from ddpcore.training.command import TrainOptions
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 
 from ddpcore.report.baseline import Measure, baseline_section, verdict
 from ddpcore.report.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, thinned, thinned_chart
+from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.sources import Bench, Sources, read_sources
+from ddpcore.report.static_chart import svg_of
 from ddpcore.report.study_charts import lines_of, study_charts
 from ddpcore.report.timeline import timeline_sections, what_if
 
@@ -101,6 +105,65 @@ def test_runs_of_several_seeds_have_a_spread(make_run: Make) -> None:
     assert {row[0].split(": ")[1]: row[-1] for row in rows} == {
         "train_loss": "moved up", "accuracy": "within the spread", "total_seconds": "within the spread"
     }  # fmt: skip
+
+
+def test_benches_of_other_models_are_not_compared() -> None:
+    def of(model: str, ms: float) -> Sources:
+        rows = [{"strategy": "ssgd", "step_ms": dict.fromkeys(("p20", "p50", "p80"), ms)}]
+        config = {"model": model, "batch_size": 8}
+        return Sources(benches=[Bench(name="b", result={"rows": rows, **more(config)}) for more in (dict, wrapped)])
+
+    def wrapped(config: dict[str, Any]) -> dict[str, Any]:
+        return {"config": {**config, "every": 5}}
+
+    assert "nothing is compared" in baseline_section(of("resnet18", 100), of("mlp", 1), [], []).problems[0]
+    (table,) = baseline_section(of("mlp", 100), of("mlp", 1), [], []).tables
+    assert [row[0] for row in table.rows] == ["mlp 8 ssgd: step_ms", "mlp 8 5 ssgd: step_ms"]
+
+
+def test_runs_that_differ_in_more_than_their_seed_are_not_compared(make_run: Make) -> None:
+    """In whatever order they are named. How often a run saves or records changes no result."""
+
+    def with_field(folder: Path, **fields: Any) -> Path:
+        first, *others = (folder / "record.jsonl").read_text().splitlines(keepends=True)
+        header = json.loads(first)
+        header["config"] |= fields
+        (folder / "record.jsonl").write_text(json.dumps(header) + "\n" + "".join(others))
+        return folder
+
+    light = with_field(make_run("light", seed=1), accumulation=2, record_steps=True)
+    heavy = with_field(make_run("heavy", seed=50), accumulation=4)
+    before = read_sources([with_field(make_run("before", seed=2), accumulation=4)])
+    for folders in ([light, heavy], [heavy, light]):
+        section = baseline_section(read_sources(folders), before, [], [])
+        found = {row[0]: row[2] for row in section.tables[0].rows}
+        loss = "run dpsgd ring lenet5 synthetic 128 0.1 accumulation=4: train_loss"
+        assert float(found[loss]) == pytest.approx(1 / 6 + 0.5, abs=1e-4)
+        assert len(found) == 3 and "3 measures are only here" in section.lines[1]
+    assert baseline_section(read_sources([light]), before, [], []).problems
+
+
+def test_a_band_has_no_values_between_its_parts() -> None:
+    """Plotly joins a band over the points that have none."""
+    for library in ("plotly", "matplotlib"):
+        pytest.importorskip(library)
+    low, high = [1, 1, None, 2, None, 3, 3], [2, 2, None, None, None, 4, 4]
+    series = Series(name="a", x=range(7), y=[1.5] * 7, low=low, high=high)
+    traces = figure_of(Chart(title="t", series=[series]))["data"]
+    assert [trace["x"] for trace in traces] == [[0, 1], [0, 1], [5, 6], [5, 6], list(range(7))]
+    assert [trace.get("fill") for trace in traces] == [None, "tonexty", None, "tonexty", None]
+    one = Series(name="a", x=[3, 4], y=[1.5, 1.5], low=[1, None], high=[2, None])
+    (line, _) = figure_of(Chart(title="t", series=[one]))["data"]
+    assert (line["x"], line["y"]) == ([3, 3], [1, 2]), "a band of one point is a line"
+    assert "LineCollection" in svg_of(Chart(title="t", series=[one]))
+
+
+def test_pictures_are_drawn_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+    """Of letters that the font lacks."""
+    pytest.importorskip("matplotlib")
+    warnings.simplefilter("always")
+    svg_of(Chart(title="t", x_label="日本", series=[Series(name="a", x=[1, 2], y=[1.0, 2.0])]))
+    assert len(recwarn) == 0
 
 
 def test_lines_by_names_and_by_configs() -> None:

@@ -230,3 +230,10 @@ def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert report(capsys, "x") == (
         2, "", "ddpcore.report: the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'\n",
     )  # fmt: skip
+
+
+def test_a_strategy_without_neighbours_has_no_topology(make_run: Make) -> None:
+    (about, *_) = sections_of(read_sources([make_run("a"), make_run("b", topology=None)]))
+    table = about.tables[0]
+    place = table.headings.index("topology")
+    assert [row[place] for row in table.rows] == ["ring", "-"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,3 +91,53 @@ def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     error = capsys.readouterr().err
     assert error.startswith(f"ddpcore.report: port {port} of 127.0.0.1 cannot be used (")
     assert error.count("\n") == 1 and "take another with --port" in error
+
+
+def test_a_browser_that_goes_away(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    server = make_server([folder], 0, every=1e-9)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with socket.create_connection((HOST, server.server_port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes with a reset
+            client.sendall(f"GET / HTTP/1.1\r\nHost: {HOST}:{server.server_port}\r\n\r\n".encode())
+        time.sleep(1)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_run_that_is_deleted(get: Get, folder: Path) -> None:
+    assert get("/")[0] == 200
+    shutil.rmtree(folder)
+    assert "there is no such file or folder" in get("/")[1]
+
+
+def test_a_file_that_is_deleted_while_its_time_is_read(get: Get, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: path.name == "gone.json" or is_file(path))
+    (folder / "gone.json").symlink_to(folder / "nothing")
+    assert get("/digest")[0] == 200
+
+
+def test_the_usual_port_of_http(folder: Path) -> None:
+    """A browser leaves the port 80 out of the host that it names."""
+    with make_server([folder], 0, every=1) as server:
+        port = server.server_port
+        server.server_port = 80
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        connection = http.client.HTTPConnection(HOST, port, timeout=60)
+        connection.request("GET", "/", headers={"Host": HOST})
+        assert connection.getresponse().status == 200
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf", "1e7"])
+def test_times_that_a_browser_cannot_wait(folder: Path, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(folder), "--port", "0", "--every", seconds]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ddpcore.report: --every is {float(seconds)}: it must be") and error.count("\n") == 1

@@ -44,3 +44,10 @@ def test_what_is_no_number_is_a_word() -> None:
 
 def test_what_does_not_fit_stands_below() -> None:
     assert text_of(refused=({"topology": "torus_2d", "reason": "no [grid]"},)).endswith("torus_2d: no [grid]\n")
+
+
+def test_the_page_draws_as_many_learners_as_are_recorded() -> None:
+    from ddpcore.report import runs
+    from ddpcore.topology import describe
+
+    assert runs.MOST_DRAWN == describe.MOST_DRAWN

@@ -90,3 +90,10 @@ def test_the_file_is_whole_or_not_there(tmp_path: Path) -> None:
         metrics.write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": None, "b": [1, 2.5]}, "the old file survives a failed write"
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_rows_end_at_newlines_alone(tmp_path: Path) -> None:
+    """JSON allows other characters inside a text at which Python would split lines."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": "one\u2028two\x85"}\n{"b": 2}\n{"c": ')
+    assert list(metrics.rows(path)) == [{"a": "one\u2028two\x85"}, {"b": 2}]

@@ -77,6 +77,13 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_line_with_a_damaged_step_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "rank-0.jsonl").write_text('{"step": "x"}\n{"step": null}\n{"loss": [1]}\n')
+    train(config(steps=2), out=tmp_path, dataset=helper.images())
+    assert [line["step"] for line in steps_of(tmp_path)] == [1, 2]
+
+
 @pytest.mark.parametrize("strategy", ["dpsgd", "ssgd"])
 def test_ranges_in_the_profiler(strategy: str) -> None:
     settings = helper.config(learners=2, strategy=strategy, topology="ring")
