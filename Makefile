@@ -8,9 +8,11 @@ SHELL := /bin/bash
 ifdef PYTHON
   PY := $(PYTHON)
   READY :=
+  TOOLED :=
 else
   PY := .venv/bin/python
   READY := .venv/.ready
+  TOOLED := .venv/.tools
 endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -20,7 +22,7 @@ BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKERS ?= 3
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics matplotlib jinja2 plotly playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo
+TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: bench test check lint types cpp docs mutations sass build sdist wheel release-check clean
@@ -28,18 +30,18 @@ bench: build
 	@$(PY) -m ddpcore.bench $(ARGS)
 
 # Three processes, a file each at a time: what one test file sets up (worlds of ranks) is set up once, and many tests wait.
-test: build
+test: build $(TOOLED)
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 # Exactly what CI runs. pytest stands last, so that its closing line is the last one.
 check: lint types cpp test
 
-lint: $(READY)
+lint: $(TOOLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(dir $(PY))clang-format --dry-run --Werror $(CXX_FILES)
 
-types: $(READY)
+types: $(TOOLED)
 	$(PY) -m mypy
 
 cpp: $(READY)
@@ -50,7 +52,7 @@ cpp: $(READY)
 	ctest --test-dir build/cmake --output-on-failure -j $$(nproc)
 
 # The documentation site. A warning is an error.
-docs: $(READY)
+docs: $(TOOLED)
 	$(PY) -m sphinx -q -E -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 
@@ -66,7 +68,7 @@ sass:
 # What is published. The wheel is built from the source distribution, so it holds nothing that the latter lacks.
 # make wheel CUDA=13 makes dist/cu13/: it needs nvcc of CUDA 13, and a torch in PYTHON that is built for CUDA 13.
 DIST := $(if $(CUDA),dist/cu$(CUDA),dist)
-sdist: $(READY)
+sdist: $(TOOLED)
 	@$(PY) -c 'import build, setuptools; assert int(setuptools.__version__.split(".")[0]) >= 77' 2> /dev/null || \
 	  { echo "ddpcore: $(PY) needs build, and setuptools 77 or newer: pip install -U build setuptools"; exit 2; }
 	@rm -f dist/*.tar.gz
@@ -95,7 +97,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 
 # CPU wheels where there is no GPU: first from the configured index, then from PyTorch's own.
 .venv/.ready: constraints.txt Makefile
-	@echo "making .venv: downloads about 350 MB, one to two minutes on a fast line"
+	@echo "making .venv: downloads about 300 MB, half a minute to a minute on a fast line"
 	@python3 -m venv .venv
 	@if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
 	  .venv/bin/pip install -q "torch==$(TORCH)"; \
@@ -103,7 +105,13 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	  .venv/bin/pip install -q "torch==$(TORCH)+cpu" 2> /dev/null || \
 	    .venv/bin/pip install -q --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard jinja2 $(TOOLS)
+	.venv/bin/pip install -q -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard matplotlib jinja2 plotly
+	@touch $@
+
+# What tests, documentation and releases need besides.
+.venv/.tools: .venv/.ready
+	@echo "adding the tools of tests and documentation to .venv: downloads about 80 MB"
+	.venv/bin/pip install -q -c constraints.txt $(TOOLS)
 	@touch $@
 
 clean:
