@@ -95,23 +95,24 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	@$(PY) setup.py -q build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
 	@touch $@
 
+# Python compiles a module when it is first imported: to compile all of torch would take 20 s.
 # CPU wheels where there is no GPU: first from the configured index, then from PyTorch's own.
 .venv/.ready: constraints.txt Makefile
 	@echo "making .venv: downloads about 300 MB, half a minute to a minute on a fast line"
 	@python3 -m venv .venv
 	@if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
-	  .venv/bin/pip install -q "torch==$(TORCH)"; \
+	  .venv/bin/pip install -q --no-compile "torch==$(TORCH)"; \
 	else \
-	  .venv/bin/pip install -q "torch==$(TORCH)+cpu" 2> /dev/null || \
-	    .venv/bin/pip install -q --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
+	  .venv/bin/pip install -q --no-compile "torch==$(TORCH)+cpu" 2> /dev/null || \
+	    .venv/bin/pip install -q --no-compile --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard matplotlib jinja2 plotly
+	.venv/bin/pip install -q --no-compile -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard matplotlib jinja2 plotly
 	@touch $@
 
 # What tests, documentation and releases need besides.
 .venv/.tools: .venv/.ready
 	@echo "adding the tools of tests and documentation to .venv: downloads about 80 MB"
-	.venv/bin/pip install -q -c constraints.txt $(TOOLS)
+	.venv/bin/pip install -q --no-compile -c constraints.txt $(TOOLS)
 	@touch $@
 
 clean:
