@@ -79,7 +79,8 @@ def run_rank(world: World, resolved: ResolvedConfig) -> None:
                 progress.advance(num_steps, one.name)
     results = [_gather(one, resolved, meter) for one in contenders]
     if world.rank == 0:
-        result = {"environment": environment(resolved), "rows": _rows(resolved, results)}
+        about = {name: getattr(config, name) for name in ("model", "dataset", "batch_size")}
+        result = {"environment": environment(resolved), **about, "rows": _rows(resolved, results)}
         publish(result, lambda plain, console: print_strategies(plain, config, console), config)
 
 
