@@ -12,7 +12,8 @@ from ddpcore.report.sources import Run, Sources
 
 # Columns of bench rows, or fields of the result, that name a row; and columns with p20, p50 and p80.
 _NAMES = ("model", "dataset", "batch_size", "dtype", "backend", "every", "strategy", "topology", "transport", "op",
-          "size_bytes", "bucket_mb", "comparison", "list", "implementation", "statistics", "num_buckets", "world_size")  # fmt: skip
+          "size_bytes", "bucket_mb", "comparison", "list", "implementation", "statistics", "num_buckets",
+          "world_size")  # fmt: skip
 _OF_RUNS = ("strategy", "topology", "model", "dataset", "batch_size", "lr")
 # Fields of a config that change no result, and the seed.
 _SAME = ("seed", "data_dir", "download", "checkpoint_every", "keep_last", "keep_best", "record_steps")
