@@ -7,11 +7,12 @@ import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
+from ddpcore.comm.errors import TIMEOUT_SECONDS
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
 from ddpcore.comm.shared.coordination import Unreachable, host_id
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
-from ddpcore.comm.shared.host import TIMEOUT_SECONDS, SharedMemoryCommunicator
+from ddpcore.comm.shared.host import SharedMemoryCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 
 
@@ -30,7 +31,7 @@ def connect(
         transport: ``shm``, ``ipc``, ``pg`` or ``auto``. If ``auto`` chooses ``pg``, the communicator's ``description``
             contains the reason.
         device: the device of the model.
-        timeout: seconds that the other ranks wait for a rank that is alive; of ``shm`` and ``ipc``.
+        timeout: seconds that a living rank may let the others wait.
         link: a network to emulate between ranks on the CPU; None for no emulation.
         learners: number of virtual learners of each process; None for one real learner on each rank.
 
@@ -39,7 +40,7 @@ def connect(
     """
     if group is None or learners is not None:
         num_rows = 1 if learners is None else learners
-        return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows)
+        return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows, timeout)
     if link is not None and device.type != "cpu":
         raise ValueError(f"link is for ranks on the CPU and the model is on {device.type}: leave it out")
     comm = _connect_ranks(group, transport, device, timeout)
@@ -47,7 +48,7 @@ def connect(
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
-    hosts = gather_objects(group, host_id())
+    hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=len(hosts), device=device.type, num_hosts=len(set(hosts)))
     reason = choice.reason
     if choice.name == "ipc":
@@ -59,6 +60,6 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
             if transport != "auto":
                 raise
             reason = str(error)
-    comm = ProcessGroupCommunicator(group)
+    comm = ProcessGroupCommunicator(group, timeout=timeout)
     comm.description += f" ({reason})"
     return comm

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import connect
+from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
 from ddpcore.comm.link import Link
 from ddpcore.comm.process import default_group
-from ddpcore.comm.shared.host import TIMEOUT_SECONDS
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
@@ -62,7 +62,7 @@ def distribute(
             losses of the learners. ``handle.models`` lists the learners' models, see docs/strategies.md.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
-        timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
+        timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
         link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         bucket_bytes: the largest bucket of averaged gradients. Buckets that one parameter completes are sent together.
@@ -84,7 +84,7 @@ def distribute(
         return _baseline(model, strategy, group, {**settings, **buckets, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
-    _agree(group, model, optimizer, strategy, {**settings, **buckets})
+    _agree(group, model, optimizer, strategy, {**settings, **buckets}, timeout)
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
     _set_up(strategy, comm.num_learners, _trained(model).dtype)
     with undone_on_error(model, optimizer, strategy):
@@ -135,6 +135,8 @@ def _group_of(
     learners: int | None, group: dist.ProcessGroup | None, options: dict[str, Any], vectorize: bool | str | None
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process. ``options`` are for real ranks."""
+    if learners is None or group is not None:
+        check_timeout(options["timeout"])
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
@@ -152,13 +154,14 @@ def _agree(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     settings: dict[str, Any],
+    timeout: float,
 ) -> None:
     """Check that all ranks of the group train the same."""
     if group is None:
         return
     if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # compare the optimizer that it makes
         settings = {**settings, "outer": strategy.outer([torch.zeros(1, requires_grad=True)])}
-    check_agreement(group, facts_of(model, optimizer, strategy, settings), _trained(model).device)
+    check_agreement(group, facts_of(model, optimizer, strategy, settings), _trained(model).device, timeout)
 
 
 def _trained(model: nn.Module) -> Tensor:
