@@ -11,13 +11,12 @@ import torch
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS, TRANSPORTS
-from ddpcore.comm.errors import MOST_SECONDS
 from ddpcore.data import DATASETS
 from ddpcore.models import MODELS
 from ddpcore.options.command_line import SEED_RANGE, check, flag, option
 from ddpcore.options.typed import typed
 from ddpcore.report.plot_option import PLOT, check_plot
-from ddpcore.runtime.launch import TIMEOUT_SECONDS
+from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.compression import CODECS

@@ -11,15 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore.runtime.launch import TIMEOUT_SECONDS as TIMEOUT_SECONDS
+from ddpcore.runtime.launch import check_timeout as check_timeout
 
-MOST_SECONDS = 1e6  # of a timeout: what the backends can count
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # in an error of gloo, NCCL or a store
-
-
-def check_timeout(seconds: float) -> None:
-    """Raise ValueError unless ranks can wait for so long."""
-    if not 0 < seconds <= MOST_SECONDS:
-        raise ValueError(f"timeout is {seconds:g}: it must be above 0 and at most {MOST_SECONDS:g} seconds")
 
 
 def size_of(tensor: Tensor) -> str:

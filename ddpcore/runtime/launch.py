@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_SECONDS = 300.0  # that a living rank may let the others wait; rank 0 may be writing a checkpoint
+MOST_SECONDS = 1e6  # of a timeout: what the backends can count
 START_SECONDS = 60.0  # the least time for ranks to come up: they import torch, on a busy machine
 WATCH_SECONDS = 1.0  # between two checks that torchrun's agent lives
 GRACE_SECONDS = 1.0  # wait for the reports of ranks that fail together, so that the first cause is shown
@@ -86,6 +87,12 @@ def threads_per_rank(local_world_size: int) -> int:
     return max(1, num_cores() // local_world_size)
 
 
+def check_timeout(seconds: float) -> None:
+    """Raise ValueError unless ranks can wait for so long."""
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"timeout is {seconds:g}: it must be above 0 and at most {MOST_SECONDS:.0f} seconds")
+
+
 def run(
     worker: Callable[..., None],
     args: tuple[Any, ...],
@@ -110,7 +117,9 @@ def run(
         RankFailed: a rank failed; the first one, with its traceback. All ranks have ended.
         Stopped: the ranks stopped after a signal.
         UsageError: torchrun started another number of ranks.
+        ValueError: ``timeout`` is 0 or less, or too long. Nothing was started.
     """
+    check_timeout(timeout)
     joined = torchrun_world()
     if backend == "virtual":
         if joined is not None and joined.world_size > 1:

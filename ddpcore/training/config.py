@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 
 from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.comm.errors import MOST_SECONDS
 from ddpcore.data import DATASETS, SAMPLERS
 from ddpcore.distributed.averaging import BATCH_NORM
 from ddpcore.distributed.state_sync import Policies
@@ -19,7 +18,7 @@ from ddpcore.optim.schedules import SCHEDULES
 from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
-from ddpcore.runtime.launch import TIMEOUT_SECONDS
+from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
