@@ -68,17 +68,22 @@ def count_bytes(rank: int, device: str) -> dict[str, int]:
     """What this host sends in the steps of a run, by topology."""
     counted = {}
 
+    def read() -> int:
+        """Between two barriers, so that no rank of this host has begun what follows."""
+        dist.barrier()
+        count = sent_by(device)
+        dist.barrier()
+        return count
+
     def before_step(step: int) -> None:
         nonlocal start
         if step == 0:  # all have the first weights
-            dist.barrier()
-            start = sent_by(device)
+            start = read()
 
     for name, make in TOPOLOGIES.items():
         start = 0
         train(lambda make=make: ddpcore.DPSGD(make()), WORLD_SIZE, SIZES, rank, before_step)
-        dist.barrier()
-        counted[name] = sent_by(device) - start
+        counted[name] = read() - start
     return counted
 
 
