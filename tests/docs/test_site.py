@@ -87,7 +87,7 @@ def test_every_page_names_its_icon(site: Path) -> None:
     """A browser asks the server for ``/favicon.ico`` otherwise, and prints an error into its console."""
     pages = list(site.rglob("*.html"))
     assert len(pages) > 30
-    assert all(re.search('<link rel="icon" href="[^"]*icon.svg', path.read_text()) for path in pages)
+    assert all(re.search('<link rel="shortcut icon" href="[^"]*icon.svg', path.read_text()) for path in pages)
 
 
 def exported() -> Iterator[str]:
