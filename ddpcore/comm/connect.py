@@ -7,12 +7,11 @@ import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
-from ddpcore.comm.errors import TIMEOUT_SECONDS
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
 from ddpcore.comm.shared.coordination import Unreachable, host_id
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
-from ddpcore.comm.shared.host import SharedMemoryCommunicator
+from ddpcore.comm.shared.host import TIMEOUT_SECONDS, SharedMemoryCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 
 

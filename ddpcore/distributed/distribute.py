@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import connect
-from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
+from ddpcore.comm.errors import check_timeout
 from ddpcore.comm.link import Link
 from ddpcore.comm.process import default_group
+from ddpcore.comm.shared.host import TIMEOUT_SECONDS
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
