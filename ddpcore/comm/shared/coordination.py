@@ -76,7 +76,7 @@ class Coordinator:
             address = self._create(address)
         except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
             why = f"rank {self.rank} cannot make shared memory ({error})"
-        addresses = gather_objects(group, address, "the set-up of shared memory", timeout)
+        addresses = gather_objects(group, address)
         hosts = {other.host for other in addresses}
         if len(hosts) > 1 and not why:
             why = f"the {self.num_ranks} ranks are on {len(hosts)} hosts"
@@ -88,8 +88,7 @@ class Coordinator:
                 self._flags = [Flags(control) for control in self._controls]
         except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
-        answers = gather_objects(group, why, "the set-up of shared memory", timeout)
-        reasons = [reason for reason in answers if reason]
+        reasons = [reason for reason in gather_objects(group, why) if reason]
         if reasons:
             self.close()
             raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
