@@ -62,6 +62,7 @@ def _run(options: RunOptions) -> int:
         overrides=options.overrides(),
         first_seed=options.seed,
         num_seeds=options.seeds,
+        max_runs=options.max_runs,
         world_size=options.world_size,
     )
     folder.check(plan.manifest, options.resume)

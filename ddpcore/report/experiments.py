@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ddpcore.report.table import plain, print_parts
+from ddpcore.report.table import print_parts
+from ddpcore.storage.limits import plain
 
 _WARNINGS = {
     "smoke": "only shows that the rows run; its numbers say nothing of the study",

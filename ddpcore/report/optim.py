@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ddpcore.report.table import interval, number, plain, print_parts, spread, table_of
+from ddpcore.report.table import interval, number, print_parts, spread, table_of
+from ddpcore.storage.limits import plain
 
 
 def print_optimizers(result: dict[str, Any], console: Console | None = None) -> None:

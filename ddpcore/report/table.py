@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ddpcore.storage.limits import plain
+
 WIDE = 400  # columns of a console that shows whole tables
 PADDING = 3  # columns of a table's column besides its text
 
@@ -89,16 +91,8 @@ def table_of(
     return table
 
 
-def plain(text: str) -> str:
-    """The text with every character that is not printable as an escape, such as ``\\x1b`` or ``\\n``.
-
-    So a name from a file cannot add lines, move the cursor or change colours.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def plain_lines(text: str) -> str:
-    """The same line by line: text of ours may have several lines."""
+    """The text with escapes as :func:`plain` writes them, line by line: text of ours may have several lines."""
     return "\n".join(map(plain, text.split("\n")))
 
 
