@@ -122,11 +122,7 @@ def make_plan(
         counts = ", ".join(map(str, sorted(set(learners.values()))))
         raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
     ranks = {row.name: learners[row.name] if row.ranks or learners[row.name] == world_size else 0 for row in chosen}
-    num_seeds = num_seeds or study.seeds[scale]
-    if num_seeds * len(chosen) > max_runs:
-        asked = f"{num_seeds:,} seeds of {len(chosen)} rows are more than {max_runs:,} runs"
-        raise ValueError(f"{asked}: take fewer seeds, or raise --max-runs")
-    seeds = list(range(first_seed, first_seed + num_seeds))
+    seeds = _seeds(first_seed, num_seeds or study.seeds[scale], len(chosen), max_runs)
     jobs = [
         Job(
             row=row.name,
@@ -151,6 +147,13 @@ def make_plan(
         "rows": {row.name: _row_manifest(row, configs[row.name], ranks[row.name]) for row in chosen},
     }
     return RunPlan(jobs=tuple(jobs), manifest=manifest)
+
+
+def _seeds(first: int, count: int, num_rows: int, max_runs: int) -> list[int]:
+    if count * num_rows > max_runs:
+        asked = f"{count:,} seeds of {num_rows} rows are more than {max_runs:,} runs"
+        raise ValueError(f"{asked}: take fewer seeds, or raise --max-runs")
+    return list(range(first, first + count))
 
 
 def check_data(plan: RunPlan, datasets: Datasets) -> None:
