@@ -206,8 +206,8 @@ def _row(
 ) -> Row:
     where = f"row {name}"
     _check(where, entries, _RUN | _ROW, _RUN)
-    if not name or name.startswith(".") or set(name) & set('/\\,"'):
-        raise ValueError(f"{where}: its name becomes a folder: leave / \\ , and quotes out")
+    if not name or name.startswith(".") or set(name) & set('/\\,"') or not name.isprintable():
+        raise ValueError(f"{where}: its name becomes a folder: leave / \\ , quotes and control characters out")
     for group in entries.get("groups", ()):
         check_choice(f"{where}: a group", group, groups)
     published = entries.get("published", {})

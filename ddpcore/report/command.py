@@ -94,7 +94,7 @@ def _write(options: ReportOptions) -> int:
 
 def _serve(options: ServeOptions) -> int:
     for problem in read_sources(options.runs).problems:
-        print(f"ddpcore.report: {problem}", file=sys.stderr)
+        print(f"ddpcore.report: {plain(problem)}", file=sys.stderr)
     serve(options.runs, options.port, options.every)
     return 0
 

@@ -78,7 +78,7 @@ def table_of(
         group: a key of rows; a rule separates rows with different values.
         more: arguments of ``rich.table.Table``.
     """
-    texts = {key: escape(plain(text)) for key, text in more.items() if isinstance(text, str)}
+    texts = {key: cell_of(text) for key, text in more.items() if isinstance(text, str)}
     table = RecordTable(title_justify="left", **{**more, **texts})
     for heading in columns:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
@@ -86,9 +86,14 @@ def table_of(
     for row in rows:
         if group is not None and before is not None and row[group] != before[group]:
             table.add_section()
-        table.add_row(*(escape(plain(cell(row))) for cell in columns.values()))
+        table.add_row(*(cell_of(cell(row)) for cell in columns.values()))
         before = row
     return table
+
+
+def cell_of(text: str) -> str:
+    """The text for a cell of a rich table, where it is neither markup nor escape codes."""
+    return escape(plain(text))
 
 
 def plain_lines(text: str) -> str:

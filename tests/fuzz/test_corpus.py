@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("safetensors")
 pytest.importorskip("h5py")
-from fuzz.targets import TARGETS  # noqa: E402
+from fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
 
