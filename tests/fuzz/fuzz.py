@@ -1,4 +1,4 @@
-"""``fuzz.py [TARGET ...] [--seconds N]``: fuzz with atheris, each target in a process of its own. ``make fuzz`` runs it.
+"""``fuzz.py [TARGET ...] [--seconds N]``: fuzz with atheris, each target in a process of its own, as ``make fuzz``.
 
 New inputs go to build/fuzz/TARGET. What crashes, hangs for 10 s or takes 2 GB is written beside them, and named. Then
 add it to corpus/TARGET, which ``test_corpus.py`` replays.
@@ -14,7 +14,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 WORK = HERE.parent.parent / "build" / "fuzz"
-INSTRUMENTED = ["ddpcore", "pickletools", "tomllib", "zipfile", "gzip", "json", "numpy.lib.format", "h5py"]
+OURS = "data storage experiments.study training.checkpoint options.typed"
+INSTRUMENTED = [
+    *(f"ddpcore.{name}" for name in OURS.split()),
+    *["pickletools", "tomllib", "zipfile", "gzip", "json", "h5py._hl"],
+]
 
 
 def fuzz(target: str, seconds: int) -> int:

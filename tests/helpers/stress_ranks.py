@@ -54,15 +54,15 @@ def operate(comm: SharedMemoryCommunicator, rank: int, number: int) -> tuple[str
 
 def main() -> None:
     file, rank, _ = join()
-    comm, number, end = SharedMemoryCommunicator(timeout=120.0), 0, time.monotonic() + SECONDS
+    comm, first, end = SharedMemoryCommunicator(timeout=120.0), 0, time.monotonic() + SECONDS
     goes_on, seen = torch.ones(1, 1), dict[str, int]()
     while bool(goes_on):
-        for number in range(number, number + AT_A_TIME):
+        for number in range(first, first + AT_A_TIME):
             name, found, expected = operate(comm, rank, number)
             where = f"rank {rank}, operation {number}, {name} of {found.numel()}, seed {SEED}"
             assert torch.equal(found, expected), f"{where}: {found.flatten()[:3]} instead of {expected.flatten()[:3]}"
             seen[name] = seen.get(name, 0) + 1
-        number += 1
+        first += AT_A_TIME
         goes_on.fill_(time.monotonic() < end)
         comm.broadcast_(goes_on)
     torch.save(seen, file)

@@ -17,8 +17,11 @@ from ddpcore.storage.limits import plain, read_file, shown
 
 SETTINGS = settings(max_examples=200, deadline=None)
 NAMES = st.text(st.characters(codec=None), max_size=20)  # surrogates too: names that are no UTF-8
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))  # fmt: skip
+KEYS = st.text(max_size=5)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | KEYS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+)
 
 
 @SETTINGS
@@ -60,7 +63,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 @SETTINGS
-@given(st.lists(st.dictionaries(st.text(max_size=5), JSON, max_size=3), max_size=5), st.binary(max_size=30), st.data())
+@given(st.lists(st.dictionaries(KEYS, JSON, max_size=3), max_size=5), st.binary(max_size=30), st.data())
 def test_a_record_of_any_bytes(lines: list[dict[str, Any]], junk: bytes, data: st.DataObject) -> None:
     """Whole lines before the damage are read as they were written; the damage is one line of text."""
     whole = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
