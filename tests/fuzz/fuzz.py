@@ -15,10 +15,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 WORK = HERE.parent.parent / "build" / "fuzz"
 OURS = "data storage experiments.study training.checkpoint options.typed"
-INSTRUMENTED = [
-    *(f"ddpcore.{name}" for name in OURS.split()),
-    *["pickletools", "tomllib", "zipfile", "gzip", "json", "h5py._hl"],
-]
+LIBRARIES = "pickletools tomllib zipfile gzip json h5py._hl"
+INSTRUMENTED = [*(f"ddpcore.{name}" for name in OURS.split()), *LIBRARIES.split()]
 
 
 def fuzz(target: str, seconds: int) -> int:
