@@ -23,6 +23,7 @@ from ddpcore.runtime import launch
 from ddpcore.runtime.allocator import keep_freed_memory
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.signals import StopSignal
+from ddpcore.storage.limits import plain
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement
 from ddpcore.training.checkpoint import Checkpoints
@@ -181,7 +182,7 @@ def _finish(folder: Folder, result: dict[str, Any]) -> None:
     folder.append(result)
     where = f"{result['row']}, seed {result['seed']}, {result['place']}"
     if result["status"] == FAILED:
-        print(f"{where}: failed: {result['error']}", flush=True)
+        print(f"{where}: failed: {plain(result['error'])}", flush=True)
         return
     shown = {name: result["metrics"][name] for name in ("train_loss", "accuracy_pct")}
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)

@@ -14,6 +14,7 @@ from ddpcore.comm import choose_backend
 from ddpcore.options.command_line import check, option, parse
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import TIMEOUT_SECONDS, World
+from ddpcore.storage.limits import plain, shown
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.run import Interrupted, train
 from ddpcore.training.settings import settings
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = 130, str(error).replace("resume=True", "--resume")
     else:
         return 0
-    print(f"{program}: {message}", file=sys.stderr)
+    print(f"{program}: {plain(message)}", file=sys.stderr)
     return code
 
 
@@ -83,7 +84,7 @@ def _run_rank(world: World, config: TrainConfig, options: TrainOptions) -> None:
     assert options.out is not None
     record = train(config, out=options.out, world=world, resume=options.resume, tensorboard=options.tensorboard)
     if world.rank == 0:
-        print(_summary(record.final), "-", options.out)
+        print(_summary(record.final), "-", shown(options.out))
 
 
 def _summary(final: dict[str, Any]) -> str:
