@@ -7,10 +7,14 @@ import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
+from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
 from ddpcore.comm.link import Link, LinkedCommunicator
+from ddpcore.comm.membership import LEAST, ON_FAILURE
 from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
 from ddpcore.comm.shared.coordination import Unreachable, host_id
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
+from ddpcore.comm.shared.elastic import SharedMemoryFabric
 from ddpcore.comm.shared.host import TIMEOUT_SECONDS, SharedMemoryCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 
@@ -22,6 +26,7 @@ def connect(
     timeout: float = TIMEOUT_SECONDS,
     link: Link | None = None,
     learners: int | None = None,
+    on_failure: str = ON_FAILURE[0],
 ) -> Communicator:
     """Build the communicator that connects the learners. Collective over the ranks of the group.
 
@@ -33,10 +38,13 @@ def connect(
         timeout: seconds that the other ranks wait for a rank that is alive; of ``shm`` and ``ipc``.
         link: a network to emulate between ranks on the CPU; None for no emulation.
         learners: number of virtual learners of each process; None for one real learner on each rank.
+        on_failure: what the living do when a rank dies: ``raise`` an error, or go on without it (``shrink``).
 
     Raises:
         ValueError: raised on every rank: the requested transport cannot connect the ranks, or a number is out of range.
     """
+    if on_failure != ON_FAILURE[0]:
+        return _connect_elastic(group, transport, device, timeout, link, learners)
     if group is None or learners is not None:
         num_rows = 1 if learners is None else learners
         return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows)
@@ -44,6 +52,34 @@ def connect(
         raise ValueError(f"link is for ranks on the CPU and the model is on {device.type}: leave it out")
     comm = _connect_ranks(group, transport, device, timeout)
     return comm if link is None else LinkedCommunicator(comm, link)
+
+
+def _connect_elastic(
+    group: dist.ProcessGroup | None,
+    transport: str,
+    device: torch.device,
+    timeout: float,
+    link: Link | None,
+    learners: int | None,
+) -> Communicator:
+    """The connection of learners that may die."""
+    if link is not None:
+        raise ValueError("on_failure='shrink' cannot emulate a link: leave link= out")
+    num = learners if group is None else dist.get_world_size(group)
+    if learners is not None and group is not None:
+        raise ValueError("on_failure='shrink' takes one learner on each rank: leave learners= or group= out")
+    assert num is not None
+    if num <= LEAST:
+        raise ValueError(f"on_failure='shrink' needs {LEAST} learners after a death and there are {num}: start more")
+    if group is None:
+        return ElasticVirtualCommunicator(num)
+    hosts = gather_objects(group, host_id())
+    choice = choose_transport(transport, world_size=num, device=device.type, num_hosts=len(set(hosts)))
+    if choice.name == "ipc":
+        raise ValueError("on_failure='shrink' does not work over CUDA IPC: take transport='pg'")
+    if choice.name == "shm":
+        return ElasticCommunicator(SharedMemoryFabric(group, timeout))
+    raise ValueError("on_failure='shrink' over a process group: not built yet")
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:

@@ -16,6 +16,7 @@ from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import connect
 from ddpcore.comm.link import Link
+from ddpcore.comm.membership import ON_FAILURE, check_on_failure
 from ddpcore.comm.process import default_group
 from ddpcore.comm.shared.host import TIMEOUT_SECONDS
 from ddpcore.distributed.averaging import rows_of
@@ -48,65 +49,73 @@ def distribute(
     first_bucket_bytes: int = MiB,
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    on_failure: str = ON_FAILURE[0],
 ) -> Distributed:
     """Train ``model`` with ``strategy``. The training loop does not change.
 
     All learners start from learner 0's weights (frozen ones too) and buffers. Trained weights move to a flat buffer.
 
     Args:
-        model: the model. All its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
+        model: all its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
-            on each rank). For these, call the returned ``.model`` with inputs ``[learners, batch, ...]`` and add the
-            losses of the learners. ``handle.models`` lists the learners' models, see docs/strategies.md.
+            on each rank): call ``.model`` with inputs ``[learners, batch, ...]`` and add the losses.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
         link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         bucket_bytes: the largest bucket of averaged gradients. Buckets that one parameter completes are sent together.
-        first_bucket_bytes: size of the first bucket.
+        first_bucket_bytes: size of the first one.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
+        on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on: see docs/reliability.md.
 
     Returns:
-        A handle with ``.model`` to call (``model`` itself, except for virtual learners and DDP), ``no_sync()``,
-        ``evaluation_model()``, ``consensus_distance()``, ``state_dict()`` and ``load_state_dict()``.
+        A handle with ``.model`` to call: ``model`` itself, except for virtual learners and DDP.
 
     Raises:
-        ValueError: the arguments do not fit together. The message says what to change.
+        ValueError: the arguments do not fit together.
     """
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
+    settings |= {**buckets, "on_failure": check_on_failure(on_failure)}
     if isinstance(strategy, Baseline):
-        return _baseline(model, strategy, group, {**settings, **buckets, "timeout": timeout, "vectorize": vectorize})
+        return _baseline(model, strategy, group, {**settings, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
-    _agree(group, model, optimizer, strategy, {**settings, **buckets})
-    comm = connect(group, transport, _trained(model).device, timeout, link, learners)
-    _set_up(strategy, comm.num_learners, _trained(model).dtype)
+    _agree(group, model, optimizer, strategy, settings)
+    comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure)
+    _set_up(strategy, comm, _trained(model).dtype)
     with undone_on_error(model, optimizer, strategy):
-        strategy.in_use = True
-        learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
+        learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         with own_hooks():
             return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
 
 
-def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype) -> None:
+def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype) -> None:
     """Check that the strategy supports this, and warn if it has nothing to average."""
-    strategy.setup(num_learners, dtype)
-    if num_learners == 1 and not strategy.averages_gradients:
+    strategy.setup(comm.num_learners, dtype)
+    if comm.membership is not None:
+        strategy.check_shrink()
+    if comm.num_learners == 1 and not strategy.averages_gradients:
         text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
         warnings.warn(text, stacklevel=3)
 
 
 def _make_learner(
-    model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, learners: int, buckets: dict[str, int]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    comm: Communicator,
+    learners: int,
+    buckets: dict[str, int],
 ) -> Learner:
     """Copy the model for each virtual learner, move the weights to a flat buffer, and start all learners alike."""
+    strategy.in_use = True
     models = copies_of(model, learners)
     flat = FlatParameters([one.named_parameters() for one in models], allocate=comm.allocate, **buckets)
     _add_learners(optimizer, models)

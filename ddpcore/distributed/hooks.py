@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
+from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import averaged_model
 from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
@@ -70,6 +71,9 @@ class HookedDistributed(Distributed):
         if self._buckets is None:
             self._gradients.watch()
         self._register_forward_hooks()
+        membership = learner.comm.membership
+        if membership is not None:
+            membership.on_change.append(self._members_changed)
         optimizer.register_step_pre_hook(self._before_call)
         optimizer.register_step_post_hook(self._after_call)
 
@@ -97,6 +101,10 @@ class HookedDistributed(Distributed):
             yield
         finally:
             self._buckets.paused = paused
+
+    def _members_changed(self, change: Change, kept: Sequence[int]) -> None:
+        if change.lost:
+            self.strategy.members_changed(self.learner, kept)
 
     @torch.no_grad()
     @override

@@ -167,17 +167,54 @@ class Coordinator:
         """Wait until these ranks, or for None all, have finished this operation."""
         self._wait(self.others if ranks is None else ranks, FINISHED, number)
 
+    def await_living(
+        self, ranks: Iterable[int], number: int, *, finished: bool = False, same: bool = True
+    ) -> list[int]:
+        """Wait until each of these ranks has begun (or finished) this operation or is dead. Returns those that have.
+
+        The result is the same on every rank that lives, see :mod:`ddpcore.comm.shared.elastic`.
+
+        Raises:
+            RuntimeError: a living rank does not arrive in time or, with ``same``, calls another operation.
+        """
+        flag = FINISHED if finished else ARRIVED
+        come = [rank for rank in ranks if self._has_come_before_death(rank, flag, number)]
+        if same and not finished:
+            self.await_arrived([rank for rank in come if rank != self.rank], number)  # compares the texts
+        return come
+
+    def _has_come_before_death(self, rank: int, flag: int, number: int) -> bool:
+        began = time.perf_counter()
+        deadline = time.monotonic() + self.timeout
+        try:
+            while not self._flags[rank].wait(flag, number + 1, SLICE_SECONDS):
+                if not memory.is_held(self._descriptors[rank]):
+                    return self._flags[rank].wait(flag, number + 1, 0.0)  # it may have come just before it died
+                self._check_others((), lambda _: True, number)
+                if time.monotonic() > deadline:
+                    self._fail_late(rank, number)
+            return True
+        finally:
+            if rank != self.rank:
+                self.waited[rank] += time.perf_counter() - began
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether the process of a rank has not died, waiting for one that is about to die."""
+        deadline = time.monotonic() + DYING_SECONDS
+        while memory.is_held(self._descriptors[rank]):  # a process that is being killed loses its files one by one
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+        return False
+
     def handle_of(self, rank: int) -> bytes:
         """Return the last handle that a rank passed to :meth:`arrive`."""
         return _read(self._controls[rank], _HANDLE)
 
     def fail_to_read(self, rank: int, number: int, error: Exception) -> NoReturn:
         """Raise on all ranks that the memory of a rank cannot be opened, usually because the rank died."""
-        deadline = time.monotonic() + DYING_SECONDS
-        while memory.is_held(self._descriptors[rank]):  # a process that is being killed loses its files one by one
-            if time.monotonic() > deadline:
-                self._fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
-            time.sleep(0.01)
+        if self.is_alive(rank):
+            self._fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
         self._fail(self._gone(rank, number))
 
     # --- waiting and faults --------------------------------------------------------------------------------------
@@ -193,10 +230,7 @@ class Coordinator:
             while not self._flags[rank].wait(flag, number + 1, SLICE_SECONDS):
                 self._check_others(ranks, lambda other: self._flags[other].wait(flag, number + 1, 0.0), number)
                 if time.monotonic() > deadline:
-                    self._fail(
-                        f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
-                        f"{self._text(self.rank, number)}"
-                    )
+                    self._fail_late(rank, number)
             began, before = time.perf_counter(), began
             if rank != self.rank:
                 self.waited[rank] += began - before
@@ -211,6 +245,12 @@ class Coordinator:
                 self._fail(_read(self._controls[rank], _WHY).decode(errors="replace"))
         if gone:
             self._fail(self._gone(gone[0], number))
+
+    def _fail_late(self, rank: int, number: int) -> NoReturn:
+        self._fail(
+            f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
+            f"{self._text(self.rank, number)}"
+        )
 
     def _gone(self, rank: int, number: int) -> str:
         what = self._text(self.rank, number)
