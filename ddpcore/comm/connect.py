@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
 from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.elastic_group import ProcessGroupFabric
 from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE
@@ -79,7 +80,7 @@ def _connect_elastic(
         raise ValueError("on_failure='shrink' does not work over CUDA IPC: take transport='pg'")
     if choice.name == "shm":
         return ElasticCommunicator(SharedMemoryFabric(group, timeout))
-    raise ValueError("on_failure='shrink' over a process group: not built yet")
+    return ElasticCommunicator(ProcessGroupFabric(group, device, timeout))
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:

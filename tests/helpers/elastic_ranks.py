@@ -151,6 +151,13 @@ TRIALS += [
     Trial("ssgd", 4, ((3, 15, False), (0, 18, True))),
     Trial("awc", 3, ((1, 8, False), (2, 9, False))),  # one is left: an error
 ]
+TRIALS += [  # over gloo, where messages of a rank that dies may or may not arrive
+    *(Trial(name, 4, ((2, first_operation(name), True),), "pg") for name in ("ssgd", "awc_bf16", "stale", "diloco")),
+    *(Trial(name, 4, ((0, first_operation(name), False),), "pg") for name in ("awc_hypercube", "cta", "push_sum")),
+    Trial("awc", 5, ((1, 6, False), (3, 6, True)), "pg"),
+    Trial("atc", 5, ((0, 9, False), (4, 11, True)), "pg"),
+    Trial("awc", 3, ((1, 8, False), (2, 9, False)), "pg"),
+]
 
 
 def run_rank(trial: Trial, rank: int, folder: Path) -> None:

@@ -1,0 +1,121 @@
+"""Who is left of the ranks of a process group, as a store records it: the store orders, and no single rank must live.
+
+Every rank has a thread that answers roll calls. A rank that sees an error opens the next *generation* in the store and
+calls the roll: who is dead does not answer. When all that answer have come too, the first of them writes the list of
+members of the generation; the store takes the first list only.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+ANSWER_SECONDS = 1.0  # a rank that does not answer for so long is dead; ranks look for calls 20 times in this time
+_POLL_SECONDS = ANSWER_SECONDS / 20
+
+
+class RollCall:
+    """The record of generations in a store that all ranks reach, and that outlives each of them.
+
+    Args:
+        store: under a prefix that no other run uses.
+        rank: the id of this rank.
+        timeout: seconds that a living rank may let the others wait.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
+        self._store, self._rank, self._timeout = store, rank, timeout
+        self.generation = 0
+        self._opened = 0  # the last generation that a rank has opened, as far as this rank knows
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._answer, daemon=True, name="ddpcore-roll-call")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more. The others then see this rank as gone."""
+        self._is_closed.set()
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a rank has opened the next generation."""
+        return self._opened > self.generation
+
+    def _answer(self) -> None:
+        answered: tuple[int, int] = 0, 0
+        while not self._is_closed.wait(_POLL_SECONDS):
+            generation = self.generation + 1
+            try:
+                call = self._store.add(f"{generation}/call", 0)
+                if call and (generation, call) != answered:
+                    self._store.set(f"{generation}/alive/{self._rank}", str(call))
+                    answered = generation, call
+                    self._opened = generation
+            except RuntimeError:  # the store is gone: a wait of this rank says so
+                return
+
+    def next_generation(self, members: tuple[int, ...], state: int) -> tuple[tuple[int, ...], list[int]]:
+        """Open or join the next generation. Returns its members, on each of them the same, and the state of each.
+
+        Args:
+            members: of this generation.
+            state: a number that the others must know.
+
+        Raises:
+            RuntimeError: a living member does not come in time, the store is gone, or this rank is not a member.
+        """
+        try:
+            agreed = self._agree(members, state)
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise RuntimeError(
+                f"the store of the process group is gone ({str(error).partition(chr(10))[0]}): keep it outside of the "
+                "ranks, by torchrun's agent or a FileStore"
+            ) from error
+        if self._rank not in agreed:
+            raise RuntimeError(f"the others went on without rank {self._rank}, which did not answer: start it again")
+        number = self.generation + 1
+        states = [int(self._store.get(f"{number}/ready/{one}")) for one in agreed]
+        self.generation = number
+        return agreed, states
+
+    def group_store(self) -> dist.Store:
+        """Where the members of this generation connect."""
+        return dist.PrefixStore(f"{self.generation}/group", self._store)
+
+    def _agree(self, members: tuple[int, ...], state: int) -> tuple[int, ...]:
+        number, store = self.generation + 1, self._store
+        list_key = f"{number}/members"
+        store.set(f"{number}/ready/{self._rank}", str(state))
+        deadline = time.monotonic() + self._timeout
+        while not store.check([list_key]):
+            call = store.add(f"{number}/call", 1)
+            asked = time.monotonic()
+            left = self._left(number, members, call, asked + ANSWER_SECONDS)
+            waiting = [one for one in left if not store.check([f"{number}/ready/{one}"])]
+            if not waiting:
+                return self._decided(store.compare_set(list_key, "", json.dumps(left)))
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"ranks {waiting} live and did not come within {self._timeout:g} s after a failure")
+        return self._decided(store.get(list_key))
+
+    def _left(self, number: int, members: tuple[int, ...], call: int, until: float) -> list[int]:
+        """The members that are ready or answer the call; it returns at once when all do."""
+        left: list[int] = []
+        while True:
+            left = [one for one in members if self._is_left(number, one, call)]
+            if len(left) == len(members) or time.monotonic() > until:
+                return left
+            time.sleep(_POLL_SECONDS / 5)
+
+    def _is_left(self, number: int, one: int, call: int) -> bool:
+        key = f"{number}/alive/{one}"
+        return self._store.check([f"{number}/ready/{one}"]) or (
+            self._store.check([key]) and int(self._store.get(key)) >= call
+        )
+
+    @staticmethod
+    def _decided(value: Any) -> tuple[int, ...]:
+        return tuple(json.loads(bytes(value)))
