@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ddpcore.comm.agreement import Fact
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
+from ddpcore.comm.door import ask, find_run
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.elastic_group import ProcessGroupFabric
 from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
+from ddpcore.comm.fabric import Fabric
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE
 from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
@@ -98,4 +101,29 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
             reason = str(error)
     comm = ProcessGroupCommunicator(group)
     comm.description += f" ({reason})"
+    return comm
+
+
+def join_run(store: dist.Store, facts: list[Fact], device: torch.device, timeout: float) -> ElasticCommunicator:
+    """Join a run with ``on_failure="shrink"`` as a new rank, and return its connection.
+
+    Args:
+        store: that of the process group of the run.
+        facts: what this rank trains, as the ranks of the run compare it.
+        device: the device of the model.
+        timeout: seconds to wait for the run.
+
+    Raises:
+        ValueError: the ranks of the run train something else, or cannot take another rank.
+        RuntimeError: there is no such run, or it does not answer.
+    """
+    roll, kind, first = find_run(store, timeout)
+    fabric: Fabric
+    if kind == "shm":
+        fabric = SharedMemoryFabric.of_newcomer(roll)
+    else:
+        fabric = ProcessGroupFabric.of_newcomer(roll, kind, device)
+    answer = ask(fabric, facts)
+    comm = ElasticCommunicator(fabric, num_operations=answer["operation"], first=first)
+    comm.door.announce_again(facts, answer["handled"])
     return comm

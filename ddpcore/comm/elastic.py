@@ -9,9 +9,8 @@ done again by the members that are left, from the same rows.
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,82 +18,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
+from ddpcore.comm.door import Door
 from ddpcore.comm.errors import at, check_has_average, size_of
+from ddpcore.comm.fabric import Fabric, Members, Operation
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.reductions import CHUNK, sum_of
 from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
-
-Members = tuple[int, ...]
-
-
-@dataclass(kw_only=True)
-class Operation:
-    """One operation in progress.
-
-    Attributes:
-        number: counted from 0 since the start of the run.
-        what: the same text on all ranks.
-        step: of training, or None.
-        row: this rank's row ``[x]``. It does not change before the operation ends.
-        members: the members when it began.
-        round_of: whom this rank reads from and who reads from it, by ids, if these are the members.
-        in_place: whether readers read ``row`` itself.
-        place: what the transport keeps.
-    """
-
-    number: int
-    what: str
-    step: int | None
-    row: Tensor
-    members: Members
-    round_of: Callable[[Members], Round]
-    in_place: bool = False
-    place: Any = None
-
-
-class Fabric(ABC):
-    """Carries the rows of operations between ranks, and finds out which ranks are left.
-
-    Attributes:
-        rank: the id of this rank.
-        members: ids of the ranks that it connects at first.
-        description: the transport, as text for people.
-    """
-
-    rank: int
-    members: Members
-    description: str
-
-    @abstractmethod
-    def begin(self, operation: Operation) -> None:
-        """Publish the row. It returns without waiting for other ranks, except to allocate memory."""
-
-    @abstractmethod
-    def agree(self, operation: Operation) -> Members:
-        """Wait until all members have published their rows or are dead. Returns those that have, on every rank alike.
-
-        Raises:
-            RuntimeError: a member lives and does not come in time, or calls another operation.
-        """
-
-    @abstractmethod
-    def rows(self, operation: Operation, members: Sequence[int]) -> dict[int, Tensor]:
-        """The rows of other members, which they have published. Valid until :meth:`done`."""
-
-    @abstractmethod
-    def done(self, operation: Operation) -> None:
-        """This rank has read the rows, or will have read them before it begins the next operation."""
-
-    def next_row(self, operation: Operation) -> Tensor | None:
-        """Where an operation in place writes the new row; None: into the row itself."""
-        return None
-
-    @property
-    def waited(self) -> Mapping[int, float]:
-        """See :attr:`Communicator.waited`."""
-        return {}
 
 
 class ElasticCommunicator(Communicator):
@@ -108,10 +39,11 @@ class ElasticCommunicator(Communicator):
 
     membership: Membership
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, *, num_operations: int = 0, first: int | None = None) -> None:
         self._fabric = fabric
-        self.membership = Membership(fabric.members)
-        self.num_operations = 0
+        self.membership = Membership(fabric.members, first=first or len(fabric.members))
+        self.num_operations = self.num_agreed = num_operations
+        self.door = Door(fabric)
 
     @property
     def num_learners(self) -> int:  # type: ignore[override]
@@ -129,6 +61,11 @@ class ElasticCommunicator(Communicator):
         return f"{self._fabric.description}, goes on if ranks die"
 
     @property
+    def rank(self) -> int:
+        """The id of this rank."""
+        return self._fabric.rank
+
+    @property
     @override
     def waited(self) -> Mapping[int, float]:
         return self._fabric.waited
@@ -136,6 +73,46 @@ class ElasticCommunicator(Communicator):
     @override
     def redrawn(self, topology: Topology) -> Topology:
         return self.membership.topology(topology)
+
+    # ---- ranks that join ----
+
+    def admit(self, step: int) -> int | None:
+        """At the end of a step: let a rank in that has asked to join. All members call it. Returns the id of the rank.
+
+        All members take the same decision: the first of them writes into the store after which operation a rank joins,
+        before it begins that operation, so all others read it when the operation is over.
+        """
+        new = self.door.open(self.membership, self.num_operations, self.num_agreed)
+        if new is not None:
+            members = tuple(sorted((*self.membership.members, new)))
+            self.membership.change(members, self.num_operations, step)
+        return new
+
+    def hand_over(self, new: int, make: Callable[[], Tensor]) -> Tensor | None:
+        """Send the result of ``make``, bytes, from a neighbour of a new member to it. Collective; others get None."""
+        while True:
+            source = self.membership.source_for(new)
+            blob = make() if self._fabric.rank == source else torch.empty(0, dtype=torch.uint8)
+            sizes = self.gather(torch.tensor([[len(blob)]]))
+            if source not in self.membership.members:
+                continue  # it has died
+            if self._fabric.rank != source:
+                blob = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+
+            def round_of(members: Members, source: int = source) -> Round:
+                gives, takes = source in members, new in members
+                sources = (source,) if gives and self._fabric.rank == new else ()
+                readers = (new,) if takes and self._fabric.rank == source else ()
+                return Round(0.0, sources, (0.0,) * len(sources), readers)
+
+            operation = self._begin(f"the state of learner {source} for learner {new}", blob, None, round_of=round_of)
+            members = self._agree(operation)
+            if source not in members:
+                self._fabric.done(operation)
+                continue
+            result = self._fabric.rows(operation, [source])[source].clone() if self._fabric.rank == new else None
+            self._fabric.done(operation)
+            return result
 
     # ---- operations ----
 
@@ -155,6 +132,7 @@ class ElasticCommunicator(Communicator):
     def _agree(self, operation: Operation) -> Members:
         """Wait for all members, and take note of those that are gone."""
         members = self._fabric.agree(operation)
+        self.num_agreed += 1
         left = tuple(one for one in self.membership.members if one in members)
         if left != self.membership.members:
             self.membership.change(left, operation.number, operation.step)

@@ -9,7 +9,6 @@ the others are begun again in a new group.
 from __future__ import annotations
 
 import hashlib
-import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,16 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.elastic import Fabric, Members, Operation
-from ddpcore.comm.process import default_group, gather_objects
-from ddpcore.comm.roll_call import RollCall
+from ddpcore.comm.fabric import Fabric, Members, Operation
+from ddpcore.comm.process import default_group
+from ddpcore.comm.roll_call import RollCall, new_run
 
 _SLICE_SECONDS = 0.1  # a waiting rank looks this often for a call of another one
-_CONNECT_SECONDS = 30.0
+_CONNECT_SECONDS = 10.0  # all members have come by then, unless one dies
 
 
 class _Worker:
@@ -67,9 +65,11 @@ class _Outcome:
 class _Group:
     """One generation: a group of torch, made without the default group, which a dead rank has spoiled."""
 
-    def __init__(self, backend: str, store: dist.Store, members: Members, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, backend: str, store: dist.Store, members: Members, rank: int, device: torch.device, wait_seconds: float
+    ) -> None:
         index, num = members.index(rank), len(members)
-        self.members, self.device, self._worker = members, device, _Worker()
+        self.members, self.device, self._worker, self.error = members, device, _Worker(), ""
         self._group = dist.ProcessGroup(store, index, num)
         if num == 1:
             return
@@ -80,12 +80,22 @@ class _Group:
         else:
             own = dist.ProcessGroupGloo(store, index, num, timeout=timeout)
             kind = dist.ProcessGroup.BackendType.GLOO
+            own._set_default_timeout(timedelta(seconds=wait_seconds))
         self._group._register_backend(device, kind, own)
         self._group._set_default_backend(kind)
         self._is_nccl = backend == "nccl"
 
+    @classmethod
+    def broken(cls, members: Members, why: str) -> _Group:
+        """A group that could not be made."""
+        made = cls.__new__(cls)
+        made.members, made.error = members, why
+        return made
+
     def transfer(self, number: int, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
         """Start messages from and to members."""
+        if self.error:
+            raise RuntimeError(self.error)
         if not sends and not receives:
             return []
         if self._is_nccl:
@@ -131,16 +141,53 @@ class ProcessGroupFabric(Fabric):
         group = default_group(group)
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
-        self._backend, self._device = dist.get_backend(group), device
+        self._backend, self._device = str(dist.get_backend(group)), device
         self.rank, self.members = dist.get_rank(group), tuple(range(dist.get_world_size(group)))
-        self.description = f"torch.distributed, {self._backend}"
-        token = gather_objects(group, secrets.token_hex(8))[0]  # two runs of one group do not meet
-        store = dist.PrefixStore(f"ddpcore/{token}", _own_client(c10d._get_process_group_store(group)))
-        self._roll = RollCall(store, self.rank, timeout)
-        self._group = _Group(self._backend, self._roll.group_store(), self.members, self.rank, device)
+        self.description, self.kind = f"torch.distributed, {self._backend}", self._backend
+        self.roll = RollCall(new_run(group), self.rank, timeout)
+        self._group = self._connect(self.members)
         self._flying: dict[int, Operation] = {}  # begun, not yet known to be done by all members
         self._received = -1  # the last operation of which this rank has all rows
-        weakref.finalize(self, self._roll.close)
+        weakref.finalize(self, self.roll.close)
+
+    @classmethod
+    def of_newcomer(cls, roll: RollCall, backend: str, device: torch.device) -> ProcessGroupFabric:
+        """The fabric of a rank that joins later. It has no rank before :meth:`join`."""
+        made = cls.__new__(cls)
+        made._backend, made._device, made.roll = backend, device, roll
+        made._flying, made._received, made.members, made.rank = {}, -1, (), -1
+        made.description, made.kind = f"torch.distributed, {backend}", backend
+        weakref.finalize(made, roll.close)
+        return made
+
+    @override
+    def join(self, rank: int, members: Members, position: int) -> None:
+        self.rank, self.roll.generation = rank, position
+        self.roll.enter(rank)
+        self._take(members)
+
+    @property
+    @override
+    def position(self) -> int:
+        return self.roll.generation
+
+    @override
+    def admit(self, one: int, address: Any, members: Members) -> None:
+        self._take(members)
+
+    def _take(self, members: Members) -> None:
+        """Connect other members in the next generation."""
+        self.roll.generation += 1
+        self.members = members
+        self._group = self._connect(members)
+
+    def _connect(self, members: Members) -> _Group:
+        """A group of this generation. A member that died since it came is found out by the first operation."""
+        try:
+            store = self.roll.group_store()
+            return _Group(self._backend, store, members, self.rank, self._device, self.roll.timeout)
+        except RuntimeError as error:
+            return _Group.broken(members, str(error).partition("\n")[0])
 
     @override
     def begin(self, operation: Operation) -> None:
@@ -184,7 +231,7 @@ class ProcessGroupFabric(Fabric):
 
         flight.outcome = flight.outcome or flight.group.start(receive)
         while not flight.outcome.done.wait(_SLICE_SECONDS):
-            if self._roll.is_called:
+            if self.roll.is_called:
                 return "another rank saw a failure"
         flight.error = flight.outcome.error
         if _MISMATCH in flight.error:
@@ -195,9 +242,8 @@ class ProcessGroupFabric(Fabric):
     def _renew(self, operation: Operation) -> None:
         """Go on to the next generation, and begin again what not all of its members have received."""
         last = operation.number if operation.place.is_received else self._received
-        members, received = self._roll.next_generation(self._group.members, last)
-        self._group = _Group(self._backend, self._roll.group_store(), members, self.rank, self._device)
-        self.members = members
+        members, received = self.roll.next_generation(self._group.members, last)
+        self._group, self.members = self._connect(members), members
         for number, flying in sorted(self._flying.items()):
             if number <= min(received):
                 flying.place.is_done = True
@@ -227,12 +273,3 @@ def _check_same(operation: Operation, digests: list[int]) -> None:
             f"{_MISMATCH}, this one {operation.what}: all ranks must call the same in the same order, so run a pass of "
             "one rank alone under torch.no_grad()"
         )
-
-
-def _own_client(store: dist.Store) -> dist.Store:
-    """The same store by a connection of its own, if it has connections: a wait of the program blocks its own."""
-    prefixes = []
-    while isinstance(store, dist.PrefixStore):
-        prefixes.append(store)
-        store = store.underlying_store
-    return store.clone() if hasattr(store, "clone") else store

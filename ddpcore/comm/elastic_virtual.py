@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Done, Exchange, Work
 from ddpcore.comm.errors import check_has_average
-from ddpcore.comm.membership import Change, Membership
+from ddpcore.comm.membership import NUM_TO_JOIN, Change, Membership
 from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.virtual import COLUMNS, StackedExchange, VirtualCommunicator, csr_of
 from ddpcore.topology.base import Topology
@@ -56,10 +56,22 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         """Begin an operation: apply the changes that are due."""
         while self._script and self._script[0].operation <= self.num_operations:
             change = self._script.pop(0)
+            if change.joined:
+                raise RuntimeError(f"{change}: learners join between two steps, and this is in the middle of one")
             members = {*self.membership.members, *change.joined}.difference(change.lost)
             self.membership.change(tuple(sorted(members)), self.num_operations, step)
             self._take_members()
         self.num_operations += 1
+
+    def admit(self, step: int) -> int | None:
+        """At the end of a step: let a learner join if the script says so. Returns its id."""
+        if not self._script or not self._script[0].joined or self._script[0].operation > self.num_operations:
+            return None
+        (new,) = self._script.pop(0).joined
+        self.membership.change(tuple(sorted((*self.membership.members, new))), self.num_operations, step)
+        self._take_members()
+        self.num_operations += NUM_TO_JOIN
+        return new
 
     def _take_members(self) -> None:
         members = self.membership.members

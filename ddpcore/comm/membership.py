@@ -11,6 +11,7 @@ from ddpcore.topology.rounds import Round
 
 ON_FAILURE = ("raise", "shrink")
 """Values of ``distribute(on_failure=)``; the first is the default."""
+NUM_TO_JOIN = 2  # operations by which a new member gets its state
 LEAST = 2  # members that a run needs to go on
 
 
@@ -57,16 +58,18 @@ class Membership:
 
     Attributes:
         members: ids, ascending. A learner's position among them is its number in a topology.
+        first: the number of learners that each topology was chosen for; 0: those of now.
         changes: all changes so far.
-        on_change: called with each change and the positions, before it, of the members that stay.
+        on_change: called with each change and, for each member, its position before (None if it is new).
     """
 
     members: tuple[int, ...]
+    first: int = 0
     changes: list[Change] = field(default_factory=list)
-    on_change: list[Callable[[Change, Sequence[int]], None]] = field(default_factory=list)
+    on_change: list[Callable[[Change, Sequence[int | None]], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._first = len(self.members)  # the number of learners that each topology was chosen for
+        self.first = self.first or len(self.members)
         self._known: dict[tuple[int, int], tuple[Topology, Topology]] = {}
 
     def change(self, members: tuple[int, ...], operation: int, step: int | None) -> None:
@@ -80,22 +83,27 @@ class Membership:
         lost = tuple(sorted(set(self.members).difference(members)))
         joined = tuple(sorted(set(members).difference(self.members)))
         change = Change(operation=operation, step=step, members=members, lost=lost, joined=joined)
-        kept = [position for position, one in enumerate(self.members) if one in members]
+        before = [self.members.index(one) if one in self.members else None for one in members]
         self.members = members
         self.changes.append(change)
         if len(members) < LEAST:
             raise TooFewLeft(f"{change}: gossip needs at least {LEAST}, so start again from a checkpoint")
         for call in self.on_change:
-            call(change, kept)
+            call(change, before)
+
+    def source_for(self, new: int) -> int:
+        """The member that gives its state to a new one: the next on a ring of ids."""
+        others = [one for one in self.members if one != new]
+        return min((one for one in others if one > new), default=others[0])
 
     def topology(self, topology: Topology, num_members: int | None = None) -> Topology:
         """The topology over the members, see :func:`~ddpcore.topology.redraw.redrawn`."""
         num = len(self.members) if num_members is None else num_members
-        if num == self._first:
+        if num == self.first:
             return topology
         key = id(topology), num
         if key not in self._known:
-            push_sum = redrawn(topology, self._first) is not topology  # only its columns sum to one
+            push_sum = redrawn(topology, self.first) is not topology  # only its columns sum to one
             self._known[key] = topology, redrawn(topology, num, push_sum=push_sum)
         return self._known[key][1]
 

@@ -8,14 +8,48 @@ members of the generation; the store takes the first list only.
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ddpcore.comm.process import gather_objects
 
 ANSWER_SECONDS = 1.0  # a rank that does not answer for so long is dead; ranks look for calls 20 times in this time
 _POLL_SECONDS = ANSWER_SECONDS / 20
+
+
+_RUN_KEY = "ddpcore/elastic run"
+
+
+def own_client(store: dist.Store) -> dist.Store:
+    """The same store by a connection of its own, if it has connections: a wait of the program blocks its own."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def new_run(group: dist.ProcessGroup) -> dist.Store:
+    """The place of a new run in the store of a group. Collective."""
+    store = own_client(c10d._get_process_group_store(group))
+    token = gather_objects(group, secrets.token_hex(8))[0]
+    if dist.get_rank(group) == 0:
+        store.set(_RUN_KEY, token)  # where a rank that joins later looks
+    return dist.PrefixStore(f"ddpcore/{token}", store)
+
+
+def last_run(store: dist.Store, timeout: float) -> dist.Store:
+    """The place of the last run that was begun in a store. RuntimeError: there is none."""
+    store = own_client(store)
+    deadline = time.monotonic() + timeout
+    while not store.check([_RUN_KEY]):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the store has no run with on_failure='shrink' after {timeout:g} s: start that first")
+        time.sleep(_POLL_SECONDS)
+    return dist.PrefixStore(f"ddpcore/{bytes(store.get(_RUN_KEY)).decode()}", store)
 
 
 class RollCall:
@@ -28,12 +62,17 @@ class RollCall:
     """
 
     def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
-        self._store, self._rank, self._timeout = store, rank, timeout
+        self._store, self._rank, self.timeout = store, rank, timeout
         self.generation = 0
+        self.asked = 0  # how many ranks have asked to join so far, as far as this rank knows
         self._opened = 0  # the last generation that a rank has opened, as far as this rank knows
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True, name="ddpcore-roll-call")
         self._thread.start()
+
+    def enter(self, rank: int) -> None:
+        """Take part from now on, as a rank that has joined."""
+        self._rank = rank
 
     def close(self) -> None:
         """Answer no more. The others then see this rank as gone."""
@@ -49,8 +88,9 @@ class RollCall:
         while not self._is_closed.wait(_POLL_SECONDS):
             generation = self.generation + 1
             try:
+                self.asked = self._store.add("joins", 0)
                 call = self._store.add(f"{generation}/call", 0)
-                if call and (generation, call) != answered:
+                if call and self._rank >= 0 and (generation, call) != answered:
                     self._store.set(f"{generation}/alive/{self._rank}", str(call))
                     answered = generation, call
                     self._opened = generation
@@ -81,6 +121,31 @@ class RollCall:
         self.generation = number
         return agreed, states
 
+    def write_once(self, key: str, value: object) -> Any:
+        """Write a value as JSON unless there is one already. Returns the one that is there."""
+        return json.loads(bytes(self._store.compare_set(key, "", json.dumps(value))))
+
+    def write(self, key: str, value: object) -> None:
+        """Write a value as JSON."""
+        self._store.set(key, json.dumps(value))
+
+    def read(self, key: str) -> Any:
+        """The value of a key, or None."""
+        return json.loads(bytes(self._store.get(key))) if self._store.check([key]) else None
+
+    def wait_for(self, key: str) -> Any:
+        """The value of a key, waiting for it. RuntimeError: it does not come in time."""
+        deadline = time.monotonic() + self.timeout
+        while (value := self.read(key)) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no rank of the run answered within {self.timeout:g} s: is it still training?")
+            time.sleep(_POLL_SECONDS)
+        return value
+
+    def ask(self) -> int:
+        """Ask to join. Returns the number of the request, from 1."""
+        return int(self._store.add("joins", 1))
+
     def group_store(self) -> dist.Store:
         """Where the members of this generation connect."""
         return dist.PrefixStore(f"{self.generation}/group", self._store)
@@ -89,7 +154,7 @@ class RollCall:
         number, store = self.generation + 1, self._store
         list_key = f"{number}/members"
         store.set(f"{number}/ready/{self._rank}", str(state))
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         while not store.check([list_key]):
             call = store.add(f"{number}/call", 1)
             asked = time.monotonic()
@@ -98,7 +163,7 @@ class RollCall:
             if not waiting:
                 return self._decided(store.compare_set(list_key, "", json.dumps(left)))
             if time.monotonic() > deadline:
-                raise RuntimeError(f"ranks {waiting} live and did not come within {self._timeout:g} s after a failure")
+                raise RuntimeError(f"ranks {waiting} live and did not come within {self.timeout:g} s after a failure")
         return self._decided(store.get(list_key))
 
     def _left(self, number: int, members: tuple[int, ...], call: int, until: float) -> list[int]:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpcore.comm.agreement import check_agreement, facts_of
+from ddpcore.comm.agreement import Fact, check_agreement, facts_of
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.connect import connect
+from ddpcore.comm.connect import connect, join_run
+from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.link import Link
 from ddpcore.comm.membership import ON_FAILURE, check_on_failure
 from ddpcore.comm.process import default_group
@@ -86,9 +87,9 @@ def distribute(
         return _baseline(model, strategy, group, {**settings, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
-    _agree(group, model, optimizer, strategy, settings)
+    facts = _agree(group, model, optimizer, strategy, settings)
     comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure)
-    _set_up(strategy, comm, _trained(model).dtype)
+    _set_up(strategy, comm, _trained(model).dtype, facts)
     with undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
@@ -96,11 +97,13 @@ def distribute(
             return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
 
 
-def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype) -> None:
+def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact]) -> None:
     """Check that the strategy supports this, and warn if it has nothing to average."""
     strategy.setup(comm.num_learners, dtype)
     if comm.membership is not None:
         strategy.check_shrink()
+    if isinstance(comm, ElasticCommunicator):
+        comm.door.announce(facts, comm.num_learners)
     if comm.num_learners == 1 and not strategy.averages_gradients:
         text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
         warnings.warn(text, stacklevel=3)
@@ -113,6 +116,8 @@ def _make_learner(
     comm: Communicator,
     learners: int,
     buckets: dict[str, int],
+    *,
+    is_newcomer: bool = False,
 ) -> Learner:
     """Copy the model for each virtual learner, move the weights to a flat buffer, and start all learners alike."""
     strategy.in_use = True
@@ -120,8 +125,64 @@ def _make_learner(
     flat = FlatParameters([one.named_parameters() for one in models], allocate=comm.allocate, **buckets)
     _add_learners(optimizer, models)
     learner = Learner(flat, comm, optimizer, models)
-    _start_alike(learner)
+    if not is_newcomer:
+        _start_alike(learner)
     return learner
+
+
+def join(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    store: dist.Store,
+    *,
+    transport: str = "auto",
+    timeout: float = TIMEOUT_SECONDS,
+    bucket_bytes: int = 25 * MiB,
+    first_bucket_bytes: int = MiB,
+    policies: Policies | None = None,
+) -> Distributed:
+    """Join a run of other ranks that has ``on_failure="shrink"``, as a new rank, between two of its steps.
+
+    The weights and buffers of the model become those of a neighbour, and so do the state of the strategy and, if the
+    policy is not ``keep`` or ``reset``, the momentum. ``handle.learner.step`` is the number of steps taken so far.
+
+    Args:
+        model: as the other ranks have it, with any weights.
+        optimizer: of the same class, with the same options.
+        strategy: the same strategy.
+        store: that of the process group of the run: a new client of its ``TCPStore``, or its ``FileStore``.
+        transport: as the other ranks gave it to :func:`distribute`.
+        timeout: seconds to wait for the run.
+        bucket_bytes: as the other ranks gave it.
+        first_bucket_bytes: as the other ranks gave it.
+        policies: as the other ranks gave them.
+
+    Raises:
+        ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
+        RuntimeError: there is no such run, or it does not answer.
+    """
+    policies = policies or Policies()
+    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    settings: dict[str, Any] = {
+        "transport": transport,
+        "link": None,
+        "learners": None,
+        "policies": policies,
+        "scaler": None,
+    }
+    settings.update(buckets, on_failure="shrink")
+    _check(model, optimizer, strategy, policies, None, None)
+    strategy.check_shrink()
+    facts = _agree(None, model, optimizer, strategy, settings)
+    comm = join_run(store, facts, _trained(model).device, timeout)
+    with undone_on_error(model, optimizer, strategy):
+        strategy.setup(comm.membership.first, _trained(model).dtype)
+        learner = _make_learner(model, optimizer, strategy, comm, 1, buckets, is_newcomer=True)
+        with own_hooks():
+            handle = HookedDistributed(model, learner, strategy, StateSync(policies, learner, strategy, joins=True))
+        handle.take_state()
+        return handle
 
 
 def _baseline(
@@ -161,13 +222,14 @@ def _agree(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     settings: dict[str, Any],
-) -> None:
-    """Check that all ranks of the group train the same."""
-    if group is None:
-        return
+) -> list[Fact]:
+    """Return what all ranks must have in common, after the ranks of the group have compared it."""
     if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # compare the optimizer that it makes
         settings = {**settings, "outer": strategy.outer([torch.zeros(1, requires_grad=True)])}
-    check_agreement(group, facts_of(model, optimizer, strategy, settings), _trained(model).device)
+    facts = facts_of(model, optimizer, strategy, settings)
+    if group is not None:
+        check_agreement(group, facts, _trained(model).device)
+    return facts
 
 
 def _trained(model: nn.Module) -> Tensor:

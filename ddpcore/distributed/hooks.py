@@ -24,10 +24,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
+from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import averaged_model
 from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.joining import copy_learner, packed, takes_momentum, unpacked
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
@@ -102,9 +105,8 @@ class HookedDistributed(Distributed):
         finally:
             self._buckets.paused = paused
 
-    def _members_changed(self, change: Change, kept: Sequence[int]) -> None:
-        if change.lost:
-            self.strategy.members_changed(self.learner, kept)
+    def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
+        self.strategy.members_changed(self.learner, before)
 
     @torch.no_grad()
     @override
@@ -282,11 +284,38 @@ class HookedDistributed(Distributed):
             self.strategy.after_step(self.learner)
             if self.strategy.averages_weights_at(self.learner.step):
                 self._state_sync.sync()
+        self._admit()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
         if self.strategy.averages_gradients:
             self._gradients.note_step()
+
+    def _admit(self) -> None:
+        """Let a learner in that has asked to join, and hand it the state of a neighbour."""
+        comm, policies = self.learner.comm, self._state_sync.policies
+        if isinstance(comm, ElasticCommunicator):
+            if (new := comm.admit(self.learner.step)) is not None:
+                comm.hand_over(new, lambda: packed(self._state_for_newcomer()))
+        elif isinstance(comm, ElasticVirtualCommunicator) and (new := comm.admit(self.learner.step)) is not None:
+            copy_learner(self.learner, new, policies)
+
+    def _state_for_newcomer(self) -> dict[str, Any]:
+        optimizer = self.learner.optimizer.state_dict() if takes_momentum(self._state_sync.policies) else None
+        return {"model": self.models[0].state_dict(), "optimizer": optimizer, "handle": self.state_dict()}
+
+    @torch.no_grad()
+    def take_state(self) -> None:
+        """In a rank that has joined: take the state of a neighbour. The others are in :meth:`_admit`."""
+        comm = self.learner.comm
+        assert isinstance(comm, ElasticCommunicator)
+        content = comm.hand_over(comm.rank, lambda: torch.empty(0, dtype=torch.uint8))
+        assert content is not None
+        state = unpacked(content)
+        self.models[0].load_state_dict(state["model"])
+        if state["optimizer"] is not None:
+            self.learner.optimizer.load_state_dict(state["optimizer"])
+        self.load_state_dict(state["handle"])
 
     def _check_optimized(self) -> None:
         """Check that the optimizer steps no parameter that was added."""

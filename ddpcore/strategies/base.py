@@ -92,12 +92,12 @@ class Strategy:
     def check_shrink(self) -> None:
         """Raise ValueError if the strategy cannot go on when a learner dies."""
 
-    def members_changed(self, learner: Learner, kept: Sequence[int]) -> None:
-        """Called when learners are gone, in the middle of the operation that finds it out.
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
+        """Called when learners are gone, in the middle of the operation that finds it out, or when one has joined.
 
         Args:
             learner: its connection has the new number of learners already.
-            kept: the numbers, until now, of the learners that are left. Learner j is ``kept[j]`` from now on.
+            before: the number that each learner had until now; None for one that is new.
         """
 
     def state_dict(self) -> dict[str, Any]:

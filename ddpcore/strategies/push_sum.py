@@ -77,10 +77,12 @@ class PushSum(Strategy):
         self.restore_weights(learner)
 
     @override
-    def members_changed(self, learner: Learner, kept: Sequence[int]) -> None:
-        """Lose the push weights of the dead: ``sum_j p_j`` of the living is what they held, and no longer n."""
-        assert self._push_weights is not None
-        self._push_weights = learner.shares = self._push_weights[list(kept)]
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
+        """Lose the push weights of the dead: ``sum_j p_j`` of the living is what they held. A new learner has 1."""
+        old = self._push_weights
+        assert old is not None
+        held = [1.0 if number is None else float(old[number]) for number in before]
+        self._push_weights = learner.shares = torch.tensor(held, dtype=torch.float64)
         self._share_mean = learner.share_mean = float(self._push_weights.mean())
 
     def _held(self, learner: Learner) -> Tensor:

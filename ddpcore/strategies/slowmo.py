@@ -71,9 +71,9 @@ class SlowMo(Strategy):
             self.base.check_shrink()
 
     @override
-    def members_changed(self, learner: Learner, kept: Sequence[int]) -> None:
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
         if self.base is not None:
-            self.base.members_changed(learner, kept)
+            self.base.members_changed(learner, before)
 
     @override
     def before_forward(self, learner: Learner) -> None:

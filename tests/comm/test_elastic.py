@@ -91,3 +91,30 @@ def test_fewer_than_two_left_is_an_error(trial: Trial, real: dict[str, list[Any]
     last = real[str(trial)][0]
     assert last.startswith("TooFewLeft: learner 2 is gone")
     assert "start again from a checkpoint" in last
+
+
+@pytest.mark.parametrize("trial", elastic_ranks.JOINS, ids=str)
+def test_a_rank_that_joins_has_the_bits_of_the_script(trial: Trial, real: dict[str, list[Any]]) -> None:
+    """All ranks, those that joined among them, end with the bits of virtual learners that join after the same step."""
+    ended = [one for one in real[str(trial)] if isinstance(one, Ended)]
+    assert len(ended) == trial.world_size - len(trial.deaths) + trial.num_newcomers, real[str(trial)]
+    script = ended[0].changes if ended[0].first_step == 0 else ended[1].changes
+    assert sum(len(change.joined) for change in script) == trial.num_newcomers
+    torch.set_num_threads(1)
+    virtual = elastic_ranks.train(trial, script=script)
+    for one in ended:
+        assert one.members == virtual.members
+        assert torch.equal(one.result.weights[0], virtual.result.weights[one.mine])
+        assert torch.equal(one.result.losses[:, 0], virtual.result.losses[one.first_step :, one.mine])
+        assert torch.equal(one.result.average, virtual.result.average)
+        assert one.result.consensus == virtual.result.consensus
+
+
+@pytest.mark.parametrize("trial", elastic_ranks.REFUSED, ids=str)
+def test_a_rank_that_cannot_join_is_told_why(trial: Trial, real: dict[str, list[Any]]) -> None:
+    """The ranks of the run go on without it."""
+    *others, newcomer = real[str(trial)]
+    assert all(isinstance(one, Ended) and one.changes == () for one in others), others
+    assert newcomer.startswith("ValueError: the run does not let this rank join: ")
+    assert ("strategy is SlowMo" if trial.newcomer else "an exchange is in progress") in newcomer
+    assert newcomer.count("\n") == 1

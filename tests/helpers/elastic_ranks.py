@@ -22,15 +22,18 @@ import networkx as nx
 import torch
 import torch._dynamo  # which the first optimizer of each forked rank would import, in seconds
 import torch.distributed as dist
-from torch import Tensor
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.comm.membership import Change
+from ddpcore.comm.roll_call import own_client
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
 from helpers.forked import without_gloo
 from helpers.oracle import outer
 
+GO = "ranks may join"  # a key of the store
 TIMEOUT = 30.0  # seconds; of a trial
 NUM_STEPS = 8
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -46,6 +49,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "diloco": lambda: ddpcore.LocalSGD(period=2, outer=outer),
     "slowmo": lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.RandomPair(seed=5)), period=3),
     "push_sum": lambda: ddpcore.PushSum(ddpcore.FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))),
+    "push_sum3": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
 }
 POLICIES = {"awc_ring": ddpcore.Policies(momentum="gossip"), "atc": ddpcore.Policies(momentum="average")}
 
@@ -57,12 +61,21 @@ class Trial(NamedTuple):
     world_size: int
     deaths: tuple[tuple[int, int, bool], ...]  # rank, operation, whether after it has published its row
     transport: str = "shm"
+    num_newcomers: int = 0  # ranks that join after the third step, or after the deaths
+
+    newcomer: str = ""  # the strategy of a newcomer, if it is another one
+
+    @property
+    def num_steps(self) -> int:
+        """Long enough to join."""
+        return NUM_STEPS + 8 * (self.num_newcomers > 0)
 
     def __str__(self) -> str:
         deaths = "+".join(
             f"{rank}at{operation}{'after' if late else 'before'}" for rank, operation, late in self.deaths
         )
-        return f"{self.strategy}-{self.world_size}-{deaths}-{self.transport}"
+        joins = f"+{self.num_newcomers}" if self.num_newcomers else ""
+        return f"{self.strategy}{self.newcomer}-{self.world_size}{joins}-{deaths}-{self.transport}"
 
 
 class Ended(NamedTuple):
@@ -73,6 +86,8 @@ class Ended(NamedTuple):
     members: tuple[int, ...]
     warned: list[str]
     slowest: float  # seconds of the longest step
+    first_step: int = 0  # of a rank that joined
+    mine: int = 0  # the id of the rank
 
 
 class ElasticRun(SmallRun):
@@ -83,15 +98,18 @@ class ElasticRun(SmallRun):
         options: dict[str, Any] = {"on_failure": "shrink", "policies": POLICIES.get(trial.strategy)}
         if group is not None:
             options["transport"] = trial.transport
+        ids = [one for change in script for one in change.joined]
+        self._rows = max([trial.world_size, *(one + 1 for one in ids)])  # of virtual learners, with those that join
         super().__init__(
             STRATEGIES[trial.strategy],
-            trial.world_size,
+            trial.world_size if group is not None else self._rows,
             replace(Scenario(), batch_norm=trial.strategy == "slowmo"),
             group=group,
             options=options,
         )
         self.handle: Any = None
         self.slowest = 0.0
+        self._first_step = 0
 
     def _start(self, seed: int) -> Any:
         started = super()._start(seed)
@@ -99,8 +117,19 @@ class ElasticRun(SmallRun):
         if self._is_real:
             self._plan_death()
         else:
+            for one in range(self._trial.world_size, self._rows):
+                self.handle.lose(one)
             self.handle.play(self._script)
         return started
+
+    def await_newcomer(self, step: int) -> None:
+        """In the third step, or in the one after the deaths: wait until a rank asks to join."""
+        num_dead = len(self._trial.deaths)
+        comm = self.handle.comm
+        if self._trial.num_newcomers and step == (6 if num_dead else 3):
+            own_client(c10d._get_default_store()).set(GO, "1")
+            while comm._fabric.roll.asked < self._trial.num_newcomers:
+                time.sleep(0.02)
 
     def _plan_death(self) -> None:
         fabric = self.handle.comm._fabric
@@ -117,11 +146,45 @@ class ElasticRun(SmallRun):
 
         fabric.begin = begin_or_die
 
+    def ended(self, result: Result, warned: list[str]) -> Ended:
+        """What this process ends with."""
+        handle = self.handle
+        members = handle.comm.membership.members
+        return Ended(result, handle.changes, members, warned, self.slowest, self._first_step, self._rank)
+
     def _step(self, *args: Any) -> Tensor:
+        if self._is_real:
+            self.await_newcomer(args[0])
         began = time.monotonic()
         losses = super()._step(*args)
         self.slowest = max(self.slowest, time.monotonic() - began)
         return losses
+
+
+class Newcomer(ElasticRun):
+    """The part of a rank that joins."""
+
+    def __init__(self, trial: Trial, store: dist.Store) -> None:
+        super().__init__(trial, None)
+        self._store, self._is_real = store, True
+        for name in ("learners", "group", "vectorize", "on_failure"):
+            del self._arguments[name]
+        self._arguments["transport"] = trial.transport
+
+    def run(self, num_steps: int = NUM_STEPS) -> Result:
+        self._store.wait([GO])
+        torch.manual_seed(99)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        if self._scenario.batch_norm:
+            model.insert(1, nn.BatchNorm1d(7))
+        optimizer = self._scenario.make_optimizer(model.parameters())
+        make = STRATEGIES[self._trial.newcomer or self._trial.strategy]
+        self.handle = ddpcore.join(model, optimizer, make(), self._store, **self._arguments)
+        mine, first = self.handle.comm.rank, self.handle.learner.step
+        self._rank, self._held, self._first_step = mine, range(mine, mine + 1), first
+        self._num_learners = mine + 1
+        losses = [SmallRun._step(self, step, optimizer, self.handle) for step in range(first, num_steps)]
+        return self._result(self.handle, torch.stack(losses))
 
 
 def train(trial: Trial, group: dist.ProcessGroup | None = None, script: Sequence[Change] = ()) -> Ended:
@@ -129,9 +192,14 @@ def train(trial: Trial, group: dist.ProcessGroup | None = None, script: Sequence
     run = ElasticRun(trial, group, script)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = run.run(NUM_STEPS)
-    handle, warned = run.handle, [str(one.message) for one in caught if one.category is RuntimeWarning]
-    return Ended(result, handle.changes, handle.comm.membership.members, warned, run.slowest)
+        result = run.run(trial.num_steps)
+    return run.ended(result, [str(one.message) for one in caught if one.category is RuntimeWarning])
+
+
+def join(trial: Trial, store: dist.Store) -> Ended:
+    """Join a run, and train to its end."""
+    run = Newcomer(trial, store)
+    return run.ended(run.run(trial.num_steps), [])
 
 
 STRATEGY_NAMES = tuple(STRATEGIES)
@@ -142,7 +210,12 @@ def first_operation(strategy: str) -> int:
     return {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9}.get(strategy, 6)
 
 
-TRIALS = [Trial(name, 4, ((2, first_operation(name), late),)) for name in STRATEGIES for late in (False, True)]
+TRIALS = [
+    Trial(name, 4, ((2, first_operation(name), late),))
+    for name in STRATEGIES
+    if name != "push_sum3"
+    for late in (False, True)
+]
 TRIALS += [
     Trial("awc", 4, ((0, 6, False),)),
     Trial("awc", 5, ((1, 6, False), (3, 6, True))),
@@ -159,15 +232,29 @@ TRIALS += [  # over gloo, where messages of a rank that dies may or may not arri
     Trial("awc", 3, ((1, 8, False), (2, 9, False)), "pg"),
 ]
 
+JOINS = [
+    *(Trial(name, 3, (), "shm", 1) for name in ("awc_ring", "atc", "ssgd", "diloco", "slowmo", "push_sum3")),
+    Trial("cta", 4, ((2, 6, False),), "shm", 1),
+    Trial("awc", 4, ((0, 6, False),), "shm", 2),
+    Trial("awc_bf16", 3, (), "pg", 1),
+    Trial("local_sgd", 3, (), "pg", 1),
+    Trial("atc", 4, ((1, 9, False),), "pg", 1),
+]
+REFUSED = [Trial("atc", 3, (), "shm", 1, "slowmo"), Trial("stale", 3, (), "pg", 1)]
+
 
 def run_rank(trial: Trial, rank: int, folder: Path) -> None:
     """In the forked process, which ends here."""
     os.dup2(os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY), 1)
     os.dup2(1, 2)
     store = dist.FileStore(str(folder / "store"), trial.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
     try:
-        torch.save(train(trial, dist.group.WORLD), folder / f"{rank}.pt")
+        if rank >= trial.world_size:
+            ended = join(trial, store)
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.world_size)
+            ended = train(trial, dist.group.WORLD)
+        torch.save(ended, folder / f"{rank}.pt")
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     sys.stdout.flush()
@@ -179,7 +266,7 @@ def run_trial(trial: Trial) -> list[Any]:
     """What each rank ends with: an :class:`Ended`, the number of the signal that ended it, or what it printed."""
     with tempfile.TemporaryDirectory() as name:
         folder, pids = Path(name), []
-        for rank in range(trial.world_size):
+        for rank in range(trial.world_size + trial.num_newcomers):
             pids.append(os.fork())
             if pids[-1] == 0:
                 run_rank(trial, rank, folder)
@@ -196,7 +283,7 @@ def run_trial(trial: Trial) -> list[Any]:
                     codes[rank] = os.waitstatus_to_exitcode(status)
             time.sleep(0.02)
         ended: list[Any] = []
-        for rank in range(trial.world_size):
+        for rank in range(len(pids)):
             with suppress(FileNotFoundError):
                 ended.append(torch.load(folder / f"{rank}.pt", weights_only=False))
                 continue
@@ -207,4 +294,4 @@ def run_trial(trial: Trial) -> list[Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.save({str(trial): run_trial(trial) for trial in TRIALS}, sys.argv[1])
+    torch.save({str(trial): run_trial(trial) for trial in [*TRIALS, *JOINS, *REFUSED]}, sys.argv[1])

@@ -6,17 +6,20 @@ ranks see the same set of ranks that have begun it, without another message.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.elastic import Fabric, Members, Operation
+from ddpcore.comm.fabric import Fabric, Members, Operation
 from ddpcore.comm.process import default_group
-from ddpcore.comm.shared.coordination import Coordinator
+from ddpcore.comm.roll_call import RollCall, new_run
+from ddpcore.comm.shared.coordination import ControlAddress, Coordinator
 from ddpcore.comm.shared.memory import HostMemory
 
 _LEAST_BYTES = 4096  # areas have sizes of powers of two, so that few are needed
@@ -49,14 +52,50 @@ class SharedMemoryFabric(Fabric):
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
-        self._coordinator = Coordinator(default_group(group), timeout)
-        self._memory = HostMemory()
-        self.rank = self._coordinator.rank
-        self.members: Members = tuple(range(self._coordinator.num_ranks))
-        self.description = f"shared memory of one host, {len(self.members)} ranks"
+        group = default_group(group)
+        coordinator = Coordinator(group, timeout)
+        self._set_up(coordinator, RollCall(new_run(group), coordinator.rank, timeout))
+        self._take(tuple(range(coordinator.num_ranks)))
+
+    def _set_up(self, coordinator: Coordinator, roll: RollCall) -> None:
+        self._coordinator, self.roll, self._memory = coordinator, roll, HostMemory()
+        self.kind, self.address = "shm", tuple(coordinator.address)
         self._areas: dict[int, list[_Area]] = {}  # by size
         self._read: list[_Area] = []  # whose rows are read before the next operation begins
         self._own: _Area | None = None  # where weights lie that are exchanged in place
+        weakref.finalize(self, roll.close)
+
+    def _take(self, members: Members) -> None:
+        self.rank, self.members = self._coordinator.rank, members
+        self.description = f"shared memory of one host, {len(members)} ranks"
+        self.roll.write(f"address/{self.rank}", self.address)
+
+    @classmethod
+    def of_newcomer(cls, roll: RollCall) -> SharedMemoryFabric:
+        """The fabric of a rank that joins later. It has no rank before :meth:`join`."""
+        made = cls.__new__(cls)
+        made._set_up(Coordinator.of_newcomer(roll.timeout), roll)
+        return made
+
+    @property
+    @override
+    def position(self) -> int:
+        return self._coordinator.num_operations
+
+    @override
+    def join(self, rank: int, members: Members, position: int) -> None:
+        addresses = {one: ControlAddress(*self.roll.read(f"address/{one}")) for one in members if one != rank}
+        self._coordinator.join(rank, addresses, position)
+        self.roll.enter(rank)
+        self._take(members)
+
+    @override
+    def admit(self, one: int, address: Any, members: Members) -> None:
+        self._coordinator.admit(one, ControlAddress(*address))
+        self._areas.clear()  # the new rank has none of them, so all ranks allocate new ones when they need them
+        self._own = None
+        self._read.clear()
+        self._take(members)
 
     @property
     @override
