@@ -127,6 +127,10 @@ class Communicator(ABC):
         """The topology over the learners that are left: it changes only if learners may die or join."""
         return topology
 
+    def admit(self, step: int) -> int | None:
+        """At the end of a step: let a learner in that joins, and return its id. Collective."""
+        return None
+
     def now(self) -> float:
         """Seconds on the clock that times training."""
         return time.perf_counter()

@@ -76,6 +76,7 @@ class ElasticCommunicator(Communicator):
 
     # ---- ranks that join ----
 
+    @override
     def admit(self, step: int) -> int | None:
         """At the end of a step: let a rank in that has asked to join. All members call it. Returns the id of the rank.
 

@@ -63,6 +63,7 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
             self._take_members()
         self.num_operations += 1
 
+    @override
     def admit(self, step: int) -> int | None:
         """At the end of a step: let a learner join if the script says so. Returns its id."""
         if not self._script or not self._script[0].joined or self._script[0].operation > self.num_operations:

@@ -24,13 +24,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
-from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import averaged_model
 from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.joining import copy_learner, packed, takes_momentum, unpacked
+from ddpcore.distributed.joining import give_state, received_state
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
@@ -45,7 +43,11 @@ from ddpcore.strategies.learner import Learner
 
 
 class HookedDistributed(Distributed):
-    """The handle of a model that a strategy trains. It sets the hooks, which call the strategy."""
+    """The handle of a model that a strategy trains. It sets the hooks, which call the strategy.
+
+    Attributes:
+        deals: steps from which other learners are left, and their ids, for :class:`ddpcore.data.Redealt`.
+    """
 
     learner: Learner
 
@@ -60,6 +62,7 @@ class HookedDistributed(Distributed):
         if isinstance(optimizer, FusedOptimizer):
             self._weight_step = optimizer.bind(learner.flat)
         self.observers: list[Observer] = []
+        self.deals: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
         self._laid_out = strategy.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
@@ -107,6 +110,9 @@ class HookedDistributed(Distributed):
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)
+        # The samples of the step in progress are dealt; a learner joins between two steps.
+        begin = self.learner.step + (not change.joined)
+        self.deals = (*(deal for deal in self.deals if deal[0] < begin), (begin, change.members))
 
     @torch.no_grad()
     @override
@@ -293,29 +299,15 @@ class HookedDistributed(Distributed):
 
     def _admit(self) -> None:
         """Let a learner in that has asked to join, and hand it the state of a neighbour."""
-        comm, policies = self.learner.comm, self._state_sync.policies
-        if isinstance(comm, ElasticCommunicator):
-            if (new := comm.admit(self.learner.step)) is not None:
-                comm.hand_over(new, lambda: packed(self._state_for_newcomer()))
-        elif isinstance(comm, ElasticVirtualCommunicator) and (new := comm.admit(self.learner.step)) is not None:
-            copy_learner(self.learner, new, policies)
-
-    def _state_for_newcomer(self) -> dict[str, Any]:
-        optimizer = self.learner.optimizer.state_dict() if takes_momentum(self._state_sync.policies) else None
-        return {"model": self.models[0].state_dict(), "optimizer": optimizer, "handle": self.state_dict()}
+        if (new := self.learner.comm.admit(self.learner.step)) is not None:
+            give_state(self.learner, new, self._state_sync.policies, lambda: {**self.state_dict(), "deals": self.deals})
 
     @torch.no_grad()
     def take_state(self) -> None:
-        """In a rank that has joined: take the state of a neighbour. The others are in :meth:`_admit`."""
-        comm = self.learner.comm
-        assert isinstance(comm, ElasticCommunicator)
-        content = comm.hand_over(comm.rank, lambda: torch.empty(0, dtype=torch.uint8))
-        assert content is not None
-        state = unpacked(content)
-        self.models[0].load_state_dict(state["model"])
-        if state["optimizer"] is not None:
-            self.learner.optimizer.load_state_dict(state["optimizer"])
-        self.load_state_dict(state["handle"])
+        """In a rank that has joined: take the state of a neighbour, while the others are in :meth:`_admit`."""
+        state = received_state(self.learner)
+        self.load_state_dict(state)
+        self.deals = tuple(state["deals"])
 
     def _check_optimized(self) -> None:
         """Check that the optimizer steps no parameter that was added."""

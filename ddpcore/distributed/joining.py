@@ -3,46 +3,63 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
 from ddpcore.distributed.state_sync import KEEP, RESET, Policies
 from ddpcore.strategies.learner import Learner
 
 
-def takes_momentum(policies: Policies) -> bool:
-    """Whether a learner that joins takes a neighbour's momentum: not if each keeps its own, or resets it."""
+@torch.no_grad()
+def give_state(learner: Learner, new: int, policies: Policies, handle_state: Callable[[], dict[str, Any]]) -> None:
+    """Give a learner that joins the state of its neighbour. Collective over the learners that are there already."""
+    comm = learner.comm
+    if isinstance(comm, ElasticCommunicator):
+        comm.hand_over(new, lambda: _packed(learner, policies, handle_state()))
+    elif isinstance(comm, ElasticVirtualCommunicator):
+        _copy_row(learner, comm.membership.source_for(new), new, policies)
+
+
+def received_state(learner: Learner) -> dict[str, Any]:
+    """In the rank that joins: load model and optimizer from a neighbour, and return the state of its handle."""
+    comm = learner.comm
+    assert isinstance(comm, ElasticCommunicator)
+    content = comm.hand_over(comm.rank, lambda: torch.empty(0, dtype=torch.uint8))
+    assert content is not None
+    state: dict[str, Any] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)  # runs no code
+    learner.models[0].load_state_dict(state["model"])
+    if state["optimizer"] is not None:
+        learner.optimizer.load_state_dict(state["optimizer"])
+    handle_state: dict[str, Any] = state["handle"]
+    return handle_state
+
+
+def _takes_momentum(policies: Policies) -> bool:
+    """A learner that joins begins without momentum if each learner keeps its own, or resets it."""
     return policies.momentum not in (KEEP, RESET)
 
 
-def packed(state: dict[str, Any]) -> Tensor:
-    """A state as bytes, uint8 ``[x]``."""
+def _packed(learner: Learner, policies: Policies, handle_state: dict[str, Any]) -> Tensor:
+    """The state as bytes, uint8 ``[x]``."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    optimizer = learner.optimizer.state_dict() if _takes_momentum(policies) else None
+    torch.save({"model": learner.models[0].state_dict(), "optimizer": optimizer, "handle": handle_state}, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def unpacked(content: Tensor) -> dict[str, Any]:
-    """The state of :func:`packed`. It is loaded without code of the sender."""
-    state: dict[str, Any] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
-    return state
-
-
-@torch.no_grad()
-def copy_learner(learner: Learner, new: int, policies: Policies) -> None:
-    """Give a virtual learner that joins what a rank that joins gets."""
-    comm = learner.comm
-    assert isinstance(comm, ElasticVirtualCommunicator)
-    source, states = comm.membership.source_for(new), learner.optimizer.state
-    pairs = zip(_tensors(learner.models[new]), _tensors(learner.models[source]), strict=True)
-    for own, theirs in pairs:
+def _copy_row(learner: Learner, source: int, new: int, policies: Policies) -> None:
+    """The same for a virtual learner."""
+    states = learner.optimizer.state
+    for own, theirs in zip(_tensors(learner.models[new]), _tensors(learner.models[source]), strict=True):
         own.data.copy_(theirs.data)
         for name, value in states.get(own, {}).items():
             if isinstance(value, Tensor) and value.shape == own.shape:
-                value.copy_(states[theirs][name]) if takes_momentum(policies) else value.zero_()
+                value.copy_(states[theirs][name]) if _takes_momentum(policies) else value.zero_()
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
