@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.topology.base import Topology
-from ddpcore.topology.rounds import Round
+from ddpcore.topology.rounds import MixingMatrix, Round, mixing_matrix
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Row offsets, columns and values of a sparse matrix (CSR)."""
@@ -63,21 +63,27 @@ class VirtualCommunicator(Communicator):
         known_topology, known_device, known = self._known
         if known is not None and known_topology is topology and known_device == device:
             return known
-        mixing = topology.mixing_matrix(step, self.num_learners)
-        rows = (
-            torch.from_numpy(mixing.offsets).to(device),
-            torch.from_numpy(mixing.columns).to(device),
-            torch.from_numpy(mixing.values.astype(np.float32)).to(device),
-        )
+        rows = _compressed(topology.mixing_matrix(step, self.num_learners), device)
         if topology.period(self.num_learners) == 1:
             self._known = topology, device, rows
         return rows
+
+
+def _compressed(mixing: MixingMatrix, device: torch.device) -> Rows:
+    arrays = mixing.offsets, mixing.columns, mixing.values.astype(np.float32)
+    offsets, columns, values = (torch.from_numpy(array).to(device) for array in arrays)
+    return offsets, columns, values
 
 
 class _StackedExchange(PeerExchange):
     def __init__(self, rows: Rows, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
         super().__init__(learners, round_of)
         self._rows = rows
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        super().quarantine(learners)
+        self._rows = _compressed(mixing_matrix(list(map(self.round_of, self.learners))), self._rows[0].device)
 
     @override
     def received(self) -> Mapping[int, Tensor]:

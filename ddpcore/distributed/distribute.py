@@ -22,6 +22,7 @@ from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.distributed.nonfinite_guard import check_on_nonfinite
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
@@ -48,6 +49,7 @@ def distribute(
     first_bucket_bytes: int = MiB,
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    on_nonfinite: str = "raise",
 ) -> Distributed:
     """Train ``model`` with ``strategy``. The training loop does not change.
 
@@ -69,6 +71,9 @@ def distribute(
         first_bucket_bytes: size of the first bucket.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
+        on_nonfinite: what a step does if a gradient is not finite. ``raise`` raises NonFiniteError and changes nothing;
+            ``skip`` leaves out the learner's step, and all steps if the gradients are averaged; ``quarantine`` leaves
+            it out and gives the learner the average of its neighbours. See docs/reliability.md.
 
     Returns:
         A handle with ``.model`` to call (``model`` itself, except for virtual learners and DDP), ``no_sync()``,
@@ -80,19 +85,22 @@ def distribute(
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
+    settings["on_nonfinite"] = on_nonfinite
     if isinstance(strategy, Baseline):
         return _baseline(model, strategy, group, {**settings, **buckets, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
+    check_on_nonfinite(on_nonfinite, strategy, comm.num_learners)
     _set_up(strategy, comm.num_learners, _trained(model).dtype)
     with undone_on_error(model, optimizer, strategy):
         strategy.in_use = True
         learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         with own_hooks():
-            return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
+            state_sync = StateSync(policies, learner, strategy, scaler)
+            return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
 
 
 def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype) -> None:

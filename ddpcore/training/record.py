@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import rows
 
 FILE = "record.jsonl"
-KINDS = ("run", "resume", "epoch", "statistics", "end")
+KINDS = ("run", "resume", "epoch", "statistics", "nonfinite", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class RunRecord:
             that split, the last five from 0 to 1.
         statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
             :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
-        final: ``kind`` "end": step, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch,
+        nonfinite: ``kind`` "nonfinite": the values of :class:`ddpcore.NonFinite`, one line for each learner and step.
+        final: ``kind`` "end": step, diverged, diverged_reason (the first number that was not finite), accuracy (of the last evaluation), best_accuracy, best_epoch,
             total_seconds; test, the scores on the test split if the run was evaluated on the validation split;
             flatness, the values of :class:`ddpcore.diagnostics.Flatness`, if the config requests it; flatness_reason,
             why flatness is missing. Empty if the run has not ended.
@@ -41,6 +42,7 @@ class RunRecord:
     epochs: list[dict[str, Any]]
     statistics: list[dict[str, Any]]
     final: dict[str, Any]
+    nonfinite: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def read(cls, out: Path) -> RunRecord:
@@ -63,6 +65,7 @@ class RunRecord:
             epochs=kinds["epoch"],
             statistics=kinds["statistics"],
             final=(kinds["end"] or [{}])[-1],
+            nonfinite=kinds["nonfinite"],
         )
 
 

@@ -119,7 +119,8 @@ def _train(
     if not ended:
         raise Interrupted(
             f"stopped{' by ' + stop_signal.name if stop_signal.name else ''} after step {trainer.num_steps} of "
-            f"{loop.total_steps} and saved: go on with resume=True"
+            f"{loop.total_steps} and {'saved' if loop.is_saved else 'not saved, because it is not finite'}: go on with "
+            "resume=True"
         )
     return RunRecord.read(out)
 

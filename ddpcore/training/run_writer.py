@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,10 @@ class RunWriter:
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(name, value, row["step"])
             self._board.flush()
+
+    def warn(self, line: str) -> None:
+        """Print a line beside the progress bar."""
+        print(f"ddpcore: {line}", file=sys.stderr, flush=True)
 
     def sync(self) -> None:
         """Wait until all rows are on the disk; a checkpoint must not be newer than the record."""
