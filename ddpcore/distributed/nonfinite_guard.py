@@ -22,8 +22,8 @@ from ddpcore.strategies.nonfinite import (
 )
 
 
-def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int) -> None:
-    """Check the option ``on_nonfinite``.
+def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:
+    """Check the option ``on_nonfinite``, for a number of learners if it is known.
 
     Raises:
         ValueError: there is no such value, or a learner has no neighbours whose average it could take.

@@ -200,7 +200,7 @@ class TrainConfig:
         self.make_link()
         strategy = self.make_strategy()
         if isinstance(strategy, Strategy):
-            check_on_nonfinite(self.on_nonfinite, strategy, self.learners)
+            check_on_nonfinite(self.on_nonfinite, strategy)
         elif self.on_nonfinite != "raise":
             raise ValueError(f"on_nonfinite is {self.on_nonfinite!r}: {strategy.name} checks no gradients, leave it out")
 

@@ -13,8 +13,6 @@ from ddpcore.optim import FusedSGD
 from helpers import nonfinite_ranks as helper
 from helpers import ranks
 
-AVERAGING = ("ssgd", "post_local")  # of gradients, in the steps 0 and 1
-
 
 @pytest.fixture(scope="module")
 def real() -> list[dict[Any, helper.Outcome]]:
@@ -31,8 +29,7 @@ def averages(case: helper.Case) -> bool:
     return case.strategy == "ssgd" or (case.strategy == "post_local" and case.bad_step == 0)
 
 
-@pytest.mark.parametrize("transport", ["pg", "shm"])
-@pytest.mark.parametrize("case", helper.CASES, ids=str)
+@pytest.mark.parametrize(("case", "transport"), helper.RUNS, ids=str)
 def test_ranks_do_what_virtual_learners_do(
     case: helper.Case, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]
 ) -> None:
@@ -177,7 +174,7 @@ def test_a_scaler_skips_as_before(make: Any) -> None:
         (ddpcore.PushSum(ddpcore.Ring()), {}, "push_sum averages no weights of neighbours alone: take 'skip'"),
         (ddpcore.DPSGD(ddpcore.Ring(), staleness=1), {}, "dpsgd averages no weights of neighbours alone"),
         (ddpcore.DPSGD(ddpcore.Ring()), {"learners": 1}, "one learner has no neighbours: take 'skip'"),
-        (ddpcore.DPSGD(), {"on_nonfinite": "quit"}, "unknown on_nonfinite 'quit'"),
+        (ddpcore.DPSGD(), {"on_nonfinite": "quit"}, "on_nonfinite is 'quit': choose from raise, skip, quarantine"),
         (ddpcore.Single(), {"learners": None}, "single does not use these options: leave on_nonfinite= out"),
     ],
 )

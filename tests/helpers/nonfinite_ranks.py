@@ -60,6 +60,10 @@ CASES += [
 ]
 CASES += [Case("awc_Ring", "quarantine", 3, "adam"), Case("cta_Ring", "quarantine", STEPS - 1)]
 CASES += [Case(strategy, "skip", 3, "fused", True) for strategy in ("ssgd", "awc_Ring")]
+ON_PROCESS_GROUPS = ("ssgd", "post_local", "push_sum", "awc_Ring", "atc_RandomPair", "cta_Ring")
+RUNS = [(case, "shm") for case in CASES if case.bad_step or case.strategy == "post_local"]
+RUNS += [(case, "pg") for case, _ in RUNS if case.strategy in ON_PROCESS_GROUPS and case.optimizer == "fused"]
+"""The cases that ranks run too, and the transport: those at step 0 differ only for post_local."""
 
 
 class Outcome(NamedTuple):
@@ -110,8 +114,7 @@ def train(case: Case, **options: Any) -> Outcome:
 
 def main() -> None:
     path, _, _ = ranks.join()
-    results = {(*case, transport): (*train(case, transport=transport),) for case in CASES for transport in ("pg", "shm")}
-    torch.save(results, path)
+    torch.save({(*case, transport): (*train(case, transport=transport),) for case, transport in RUNS}, path)
 
 
 if __name__ == "__main__":
