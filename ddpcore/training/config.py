@@ -202,7 +202,9 @@ class TrainConfig:
         if isinstance(strategy, Strategy):
             check_on_nonfinite(self.on_nonfinite, strategy)
         elif self.on_nonfinite != "raise":
-            raise ValueError(f"on_nonfinite is {self.on_nonfinite!r}: {strategy.name} checks no gradients, leave it out")
+            raise ValueError(
+                f"on_nonfinite is {self.on_nonfinite!r}: {strategy.name} checks no gradients, leave it out"
+            )
 
     def make_strategy(self) -> Strategy | Baseline:
         """A new strategy with its topology. Raises ValueError if an option is wrong."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.json_lines import rows
+from ddpcore.storage.json_lines import read_lines
 
 FILE = "record.jsonl"
 KINDS = ("run", "resume", "epoch", "statistics", "nonfinite", "end")
@@ -30,10 +28,11 @@ class RunRecord:
         statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
             :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
         nonfinite: ``kind`` "nonfinite": the values of :class:`ddpcore.NonFinite`, one line for each learner and step.
-        final: ``kind`` "end": step, diverged, diverged_reason (the first number that was not finite), accuracy (of the last evaluation), best_accuracy, best_epoch,
-            total_seconds; test, the scores on the test split if the run was evaluated on the validation split;
-            flatness, the values of :class:`ddpcore.diagnostics.Flatness`, if the config requests it; flatness_reason,
-            why flatness is missing. Empty if the run has not ended.
+        final: ``kind`` "end": step, diverged, diverged_reason (the first number that was not finite), accuracy (of the
+            last evaluation), best_accuracy, best_epoch, total_seconds; test, the scores on the test split if the run
+            was evaluated on the validation split; flatness, the values of :class:`ddpcore.diagnostics.Flatness`, if the
+            config requests it; flatness_reason, why flatness is missing. Empty if the run has not ended.
+        problems: a sentence for each line that is damaged; the attributes above have the others.
     """
 
     path: Path
@@ -43,19 +42,22 @@ class RunRecord:
     statistics: list[dict[str, Any]]
     final: dict[str, Any]
     nonfinite: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, out: Path) -> RunRecord:
         """The record in a run's folder.
 
         Raises:
-            ValueError: there is no record, or it is damaged.
+            ValueError: there is no record, or its first line is damaged.
         """
         path = Path(out) / FILE
-        lines = list(rows(path))
+        found = read_lines(path)
+        lines = found.rows
         kinds = {kind: [row for row in lines if row.get("kind") == kind] for kind in KINDS}
-        if lines and not kinds["run"]:
-            raise ValueError(f"{path}: no line is of kind run: the file is damaged")
+        if (lines or found.problems) and not kinds["run"]:
+            reason = found.problems[0] if found.problems else f"{path}: no line is of kind run: the file is damaged"
+            raise ValueError(reason)
         if not lines:
             raise ValueError(f"{path}: there is no record of a run: train into this folder first")
         return cls(
@@ -66,11 +68,5 @@ class RunRecord:
             statistics=kinds["statistics"],
             final=(kinds["end"] or [{}])[-1],
             nonfinite=kinds["nonfinite"],
+            problems=found.problems,
         )
-
-
-def mend(path: Path) -> None:
-    """Remove an incomplete last line, so that the next line can be appended."""
-    content = path.read_bytes() if path.is_file() else b""
-    if content and not content.endswith(b"\n"):
-        replace_file(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows(path)))

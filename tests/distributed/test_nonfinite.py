@@ -34,7 +34,7 @@ def test_ranks_do_what_virtual_learners_do(
     case: helper.Case, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]
 ) -> None:
     """Weights, batch norm and what was found, bit for bit. The runs themselves check every weight after every step."""
-    seen, oracle = [rank[*case, transport] for rank in real], virtual[case]
+    seen, oracle = [rank[(*case, transport)] for rank in real], virtual[case]
     assert torch.equal(torch.cat([one.weights for one in seen]), oracle.weights)
     own = seen[helper.BAD_LEARNER]
     assert (own.found, own.errors) == (oracle.found, oracle.errors)
@@ -73,9 +73,7 @@ def test_quarantine_takes_the_average_of_the_neighbours() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = FusedSGD(model.parameters(), lr=0.0)
-    handle = ddpcore.distribute(
-        model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=4, on_nonfinite="quarantine"
-    )
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=4, on_nonfinite="quarantine")
     assert handle.learner is not None
     for row, one in enumerate(handle.models):
         nn.init.constant_(one.weight, float(row**2))

@@ -55,9 +55,7 @@ CASES = [
     for mode in ("raise", "skip", *(("quarantine",) if strategy in QUARANTINE else ()))
     for bad_step in (0, 3)
 ]
-CASES += [
-    Case(strategy, "skip", 3, optimizer) for strategy in ("ssgd", "awc_Ring") for optimizer in ("lamb", "adam")
-]
+CASES += [Case(strategy, "skip", 3, optimizer) for strategy in ("ssgd", "awc_Ring") for optimizer in ("lamb", "adam")]
 CASES += [Case("awc_Ring", "quarantine", 3, "adam"), Case("cta_Ring", "quarantine", STEPS - 1)]
 CASES += [Case(strategy, "skip", 3, "fused", True) for strategy in ("ssgd", "awc_Ring")]
 ON_PROCESS_GROUPS = ("ssgd", "post_local", "push_sum", "awc_Ring", "atc_RandomPair", "cta_Ring")

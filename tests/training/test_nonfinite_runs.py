@@ -92,7 +92,7 @@ def test_quarantine_resumes_with_the_same_bits(tmp_path: Path) -> None:
     for folder in (tmp_path / "through" / "checkpoints").iterdir():
         if folder not in kept:
             folder.rename(tmp_path / folder.name)
-    config = TrainConfig(**{**through.header["config"]})
+    config = TrainConfig.from_dict(through.header["config"])
     resumed = train(config, out=tmp_path / "through", dataset=with_a_nan(), resume=True)
     assert resumed.resumed[0]["step"] == bad
     assert (tmp_path / "through" / "model.safetensors").read_bytes() == model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpcore.distributed.spans import NAMES
-from ddpcore.storage.json_lines import rows
+from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import edges_of
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement, build_trainer
@@ -23,7 +23,7 @@ def config(**fields: Any) -> Any:
 
 
 def steps_of(out: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return list(rows(out / "steps" / f"rank-{rank}.jsonl"))
+    return read_lines(out / "steps" / f"rank-{rank}.jsonl").rows
 
 
 def test_virtual_learners(tmp_path: Path) -> None:
