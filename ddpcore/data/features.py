@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -16,6 +18,8 @@ from ddpcore.options.extras import extra
 NUMPY = (".npz",)
 HDF5 = (".h5", ".hdf5")
 ARRAYS = ("inputs", "labels")
+SUMS = "SHA256SUMS"
+_SUM = re.compile("([0-9a-f]{64}) [ *](.+)")
 
 
 def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
@@ -25,13 +29,17 @@ def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
     ``.hdf5``. It holds ``inputs`` float32 ``[N, frames, features]`` and ``labels`` int64 ``[N]``.
     By default ``num_classes`` is one more than the largest label, and at least 2.
 
+    If there is a file ``data_dir/SHA256SUMS``, as ``sha256sum train/* test/* > SHA256SUMS`` writes it, all files must
+    match it. HDF5 files have no checksum of their own, so without it a changed number is read as it is.
+
     Raises:
         ValueError: a file is missing or damaged; an array is missing or has another dtype or shape; an input is not
             finite; a label is negative or too large. One line that names the file or the folder.
     """
     root = Path(data_dir)
-    train = _split(root / "train")
-    test = _split(root / "test") if (root / "test").exists() else None
+    sums = _checksums(root)
+    train = _split(root / "train", sums)
+    test = _split(root / "test", sums) if (root / "test").exists() else None
     splits = [split for split in (train, test) if split is not None]
     shapes = [tuple(split.inputs.shape[1:]) for split in splits]
     if shapes[0] != shapes[-1]:
@@ -45,12 +53,47 @@ def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
     return Dataset("features", train, test, max(2, found) if num_classes is None else num_classes, shapes[0])
 
 
-def _split(folder: Path) -> Split:
+def _checksums(root: Path) -> dict[Path, str] | None:
+    """The SHA-256 of each file; None if there is no list of them."""
+    path = root / SUMS
+    if not path.exists():
+        return None
+    try:
+        lines = [_SUM.fullmatch(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({type(error).__name__}), write it again with sha256sum") from error
+    if None in lines:
+        raise ValueError(f"{path}: line {lines.index(None) + 1} is none of sha256sum, write it again")
+    sums = {root / match[2]: match[1] for match in lines if match is not None}
+    for missing in (one for one in sums if not one.exists()):
+        raise ValueError(f"{missing}: {SUMS} lists it and it is missing, fetch it again")
+    return sums
+
+
+def _check_sum(path: Path, sums: Mapping[Path, str] | None) -> None:
+    if sums is None:
+        return
+    if path not in sums:
+        raise ValueError(f"{path}: {SUMS} does not list it, write that file again")
+    found = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(2**20):
+                found.update(part)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}), write it again") from error
+    if found.hexdigest() != sums[path]:
+        raise ValueError(f"{path}: does not match its checksum in {SUMS}, fetch it again")
+
+
+def _split(folder: Path, sums: Mapping[Path, str] | None) -> Split:
     paths = sorted(path for path in folder.glob("*") if path.suffix in (*NUMPY, *HDF5))
     if not paths:
         raise ValueError(
             f"{folder}: holds no .npz, .h5 or .hdf5 file, set data_dir (--data-dir) to the folder that holds train"
         )
+    for path in paths:
+        _check_sum(path, sums)
     parts = [_checked(path, _read(path)) for path in paths]
     shape = parts[0][0].shape[1:]
     for path, (inputs, _) in zip(paths, parts, strict=True):

@@ -94,10 +94,12 @@ def read_run(path: Path) -> Run:
     """A run, as far as its record can be read.
 
     Raises:
-        ValueError: the record has no readable first line.
+        ValueError: the record has no readable line.
     """
     lines, problems = _lines(path / RECORD)
     headers = [line for line in lines if line.get("kind") == "run" and isinstance(line.get("config"), dict)]
+    if not headers and lines and problems:
+        headers = [{"config": {}}]  # damaged, and a problem says so: the other lines are shown
     if not headers:
         reason = problems[0] if problems else f"{path / RECORD}: no line is of kind run: train into this folder first"
         raise ValueError(reason)

@@ -19,7 +19,7 @@ class RunRecord:
     Attributes:
         path: the file.
         header: ``kind`` "run": config, num_parameters, num_samples, num_classes, dataset_digest
-            (:meth:`ddpcore.data.Dataset.digest`), device, versions, commit, date.
+            (:meth:`ddpcore.data.Dataset.digest`), device, versions, commit, date. Empty if its line is damaged.
         resumed: ``kind`` "resume", one line each time that the run was resumed: step, device, versions, commit, date.
         epochs: ``kind`` "epoch", one line per epoch: epoch (from 1), step, train_loss, lr, seconds (of training; with
             ``link``, seconds on the emulated network), samples_per_s, consensus_distance, evaluation_seconds,
@@ -49,20 +49,21 @@ class RunRecord:
         """The record in a run's folder.
 
         Raises:
-            ValueError: there is no record, or its first line is damaged.
+            ValueError: there is no record, or nothing of it is left.
         """
         path = Path(out) / FILE
         found = read_lines(path)
         lines = found.rows
         kinds = {kind: [row for row in lines if row.get("kind") == kind] for kind in KINDS}
-        if (lines or found.problems) and not kinds["run"]:
-            reason = found.problems[0] if found.problems else f"{path}: no line is of kind run: the file is damaged"
-            raise ValueError(reason)
+        if not lines and found.problems:
+            raise ValueError(found.problems[0])
+        if lines and not kinds["run"] and not found.problems:
+            raise ValueError(f"{path}: no line is of kind run: the file is damaged")
         if not lines:
             raise ValueError(f"{path}: there is no record of a run: train into this folder first")
         return cls(
             path=path,
-            header=kinds["run"][0],
+            header=kinds["run"][0] if kinds["run"] else {},
             resumed=kinds["resume"],
             epochs=kinds["epoch"],
             statistics=kinds["statistics"],

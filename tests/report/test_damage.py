@@ -229,3 +229,16 @@ def test_a_loop_of_links(make_run: Make, tmp_path: Path, capsys: pytest.CaptureF
     loop.symlink_to(loop)
     assert main([str(make_run()), str(loop), "--out", str(loop)]) == 1
     assert capsys.readouterr().err.count("\n") == 1 and "ddpcore report" in loop.read_text()
+
+
+def test_a_damaged_header_costs_only_what_it_holds(make_run: Make) -> None:
+    """The curves of the run are shown, beside those of others."""
+    folder = make_run("damaged")
+    path = folder / "record.jsonl"
+    path.write_text("{" + path.read_text())
+    sources = read_sources([folder, make_run()])
+    page_of(sources)
+    chart = next(one for section in sections_of(sources) for one in section.charts if one.title.startswith("Training"))
+    assert [len(series.x) for series in chart.series] == [3, 3]
+    what = "line 1 is no JSON object: the file is damaged"
+    assert problems(sources) == [f"{path}: {what}: the report shows the other lines"]

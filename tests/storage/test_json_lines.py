@@ -189,7 +189,7 @@ def test_each_byte_of_a_json_file_is_covered(tmp_path: Path, flip: int) -> None:
         damaged = bytearray(content)
         damaged[place] ^= flip
         path.write_bytes(bytes(damaged))
-        with pytest.raises(ValueError, match="checksum|JSON|Expecting|Invalid|Extra|decode|delimiter|Unterminated"):
+        with pytest.raises(ValueError, match=r"checksum|Expecting|Invalid|Extra|decode|Unterminated"):
             metrics.read_json(path)
 
 

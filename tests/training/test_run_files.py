@@ -55,6 +55,26 @@ def test_a_record_that_a_crash_has_cut(damage: str, stopped: Path, tmp_path: Pat
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_resumed_run_says_which_lines_it_dropped(
+    number: int, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A digit of the header, or of the first epoch, has changed. The weights are those of a run through."""
+    path = stopped / record.FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[number] = lines[number].replace(b'"kind": "', b'"kind": "x', 1)
+    path.write_bytes(b"".join(lines))
+    seen = run(stopped, resume=True, checkpoint_every=4)
+    said = f"ddpcore: {path}: line {number + 1} is damaged: it does not match its checksum: the run goes on without it"
+    assert said in capsys.readouterr().err.splitlines()
+    assert not RunRecord.read(stopped).problems
+    through = run(tmp_path / "through", checkpoint_every=4)
+    assert seen.header["config"] == through.header["config"]
+    assert [row["step"] for row in seen.epochs] == ([4, 6] if number == 0 else [6])
+    ends = [(out / "model.safetensors").read_bytes() for out in (stopped, tmp_path / "through")]
+    assert ends[0] == ends[1]
+
+
 def test_checkpoints_without_a_record_are_a_run(stopped: Path) -> None:
     """Another run would remove them when it saves its own."""
     (stopped / record.FILE).unlink()
