@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
 
 from ddpcore.comm.base import Communicator
+from ddpcore.optim.base import FusedOptimizer
+from ddpcore.optim.weight_step import LARGE
 from ddpcore.options.typed import check_choice
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
@@ -18,8 +20,11 @@ from ddpcore.strategies.nonfinite import (
     first_nonfinite,
     is_capturing,
     row_sums,
+    suspect_rows,
     suspects,
 )
+
+_gradient_of = attrgetter("grad")
 
 
 def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:
@@ -63,6 +68,7 @@ class NonFiniteGuard:
         self._learner, self._strategy, self._mode = learner, strategy, on_nonfinite
         self.found: list[NonFinite] = []
         self._sums: list[Tensor] = []  # [L] for each message, before its average
+        self._has_buffers = any(self._buffers(row) for row in range(len(learner.models)))
         self._kept: list[list[Tensor]] = []  # copies of each model's floating-point buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
@@ -70,7 +76,7 @@ class NonFiniteGuard:
     def begin_step(self) -> None:
         """Before the first forward pass of a step: copy the models' buffers, which batch norm changes in the pass."""
         self._sums.clear()
-        if self._mode == "raise" or not (any(self._buffers(row) for row in range(len(self._learner.models)))):
+        if self._mode == "raise" or not self._has_buffers:
             return
         rows = range(len(self._learner.models))
         if not self._kept:
@@ -117,10 +123,14 @@ class NonFiniteGuard:
     def _suspects(self) -> list[int]:
         """Rows whose gradients may not be finite."""
         flat = self._learner.flat
-        gradients = [parameter.grad for parameter in flat.parameters]
-        if flat.num_rows > 1 or all(map(is_, gradients, flat.grad_views)):
-            flat.gather_grads()
-            return suspects(row_sums(flat.grad_LP))
+        own: dict[int, Tensor] = {}
+        if flat.num_rows > 1 or isinstance(self._learner.optimizer, FusedOptimizer):
+            own = flat.own_grads(LARGE)
+            flat.gather_grads(left=own)  # as the step itself begins
+        gradients = list(map(_gradient_of, flat.parameters))
+        if own or all(map(is_, gradients, flat.grad_views)):
+            rows = suspect_rows(flat.grad_LP)  # with older numbers in place of those outside of the buffer
+            return rows or ([0] if any(map(suspect_rows, own.values())) else [])
         given = [gradient for gradient in gradients if gradient is not None and gradient.layout == torch.strided]
         return suspects(torch.stack(torch._foreach_norm(given)).sum()[None]) if given else []
 

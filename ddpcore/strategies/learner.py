@@ -12,7 +12,7 @@ from ddpcore import ops
 from ddpcore.comm.base import Communicator
 from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, first_nonfinite, is_capturing, row_sums, suspects
+from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, first_nonfinite, is_capturing, suspect_rows
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Learner:
         weights_LX = self.flat.param_LP if columns_LX is None else columns_LX
         if self.comm.num_learners == 1 or is_capturing(weights_LX):
             return
-        rows = suspects(row_sums(weights_LX))
+        rows = suspect_rows(weights_LX)
         named = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=False))}
         if named:
             raise NonFiniteError(

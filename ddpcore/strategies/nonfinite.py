@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ddpcore.ops.dtypes import wide
+from ddpcore.ops.dtypes import is_narrow, wide
 
 ON_NONFINITE = ("raise", "skip", "quarantine")
 
@@ -75,6 +75,13 @@ def row_sums(rows_LX: Tensor) -> Tensor:
 def suspects(sums_L: Tensor) -> list[int]:
     """The rows whose sum is not finite. It waits for the device."""
     return [row for row, total in enumerate(sums_L.tolist()) if not math.isfinite(total)]
+
+
+def suspect_rows(rows_LX: Tensor) -> list[int]:
+    """The rows that may hold a number that is not finite. It waits for the device."""
+    if len(rows_LX) > 1 or is_narrow(rows_LX.dtype):
+        return suspects(row_sums(rows_LX))
+    return [] if math.isfinite(rows_LX.sum().item()) else [0]  # a third of the time for small models
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
