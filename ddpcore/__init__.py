@@ -9,6 +9,7 @@ from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.noisy_ssgd import NoisySSGD
+from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError
 from ddpcore.strategies.push_sum import PushSum
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.strategies.slowmo import SlowMo
@@ -36,6 +37,8 @@ __all__ = [
     "LocalSGD",
     "Matching",
     "NoisySSGD",
+    "NonFinite",
+    "NonFiniteError",
     "OnePeerExponential",
     "Policies",
     "PushSum",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -40,7 +40,11 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """A transfer of neighbours' weights in progress. One of its three methods must be called, once."""
+    """A transfer of neighbours' weights in progress. One of its last three methods must be called, once."""
+
+    @abstractmethod
+    def quarantine(self, learners: Set[int]) -> None:
+        """Let some learners of this process take the average of their neighbours, without their own weights."""
 
     @abstractmethod
     def mixture(self) -> WeightAverage:
@@ -73,6 +77,11 @@ class PeerExchange(Exchange):
 
     def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
         self.learners, self.round_of = learners, round_of
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        given = self.round_of
+        self.round_of = lambda learner: given(learner).without_self() if learner in learners else given(learner)
 
     @abstractmethod
     def received(self) -> Mapping[int, Tensor]:

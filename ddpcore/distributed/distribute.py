@@ -24,6 +24,7 @@ from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.distributed.nonfinite_guard import check_on_nonfinite
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
@@ -51,6 +52,7 @@ def distribute(
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
     on_failure: str = ON_FAILURE[0],
+    on_nonfinite: str = "raise",
 ) -> Distributed:
     """Train ``model`` with ``strategy``. The training loop does not change.
 
@@ -72,6 +74,9 @@ def distribute(
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
         on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on: see docs/reliability.md.
+        on_nonfinite: what a step does if a gradient is not finite. ``raise`` raises NonFiniteError and changes nothing;
+            ``skip`` leaves out the learner's step, and all steps if the gradients are averaged; ``quarantine`` leaves
+            it out and gives the learner the average of its neighbours. See docs/reliability.md.
 
     Returns:
         A handle with ``.model`` to call: ``model`` itself, except for virtual learners and DDP.
@@ -82,19 +87,21 @@ def distribute(
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
-    settings |= {**buckets, "on_failure": check_on_failure(on_failure)}
+    settings |= {**buckets, "on_failure": check_on_failure(on_failure), "on_nonfinite": on_nonfinite}
     if isinstance(strategy, Baseline):
         return _baseline(model, strategy, group, {**settings, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     facts = _agree(group, model, optimizer, strategy, settings, timeout)
     comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure)
+    check_on_nonfinite(on_nonfinite, strategy, comm.num_learners)
     _set_up(strategy, comm, _trained(model).dtype, facts)
     with undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         with own_hooks():
-            return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
+            state_sync = StateSync(policies, learner, strategy, scaler)
+            return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
 
 
 def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact]) -> None:
@@ -141,6 +148,7 @@ def join(
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
     policies: Policies | None = None,
+    on_nonfinite: str = "raise",
 ) -> Distributed:
     """Join a run of other ranks that has ``on_failure="shrink"``, as a new rank, between two of its steps.
 
@@ -171,16 +179,18 @@ def join(
         "policies": policies,
         "scaler": None,
     }
-    settings.update(buckets, on_failure="shrink")
+    settings.update(buckets, on_failure="shrink", on_nonfinite=on_nonfinite)
     _check(model, optimizer, strategy, policies, None, None)
     strategy.check_shrink()
+    check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
     facts = _agree(None, model, optimizer, strategy, settings, timeout)
     comm = join_run(store, facts, _trained(model).device, timeout)
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
         learner = _make_learner(model, optimizer, strategy, comm, 1, buckets, is_newcomer=True)
         with own_hooks():
-            handle = HookedDistributed(model, learner, strategy, StateSync(policies, learner, strategy, joins=True))
+            state_sync = StateSync(policies, learner, strategy, joins=True)
+            handle = HookedDistributed(model, learner, strategy, state_sync, on_nonfinite)
         handle.take_state()
         return handle
 

@@ -16,6 +16,7 @@ from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibra
 from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.nonfinite import NonFinite
 
 
 class Distributed:
@@ -25,6 +26,7 @@ class Distributed:
         model: the module to call in the loop.
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
+        nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
     """
 
     learner: Learner | None = None
@@ -33,6 +35,7 @@ class Distributed:
         self.model = model
         self.comm = comm
         self.spans: Spans | None = None
+        self.nonfinite: list[NonFinite] = []
 
     @property
     def models(self) -> Sequence[nn.Module]:
