@@ -165,6 +165,7 @@ def join(
         bucket_bytes: as the other ranks gave it.
         first_bucket_bytes: as the other ranks gave it.
         policies: as the other ranks gave them.
+        on_nonfinite: as the other ranks gave it.
 
     Raises:
         ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
