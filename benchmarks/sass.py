@@ -74,9 +74,11 @@ GPUS = (
 # For each case: the kernel, the bytes that an element must move between memory and GPU (from the headers of
 # csrc/cuda/*.cu), and for noise_sums the number of rows.
 CASES: dict[str, tuple[str, float, int | None]] = {
-    "sgd fp32": ("sgd_kernel<float, false, 32>", 20, None),
-    "sgd bf16": ("sgd_kernel<__nv_bfloat16, false, 32>", 10, None),
-    "sgd bf16, masters": ("sgd_kernel<__nv_bfloat16, true, 32>", 22, None),
+    "sgd fp32": ("one_pass_kernel<Sgd<float, false>, 32>", 20, None),
+    "sgd bf16": ("one_pass_kernel<Sgd<__nv_bfloat16, false>, 32>", 10, None),
+    "sgd bf16, masters": ("one_pass_kernel<Sgd<__nv_bfloat16, true>, 32>", 22, None),
+    "adamw fp32": ("one_pass_kernel<Adamw<float, false>, 32>", 28, None),
+    "adamw bf16": ("one_pass_kernel<Adamw<__nv_bfloat16, false>, 32>", 22, None),
     "lars fp32": ("two_pass_kernel<Lars<float, false>, 32>", 20, None),
     "lars bf16": ("two_pass_kernel<Lars<__nv_bfloat16, false>, 32>", 10, None),
     "lamb fp32": ("two_pass_kernel<Lamb<float, false>, 32>", 28, None),

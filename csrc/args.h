@@ -42,6 +42,21 @@ struct GradScaling {
     bool maximize;
 };
 
+// What the steps of all optimizers have in common.
+template <typename Segment>
+struct StepArgs {
+    const Segment* segments;  // host memory; the CUDA kernels get them as kernel arguments
+    int64_t num_segments;
+    int64_t num_blocks;
+    const StepGroup* groups;  // host memory
+    int64_t num_groups;
+    DType dtype;   // of params and gradients
+    bool masters;  // whether the segments have masters: all or none
+    GradScaling scaling;
+    uint64_t*
+        tickets;  // CUDA: counters that are zero between steps [num_segments + 2]; null if no group has a step count
+};
+
 // Hyperparameters of momentum SGD, named as in torch.optim.SGD.
 struct SgdRule {
     float momentum;
@@ -62,18 +77,8 @@ struct SgdSegment {
 };
 
 // The arguments of sgd_step_, and of the SGD part of lars_step_.
-struct SgdArgs {
-    const SgdSegment* segments;  // host memory; the CUDA kernel gets them as kernel arguments
-    int64_t num_segments;
-    int64_t num_blocks;
-    const StepGroup* groups;  // host memory
-    int64_t num_groups;
-    DType dtype;   // of params and gradients
-    bool masters;  // whether the segments have masters: all or none
+struct SgdArgs : StepArgs<SgdSegment> {
     SgdRule rule;
-    GradScaling scaling;
-    uint64_t*
-        tickets;  // CUDA: counters that are zero between steps [num_segments + 2]; null if no group has a step count
 };
 
 // The trust ratio of a segment and the norms that it was computed from.
@@ -109,25 +114,24 @@ struct LarsArgs {
     Trust* trust;            // [num_segments], written
 };
 
-// The place of weight decay in LAMB.
-enum class LambDecay : int32_t {
-    kInUpdate,   // u = ... + decay*w, which the trust ratio scales
+// The place of weight decay in Adam and LAMB.
+enum class AdamDecay : int32_t {
+    kInUpdate,   // LAMB: u = ... + decay*w, which the trust ratio scales
     kCoupled,    // the moments are those of g + decay*w
     kDecoupled,  // w *= 1 - lr*decay, which the trust ratio does not scale
 };
 
-// Hyperparameters of LAMB. Betas are double, because the bias correction uses powers of them.
-struct LambRule {
+// Hyperparameters of Adam. Betas are double, because the bias correction uses powers of them.
+struct AdamRule {
     double beta1;
     double beta2;
     float eps;
     bool debias;
-    LambDecay decay;
-    float min_ratio, max_ratio;              // bounds of the trust ratio
-    float min_weight_norm, max_weight_norm;  // bounds of phi(|w|)
+    AdamDecay decay;
 };
 
-struct LambSegment {
+// One tensor of an Adam or LAMB step.
+struct AdamSegment {
     void* param;
     const void* grad;
     float* exp_avg;
@@ -138,19 +142,20 @@ struct LambSegment {
     int64_t group;
 };
 
-struct LambArgs {
-    const LambSegment* segments;
-    int64_t num_segments;
-    int64_t num_blocks;
-    const StepGroup* groups;  // each with a step count
-    int64_t num_groups;
-    DType dtype;
-    bool masters;
+// Every group has a step count.
+struct AdamArgs : StepArgs<AdamSegment> {
+    AdamRule rule;
+};
+
+struct LambRule : AdamRule {
+    float min_ratio, max_ratio;              // bounds of the trust ratio
+    float min_weight_norm, max_weight_norm;  // bounds of phi(|w|)
+};
+
+struct LambArgs : StepArgs<AdamSegment> {
     LambRule rule;
-    GradScaling scaling;
     NormPartials* partials;  // scratch [num_blocks]
     Trust* trust;            // [num_segments], written
-    uint64_t* tickets;       // as in SgdArgs
     float* updates;          // CPU: buffer for the updates of a batch of segments, kBlock a block; null: computed again
     int64_t updates_block;   // first block of that batch
 };

@@ -71,9 +71,14 @@ struct Cpu {
         count_step(call.tensors.groups);
     }
 
-    static void run(const Tensor&, const LambCall& call) {
+    static void run(const Tensor&, const AdamCall& call) {
         if (skips_step(call.args.scaling)) return;
-        LambArgs args = call.args;
+        spread(cpu::adamw_step_, call.args, 0, call.args.num_blocks, call.tensors.numel);
+        count_step(call.tensors.groups);
+    }
+
+    static void run(const Tensor&, const AdamCall& call, LambArgs args) {
+        if (skips_step(args.scaling)) return;
         thread_local std::vector<float> updates;  // kept between calls: new memory costs more time than it saves
         in_batches(
             call.segments, args.num_blocks, kLambBatch,
@@ -136,6 +141,7 @@ struct Cpu {
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CPU, library) {
     library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cpu>));
+    library.impl("adamw_step_", TORCH_BOX(&ddpcore::adamw_step_<ddpcore::Cpu>));
     library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cpu>));
     library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cpu>));
     library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cpu>));

@@ -42,8 +42,12 @@ struct Cuda {
         launch_on(like, "lars_step_", [&](cudaStream_t stream) { return cuda::lars_step_(args, stream); });
     }
 
-    static void run(const Tensor& like, const LambCall& call) {
-        launch_on(like, "lamb_step_", [&](cudaStream_t stream) { return cuda::lamb_step_(call.args, stream); });
+    static void run(const Tensor& like, const AdamCall& call) {
+        launch_on(like, "adamw_step_", [&](cudaStream_t stream) { return cuda::adamw_step_(call.args, stream); });
+    }
+
+    static void run(const Tensor& like, const AdamCall&, const LambArgs& args) {
+        launch_on(like, "lamb_step_", [&](cudaStream_t stream) { return cuda::lamb_step_(args, stream); });
     }
 
     static void run(const Tensor& like, const MixCall& call) {
@@ -83,6 +87,7 @@ struct Cuda {
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CUDA, library) {
     library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cuda>));
+    library.impl("adamw_step_", TORCH_BOX(&ddpcore::adamw_step_<ddpcore::Cuda>));
     library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cuda>));
     library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cuda>));
     library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cuda>));

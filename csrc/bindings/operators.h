@@ -23,6 +23,23 @@ void sgd_step_(
 }
 
 template <typename Backend>
+void adamw_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+    const Tensors& masters, const Tensors& steps, const Tensor& scratch, const std::vector<int64_t>& group_sizes,
+    const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr, double beta1,
+    double beta2, double eps, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
+    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm) {
+    const AdamDecay decay = decoupled ? AdamDecay::kDecoupled : AdamDecay::kCoupled;
+    AdamCall call(
+        params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, nullptr},
+        {beta1, beta2, static_cast<float>(eps), true, decay},
+        {grad_scale, found_inf, norm_squared, max_norm, maximize});
+    call.args.tickets = Scratch(params[0], scratch, 0, params.size()).tickets;
+    Backend::run(params[0], call);
+    call.tensors.copies.copy_back();
+}
+
+template <typename Backend>
 void lars_step_(
     const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& masters,
     const Tensors& steps, const Tensor& scratch, const Tensor& trust, const std::vector<int64_t>& group_sizes,
@@ -51,19 +68,18 @@ void lamb_step_(
     bool maximize, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& norm_squared, double max_norm) {
     const LambRule rule{
-        beta1,
-        beta2,
-        static_cast<float>(eps),
-        debias,
-        lamb_decay(decay_mode),
+        {beta1, beta2, static_cast<float>(eps), debias, adam_decay(decay_mode)},
         static_cast<float>(min_ratio),
         static_cast<float>(max_ratio),
         static_cast<float>(min_weight_norm),
         static_cast<float>(max_weight_norm)};
-    LambCall call(
+    AdamCall call(
         params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt}, rule,
-        {grad_scale, found_inf, norm_squared, max_norm, maximize}, scratch, trust);
-    Backend::run(params[0], call);
+        {grad_scale, found_inf, norm_squared, max_norm, maximize});
+    const Scratch place(params[0], scratch, call.args.num_blocks, params.size());
+    call.args.tickets = place.tickets;
+    const LambArgs args{call.args, rule, place.partials, trust_rows(params[0], trust, params.size()), nullptr, 0};
+    Backend::run(params[0], call, args);
     call.tensors.copies.copy_back();
 }
 

@@ -8,6 +8,7 @@
 namespace ddpcore::cpu {
 
 void sgd_step_(const SgdArgs& args, int64_t begin_block, int64_t end_block);
+void adamw_step_(const AdamArgs& args, int64_t begin_block, int64_t end_block);
 void mix_(const MixArgs& args, int64_t begin_block, int64_t end_block);
 void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_block);
 void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, int64_t end_block);

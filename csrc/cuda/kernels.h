@@ -22,6 +22,7 @@ inline constexpr int64_t kMaxRows = 256;       // of one noise_sums; more: cudaE
 int64_t max_peers();
 
 cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream);
+cudaError_t adamw_step_(const AdamArgs& args, cudaStream_t stream);
 // One cooperative launch each, for up to some hundred tensors. It starts when its whole grid fits on the device.
 cudaError_t lars_step_(const LarsArgs& args, cudaStream_t stream);
 cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream);

@@ -16,15 +16,12 @@ struct Lars {
         SgdRule sgd;
         LarsRule lars;
     };
-    struct Scales {
-        SgdScales sgd;
-        int flags;
-    };
+    using Scales = SgdGroupScales;
     static constexpr int kResident = 3;  // 80 registers; with masters 24 bytes more, spilled
     static constexpr int64_t kBytesReadAgain = 2 * sizeof(T) + (Master ? sizeof(float) : 0);
 
     static __device__ __forceinline__ Scales scales(const Rule& rule, const StepGroup& group, float grad) {
-        return {sgd_scales(rule.sgd, group, grad), sgd_flags(rule.sgd, group)};
+        return sgd_group_scales(rule.sgd, group, grad);
     }
 
     static __device__ __forceinline__ Trust

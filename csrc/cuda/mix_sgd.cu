@@ -64,7 +64,7 @@ cudaError_t mix_then_step(const MixSgdArgs& args, cudaStream_t stream) {
     const GradScaling scaling{nullptr, nullptr, nullptr, 0.0f, args.maximize};
     const int64_t num_blocks = num_blocks_of(args.mix.numel);
     error = sgd_step_(
-        {&segment, 1, num_blocks, &args.group, 1, args.mix.dtype, false, args.rule, scaling, nullptr}, stream);
+        {{&segment, 1, num_blocks, &args.group, 1, args.mix.dtype, false, scaling, nullptr}, args.rule}, stream);
     if (error != cudaSuccess) return error;
     return sum_partials(nullptr, nullptr, 0, 0, stream, args.group.step);  // no sums: counts the step
 }

@@ -5,6 +5,16 @@
 
 namespace ddpcore::cuda {
 
+// The scales of a group.
+struct SgdGroupScales {
+    SgdScales sgd;
+    int flags;
+};
+
+DDPCORE_HOST_DEVICE SgdGroupScales sgd_group_scales(const SgdRule& rule, const StepGroup& group, float grad) {
+    return {sgd_scales(rule, group, grad), sgd_flags(rule, group)};
+}
+
 // The addresses of a block's elements.
 template <typename T, bool Master>
 struct SgdPlace {

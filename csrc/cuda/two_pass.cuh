@@ -188,12 +188,8 @@ __global__ void __launch_bounds__(kThreads, Optimizer::kResident) two_pass_kerne
     const __grid_constant__ StepTable<typename Optimizer::Segment, capacity> table,
     const __grid_constant__ Batches<capacity> batches, const __grid_constant__ typename Optimizer::Rule rule) {
     if (skips_step(table.scaling)) return;  // in all threads of the grid
-    // Powers and divisions in double: once for each CUDA block and group.
     __shared__ typename Optimizer::Scales scales[kMaxGroups];
-    if (static_cast<int>(threadIdx.x) < table.num_groups) {
-        scales[threadIdx.x] = Optimizer::scales(rule, table.groups[threadIdx.x], grad_factor(table.scaling));
-    }
-    __syncthreads();
+    fill_scales<Optimizer>(table, rule, scales);
     TwoPasses<Optimizer, capacity>(table, batches, rule, scales).run();
     if (batches.end_phase > batches.num_batches) count_steps(table);
 }
@@ -240,10 +236,11 @@ cudaError_t launch_two_passes(
     return error;
 }
 
-// All launches of a step. `step` is SgdArgs or LambArgs; `args` has the partial sums and the trust ratios.
-template <typename Optimizer, typename StepArgs, typename Args>
+// All launches of a step. `args` has the partial sums and the trust ratios.
+template <typename Optimizer, typename Args>
 cudaError_t two_passes(
-    const StepArgs& step, const Args& args, const typename Optimizer::Rule& rule, cudaStream_t stream) {
+    const StepArgs<typename Optimizer::Segment>& step, const Args& args, const typename Optimizer::Rule& rule,
+    cudaStream_t stream) {
     using Segment = typename Optimizer::Segment;
     return for_each_step_chunk(step, [&]<int capacity>(const StepTable<Segment, capacity>& table) {
         Batches<capacity> batches;

@@ -3,6 +3,7 @@
 ``reference`` holds a pure-torch reference implementation of each kernel. Tests and benchmarks compare kernels with it.
 """
 
+from .adamw import adamw_step_
 from .lamb import lamb_step_
 from .lars import lars_step_
 from .library import WHY_NOT_COMPILED
@@ -20,6 +21,7 @@ __all__ = [
     "RowMixtures",
     "StackedMixture",
     "WeightAverage",
+    "adamw_step_",
     "lamb_step_",
     "lars_step_",
     "mix_",

@@ -198,6 +198,61 @@ def lars_step_(
         _store(step.position, weight, params, masters)
 
 
+def _adam_update(
+    step: _TensorStep,
+    grads: Sequence[Tensor],
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coupled_decay: float,
+    update_decay: float,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    debias: bool,
+) -> Tensor:
+    """Update both moments; returns ``m_hat / (sqrt(v_hat) + eps) + update_decay*w``."""
+    weight, count = step.weight, 1 + (step.taken or 0)
+    debias1 = _rounded(1.0 / (1.0 - _power(beta1, count)), weight) if debias else 1.0
+    debias2 = _rounded(1.0 / (1.0 - _power(beta2, count)), weight) if debias else 1.0
+    direction = _rounded(step.factor, weight) * _wide(grads[step.position]) + coupled_decay * weight
+    exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
+    exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
+    # The root in float64, because torch's own fp32 root is not always the nearest number.
+    root = (debias2 * exp_avg_sq).double().sqrt().to(weight.dtype)
+    return (debias1 * exp_avg) / (root + _rounded(eps, weight)) + update_decay * weight
+
+
+def adamw_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    scratch: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decoupled: bool,
+    **shared: Any,
+) -> None:
+    """Reference implementation of :func:`ddpcore.ops.adamw_step_`."""
+    _check_counted(steps)
+    for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
+        moments, decay = (exp_avgs[step.position], exp_avg_sqs[step.position]), step.weight_decay
+        rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": True}
+        update = _adam_update(step, grads, *moments, 0.0 if decoupled else decay, 0.0, **rule)
+        keep = _rounded(1.0 - step.lr * decay, step.weight) if decoupled else 1.0
+        _store(step.position, keep * step.weight - step.lr * update, params, masters)
+
+
+def _check_counted(steps: Sequence[Tensor]) -> None:
+    if not steps:
+        raise RuntimeError("ddpcore: steps must have the length of group_sizes")
+
+
 def lamb_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -220,21 +275,13 @@ def lamb_step_(
     **shared: Any,
 ) -> None:
     """Reference implementation of :func:`ddpcore.ops.lamb_step_`."""
-    if not steps:
-        raise RuntimeError("ddpcore: steps must have the length of group_sizes")
+    _check_counted(steps)
+    rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": debias}
     for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
         weight, exp_avg, exp_avg_sq = step.weight, exp_avgs[step.position], exp_avg_sqs[step.position]
-        decay, count = step.weight_decay, 1 + (step.taken or 0)
-        debias1 = _rounded(1.0 / (1.0 - _power(beta1, count)), weight) if debias else 1.0
-        debias2 = _rounded(1.0 / (1.0 - _power(beta2, count)), weight) if debias else 1.0
-        direction = _rounded(step.factor, weight) * _wide(grads[step.position])
-        direction = direction + (decay if decay_mode == "coupled" else 0.0) * weight
-        exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
-        exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
-        # The root in float64, because torch's own fp32 root is not always the nearest number.
-        root = (debias2 * exp_avg_sq).double().sqrt().to(weight.dtype)
-        update = (debias1 * exp_avg) / (root + _rounded(eps, weight))
-        update = update + (decay if decay_mode == "in_update" else 0.0) * weight
+        decay = step.weight_decay
+        decays = (decay if decay_mode == mode else 0.0 for mode in ("coupled", "in_update"))
+        update = _adam_update(step, grads, exp_avg, exp_avg_sq, *decays, **rule)
         weight_norm = math.sqrt(weight.double().square().sum())
         update_norm = math.sqrt(update.double().square().sum())
         ratio = 1.0

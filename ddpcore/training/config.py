@@ -82,7 +82,9 @@ class TrainConfig:
     accumulation: int = _field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
     epochs: int | None = _field(None, "length of the run in epochs; set either ``epochs`` or ``steps``", least=1)
     steps: int | None = _field(None, "length of the run in optimizer steps", least=1)
-    optimizer: str = _field("sgd", "``sgd``, ``lars``, ``lamb`` are ddpcore's; the other short names are torch's")
+    optimizer: str = _field(
+        "sgd", "``sgd``, ``adamw``, ``lars``, ``lamb`` are ddpcore's; other short names are torch's"
+    )
     optimizer_options: Mapping[str, Any] = _field(dict, 'its options, such as ``{"momentum": 0.9}``')
     param_groups: bool = _field(False, "no weight decay and no layer-wise adaptation of biases and norms")
     lr: float = _field(0.1, "peak learning rate; with ``reference_batch_size``, that of the reference batch", least=0)

@@ -142,8 +142,8 @@ struct DeviceSgd : DeviceStep<Kind> {
 };
 
 template <typename Kind>
-struct DeviceLamb : DeviceStep<Kind> {
-    DeviceLamb(const LambProblem<Kind>& host, int64_t offset)
+struct DeviceAdam : DeviceStep<Kind> {
+    DeviceAdam(const AdamProblem<Kind>& host, int64_t offset)
         : DeviceStep<Kind>(host, host.num_blocks, offset),
           exp_avgs(host.exp_avgs, offset),
           exp_avg_sqs(host.exp_avg_sqs, offset),
@@ -161,30 +161,35 @@ struct DeviceLamb : DeviceStep<Kind> {
         }
     }
 
-    LambArgs args(LambProblem<Kind>& host) const {
-        LambArgs result = host.args();
+    AdamArgs args(const AdamProblem<Kind>& host) const {
+        AdamArgs result = host.args();
         result.segments = segments.data();
-        result.partials = this->partials.data();
-        result.trust = this->trust.data();
         this->place(result);
         return result;
     }
+    LambArgs args(LambProblem<Kind>& host) const {
+        const StepArgs<AdamSegment>& step = args(static_cast<const AdamProblem<Kind>&>(host));
+        return {step, host.lamb, this->partials.data(), this->trust.data(), nullptr, 0};
+    }
 
-    void download(LambProblem<Kind>& host) const {
+    void download(AdamProblem<Kind>& host) const {
         DeviceStep<Kind>::download(host);
         exp_avgs.download(host.exp_avgs);
         exp_avg_sqs.download(host.exp_avg_sqs);
+    }
+    void download(LambProblem<Kind>& host) const {
+        download(static_cast<AdamProblem<Kind>&>(host));
         host.trust = this->trust.download();
     }
 
-    void expect_same_bits(const LambProblem<Kind>& host) const {
+    void expect_same_bits(const AdamProblem<Kind>& host) const {
         ASSERT_NO_FATAL_FAILURE(DeviceStep<Kind>::expect_same_bits(host));
         ASSERT_NO_FATAL_FAILURE(exp_avgs.expect_same_bits(host.exp_avgs, "exp_avg"));
         ASSERT_NO_FATAL_FAILURE(exp_avg_sqs.expect_same_bits(host.exp_avg_sqs, "exp_avg_sq"));
     }
 
     DeviceList<float> exp_avgs, exp_avg_sqs;
-    std::vector<LambSegment> segments;
+    std::vector<AdamSegment> segments;
 };
 
 template <typename Kind>
@@ -193,8 +198,8 @@ DeviceSgd<Kind> on_device(const SgdProblem<Kind>& host, int64_t offset) {
 }
 
 template <typename Kind>
-DeviceLamb<Kind> on_device(const LambProblem<Kind>& host, int64_t offset) {
-    return DeviceLamb<Kind>(host, offset);
+DeviceAdam<Kind> on_device(const AdamProblem<Kind>& host, int64_t offset) {
+    return DeviceAdam<Kind>(host, offset);
 }
 
 template <typename Kind>
@@ -208,7 +213,12 @@ cudaError_t enqueue_step(const DeviceSgd<Kind>& device, LarsProblem<Kind>& host,
 }
 
 template <typename Kind>
-cudaError_t enqueue_step(const DeviceLamb<Kind>& device, LambProblem<Kind>& host, cudaStream_t stream = nullptr) {
+cudaError_t enqueue_step(const DeviceAdam<Kind>& device, AdamProblem<Kind>& host, cudaStream_t stream = nullptr) {
+    return cuda::adamw_step_(device.args(host), stream);
+}
+
+template <typename Kind>
+cudaError_t enqueue_step(const DeviceAdam<Kind>& device, LambProblem<Kind>& host, cudaStream_t stream = nullptr) {
     return cuda::lamb_step_(device.args(host), stream);
 }
 
@@ -226,6 +236,9 @@ void for_each_optimizer(
     const float bound = turn % 4 < 2 ? INFINITY : 2.0f;
     std::vector<GroupSetting> counted = groups;
     for (GroupSetting& group : counted) group.steps = group.steps.value_or(0.0f);
+    const AdamDecay decay = turn % 2 == 0 ? AdamDecay::kCoupled : AdamDecay::kDecoupled;
+    AdamProblem<Kind> adamw(counted, {0.9, 0.999, 1e-6f, true, decay}, scaling);
+    ASSERT_NO_FATAL_FAILURE(expect(adamw)) << "AdamW";
     LambProblem<Kind> lamb(
         counted, {0.9, 0.999, 1e-6f, turn % 2 == 0, kDecays[turn % 3], 0.0f, bound, 0.0f, bound}, scaling);
     ASSERT_NO_FATAL_FAILURE(expect(lamb)) << "LAMB";

@@ -82,7 +82,7 @@ struct MixSgdProblem {
         const SgdSegment segment{both.mix.weights, both.grad, both.momentum, nullptr, both.mix.numel, 0, 0};
         const GradScaling scaling{nullptr, nullptr, nullptr, 0.0f, maximize};
         const int64_t num_blocks = mix.num_blocks();
-        const SgdArgs step{&segment, 1, num_blocks, &group, 1, both.mix.dtype, false, rule, scaling, nullptr};
+        const SgdArgs step{{&segment, 1, num_blocks, &group, 1, both.mix.dtype, false, scaling, nullptr}, rule};
         cpu::sgd_step_(step, 0, num_blocks);
     }
 

@@ -50,17 +50,30 @@ struct LambSetting {
     bool adapt;
 };
 
-inline constexpr LambDecay kDecays[] = {LambDecay::kInUpdate, LambDecay::kCoupled, LambDecay::kDecoupled};
+inline constexpr AdamDecay kDecays[] = {AdamDecay::kInUpdate, AdamDecay::kCoupled, AdamDecay::kDecoupled};
 
 // An eps far above the rounding of a gradient: where the gradient and coupled decay cancel, what is left of them is
 // rounding, and eps alone keeps the quotient of the moments from being nothing else.
-inline LambRule rule_of(LambDecay decay, bool debias) {
+inline LambRule rule_of(AdamDecay decay, bool debias) {
     return {0.9, 0.999, 1e-3f, debias, decay, 0.0f, INFINITY, 0.0f, INFINITY};
+}
+
+struct AdamSetting {
+    AdamRule rule;
+    float weight_decay;
+};
+
+inline std::vector<AdamSetting> all_adam_settings() {
+    std::vector<AdamSetting> settings;
+    for (const AdamDecay decay : {AdamDecay::kCoupled, AdamDecay::kDecoupled}) {
+        for (const float weight_decay : {0.0f, 0.03f}) settings.push_back({rule_of(decay, true), weight_decay});
+    }
+    return settings;
 }
 
 inline std::vector<LambSetting> all_lamb_settings() {
     std::vector<LambSetting> settings;
-    for (const LambDecay decay : kDecays) {
+    for (const AdamDecay decay : kDecays) {
         for (int bits = 0; bits < 8; ++bits) {
             const auto has = [&](int bit) { return (bits >> bit & 1) != 0; };
             settings.push_back({rule_of(decay, has(0)), has(1) ? 0.03f : 0.0f, has(2)});

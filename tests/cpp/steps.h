@@ -139,6 +139,20 @@ struct StepProblem {
             scaling.norm_squared ? &*scaling.norm_squared : nullptr, scaling.max_norm, scaling.maximize};
     }
 
+    template <typename Segment>
+    StepArgs<Segment> step_args(const std::vector<Segment>& segments, int64_t num_blocks) const {
+        return {
+            segments.data(),
+            static_cast<int64_t>(segments.size()),
+            num_blocks,
+            groups.data(),
+            static_cast<int64_t>(groups.size()),
+            dtype_of<T>(),
+            Kind::kMaster,
+            grad_scaling(),
+            nullptr};
+    }
+
     // The weight that a step starts from: a master counts as long as it rounds to the param.
     double weight(size_t s, int64_t i) const {
         if constexpr (Kind::kMaster) {
@@ -201,19 +215,7 @@ struct SgdProblem : StepProblem<Kind> {
         num_blocks = number_blocks(segments);
     }
 
-    SgdArgs args() const {
-        return {
-            segments.data(),
-            static_cast<int64_t>(segments.size()),
-            num_blocks,
-            Base::groups.data(),
-            static_cast<int64_t>(Base::groups.size()),
-            dtype_of<typename Kind::Param>(),
-            Kind::kMaster,
-            rule,
-            Base::grad_scaling(),
-            nullptr};
-    }
+    SgdArgs args() const { return {Base::step_args(segments, num_blocks), rule}; }
 
     bool same_bits(const SgdProblem& other) const {
         return Base::weights_same_bits(other) && momenta.same_bits(other.momenta) && Base::steps == other.steps;
@@ -247,11 +249,11 @@ struct LarsProblem : SgdProblem<Kind> {
 };
 
 template <typename Kind>
-struct LambProblem : StepProblem<Kind> {
+struct AdamProblem : StepProblem<Kind> {
     using Base = StepProblem<Kind>;
 
-    LambProblem(
-        const std::vector<GroupSetting>& settings, const LambRule& rule_, const ScalingSetting& scaling = {},
+    AdamProblem(
+        const std::vector<GroupSetting>& settings, const AdamRule& rule_, const ScalingSetting& scaling = {},
         const Placement& placement = {})
         : Base(settings, scaling, placement),
           rule(rule_),
@@ -264,29 +266,20 @@ struct LambProblem : StepProblem<Kind> {
                  static_cast<int64_t>(Base::group_of[s])});
         }
         num_blocks = number_blocks(segments);
-        partials.assign(static_cast<size_t>(num_blocks), {NAN, NAN});
-        trust.assign(segments.size(), {NAN, NAN, NAN});
     }
 
-    LambArgs args() {
-        return {
-            segments.data(),
-            static_cast<int64_t>(segments.size()),
-            num_blocks,
-            Base::groups.data(),
-            static_cast<int64_t>(Base::groups.size()),
-            dtype_of<typename Kind::Param>(),
-            Kind::kMaster,
-            rule,
-            Base::grad_scaling(),
-            partials.data(),
-            trust.data(),
-            nullptr,
-            nullptr,
-            0};
+    AdamArgs args() const { return {Base::step_args(segments, num_blocks), rule}; }
+
+    // Moments as earlier steps leave them.
+    void randomize_moments() {
+        exp_avgs.randomize(4000, 0.5f);
+        exp_avg_sqs.randomize(5000);
+        for (size_t s = 0; s < Base::sizes.size(); ++s) {
+            for (int64_t i = 0; i < Base::sizes[s]; ++i) exp_avg_sqs.set(s, i, std::abs(exp_avg_sqs.at(s, i)));
+        }
     }
 
-    bool same_bits(const LambProblem& other) const {
+    bool same_bits(const AdamProblem& other) const {
         return Base::weights_same_bits(other) && exp_avgs.same_bits(other.exp_avgs) &&
                exp_avg_sqs.same_bits(other.exp_avg_sqs) && Base::steps == other.steps;
     }
@@ -295,12 +288,31 @@ struct LambProblem : StepProblem<Kind> {
                exp_avgs.guards_untouched() && exp_avg_sqs.guards_untouched();
     }
 
-    LambRule rule;
+    AdamRule rule;
     TensorList<float> exp_avgs, exp_avg_sqs;
-    std::vector<LambSegment> segments;
+    std::vector<AdamSegment> segments;
+    int64_t num_blocks = 0;
+};
+
+template <typename Kind>
+struct LambProblem : AdamProblem<Kind> {
+    using Base = AdamProblem<Kind>;
+
+    LambProblem(
+        const std::vector<GroupSetting>& settings, const LambRule& lamb_, const ScalingSetting& scaling = {},
+        const Placement& placement = {})
+        : Base(settings, lamb_, scaling, placement),
+          lamb(lamb_),
+          partials(static_cast<size_t>(this->num_blocks), {NAN, NAN}),
+          trust(this->segments.size(), {NAN, NAN, NAN}) {}
+
+    LambArgs args() {
+        return {Base::step_args(Base::segments, Base::num_blocks), lamb, partials.data(), trust.data(), nullptr, 0};
+    }
+
+    LambRule lamb;
     std::vector<NormPartials> partials;
     std::vector<Trust> trust;
-    int64_t num_blocks = 0;
 };
 
 // ---- the driver: what csrc/bindings/cpu.cpp does with the kernels ----
@@ -331,6 +343,14 @@ void take_step(SgdProblem<Kind>& problem, uint32_t seed = 0) {
     const SgdArgs args = problem.args();
     if (skips_step(args.scaling)) return;
     over_blocks(cpu::sgd_step_, args, 0, args.num_blocks, seed);
+    problem.count_step();
+}
+
+template <typename Kind>
+void take_step(AdamProblem<Kind>& problem, uint32_t seed = 0) {
+    const AdamArgs args = problem.args();
+    if (skips_step(args.scaling)) return;
+    over_blocks(cpu::adamw_step_, args, 0, args.num_blocks, seed);
     problem.count_step();
 }
 

@@ -5,6 +5,7 @@
 #define DDPCORE_DECLARE_KERNELS(name)                        \
     namespace ddpcore::name {                                \
     void sgd_step_(const SgdArgs&, int64_t, int64_t);        \
+    void adamw_step_(const AdamArgs&, int64_t, int64_t);     \
     void lars_norms(const LarsArgs&, int64_t, int64_t);      \
     void lars_step_(const LarsArgs&, int64_t, int64_t);      \
     void lamb_moments_(const LambArgs&, int64_t, int64_t);   \
@@ -23,6 +24,7 @@ struct Clone {
     const char* name;
     bool runs_here;
     void (*sgd_step)(const SgdArgs&, int64_t, int64_t);
+    void (*adamw_step)(const AdamArgs&, int64_t, int64_t);
     void (*lars_norms)(const LarsArgs&, int64_t, int64_t);
     void (*lars_step)(const LarsArgs&, int64_t, int64_t);
     void (*lamb_moments)(const LambArgs&, int64_t, int64_t);
@@ -31,10 +33,10 @@ struct Clone {
     void (*mix_sgd_step)(const MixSgdArgs&, int64_t, int64_t);
 };
 
-#define DDPCORE_CLONE(name, runs_here)                                                                                 \
-    Clone {                                                                                                            \
-        #name, static_cast<bool>(runs_here), name::sgd_step_, name::lars_norms, name::lars_step_, name::lamb_moments_, \
-            name::lamb_step_, name::mix_, name::mix_sgd_step_                                                          \
+#define DDPCORE_CLONE(name, runs_here)                                                                               \
+    Clone {                                                                                                          \
+        #name, static_cast<bool>(runs_here), name::sgd_step_, name::adamw_step_, name::lars_norms, name::lars_step_, \
+            name::lamb_moments_, name::lamb_step_, name::mix_, name::mix_sgd_step_                                   \
     }
 
 std::vector<Clone> clones() {
@@ -69,7 +71,13 @@ TYPED_TEST(CloneTest, EveryInstructionSetHasTheSameBits) {
             own_lars.count_step();
             ASSERT_TRUE(own_lars.same_bits(lars));
 
-            const auto decay = static_cast<LambDecay>(turn++ % 3);
+            const auto decay = static_cast<AdamDecay>(turn++ % 3);
+            AdamProblem<TypeParam> adamw(groups, rule_of(decay, true)), own_adamw(groups, rule_of(decay, true));
+            take_step(adamw);
+            clone.adamw_step(own_adamw.args(), 0, own_adamw.num_blocks);
+            own_adamw.count_step();
+            ASSERT_TRUE(own_adamw.same_bits(adamw));
+
             const LambRule lamb_rule{0.9, 0.999, 1e-6f, true, decay, 0.0f, INFINITY, 0.0f, INFINITY};
             LambProblem<TypeParam> lamb(groups, lamb_rule), own_lamb(groups, lamb_rule);
             take_step(lamb);

@@ -128,7 +128,9 @@ void for_each_step(const std::vector<GroupSetting>& groups, Expect&& expect) {
     ASSERT_NO_FATAL_FAILURE(expect(sgd, 547)) << "SGD";
     LarsProblem<Kind> lars(groups, kSgd, kLars);
     ASSERT_NO_FATAL_FAILURE(expect(lars, 547)) << "LARS";
-    LambProblem<Kind> lamb(groups, rule_of(LambDecay::kInUpdate, true));
+    AdamProblem<Kind> adamw(groups, rule_of(AdamDecay::kDecoupled, true));
+    ASSERT_NO_FATAL_FAILURE(expect(adamw, 480)) << "AdamW";
+    LambProblem<Kind> lamb(groups, rule_of(AdamDecay::kInUpdate, true));
     ASSERT_NO_FATAL_FAILURE(expect(lamb, 480)) << "LAMB";
 }
 

@@ -36,7 +36,13 @@ void launch(const DeviceSgd<Kind>& device, LarsProblem<Kind>& host) {
 }
 
 template <typename Kind>
-void launch(const DeviceLamb<Kind>& device, LambProblem<Kind>& host) {
+void launch(const DeviceAdam<Kind>& device, AdamProblem<Kind>& host) {
+    ASSERT_CUDA(enqueue_step(device, host));
+    take_step(host);
+}
+
+template <typename Kind>
+void launch(const DeviceAdam<Kind>& device, LambProblem<Kind>& host) {
     ASSERT_CUDA(enqueue_step(device, host));
     const std::vector<Trust> trust = device.trust.download();
     take_step(host, 0, trust.data());
@@ -60,7 +66,7 @@ void expect_same_as_cpu(Problem& host, int64_t offset, const std::vector<float>&
     }
 }
 
-// ---- what all three go through ----
+// ---- what all go through ----
 
 TYPED_TEST_SUITE(CudaOptimizers, Kinds);
 
@@ -170,7 +176,7 @@ TYPED_TEST(CudaOptimizers, ZeroNorms) {
 TYPED_TEST(CudaOptimizers, LambWithoutEps) {
     LambProblem<TypeParam> host(
         {{.sizes = {4097, 17}, .steps = 0.0f}},
-        {0.9, 0.999, 0.0f, true, LambDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY}, {});
+        {0.9, 0.999, 0.0f, true, AdamDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY}, {});
     ASSERT_NO_FATAL_FAILURE(expect_same_as_cpu(host, 0));
 }
 

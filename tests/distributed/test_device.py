@@ -19,11 +19,12 @@ from torch.nn import Parameter
 
 from ddpcore import ops
 from ddpcore.bench.__main__ import main as bench
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from ddpcore.parameters.flat import FlatParameters
 
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(FusedSGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": partial(FusedAdamW, weight_decay=0.01),
     "lars": partial(FusedLARS, momentum=0.9, weight_decay=0.01, max_grad_norm=1.0),
     "lamb": partial(FusedLAMB, weight_decay=0.01),
 }
