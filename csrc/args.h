@@ -42,6 +42,29 @@ struct GradScaling {
     bool maximize;
 };
 
+// Gaussian noise: element i of a tensor gets std * (standard normal number first + i of random.h).
+struct Noise {
+    float std;  // 0: no noise
+    uint64_t seed;
+    uint64_t step;
+    int64_t first;  // number of element 0, not negative
+};
+
+// weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise, added in the order of k.
+struct MixArgs {
+    void* weights;
+    const void* const* peers;   // host memory, num_peers pointers of the same dtype and numel as weights
+    const float* peer_weights;  // host memory
+    int64_t num_peers;
+    float self_weight;
+    int64_t numel;
+    DType dtype;
+    double* partials;  // scratch [num_blocks, num_peers]: one row a block; null before a step, which forms no distances
+    double* sums;      // [num_peers]: squared distance of the weights before the mix to each peer
+    Noise noise{};
+    const void* source = nullptr;  // weights before the mix, only read; null: those in `weights`
+};
+
 // What the steps of all optimizers have in common.
 template <typename Segment>
 struct StepArgs {
@@ -55,6 +78,9 @@ struct StepArgs {
     GradScaling scaling;
     uint64_t*
         tickets;  // CUDA: counters that are zero between steps [num_segments + 2]; null if no group has a step count
+    // Not null: the weights are averaged before the step. The params are places in mix->weights, and no segment has a
+    // master. The averaged weights are rounded to their dtype, so that one pass has the bits of mix_ and then the step.
+    const MixArgs* mix = nullptr;
 };
 
 // Hyperparameters of momentum SGD, named as in torch.optim.SGD.
@@ -158,39 +184,6 @@ struct LambArgs : StepArgs<AdamSegment> {
     Trust* trust;            // [num_segments], written
     float* updates;          // CPU: buffer for the updates of a batch of segments, kBlock a block; null: computed again
     int64_t updates_block;   // first block of that batch
-};
-
-// Gaussian noise: element i of a tensor gets std * (standard normal number first + i of random.h).
-struct Noise {
-    float std;  // 0: no noise
-    uint64_t seed;
-    uint64_t step;
-    int64_t first;  // number of element 0, not negative
-};
-
-// weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise, added in the order of k.
-struct MixArgs {
-    void* weights;
-    const void* const* peers;   // host memory, num_peers pointers of the same dtype and numel as weights
-    const float* peer_weights;  // host memory
-    int64_t num_peers;
-    float self_weight;
-    int64_t numel;
-    DType dtype;
-    double* partials;  // scratch [num_blocks, num_peers]: one row a block
-    double* sums;      // [num_peers]: squared distance of the weights before the mix to each peer
-    Noise noise{};
-    const void* source = nullptr;  // weights before the mix, only read; null: those in `weights`
-};
-
-// MixArgs followed by one SGD step on the mixed weights.
-struct MixSgdArgs {
-    MixArgs mix;
-    const void* grad;
-    void* momentum;  // null if rule.momentum is zero
-    SgdRule rule;
-    StepGroup group;
-    bool maximize;
 };
 
 // weights <- matrix @ [weights; others] for a stack of learners. The matrix [num_learners, num_learners + num_others]

@@ -233,4 +233,27 @@ inline AdamDecay adam_decay(const std::string& name) {
     return AdamDecay::kDecoupled;
 }
 
+inline AdamRule adamw_rule(double beta1, double beta2, double eps, bool decoupled) {
+    return {beta1, beta2, static_cast<float>(eps), true, decoupled ? AdamDecay::kDecoupled : AdamDecay::kCoupled};
+}
+
+inline LambRule lamb_rule(
+    double beta1, double beta2, double eps, bool debias, const std::string& decay_mode, double min_ratio,
+    double max_ratio, double min_weight_norm, double max_weight_norm) {
+    return {
+        {beta1, beta2, static_cast<float>(eps), debias, adam_decay(decay_mode)},
+        static_cast<float>(min_ratio),
+        static_cast<float>(max_ratio),
+        static_cast<float>(min_weight_norm),
+        static_cast<float>(max_weight_norm)};
+}
+
+inline LarsArgs adaptive_args(const SgdArgs& sgd, const LarsRule& rule, NormPartials* partials, Trust* trust) {
+    return {sgd, rule, partials, trust};
+}
+
+inline LambArgs adaptive_args(const AdamArgs& adam, const LambRule& rule, NormPartials* partials, Trust* trust) {
+    return {adam, rule, partials, trust, nullptr, 0};
+}
+
 }  // namespace ddpcore

@@ -9,8 +9,9 @@ DDPCORE_CLONES void adamw_step_(const AdamArgs& args, int64_t begin_block, int64
     AdamGroupScales group_scales(args, args.rule);
     with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
         for_each_part(
-            args.segments, args.num_segments, begin_block, end_block, end_block - begin_block,
+            args.segments, args.num_segments, begin_block, end_block, run_of(args, end_block - begin_block),
             [&](const AdamSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+                mix_part<T>(args, segment, first, last);
                 const AdamScales scales = group_scales.of(segment.group);
                 const float lr = lr_of(args.groups[segment.group]);
                 const AdamPlace<T, Master> at(segment, first);

@@ -14,6 +14,7 @@ DDPCORE_INLINE void moments_of_blocks(const LambArgs& args, int64_t begin_block,
     for_each_part(
         args.segments, args.num_segments, begin_block, end_block, 1,
         [&](const AdamSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+            mix_part<T>(args, segment, first, last);
             const AdamScales scales = group_scales.of(segment.group);
             const AdamPlace<T, Master> at(segment, first);
             const int64_t block = segment.first_block + first / kBlock;

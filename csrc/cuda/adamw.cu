@@ -33,7 +33,6 @@ struct Adamw {
         cuda::read<true>(shares.grads, at.grad, at.numel);
         cuda::read<true>(shares.exp_avgs, at.exp_avg, at.numel);
         cuda::read<true>(shares.exp_avg_sqs, at.exp_avg_sq, at.numel);
-        cuda::read(shares.weights, at.param, at.master);
     }
 
     static __device__ __forceinline__ void step(Shares& shares, const Place& at, const Scales& scales) {
@@ -82,8 +81,8 @@ struct Adamw {
 }  // namespace
 
 cudaError_t adamw_step_(const AdamArgs& args, cudaStream_t stream) {
-    return with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() {
-        return one_pass<Adamw<T, Master>>(args, args.rule, stream);
+    return with_mix(args, [&]<typename T, bool Master>(const auto& mix) {
+        return one_pass<Adamw<T, Master>>(args, args.rule, mix, stream);
     });
 }
 

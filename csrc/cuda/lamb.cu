@@ -31,14 +31,17 @@ struct Lamb {
         return lamb_step_size(group, trust);
     }
 
-    static __device__ __forceinline__ NormPartials first(const Place& at, const AdamScales& scales) {
+    template <typename Mix>
+    static __device__ __forceinline__ NormPartials first(const Place& at, const AdamScales& scales, const Mix& mix) {
         Weights<T, Master, kWidth> weights;
         Share<T, kWidth> grads;
         Share<float> exp_avgs, exp_avg_sqs;
         read<true, Again::kNo>(grads, at.grad, at.numel);
-        read(weights, at.param, at.master);
+        mix.read_weights(weights, at);
         read<true>(exp_avgs, at.exp_avg, at.numel);
         read<true>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        mix.mix_weights(weights, at);
+        if constexpr (!std::is_same_v<Mix, NoMix>) write(weights, at.param, at.master);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             adam_moments(weights[i], load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);
@@ -133,8 +136,8 @@ struct Lamb {
 }  // namespace
 
 cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream) {
-    return with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() {
-        return two_passes<Lamb<T, Master>>(args, args, args.rule, stream);
+    return with_mix(args, [&]<typename T, bool Master>(const auto& mix) {
+        return two_passes<Lamb<T, Master>>(args, args, args.rule, mix, stream);
     });
 }
 

@@ -31,11 +31,14 @@ struct Lars {
 
     static __device__ __forceinline__ double step_size(const StepGroup&, const Trust& trust) { return trust.ratio; }
 
-    static __device__ __forceinline__ NormPartials first(const Place& at, const Scales&) {
+    template <typename Mix>
+    static __device__ __forceinline__ NormPartials first(const Place& at, const Scales&, const Mix& mix) {
         Weights<T, Master> weights;
         Share<T, Place::kWidth> grads;
         read<true>(grads, at.grad, at.numel);
-        read(weights, at.param, at.master);
+        mix.read_weights(weights, at);
+        mix.mix_weights(weights, at);
+        if constexpr (!std::is_same_v<Mix, NoMix>) write(weights, at.param, at.master);
         NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
@@ -80,8 +83,8 @@ struct Lars {
 }  // namespace
 
 cudaError_t lars_step_(const LarsArgs& args, cudaStream_t stream) {
-    return with_weights(args.sgd.dtype, args.sgd.masters, [&]<typename T, bool Master>() {
-        return two_passes<Lars<T, Master>>(args.sgd, args, {args.sgd.rule, args.rule}, stream);
+    return with_mix(args.sgd, [&]<typename T, bool Master>(const auto& mix) {
+        return two_passes<Lars<T, Master>>(args.sgd, args, {args.sgd.rule, args.rule}, mix, stream);
     });
 }
 

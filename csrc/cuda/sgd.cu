@@ -29,7 +29,6 @@ struct Sgd {
     static __device__ __forceinline__ void read(Shares& shares, const Place& at, const SgdRule& rule) {
         cuda::read<true>(shares.grads, at.grad, at.numel);
         if (rule.momentum != 0.0f) cuda::read<true>(shares.momenta, at.momentum, at.numel);
-        cuda::read(shares.weights, at.param, at.master);
     }
 
     static __device__ __forceinline__ void step(Shares& shares, const Place& at, const Scales& scales) {
@@ -46,8 +45,8 @@ struct Sgd {
 }  // namespace
 
 cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream) {
-    return with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() {
-        return one_pass<Sgd<T, Master>>(args, args.rule, stream);
+    return with_mix(args, [&]<typename T, bool Master>(const auto& mix) {
+        return one_pass<Sgd<T, Master>>(args, args.rule, mix, stream);
     });
 }
 

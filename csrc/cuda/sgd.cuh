@@ -1,4 +1,4 @@
-// One thread's share of an SGD step, for sgd_step_, lars_step_ (weights from memory) and mix_sgd_step_ (mixed weights).
+// One thread's share of an SGD step, for sgd_step_ and lars_step_.
 #pragma once
 
 #include "storage.cuh"

@@ -274,6 +274,7 @@ class HookedDistributed(Distributed):
             self.strategy.after_step(self.learner)
             if self.strategy.averages_weights_at(self.learner.step):
                 self._state_sync.sync()
+            self._state_sync.sync_moments()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])

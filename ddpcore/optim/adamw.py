@@ -46,6 +46,7 @@ class FusedAdamW(FusedOptimizer):
     """
 
     operator: ClassVar[str] = "adamw_step_"
+    by_element = True
     buffers = ("exp_avg", "exp_avg_sq")
     float_states = ("master", *buffers)
 

@@ -108,7 +108,7 @@ class TrainConfig:
     strategy_options: Mapping[str, Any] = _field(dict, "its options, see :mod:`ddpcore.strategies.registry`")
     topology: str = _field("random_pair", "the neighbours, for strategies that have neighbours")
     topology_options: Mapping[str, Any] = _field(dict, "its options")
-    policies: Mapping[str, str] = _field(dict, "fields of :class:`ddpcore.Policies`")
+    policies: Mapping[str, Any] = _field(dict, "fields of :class:`ddpcore.Policies`")
     learners: int = _field(1, "learners, virtual in one process or the same number on each rank", least=1)
     device: str = _field(DEVICES[0], "where to train", DEVICES)
     transport: str = _field(TRANSPORTS[0], "how ranks exchange bytes, see :func:`ddpcore.distribute`", TRANSPORTS)

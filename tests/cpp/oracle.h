@@ -2,7 +2,7 @@
 #pragma once
 
 #include "rounding.h"
-#include "steps.h"
+#include "take_steps.h"
 
 namespace ddpcore::test {
 

@@ -1,7 +1,7 @@
 // The hyperparameters that tests of the optimizers go through.
 #pragma once
 
-#include "steps.h"
+#include "take_steps.h"
 
 namespace ddpcore::test {
 
@@ -86,6 +86,29 @@ inline std::string name_of(const LambSetting& setting) {
     return "decay mode " + std::to_string(static_cast<int>(setting.rule.decay)) +
            (setting.rule.debias ? " debias" : "") + (setting.weight_decay != 0.0f ? " decay" : "") +
            (setting.adapt ? " adapt" : "");
+}
+
+// Calls expect(problem) with a problem of each optimizer; `turn` picks its hyperparameters.
+template <typename Kind, typename Expect>
+void for_each_optimizer(
+    const std::vector<GroupSetting>& groups, const ScalingSetting& scaling, size_t turn, Expect&& expect,
+    const Placement& placement = {}) {
+    const std::vector<SgdSetting> settings = all_settings();
+    const SgdSetting& setting = settings[turn % settings.size()];
+    SCOPED_TRACE(::testing::Message() << "turn " << turn << ": " << setting.name());
+    SgdProblem<Kind> sgd(groups, setting.rule, scaling, placement);
+    ASSERT_NO_FATAL_FAILURE(expect(sgd)) << "SGD";
+    LarsProblem<Kind> lars(groups, setting.rule, {kVariants[turn % 3], 0.02f, 1e-8f}, scaling, placement);
+    ASSERT_NO_FATAL_FAILURE(expect(lars)) << "LARS";
+    const float bound = turn % 4 < 2 ? INFINITY : 2.0f;
+    std::vector<GroupSetting> counted = groups;
+    for (GroupSetting& group : counted) group.steps = group.steps.value_or(0.0f);
+    const AdamDecay decay = turn % 2 == 0 ? AdamDecay::kCoupled : AdamDecay::kDecoupled;
+    AdamProblem<Kind> adamw(counted, {0.9, 0.999, 1e-6f, true, decay}, scaling, placement);
+    ASSERT_NO_FATAL_FAILURE(expect(adamw)) << "AdamW";
+    LambProblem<Kind> lamb(
+        counted, {0.9, 0.999, 1e-6f, turn % 2 == 0, kDecays[turn % 3], 0.0f, bound, 0.0f, bound}, scaling, placement);
+    ASSERT_NO_FATAL_FAILURE(expect(lamb)) << "LAMB";
 }
 
 }  // namespace ddpcore::test

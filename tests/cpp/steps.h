@@ -57,6 +57,9 @@ class TensorList {
     size_t size() const { return sizes_.size(); }
     int64_t numel(size_t s) const { return sizes_[s]; }
     T* data(size_t s) const { return buffers_[flat_ ? 0 : s]->data() + starts_[s]; }
+    bool flat() const { return flat_; }
+    int64_t start(size_t s) const { return starts_[s]; }
+    int64_t total() const { return std::accumulate(sizes_.begin(), sizes_.end(), int64_t{0}); }
     float at(size_t s, int64_t i) const { return cpu::load(data(s)[i]); }
     void set(size_t s, int64_t i, float value) { data(s)[i] = cpu::store<T>(value); }
 
@@ -150,7 +153,32 @@ struct StepProblem {
             dtype_of<T>(),
             Kind::kMaster,
             grad_scaling(),
-            nullptr};
+            nullptr,
+            mix == nullptr ? nullptr : &mix_args};
+    }
+
+    // From now on a step begins with a mix of the params, which are one row (Placement::flat), with rows of others.
+    // `elsewhere`: the weights are read from another row than the params.
+    void mix_with(int64_t num_peers, const Noise& noise = {}, bool elsewhere = false) {
+        mix = std::make_unique<MixProblem<T>>(params.total(), num_peers, 0);
+        mix->noise = noise;
+        mix_args = mix->args();
+        mix_args.partials = nullptr;
+        std::copy_n(params.data(0), params.total(), mix->weights.data());
+        if (elsewhere) {
+            mix_args.source = mix->weights.data();
+            std::fill_n(params.data(0), params.total(), cpu::store<T>(7.0f));
+        }
+        mix_args.weights = params.data(0);
+    }
+
+    // The mix alone, by the kernel that tests compare with the equations. The next step has none.
+    void mix_now() {
+        std::vector<double> partials(static_cast<size_t>(num_blocks_of(params.total()) * mix_args.num_peers));
+        MixArgs args = mix_args;
+        args.partials = partials.data();
+        cpu::mix_(args, 0, num_blocks_of(args.numel));
+        mix.reset();
     }
 
     // The weight that a step starts from: a master counts as long as it rounds to the param.
@@ -193,6 +221,8 @@ struct StepProblem {
     TensorList<T> params, grads;
     TensorList<float> masters;
     std::vector<size_t> group_of;  // a segment
+    std::unique_ptr<MixProblem<T>> mix;
+    MixArgs mix_args{};
     std::vector<float> lrs, steps;
     std::vector<StepGroup> groups;
 };
@@ -314,82 +344,5 @@ struct LambProblem : AdamProblem<Kind> {
     std::vector<NormPartials> partials;
     std::vector<Trust> trust;
 };
-
-// ---- the driver: what csrc/bindings/cpu.cpp does with the kernels ----
-
-// Blocks [begin, end) in one call, or, with a seed, in ranges cut and ordered by it.
-template <typename Args>
-void over_blocks(
-    void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t begin, int64_t end, uint32_t seed) {
-    if (seed == 0) return kernel(args, begin, end);
-    for (const auto& [first, last] : random_ranges(end - begin, seed)) kernel(args, begin + first, begin + last);
-}
-
-// Calls batch(begin, end, begin_block, end_block) for all segments at once, or, with a seed, in batches.
-template <typename Segment, typename Batch>
-void in_batches(const std::vector<Segment>& segments, int64_t num_blocks, uint32_t seed, Batch&& batch) {
-    const auto num_segments = static_cast<int64_t>(segments.size());
-    const auto block_of = [&](int64_t s) {
-        return s < num_segments ? segments[static_cast<size_t>(s)].first_block : num_blocks;
-    };
-    if (seed == 0) return batch(int64_t{0}, num_segments, int64_t{0}, num_blocks);
-    for (const auto& [begin, end] : random_ranges(num_segments, seed)) {
-        batch(begin, end, block_of(begin), block_of(end));
-    }
-}
-
-template <typename Kind>
-void take_step(SgdProblem<Kind>& problem, uint32_t seed = 0) {
-    const SgdArgs args = problem.args();
-    if (skips_step(args.scaling)) return;
-    over_blocks(cpu::sgd_step_, args, 0, args.num_blocks, seed);
-    problem.count_step();
-}
-
-template <typename Kind>
-void take_step(AdamProblem<Kind>& problem, uint32_t seed = 0) {
-    const AdamArgs args = problem.args();
-    if (skips_step(args.scaling)) return;
-    over_blocks(cpu::adamw_step_, args, 0, args.num_blocks, seed);
-    problem.count_step();
-}
-
-// The second pass uses `trust` if given, so that a test can compare two kernels with the same ratios.
-template <typename Kind>
-void take_step(LarsProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust = nullptr) {
-    LarsArgs args = problem.args();
-    if (skips_step(args.sgd.scaling)) return;
-    LarsArgs second = args;
-    if (trust != nullptr) second.trust = const_cast<Trust*>(trust);
-    in_batches(
-        problem.segments, problem.num_blocks, seed,
-        [&](int64_t begin, int64_t end, int64_t begin_block, int64_t end_block) {
-            over_blocks(cpu::lars_norms, args, begin_block, end_block, seed);
-            cpu::lars_trust(args, begin, end);
-            over_blocks(cpu::lars_step_, second, begin_block, end_block, seed == 0 ? 0 : seed + 1);
-        });
-    problem.count_step();
-}
-
-// Without a seed the second pass forms the updates anew, with one it finds them where the first pass has kept them.
-template <typename Kind>
-void take_step(LambProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust = nullptr) {
-    LambArgs args = problem.args();
-    if (skips_step(args.scaling)) return;
-    in_batches(
-        problem.segments, problem.num_blocks, seed,
-        [&](int64_t begin, int64_t end, int64_t begin_block, int64_t end_block) {
-            Buffer<float> updates(seed == 0 ? 0 : (end_block - begin_block) * kBlock);
-            args.updates = seed == 0 ? nullptr : updates.data();
-            args.updates_block = begin_block;
-            over_blocks(cpu::lamb_moments_, args, begin_block, end_block, seed);
-            cpu::lamb_trust(args, begin, end);
-            LambArgs second = args;
-            if (trust != nullptr) second.trust = const_cast<Trust*>(trust);
-            over_blocks(cpu::lamb_step_, second, begin_block, end_block, seed == 0 ? 0 : seed + 1);
-            EXPECT_TRUE(updates.guards_untouched());
-        });
-    problem.count_step();
-}
 
 }  // namespace ddpcore::test

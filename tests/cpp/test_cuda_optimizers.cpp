@@ -188,6 +188,34 @@ TYPED_TEST(CudaOptimizers, GroupsOfWholeBlocks) {
         (for_each_optimizer<TypeParam>(groups, {}, 31, [](auto& problem) { expect_same_as_cpu(problem, 0); })));
 }
 
+// A mix in front of the step: aligned and not, in place and elsewhere, with noise; blocks that are whole and others.
+TYPED_TEST(CudaOptimizers, MixAndStep) {
+    if constexpr (!TypeParam::kMaster) {
+        size_t turn = 0;
+        for (const int64_t num_peers : {0, 1, 3, 8}) {
+            for (const int64_t offset : {0, 1}) {
+                for (const bool elsewhere : {false, true}) {
+                    SCOPED_TRACE(::testing::Message() << num_peers << " peers at " << offset << " turn " << turn);
+                    const Noise noise = turn % 3 == 1 ? some_noise(static_cast<int64_t>(turn)) : Noise{};
+                    for_each_optimizer<TypeParam>(
+                        {{.sizes = {8192, 0, 16, 4096 * 3 + 5, 7}}, {.sizes = {4096}, .lr = 0.5f}}, {}, turn++,
+                        [&](auto& problem) {
+                            problem.mix_with(num_peers, noise, elsewhere);
+                            expect_same_as_cpu(problem, offset, {0.0f});
+                        },
+                        {.flat = true});
+                }
+            }
+        }
+    }
+}
+
+TYPED_TEST(CudaOptimizers, MixWithMastersOrTooManyPeersIsAnError) {
+    SgdProblem<TypeParam> host({{.sizes = {17}}}, {0.9f, 1.0f, false, false}, {}, {.flat = true});
+    host.mix_with(TypeParam::kMaster ? 1 : cuda::kMaxStepPeers + 1);
+    ASSERT_EQ(enqueue_step(on_device(host, 0), host), cudaErrorInvalidValue);
+}
+
 #ifdef DDPCORE_FEW_ELEMENTS
 // The two passes as two launches, which no real device of today needs.
 TYPED_TEST(CudaOptimizers, WithoutCooperativeLaunch) {

@@ -34,7 +34,8 @@ def results() -> dict[str, Any]:
     found["mix_stacked_"] = ops.mix_stacked_(stack, [elsewhere], *rows)
     count = torch.zeros(1)
     rule = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
-    found["mix_sgd_step_"] = ops.mix_sgd_step_(weights, [peer], 0.5, [0.5], grad, buffer, count, **rule)
+    mixture, scratch = ops.Mixture([peer], 0.5, [0.5]), ops.new_scratch([weights])
+    ops.mix_sgd_step_([weights], [grad], [buffer], [count], scratch, mixture, [0], **rule)
     found["segment_norms"] = ops.segment_norms([weights, peer])
     total = torch.zeros(9, dtype=torch.float64)
     ops.total_norm_([weights, peer], total)
