@@ -80,10 +80,7 @@ class MixStep:
         for param, offset in zip(self.step.params, self.offsets, strict=True):
             part = self.mixture.columns(offset, offset + param.numel())
             ops.mix_(param, part.peers, part.self_weight, part.peer_weights, part.noise, part.out)
-        step = self.result()
-        if step.options.get("momentum") == 0:
-            step.buffers = [[] for _ in step.buffers]
-        return step.run()
+        return self.result().run()
 
     def result(self) -> steps.Step:
         step = self.step
