@@ -312,6 +312,7 @@ def _check(
     check_optimizer(optimizer, learners)
     _check_members(model, optimizer)
     policies.check(strategy, scaler)
+    policies.check_moments(model, optimizer)
     if scaler is not None and not strategy.learners_stay_identical and not scales_inside(optimizer):
         raise ValueError(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it: take "

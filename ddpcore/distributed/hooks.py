@@ -300,6 +300,7 @@ class HookedDistributed(Distributed):
             self.strategy.after_step(self.learner)
             if self.strategy.averages_weights_at(self.learner.step):
                 self._state_sync.sync()
+            self._state_sync.sync_moments()
         self._admit()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat

@@ -88,7 +88,9 @@ class TrainConfig:
     accumulation: int = _field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
     epochs: int | None = _field(None, "length of the run in epochs; set either ``epochs`` or ``steps``", least=1)
     steps: int | None = _field(None, "length of the run in optimizer steps", least=1)
-    optimizer: str = _field("sgd", "``sgd``, ``lars``, ``lamb`` are ddpcore's; the other short names are torch's")
+    optimizer: str = _field(
+        "sgd", "``sgd``, ``adamw``, ``lars``, ``lamb`` are ddpcore's; other short names are torch's"
+    )
     optimizer_options: Mapping[str, Any] = _field(dict, 'its options, such as ``{"momentum": 0.9}``')
     param_groups: bool = _field(False, "no weight decay and no layer-wise adaptation of biases and norms")
     lr: float = _field(0.1, "peak learning rate; with ``reference_batch_size``, that of the reference batch", least=0)
@@ -112,7 +114,7 @@ class TrainConfig:
     strategy_options: Mapping[str, Any] = _field(dict, "its options, see :mod:`ddpcore.strategies.registry`")
     topology: str = _field("random_pair", "the neighbours, for strategies that have neighbours")
     topology_options: Mapping[str, Any] = _field(dict, "its options")
-    policies: Mapping[str, str] = _field(dict, "fields of :class:`ddpcore.Policies`")
+    policies: Mapping[str, Any] = _field(dict, "fields of :class:`ddpcore.Policies`")
     learners: int = _field(1, "learners, virtual in one process or the same number on each rank", least=1)
     device: str = _field(DEVICES[0], "where to train", DEVICES)
     transport: str = _field(TRANSPORTS[0], "how ranks exchange bytes, see :func:`ddpcore.distribute`", TRANSPORTS)
