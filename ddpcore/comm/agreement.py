@@ -98,12 +98,12 @@ def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], device: tor
         return
     everyone = gather_objects(group, list(facts), what, timeout)
     for rank, theirs in enumerate(everyone):
-        if (difference := _first_difference(everyone[0], theirs)) is not None:
+        if (difference := first_difference(everyone[0], theirs)) is not None:
             what, here, there = difference
             raise ValueError(f"ranks do not train the same: {what} is {there} on rank {rank} and {here} on rank 0")
 
 
-def _first_difference(facts: Sequence[Fact], others: Sequence[Fact]) -> tuple[str, str, str] | None:
+def first_difference(facts: Sequence[Fact], others: Sequence[Fact]) -> tuple[str, str, str] | None:
     """The name of the first difference, and the values on both sides."""
     mine, theirs = dict(facts), dict(others)
     for what in [*mine, *theirs]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpcore.runtime.launch import TIMEOUT_SECONDS as TIMEOUT_SECONDS
 from ddpcore.runtime.launch import check_timeout as check_timeout
 
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # in an error of gloo, NCCL or a store

@@ -13,12 +13,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
-from ddpcore.comm.errors import Call, at, check_has_average, check_timeout, size_of
+from ddpcore.comm.errors import TIMEOUT_SECONDS, Call, at, check_has_average, check_timeout, size_of
 from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import wide
-from ddpcore.runtime.launch import TIMEOUT_SECONDS, end_with_torchrun
+from ddpcore.runtime.launch import end_with_torchrun
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
@@ -41,9 +41,7 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
-def gather_objects(
-    group: dist.ProcessGroup, value: object, what: str = "the set-up", timeout: float = TIMEOUT_SECONDS
-) -> list[Any]:
+def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks. Collective. ``what`` names it in an error."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with Call(group, what, timeout=timeout):

@@ -230,6 +230,8 @@ def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any)
         **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
         **options,
     }
+    if isinstance(strategy, Strategy):  # all ranks end the run together, see Loop
+        arguments["on_nonfinite"] = "skip" if config.on_nonfinite == "raise" else config.on_nonfinite
     handle = distribute(model, optimizer, strategy, **arguments)
     torch.manual_seed(config.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
     return Trainer(

@@ -13,6 +13,7 @@ from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
+from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
@@ -119,7 +120,8 @@ def _train(
     if not ended:
         raise Interrupted(
             f"stopped{' by ' + stop_signal.name if stop_signal.name else ''} after step {trainer.num_steps} of "
-            f"{loop.total_steps} and saved: go on with resume=True"
+            f"{loop.total_steps} and {'saved' if loop.is_saved else 'not saved, because it is not finite'}: go on with "
+            "resume=True"
         )
     return RunRecord.read(out)
 
@@ -133,8 +135,8 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     path, checkpoints = out / record.FILE, out / "checkpoints"
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
-    if not any(True for _ in record.rows(path)):
-        return None  # a new folder, or a run that ended before its first line
+    if not any(row.get("kind") == "run" for row in read_lines(path).rows):
+        return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])
     if differences:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from ddpcore.comm.errors import TIMEOUT_SECONDS
 from ddpcore.comm.shared.memory import HostMemory
 from ddpcore.comm.shared.segments import SegmentCommunicator
-from ddpcore.runtime.launch import TIMEOUT_SECONDS
 
 
 class SharedMemoryCommunicator(SegmentCommunicator):
