@@ -1,6 +1,6 @@
 """Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
 
-from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
@@ -52,4 +52,5 @@ __all__ = [
     "Topology",
     "Torus2D",
     "distribute",
+    "join",
 ]

@@ -106,7 +106,7 @@ def size_complaints(root: Path, exceptions: dict[str, str]) -> list[str]:
 
 def mirror_complaints(root: Path) -> list[str]:
     """Every folder of tests is named after the folder it tests; tests/cpp and tests/cuda_on_cpu are those of csrc."""
-    others = {Path("cpp"), Path("cuda_on_cpu"), Path(BENCHMARKS), Path("docs"), Path("examples"), Path("fuzz")}
+    others = {Path(name) for name in ("cpp", "cuda_on_cpu", BENCHMARKS, "docs", "examples", "fuzz", "multihost")}
     folders = {path.parent.relative_to(root / "tests") for path in (root / "tests").rglob("test_*")} - {Path()}
     return [
         f"tests/{folder}:1: there is no ddpcore/{folder}"

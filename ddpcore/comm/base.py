@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.errors import check_has_average
+from ddpcore.comm.membership import Membership
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
@@ -108,10 +109,12 @@ class Communicator(ABC):
         learners: the learners whose rows this process holds, ascending.
         bytes_sent: bytes that one learner has sent: its weights to each neighbour, and its part of each average.
         description: the transport, as text for people.
+        membership: which learners take part, if they may die or join; else None.
     """
 
     num_learners: int
     learners: Sequence[int]
+    membership: Membership | None = None
     bytes_sent: int = 0
     description: str
 
@@ -119,6 +122,14 @@ class Communicator(ABC):
     def waited(self) -> Mapping[int, float]:
         """Seconds that this process has waited for each other rank so far; empty if the transport cannot tell."""
         return {}
+
+    def redrawn(self, topology: Topology) -> Topology:
+        """The topology over the learners that are left: it changes only if learners may die or join."""
+        return topology
+
+    def admit(self, step: int) -> int | None:
+        """At the end of a step: let a learner in that joins, and return its id. Collective."""
+        return None
 
     def now(self) -> float:
         """Seconds on the clock that times training."""

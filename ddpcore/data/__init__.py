@@ -2,7 +2,7 @@
 
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.registry import DATASETS, load_dataset
-from ddpcore.data.shards import SAMPLERS, ShardedBatches
+from ddpcore.data.shards import SAMPLERS, Redealt, ShardedBatches
 from ddpcore.data.transforms import Augmentation, Normalization
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "DATASETS",
     "Dataset",
     "Normalization",
+    "Redealt",
     "SAMPLERS",
     "ShardedBatches",
     "Split",

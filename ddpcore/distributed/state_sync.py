@@ -72,6 +72,7 @@ class StateSync:
         learner: the learner, with its models, optimizer and connection.
         strategy: the strategy, whose topology ``gossip`` uses.
         scaler: the scaler, for the policy of that name.
+        joins: whether the learner joins a run: it loads the values at the start of training from another one.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class StateSync:
         learner: Learner,
         strategy: Strategy,
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        joins: bool = False,
     ) -> None:
-        self._policies, self._learner, self._strategy = policies, learner, strategy
+        self.policies, self._learner, self._strategy = policies, learner, strategy
         self._scaler = scaler
         self._first_scale = None if scaler is None else scaler.get_scale()
         self._first_seed: int | None = None
-        if policies.rng == RESET:
+        if policies.rng == RESET and not joins:
             own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners))
             self._first_seed = int(learner.comm.gather(own.to(learner.flat.param_LP.device))[0])
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
@@ -93,7 +96,7 @@ class StateSync:
     @torch.no_grad()
     def sync(self) -> None:
         """Apply the policies. It is called after each step that averages weights or gradients."""
-        policies = self._policies
+        policies = self.policies
         if policies.momentum == RESET:
             self._reset_states()
         elif policies.momentum != KEEP:
@@ -153,12 +156,12 @@ class StateSync:
             dtype = next(value.dtype for value in found if value is not None)
             pairs = zip(parameters, found, strict=True)
             self._move(
-                self._policies.momentum,
+                self.policies.momentum,
                 [torch.zeros_like(p, dtype=dtype) if value is None else value for p, value in pairs],
             )
 
     def _move_scaler(self) -> None:
-        scaler, policy = self._scaler, self._policies.scaler
+        scaler, policy = self._scaler, self.policies.scaler
         if scaler is None or policy == KEEP or scaler._scale is None:
             return
         scale = self._first_scale

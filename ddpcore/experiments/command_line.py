@@ -92,6 +92,7 @@ def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptio
         ValueError: the words are no command; the message is one line.
     """
     parser = Parser(prog="python -m ddpcore.experiments", description="Published experiments: run them, compare them.")
+    parser.example = RunOptions.EXAMPLE
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     for name, options in COMMANDS.items():
         help = (options.__doc__ or "").splitlines()[0]

@@ -14,8 +14,6 @@ from functools import cache, partial
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
-import torch.distributed as dist
-
 from ddpcore.experiments import hosts
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
@@ -136,7 +134,8 @@ def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
         done.set()
         if world.rank == 0:
             _finish(folder, result)
-        dist.barrier()  # no rank can fail in the next job before this one's result is written
+        # No rank can fail in the next job before the result of this one is written.
+        LearnerPlacement.of(job.config, world).barrier(f"the end of {job.row}")
 
 
 def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:

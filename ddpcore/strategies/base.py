@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +88,17 @@ class Strategy:
     def averages_weights_at(self, step: int) -> bool:
         """Whether the step that sets ``learner.step`` to ``step`` averages weights or gradients. Policies act then."""
         return True
+
+    def check_shrink(self) -> None:
+        """Raise ValueError if the strategy cannot go on when a learner dies."""
+
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
+        """Called when learners are gone, in the middle of the operation that finds it out, or when one has joined.
+
+        Args:
+            learner: its connection has the new number of learners already.
+            before: the number that each learner had until now; None for one that is new.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a checkpoint, without weights, optimizer and step count: tensors, numbers, and dicts of them."""

@@ -142,6 +142,14 @@ class DPSGD(Strategy):
             check_stale(self.topology, num_learners)
 
     @override
+    def check_shrink(self) -> None:
+        if self.compression is not None and self.compression.differences:
+            raise ValueError(
+                f"dpsgd: {self.compression.name} sends differences, which need fixed neighbours, and "
+                "on_failure='shrink' changes them: take bf16 or int8 without error feedback"
+            )
+
+    @override
     def before_forward(self, learner: Learner) -> None:
         """Start the exchange of w(t), or combine, in the first forward pass of a step."""
         if self._begun:

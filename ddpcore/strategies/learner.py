@@ -25,7 +25,8 @@ class Learner:
         models: one per learner held here.
         step: optimizer steps taken so far, the t of the equations.
         hooks_paused: whether forward passes call no strategy and no observer, as in passes of diagnostics.
-        shares: float64 ``[n]``, the weight of each learner in averages, with mean 1; None for equal weights.
+        shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
+        share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
     """
 
     flat: FlatParameters
@@ -35,6 +36,7 @@ class Learner:
     step: int = 0
     hooks_paused: bool = False
     shares: Tensor | None = None
+    share_mean: float = 1.0
 
     @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:
@@ -43,7 +45,7 @@ class Learner:
         if self.shares is not None:
             average_LX.mul_(self.shares[list(self.comm.learners), None].to(average_LX))
         self.comm.average_(average_LX).wait()
-        return average_LX
+        return average_LX if self.share_mean == 1.0 else average_LX.div_(self.share_mean)
 
     @torch.no_grad()
     def squared_distances(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -63,6 +64,16 @@ class SlowMo(Strategy):
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         if self.base is not None:
             self.base.setup(num_learners, dtype)
+
+    @override
+    def check_shrink(self) -> None:
+        if self.base is not None:
+            self.base.check_shrink()
+
+    @override
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
+        if self.base is not None:
+            self.base.members_changed(learner, before)
 
     @override
     def before_forward(self, learner: Learner) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpcore.comm.errors import Call
+from ddpcore.comm.process import barrier, default_group
 from ddpcore.options.extras import extra
 from ddpcore.storage.files import sync_folder, write_file
 from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file, shown
@@ -72,7 +74,7 @@ class Checkpoints:
             self._clean_up()
             partial.mkdir(parents=True)
         if self.num_ranks > 1:
-            dist.barrier()
+            barrier(f"the checkpoint of step {step}")
         tree, tensors = pack(state)
         safetensors = load_safetensors()
         mine = {
@@ -83,7 +85,8 @@ class Checkpoints:
             write_file(partial / name, content)
         digests = [{name: _digest(content) for name, content in mine.items()}] * self.num_ranks
         if self.num_ranks > 1:
-            dist.all_gather_object(digests, digests[0])
+            with Call(default_group(None), f"the checkpoint of step {step}"):
+                dist.all_gather_object(digests, digests[0])
         if self.rank == 0:
             self._publish(partial, step, {name: digest for one in digests for name, digest in one.items()})
             kept = {*[other for other in self.steps() if other <= step][-keep_last:], best}
@@ -138,7 +141,8 @@ class Checkpoints:
             found = self._find_last(steps, warn)
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
-            dist.broadcast_object_list(answer, src=0)
+            with Call(default_group(None), "the search for the last checkpoint"):
+                dist.broadcast_object_list(answer, src=0)
             found, steps = answer
         if found < 0 and steps:
             raise ValueError(f"{self.folder}: every checkpoint is damaged: remove {self.folder.parent} to begin anew")
