@@ -22,14 +22,13 @@ from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.nonfinite_guard import check_on_nonfinite
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.flat import FlatParameters, MiB
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
 
@@ -60,8 +59,7 @@ def distribute(
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
-            on each rank). For these, call the returned ``.model`` with inputs ``[learners, batch, ...]`` and add the
-            losses of the learners. ``handle.models`` lists the learners' models, see docs/strategies.md.
+            on each rank): call ``.model`` with ``[learners, batch, ...]`` and add their losses, see docs/strategies.md.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
@@ -71,9 +69,7 @@ def distribute(
         first_bucket_bytes: size of the first bucket.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
-        on_nonfinite: what a step does if a gradient is not finite. ``raise`` raises NonFiniteError and changes nothing;
-            ``skip`` leaves out the learner's step, and all steps if the gradients are averaged; ``quarantine`` leaves
-            it out and gives the learner the average of its neighbours. See docs/reliability.md.
+        on_nonfinite: ``raise``, ``skip`` or ``quarantine``, if a gradient is not finite: see docs/reliability.md.
 
     Returns:
         A handle with ``.model`` to call (``model`` itself, except for virtual learners and DDP), ``no_sync()``,
@@ -84,27 +80,30 @@ def distribute(
     """
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
-    settings["on_nonfinite"] = on_nonfinite
+    settings: dict[str, Any] = {"transport": transport, "link": link, "learners": learners, "policies": policies}
+    settings |= {"scaler": scaler, "on_nonfinite": on_nonfinite}
     if isinstance(strategy, Baseline):
         return _baseline(model, strategy, group, {**settings, **buckets, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
-    check_on_nonfinite(on_nonfinite, strategy, comm.num_learners)
-    _set_up(strategy, comm.num_learners, _trained(model).dtype)
+    _set_up(strategy, comm.num_learners, _trained(model).dtype, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
         strategy.in_use = True
         learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
-        with own_hooks():
-            state_sync = StateSync(policies, learner, strategy, scaler)
-            return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
+        return _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
 
 
-def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype) -> None:
+def _with_hooks(*arguments: Any) -> HookedDistributed:
+    with own_hooks():
+        return HookedDistributed(*arguments)
+
+
+def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype, on_nonfinite: str) -> None:
     """Check that the strategy supports this, and warn if it has nothing to average."""
+    check_on_nonfinite(on_nonfinite, strategy, num_learners)
     strategy.setup(num_learners, dtype)
     if num_learners == 1 and not strategy.averages_gradients:
         text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="

@@ -124,8 +124,9 @@ class Loop:
         ]
         if self.config.on_nonfinite == "raise":
             self.progress.diverged, self.progress.reason = True, str(events[0])
-        for event in events if self.writer is not None else ():
-            self.writer.write({"kind": "nonfinite", **asdict(event)})
+        if self.writer is not None:
+            for event in events:
+                self.writer.write({"kind": "nonfinite", **asdict(event)})
 
     def _show(self, loss: float) -> None:
         if self.writer is not None:
