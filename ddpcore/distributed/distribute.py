@@ -90,15 +90,17 @@ def distribute(
     comm = connect(group, transport, _trained(model).device, timeout, link, learners)
     _set_up(strategy, comm.num_learners, _trained(model).dtype, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
-        strategy.in_use = True
         learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         return _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
 
 
-def _with_hooks(*arguments: Any) -> HookedDistributed:
+def _with_hooks(
+    called: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
+) -> HookedDistributed:
+    strategy.in_use = True
     with own_hooks():
-        return HookedDistributed(*arguments)
+        return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
 
 
 def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype, on_nonfinite: str) -> None:
