@@ -24,14 +24,13 @@ from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.nonfinite_guard import check_on_nonfinite
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.flat import FlatParameters, MiB
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
 
@@ -63,7 +62,7 @@ def distribute(
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
-            on each rank): call ``.model`` with inputs ``[learners, batch, ...]`` and add the losses.
+            on each rank): call ``.model`` with ``[learners, batch, ...]`` and add their losses, see docs/strategies.md.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
@@ -74,9 +73,7 @@ def distribute(
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
         on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on: see docs/reliability.md.
-        on_nonfinite: what a step does if a gradient is not finite. ``raise`` raises NonFiniteError and changes nothing;
-            ``skip`` leaves out the learner's step, and all steps if the gradients are averaged; ``quarantine`` leaves
-            it out and gives the learner the average of its neighbours. See docs/reliability.md.
+        on_nonfinite: ``raise``, ``skip`` or ``quarantine``, if a gradient is not finite: see docs/reliability.md.
 
     Returns:
         A handle with ``.model`` to call: ``model`` itself, except for virtual learners and DDP.
@@ -86,26 +83,31 @@ def distribute(
     """
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
-    settings |= {**buckets, "on_failure": check_on_failure(on_failure), "on_nonfinite": on_nonfinite}
+    settings: dict[str, Any] = {"transport": transport, "link": link, "learners": learners, "policies": policies}
+    settings |= {"scaler": scaler, "on_nonfinite": on_nonfinite, "on_failure": check_on_failure(on_failure), **buckets}
     if isinstance(strategy, Baseline):
         return _baseline(model, strategy, group, {**settings, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     facts = _agree(group, model, optimizer, strategy, settings, timeout)
     comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure)
-    check_on_nonfinite(on_nonfinite, strategy, comm.num_learners)
-    _set_up(strategy, comm, _trained(model).dtype, facts)
+    _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
-        with own_hooks():
-            state_sync = StateSync(policies, learner, strategy, scaler)
-            return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
+        return _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
 
 
-def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact]) -> None:
+def _with_hooks(
+    called: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
+) -> HookedDistributed:
+    with own_hooks():
+        return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
+
+
+def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact], on_nonfinite: str) -> None:
     """Check that the strategy supports this, and warn if it has nothing to average."""
+    check_on_nonfinite(on_nonfinite, strategy, comm.num_learners)
     strategy.setup(comm.num_learners, dtype)
     if comm.membership is not None:
         strategy.check_shrink()
@@ -173,14 +175,8 @@ def join(
     """
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings: dict[str, Any] = {
-        "transport": transport,
-        "link": None,
-        "learners": None,
-        "policies": policies,
-        "scaler": None,
-    }
-    settings.update(buckets, on_failure="shrink", on_nonfinite=on_nonfinite)
+    settings: dict[str, Any] = {"transport": transport, "link": None, "learners": None, "policies": policies}
+    settings |= {"scaler": None, "on_nonfinite": on_nonfinite, "on_failure": "shrink", **buckets}
     _check(model, optimizer, strategy, policies, None, None)
     strategy.check_shrink()
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
@@ -189,9 +185,7 @@ def join(
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
         learner = _make_learner(model, optimizer, strategy, comm, 1, buckets, is_newcomer=True)
-        with own_hooks():
-            state_sync = StateSync(policies, learner, strategy, joins=True)
-            handle = HookedDistributed(model, learner, strategy, state_sync, on_nonfinite)
+        handle = _with_hooks(model, learner, strategy, StateSync(policies, learner, strategy, joins=True), on_nonfinite)
         handle.take_state()
         return handle
 

@@ -10,11 +10,9 @@ from torch import Tensor
 from ddpcore.comm.base import Communicator
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.weight_step import LARGE
-from ddpcore.options.typed import check_choice
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.nonfinite import (
-    ON_NONFINITE,
     NonFinite,
     NonFiniteError,
     first_nonfinite,
@@ -25,26 +23,6 @@ from ddpcore.strategies.nonfinite import (
 )
 
 _gradient_of = attrgetter("grad")
-
-
-def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:
-    """Check the option ``on_nonfinite``, for a number of learners if it is known.
-
-    Raises:
-        ValueError: there is no such value, or a learner has no neighbours whose average it could take.
-    """
-    check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
-    if on_nonfinite != "quarantine":
-        return
-    if strategy.topology is None:
-        raise ValueError(f"on_nonfinite is 'quarantine': {strategy.name} has no neighbours: take 'skip'")
-    if not strategy.can_quarantine:
-        raise ValueError(
-            f"on_nonfinite is 'quarantine': {strategy.name} averages no weights of neighbours alone: take 'skip', or "
-            "dpsgd without staleness and compression"
-        )
-    if num_learners == 1:
-        raise ValueError("on_nonfinite is 'quarantine': one learner has no neighbours: take 'skip', or more learners")
 
 
 class NonFiniteGuard:
@@ -106,8 +84,8 @@ class NonFiniteGuard:
             return
         if sums:
             name = named[min(named)]
-            whose: list[int | None] = [*_all_suspects(sums, learner.comm)] or [None]
-            found = [self._event(one, name) for one in whose]
+            whose = _all_suspects(sums, learner.comm)
+            found = [self._event(one, name) for one in whose] or [self._event(None, name)]
         else:
             found = [self._event(learner.comm.learners[row], name) for row, name in named.items()]
         if self._mode == "raise":

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.options.typed import check_choice
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.topology.base import Topology
 
 
@@ -141,6 +143,26 @@ def check_topology(name: str, topology: object) -> None:
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
+
+
+def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:
+    """Check the option ``on_nonfinite``, for a number of learners if it is known.
+
+    Raises:
+        ValueError: there is no such value, or a learner has no neighbours whose average it could take.
+    """
+    check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
+    if on_nonfinite != "quarantine":
+        return
+    if strategy.topology is None:
+        raise ValueError(f"on_nonfinite is 'quarantine': {strategy.name} has no neighbours: take 'skip'")
+    if not strategy.can_quarantine:
+        raise ValueError(
+            f"on_nonfinite is 'quarantine': {strategy.name} averages no weights of neighbours alone: take 'skip', or "
+            "dpsgd without staleness and compression"
+        )
+    if num_learners == 1:
+        raise ValueError("on_nonfinite is 'quarantine': one learner has no neighbours: take 'skip', or more learners")
 
 
 class Baseline(ABC):

@@ -11,7 +11,6 @@ from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import DATASETS, SAMPLERS
 from ddpcore.distributed.averaging import BATCH_NORM
-from ddpcore.distributed.nonfinite_guard import check_on_nonfinite
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
@@ -20,7 +19,7 @@ from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
 from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
