@@ -17,6 +17,8 @@ from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.learner import Learner
 
+Deals = tuple[tuple[int, tuple[int, ...]], ...]
+
 
 class Distributed:
     """The handle of a model in training, as :func:`distribute` returns it. This base class serves the baselines.
@@ -25,9 +27,12 @@ class Distributed:
         model: the module to call in the loop.
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
+        deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
+            :class:`ddpcore.data.Redealt`.
     """
 
     learner: Learner | None = None
+    deals: Deals = ()
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model

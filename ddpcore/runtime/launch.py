@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -77,7 +77,9 @@ def threads_per_rank(local_world_size: int) -> int:
     return max(1, num_cores() // local_world_size)
 
 
-def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, backend: str) -> None:
+def run(
+    worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, backend: str, on_failure: str = "raise"
+) -> None:
     """Run ``worker(world, *args)`` on every rank.
 
     SIGINT and SIGTERM are forwarded to the ranks as SIGTERM, and this process waits for them: a worker may save its
@@ -88,9 +90,11 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, 
         args: picklable.
         world_size: number of processes to start; torchrun must have started as many.
         backend: of the process group; ``none``: no process group; ``virtual``: the worker runs in this process.
+        on_failure: ``raise``: the others are ended when a rank fails. ``shrink``: they go on, and this process says who
+            failed. torchrun ends all ranks of its agent when one of them fails.
 
     Raises:
-        RankFailed: a rank failed; the first one, with its traceback. All ranks have ended.
+        RankFailed: a rank failed (with ``shrink``: all of them), with its traceback. All ranks have ended.
         Stopped: the ranks stopped after a signal.
         UsageError: torchrun started another number of ranks.
     """
@@ -104,7 +108,7 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, 
             raise UsageError(f"torchrun started {joined.world_size} ranks, not {world_size}: leave --world-size out")
         _run_rank(worker, args, joined, backend, store=None)
     else:
-        _start(worker, args, world_size, backend)
+        _start(worker, args, world_size, backend, on_failure)
 
 
 def _run_rank(
@@ -124,7 +128,7 @@ def _run_rank(
     dist.destroy_process_group()  # not after a failure: other ranks would fail before this one reports its error
 
 
-def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, backend: str) -> None:
+def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, backend: str, on_failure: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     ranks: list[BaseProcess] = []
@@ -140,7 +144,7 @@ def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, 
             ranks.append(process)
             reports.append(receive)
         with signals_passed_on(ranks):
-            _wait(ranks, reports)
+            _wait(ranks, reports, on_failure)
     finally:
         _end(ranks)
 
@@ -221,20 +225,43 @@ def _die_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="ddpcore-parent-watch").start()
 
 
-def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
-    """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped."""
+def _wait(ranks: list[BaseProcess], reports: list[Connection], on_failure: str) -> None:
+    """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped.
+
+    With ``shrink``, raise RankFailed only if no rank has finished.
+    """
     running = list(ranks)
     causes: list[Exception] = []
     while running:
         wait([process.sentinel for process in running])
         for process in [process for process in running if process.exitcode is not None]:
             running.remove(process)
-            if process.exitcode != 0 and not causes:
+            is_last = not running and all(one.exitcode for one in ranks)
+            if process.exitcode == 0:
+                continue
+            if on_failure == "shrink" and not is_last:
+                stopped = _go_on_without(ranks, reports, process)
+                causes += [] if stopped is None else [stopped]
+            elif not causes:
                 causes.append(_first_cause(ranks, reports, process))
         if causes and not isinstance(causes[0], Stopped):  # ranks that stop get time to save their work
             break
     if causes:
         raise causes[0]
+
+
+def _go_on_without(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Stopped | None:
+    """Say that the others go on without a rank. If it stopped after a signal, as all others do, return that."""
+    rank, code = ranks.index(died), died.exitcode or 0
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
+    with suppress(EOFError):
+        if reports[rank].poll():
+            _, stopped, text = reports[rank].recv()
+            if stopped:
+                return Stopped(text)
+            how = f"failed ({text.rstrip().splitlines()[-1]})"
+    print(f"ddpcore: rank {rank} {how}: the others go on", file=sys.stderr, flush=True)
+    return None
 
 
 def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Exception:

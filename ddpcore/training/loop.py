@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Loop:
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
         steps: records every step; None without ``record_steps``.
+        take_over: makes a writer in a rank that becomes the first one, because the first one has died.
     """
 
     placement: LearnerPlacement
@@ -44,6 +45,7 @@ class Loop:
     checkpoints: Checkpoints
     writer: RunWriter | None
     steps: StepRecorder | None = None
+    take_over: Callable[[], RunWriter | None] | None = None
 
     def __post_init__(self) -> None:
         self.config = self.placement.config
@@ -51,6 +53,7 @@ class Loop:
         self.steps_per_epoch = self.trainer.batches.steps_per_epoch
         self.total_steps = total_steps(self.config, self.steps_per_epoch)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
+        self._num_changes = 0  # of the members, that are written
         self._num_records = 0  # records of the statistics that are written
 
     def run(self, stop_signal: StopSignal) -> bool:
@@ -67,6 +70,7 @@ class Loop:
             stop = stop_signal.asked and not self.placement.real
             if epoch_ends or step == 1 or step % CHECK_EVERY == 0:
                 loss, stop = progress.check(self.comm, stop_signal.asked, self.config.diverged_above)
+                self._note_changes()
                 self._show(loss)
                 self._write_statistics()
                 if self.steps is not None:
@@ -85,6 +89,17 @@ class Loop:
         target, best = self.config.target, self.progress.best
         return target is not None and best is not None and best["accuracy"] >= target
 
+    def _note_changes(self) -> None:
+        """Write who has died. If that was the rank that writes, the first one that is left takes over."""
+        changes = self.trainer.handle.changes[self._num_changes :]
+        self._num_changes += len(changes)
+        if changes and self.writer is None and self.take_over is not None and self.comm.learners[0] == 0:
+            self.writer = self.take_over()
+        if self.writer is not None:
+            for change in changes:
+                row = {**asdict(change), "kind": "members", "step": self.trainer.num_steps, "text": str(change)}
+                self.writer.write(row)
+
     def _show(self, loss: float) -> None:
         if self.writer is not None:
             step, accuracy = self.trainer.num_steps, self.progress.accuracy
@@ -102,8 +117,8 @@ class Loop:
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.checkpoint_every
-        if every == 0 or self.progress.diverged:
-            return False
+        if every == 0 or self.progress.diverged or self.trainer.handle.changes:
+            return False  # a run with fewer ranks cannot be resumed: the last checkpoint of all ranks stays
         return (epoch_ends if every is None else step % every == 0) or (is_best and self.config.keep_best)
 
     def _end_epoch(self) -> bool:
@@ -113,6 +128,7 @@ class Loop:
             before = progress.total_seconds
             epoch = -(-step // self.steps_per_epoch)
             num = min(progress.epoch_steps * config.batch_size, trainer.batches.samples_per_learner * config.learners)
+            num = num * self.comm.num_learners // config.learners  # of the learners that are left
             seconds = progress.epoch_seconds
             row: dict[str, Any] = {
                 "kind": "epoch",
@@ -146,6 +162,7 @@ class Loop:
         model, test = self._evaluation_model(), None
         if self.config.evaluate_on == "validation" and not progress.diverged:
             test = self.trainer.evaluate(model, "test")
+        self._note_changes()  # also of a death in this evaluation
         if self.writer is None:
             return
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
