@@ -16,6 +16,7 @@ from ddpcore.models import MODELS
 from ddpcore.options.command_line import SEED_RANGE, check, flag, option
 from ddpcore.options.typed import typed
 from ddpcore.report.plot_option import PLOT, check_plot
+from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.compression import CODECS
@@ -29,6 +30,7 @@ DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
 BASELINES = (Single.name, DDP.name)
 SHARED = (  # fields of BenchConfig that TrainConfig also has
     "model", "dataset", "data_dir", "download", "normalize", "augment", "batch_size", "steps", "lr", "topology", "seed",
+    "timeout",
 )  # fmt: skip
 
 
@@ -86,6 +88,9 @@ class BenchConfig(Options):
     device: str = option("auto", choices=DEVICES)
     backend: str = option("auto", choices=BACKENDS)
     transport: str = option("auto", "how bytes are sent between ranks", choices=TRANSPORTS)
+    timeout: float = option(
+        TIMEOUT_SECONDS, "seconds that a living rank may let the others wait", above=0, most=MOST_SECONDS
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,8 @@ from torch import Tensor
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, ddp_options, distribute_options
 from ddpcore.bench.config import BASELINES, ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
+from ddpcore.comm.errors import Call
+from ddpcore.comm.process import barrier, default_group
 from ddpcore.comm.traffic import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.runtime.launch import World
@@ -75,11 +77,11 @@ class Contender:
 
 def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None = None) -> None:
     """Train for a block of steps, which ends when the slowest rank is done. Collective. The meter skips idle ranks."""
-    barrier()
+    barrier("the start of a block of steps")
     with nullcontext() if meter is None or one.trainer is None else meter.turn(one.name, timed):
         start = time.perf_counter()
         one.run_steps(num_steps, timed)
-        barrier()
+        barrier("the end of a block of steps")
         if timed:
             one.block_seconds.append(time.perf_counter() - start)
 
@@ -99,18 +101,13 @@ def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequen
     return max(0.0, quantiles(1e3 * (mine - without) / steps for mine, without, steps in blocks)["p50"])
 
 
-def barrier() -> None:
-    """Wait for all ranks if there are several."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def gather(value: Any) -> list[Any]:
     """The value of every rank. Collective."""
     everyone = [value]
     if dist.is_initialized():
         everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, value)
+        with Call(default_group(None), "the gathering of the results"):
+            dist.all_gather_object(everyone, value)
     return everyone
 
 

@@ -19,7 +19,6 @@ from ddpcore.bench.config import BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     HIDDEN,
     Contender,
-    barrier,
     build_contender,
     build_dataset,
     compute_of,
@@ -29,6 +28,7 @@ from ddpcore.bench.contender import (
 )
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
+from ddpcore.comm.process import barrier
 from ddpcore.report.strategies import print_strategies
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
@@ -140,7 +140,7 @@ def _curve(losses: Tensor, block_seconds: Sequence[float], num_steps: int) -> di
 
 def _consensus(trainer: Trainer) -> tuple[float, float]:
     """The distance, and the milliseconds to compute it, including the wait for a GPU. Collective."""
-    barrier()
+    barrier("the start of a measurement")
     start = time.perf_counter()
     distance = trainer.handle.consensus_distance()
     return distance, 1e3 * (time.perf_counter() - start)

@@ -12,6 +12,7 @@ from ddpcore.comm.door import ask, find_run
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.elastic_group import ProcessGroupFabric
 from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
+from ddpcore.comm.errors import TIMEOUT_SECONDS
 from ddpcore.comm.fabric import Fabric
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE
@@ -19,7 +20,7 @@ from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
 from ddpcore.comm.shared.coordination import Unreachable, host_id
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
 from ddpcore.comm.shared.elastic import SharedMemoryFabric
-from ddpcore.comm.shared.host import TIMEOUT_SECONDS, SharedMemoryCommunicator
+from ddpcore.comm.shared.host import SharedMemoryCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 
 
@@ -39,7 +40,7 @@ def connect(
         transport: ``shm``, ``ipc``, ``pg`` or ``auto``. If ``auto`` chooses ``pg``, the communicator's ``description``
             contains the reason.
         device: the device of the model.
-        timeout: seconds that the other ranks wait for a rank that is alive; of ``shm`` and ``ipc``.
+        timeout: seconds that a living rank may let the others wait.
         link: a network to emulate between ranks on the CPU; None for no emulation.
         learners: number of virtual learners of each process; None for one real learner on each rank.
         on_failure: what the living do when a rank dies: ``raise`` an error, or go on without it (``shrink``).
@@ -51,7 +52,7 @@ def connect(
         return _connect_elastic(group, transport, device, timeout, link, learners)
     if group is None or learners is not None:
         num_rows = 1 if learners is None else learners
-        return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows)
+        return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows, timeout)
     if link is not None and device.type != "cpu":
         raise ValueError(f"link is for ranks on the CPU and the model is on {device.type}: leave it out")
     comm = _connect_ranks(group, transport, device, timeout)
@@ -77,7 +78,7 @@ def _connect_elastic(
         raise ValueError(f"on_failure='shrink' needs {LEAST} learners after a death and there are {num}: start more")
     if group is None:
         return ElasticVirtualCommunicator(num)
-    hosts = gather_objects(group, host_id())
+    hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=num, device=device.type, num_hosts=len(set(hosts)))
     if choice.name == "ipc":
         raise ValueError("on_failure='shrink' does not work over CUDA IPC: take transport='pg'")
@@ -87,7 +88,7 @@ def _connect_elastic(
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
-    hosts = gather_objects(group, host_id())
+    hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=len(hosts), device=device.type, num_hosts=len(set(hosts)))
     reason = choice.reason
     if choice.name == "ipc":
@@ -99,7 +100,7 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
             if transport != "auto":
                 raise
             reason = str(error)
-    comm = ProcessGroupCommunicator(group)
+    comm = ProcessGroupCommunicator(group, timeout=timeout)
     comm.description += f" ({reason})"
     return comm
 

@@ -144,7 +144,7 @@ class ProcessGroupFabric(Fabric):
         self._backend, self._device = str(dist.get_backend(group)), device
         self.rank, self.members = dist.get_rank(group), tuple(range(dist.get_world_size(group)))
         self.description, self.kind = f"torch.distributed, {self._backend}", self._backend
-        self.roll = RollCall(new_run(group), self.rank, timeout)
+        self.roll = RollCall(new_run(group, timeout), self.rank, timeout)
         self._group = self._connect(self.members)
         self._flying: dict[int, Operation] = {}  # begun, not yet known to be done by all members
         self._received = -1  # the last operation of which this rank has all rows

@@ -32,10 +32,10 @@ def own_client(store: dist.Store) -> dist.Store:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def new_run(group: dist.ProcessGroup) -> dist.Store:
+def new_run(group: dist.ProcessGroup, timeout: float) -> dist.Store:
     """The place of a new run in the store of a group. Collective."""
     store = own_client(c10d._get_process_group_store(group))
-    token = gather_objects(group, secrets.token_hex(8))[0]
+    token = gather_objects(group, secrets.token_hex(8), "the start of the membership", timeout)[0]
     if dist.get_rank(group) == 0:
         store.set(_RUN_KEY, token)  # where a rank that joins later looks
     return dist.PrefixStore(f"ddpcore/{token}", store)

@@ -53,9 +53,13 @@ class ShardedBatches:
         check_range("the data seed", self.seed, least=0)
         check_range("the batch size", batch, least=1)
         if learners > samples:
-            raise ValueError(f"{learners} learners cannot share {samples} samples: take at most {samples} learners")
+            raise ValueError(
+                f"{learners} learners cannot share {samples} samples: take at most {samples} learners, and a batch "
+                f"size of at most {samples} that they divide"
+            )
         if batch > samples:
-            raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {samples}")
+            most = samples - samples % learners
+            raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {most}")
         if batch < learners:
             raise ValueError(
                 f"the batch size {batch} is below one sample for each of {learners} learners: take {learners}"

@@ -16,10 +16,10 @@ from ddpcore.comm.agreement import Fact, check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import connect, join_run
 from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
 from ddpcore.comm.link import Link
 from ddpcore.comm.membership import ON_FAILURE, check_on_failure
 from ddpcore.comm.process import default_group
-from ddpcore.comm.shared.host import TIMEOUT_SECONDS
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
@@ -64,7 +64,7 @@ def distribute(
             on each rank): call ``.model`` with inputs ``[learners, batch, ...]`` and add the losses.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
-        timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
+        timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
         link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         bucket_bytes: the largest bucket of averaged gradients. Buckets that one parameter completes are sent together.
@@ -87,7 +87,7 @@ def distribute(
         return _baseline(model, strategy, group, {**settings, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
-    facts = _agree(group, model, optimizer, strategy, settings)
+    facts = _agree(group, model, optimizer, strategy, settings, timeout)
     comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure)
     _set_up(strategy, comm, _trained(model).dtype, facts)
     with undone_on_error(model, optimizer, strategy):
@@ -174,7 +174,7 @@ def join(
     settings.update(buckets, on_failure="shrink")
     _check(model, optimizer, strategy, policies, None, None)
     strategy.check_shrink()
-    facts = _agree(None, model, optimizer, strategy, settings)
+    facts = _agree(None, model, optimizer, strategy, settings, timeout)
     comm = join_run(store, facts, _trained(model).device, timeout)
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
@@ -205,6 +205,8 @@ def _group_of(
     learners: int | None, group: dist.ProcessGroup | None, options: dict[str, Any], vectorize: bool | str | None
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process. ``options`` are for real ranks."""
+    if learners is None or group is not None:
+        check_timeout(options["timeout"])
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
@@ -222,13 +224,14 @@ def _agree(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     settings: dict[str, Any],
+    timeout: float,
 ) -> list[Fact]:
     """Return what all ranks must have in common, after the ranks of the group have compared it."""
     if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # compare the optimizer that it makes
         settings = {**settings, "outer": strategy.outer([torch.zeros(1, requires_grad=True)])}
     facts = facts_of(model, optimizer, strategy, settings)
     if group is not None:
-        check_agreement(group, facts, _trained(model).device)
+        check_agreement(group, facts, _trained(model).device, timeout)
     return facts
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.report.study_folder import MANIFEST, RESULTS
-from ddpcore.report.table import plain
 from ddpcore.storage.json_lines import rows
+from ddpcore.storage.limits import plain, read_file, shown
 
 RECORD = "record.jsonl"
 STEPS = "steps"  # a folder with the files rank-N.jsonl
@@ -146,10 +146,12 @@ def read_bench(path: Path) -> Bench:
     Raises:
         ValueError: the file is not what a bench writes.
     """
+    content = read_file(path)
     try:
-        result = json.loads(path.read_text())
+        result = json.loads(content)
     except (ValueError, RecursionError):
-        raise ValueError(f"{path} is no JSON file: name a folder, or a file that a bench wrote with --json") from None
+        advice = "name a folder, or a file that a bench wrote with --json"
+        raise ValueError(f"{shown(path)} is no JSON file: {advice}") from None
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
-        raise ValueError(f"{path} is not the result of a bench: it has no list of rows: name another file")
+        raise ValueError(f"{shown(path)} is not the result of a bench: it has no list of rows: name another file")
     return Bench(name=str(path), result=result)

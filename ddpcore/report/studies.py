@@ -10,7 +10,7 @@ from ddpcore.report.chart import Chart, Section, Series, TableData, finite
 from ddpcore.report.compare import compare
 from ddpcore.report.experiments import about_runs, claim_cells, comparison_cells, run_label
 from ddpcore.report.study_charts import study_charts
-from ddpcore.report.table import plain
+from ddpcore.storage.limits import plain
 
 _CURVES = {
     "effective_lr": "Effective / set learning rate",

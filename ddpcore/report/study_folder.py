@@ -12,6 +12,7 @@ from ddpcore.report import claims
 from ddpcore.report.claims import Claim
 from ddpcore.report.metrics import METRICS
 from ddpcore.storage.json_lines import rows
+from ddpcore.storage.limits import plain, read_file, shown
 
 CLAIM = get_type_hints(Claim)
 FORMAT = 1
@@ -45,7 +46,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = json.loads(read_file(path))
         if isinstance(values, dict):
             values.setdefault("published", {})  # older manifests have none
         check_table("it", values, _MANIFEST, _MANIFEST, more_keys=True)
@@ -59,9 +60,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             check_table("a claim", claim, CLAIM, CLAIM, more_keys=True)
             claims.check(claim["predicate"], None, tuple(METRICS))
     except OSError:
-        raise ValueError(f"{folder}: there is no study in this folder: run one into it first") from None
+        raise ValueError(f"{shown(folder)}: there is no study in this folder: run one into it first") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): take another folder") from None
+        raise ValueError(f"{shown(path)} is damaged ({plain(str(error))}): take another folder") from None
     return values
 
 
@@ -78,7 +79,7 @@ def read_results(folder: Path) -> Results:
             hints = _RESULTS.get(str(line.get("status")), _ENDED)
             check_table("a line", line, hints, hints, more_keys=True)
         except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): take another folder") from None
+            raise ValueError(f"{shown(path)} is damaged ({plain(str(error))}): take another folder") from None
         key = line["row"], line["seed"]
         if line["status"] == FINISHED or found.get(key, {}).get("status") != FINISHED:
             found[key] = line

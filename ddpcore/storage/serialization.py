@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,8 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str)
     """The state that :func:`pack` converted; tensors from an accelerator are moved to ``device``.
 
     Raises:
-        ValueError: two entries have one tensor. Version 0.1.0 gave such entries one name and kept only the last tensor.
+        ValueError: the shape of an entry does not fit its tensor, or two entries have one tensor. Version 0.1.0 gave
+            such entries one name and kept only the last tensor.
     """
     seen: set[str] = set()
 
@@ -68,6 +70,8 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str)
                     "their tensors: rename a key, and train from the beginning"
                 )
             seen.add(name)
+            if math.prod(value["shape"]) != tensors[name].numel():
+                raise ValueError(f"{name.lstrip('.')} has another number of elements than its tensor")
             tensor = tensors[name].as_strided(value["shape"], value["stride"])
             return tensor if value["on"] == "cpu" else tensor.to(device)
         if _TUPLE in value:

@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
+from ddpcore.comm.errors import Call
+from ddpcore.comm.process import barrier, default_group
 from ddpcore.options.extras import extra
 from ddpcore.storage.files import sync_folder, write_file
+from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file, shown
 from ddpcore.storage.serialization import pack, unpack
 
 FORMAT = 2
 READABLE = (1, 2)  # format 1 differs only in what it lost: see ddpcore.storage.serialization.unpack
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 512  # room for the names and digests of the two files of a rank
+_FILES = re.compile(r"rank-[0-9]+\.(safetensors|json)")  # so a manifest names no file outside its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
         if self.comm is None:
             if self.num_ranks > 1:
-                dist.barrier()
+                barrier(f"the checkpoint of step {step}")
         elif len(self.comm.gather(torch.zeros(1, 1))) < self.num_ranks:
             return
         tree, tensors = pack(state)
@@ -101,7 +105,8 @@ class Checkpoints:
             return [json.loads(bytes(row.tolist())) for row in self.comm.gather(torch.tensor([list(text)]))]
         everyone = [digests] * self.num_ranks
         if self.num_ranks > 1:
-            dist.all_gather_object(everyone, digests)
+            with Call(default_group(None), "a checkpoint"):
+                dist.all_gather_object(everyone, digests)
         return everyone
 
     def _publish(self, partial: Path, step: int, files: dict[str, str]) -> None:
@@ -151,7 +156,8 @@ class Checkpoints:
             found = self._find_last(steps, warn)
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
-            dist.broadcast_object_list(answer, src=0)
+            with Call(default_group(None), "the search for the last checkpoint"):
+                dist.broadcast_object_list(answer, src=0)
             found, steps = answer
         if found < 0 and steps:
             raise ValueError(f"{self.folder}: every checkpoint is damaged: remove {self.folder.parent} to begin anew")
@@ -163,13 +169,18 @@ class Checkpoints:
                 f"checkpoint {self.path(found)} was written by {manifest['num_ranks']} processes and these are "
                 f"{self.num_ranks}: resume with as many"
             )
-        tree = json.loads((self.path(found) / f"rank-{self.rank}.json").read_bytes())
-        tensors = load_safetensors().torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
-        return found, unpack(tree, tensors, device)
+        try:
+            path = self.path(found) / f"rank-{self.rank}.json"
+            tree = json.loads(read_file(path, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
+            tensors = load_safetensors().torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
+            return found, unpack(tree, tensors, device)
+        except Exception as error:  # its checksums fit, so somebody has made it: any error can occur
+            reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__
+            raise ValueError(f"checkpoint {shown(self.path(found))} cannot be read ({reason}): remove it") from error
 
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest of a complete checkpoint: format, step, num_ranks, config, files."""
-        manifest: dict[str, Any] = json.loads((self.path(step) / MANIFEST).read_bytes())["manifest"]
+        manifest: dict[str, Any] = json.loads(read_file(self.path(step) / MANIFEST))["manifest"]
         return manifest
 
     def _find_last(self, steps: list[int], warn: Callable[[str], None]) -> int:
@@ -184,7 +195,7 @@ class Checkpoints:
                     self.path(later).rename(renamed)
                 return step
             then = "there is none before it" if step == steps[0] else "taking the one before it"
-            warn(f"checkpoint {self.path(step)} is damaged ({problem}): {then}")
+            warn(f"checkpoint {shown(self.path(step))} is damaged ({plain(problem)}): {then}")
             damaged.append(step)
         return -1
 
@@ -192,7 +203,7 @@ class Checkpoints:
         """What is wrong with a checkpoint; None if it is complete."""
         folder, safetensors = self.path(step), load_safetensors()
         try:
-            outer = json.loads((folder / MANIFEST).read_bytes())
+            outer = json.loads(read_file(folder / MANIFEST))
             if outer["sha256"] != _digest(_canonical(outer["manifest"])):
                 return f"{MANIFEST} does not match its checksum"
             if outer["manifest"]["format"] not in READABLE:
@@ -200,12 +211,15 @@ class Checkpoints:
                     f"format {outer['manifest']['format']} where this version reads {' and '.join(map(str, READABLE))}"
                 )
             for name, digest in outer["manifest"]["files"].items():
-                if _digest((folder / name).read_bytes()) != digest:
+                if not _FILES.fullmatch(name):
+                    return f"{shown(name)} is no file of a checkpoint"
+                if _digest_of_file(folder / name) != digest:
                     return f"{name} does not match its checksum"
             for path in folder.glob("*.safetensors"):
+                open_file(path).close()
                 with safetensors.safe_open(path, framework="pt"):
                     pass
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        except Exception as error:  # damaged bytes can cause any error
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -219,6 +233,14 @@ def load_safetensors() -> Any:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while piece := file.read(MiB):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _canonical(manifest: dict[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ from ddpcore.optim.schedules import SCHEDULES
 from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
+from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
@@ -29,7 +30,7 @@ DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
 EVALUATION_SPLITS = ("test", "validation")
 # Fields that change no result: they may change when a run is resumed.
-BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best", "record_steps")
+BOOKKEEPING = ("data_dir", "download", "timeout", "checkpoint_every", "keep_last", "keep_best", "record_steps")
 
 # Fields that name a part of the run, and the registry of such parts. The options of `model` are in `model_options`.
 REGISTRIES: Mapping[str, Registry[Any]] = {
@@ -120,6 +121,9 @@ class TrainConfig:
         ON_FAILURE[0],
         "when a rank dies: ``raise`` ends all ranks, ``shrink`` goes on with the others, see docs/reliability.md",
         ON_FAILURE,
+    )
+    timeout: float = _field(
+        TIMEOUT_SECONDS, "seconds that a living rank may let the others wait", above=0, most=MOST_SECONDS
     )
     target: float | None = _field(None, "end the run at an evaluation with this accuracy", above=0, most=1)
     evaluate_every: int = _field(1, "epochs between evaluations of the averaged model; 0: only at the end", least=0)

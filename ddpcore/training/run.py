@@ -74,16 +74,16 @@ def train(
     finished = _check_folder(config, out, resume, dataset)
     if finished is not None:
         return finished
-    with StopSignal() as stop_signal:
+    with StopSignal() as stop_signal, placement.time_limit():
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
         statistics = noise_statistics(config, trainer)
         with locked(out) if placement.world.rank == 0 else nullcontext():
-            placement.barrier()  # rank 0 holds the lock for all
+            placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
             finished = _check_folder(config, out, resume, trainer.dataset)
-            placement.barrier()  # every rank has read the folder before rank 0 writes
+            placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
                 finished = _train(placement, trainer, statistics, out, resume, outputs, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
@@ -133,7 +133,7 @@ def _train(
     if shrinks:  # only those that are left can wait for each other
         trainer.handle.comm.gather(torch.zeros(1, 1))
     else:
-        placement.barrier()  # rank 0 has closed its files
+        placement.barrier("the end of the run")  # rank 0 has closed its files
     if not ended:
         raise Interrupted(
             f"stopped{' by ' + stop_signal.name if stop_signal.name else ''} after step {trainer.num_steps} of "

@@ -83,6 +83,20 @@ def test_impossible_batches(arguments: tuple[int, ...], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_what_an_error_says_to_take_is_accepted() -> None:
+    refused = 0
+    for samples, learners in [(1, 1), (11, 4), (11, 11), (14, 6), (30, 7)]:
+        for batch in range(1, samples + 9):
+            try:
+                ShardedBatches(samples, batch, learners)
+            except ValueError as error:
+                refused += 1
+                ShardedBatches(samples, int(str(error).split()[-1]), learners)
+    assert refused > 50
+    with pytest.raises(ValueError, match="take at most 14 learners, and a batch size of at most 14 that they divide"):
+        ShardedBatches(14, 2, 20)
+
+
 def test_a_step_before_the_first() -> None:
     with pytest.raises(ValueError, match="step is -1"):
         ShardedBatches(10, 5).indices(-1)

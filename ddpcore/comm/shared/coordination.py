@@ -73,7 +73,7 @@ class Coordinator:
             self._create()
         except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
             why = f"rank {self.rank} cannot make shared memory ({error})"
-        addresses = gather_objects(group, self.address)
+        addresses = gather_objects(group, self.address, "the set-up of shared memory", timeout)
         hosts = {other.host for other in addresses}
         if len(hosts) > 1 and not why:
             why = f"the {self.num_ranks} ranks are on {len(hosts)} hosts"
@@ -82,7 +82,8 @@ class Coordinator:
                 self.meet(dict(enumerate(addresses)))
         except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
-        reasons = [reason for reason in gather_objects(group, why) if reason]
+        answers = gather_objects(group, why, "the set-up of shared memory", timeout)
+        reasons = [reason for reason in answers if reason]
         if reasons:
             self.close()
             raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")

@@ -54,7 +54,7 @@ class SharedMemoryFabric(Fabric):
             raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
         group = default_group(group)
         coordinator = Coordinator(group, timeout)
-        self._set_up(coordinator, RollCall(new_run(group), coordinator.rank, timeout))
+        self._set_up(coordinator, RollCall(new_run(group, timeout), coordinator.rank, timeout))
         self._take(tuple(range(coordinator.num_ranks)))
 
     def _set_up(self, coordinator: Coordinator, roll: RollCall) -> None:
