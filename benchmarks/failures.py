@@ -37,6 +37,7 @@ from ddpcore.optim import FusedSGD
 from ddpcore.runtime.machine import machine
 
 EVERY = 20  # steps between two evaluations, at which ranks also agree on the end
+HIDDEN = ("curve", "pauses", "join_ratios", "exit_codes")  # in the JSON file only
 SHARE = 32  # samples of a rank in a step
 
 
@@ -46,19 +47,23 @@ class Job:
     Args:
         folder: of the run.
         args: the command line.
+        rank: number of the GPU, with ``--device cuda``.
     """
 
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, args: argparse.Namespace, rank: int) -> None:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        self.device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
+        self.backend = "nccl" if args.device == "cuda" else "gloo"
         self.folder, self.args = folder, args
         torch.manual_seed(args.seed)
-        self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(self.device)
         self.optimizer = FusedSGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.data: Dataset = load_dataset("digits", normalize=True)
+        self.data: Dataset = load_dataset("digits", normalize=True).to(self.device)
         self.batches = ShardedBatches(len(self.data.train), SHARE * args.ranks, args.ranks, args.seed)
         self.store = dist.FileStore(str(folder / "store"), args.ranks)
         self.strategy = ddpcore.DPSGD(ddpcore.RandomPair(args.seed))
+        self.recent = [args.step_seconds]  # seconds of the last steps
 
     def step(self, handle: Any, step: int) -> None:
         """One step of this rank, and a line in its log if it took long."""
@@ -69,15 +74,20 @@ class Job:
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(inputs), labels).backward()
         time.sleep(max(0.0, self.args.step_seconds - (time.time() - began)))
+        known = len(handle.changes)
         self.optimizer.step()
-        if time.time() - began > 2 * self.args.step_seconds:
-            self.write("slow", {"began": began, "seconds": time.time() - began, "step": step})
+        seconds = time.time() - began
+        if seconds > 2 * self.args.step_seconds:
+            self.write("slow", {"began": began, "seconds": seconds, "step": step})
+        if any(change.joined for change in handle.changes[known:]):
+            self.write("joins", {"step": step, "ratio": seconds / statistics.median(self.recent)})
+        self.recent = [*self.recent[-19:], seconds]
 
     def evaluate(self, handle: Any, step: int) -> bool:
         """The averaged model's loss on the test samples, written by the first rank. True: the time is over."""
         model = handle.evaluation_model().eval()
         over = (self.folder / "over").exists()
-        is_over = bool(handle.comm.gather(torch.tensor([[over]])).any())
+        is_over = bool(handle.comm.gather(torch.tensor([[over]], device=self.device)).any())
         if handle.comm.learners[0] == 0:
             test = self.data.test
             inputs, labels = test.batch(torch.arange(len(test)), 0)
@@ -110,11 +120,11 @@ class Job:
 
 def run_shrink(folder: Path, args: argparse.Namespace, rank: int, joins: bool) -> None:
     """A rank of a run that goes on, from its start or from when it joins."""
-    job = Job(folder, args)
+    job = Job(folder, args, rank)
     if joins:
         handle: Any = ddpcore.join(job.model, job.optimizer, job.strategy, job.store, transport=args.transport)
     else:
-        dist.init_process_group("gloo", store=job.store, rank=rank, world_size=args.ranks)
+        dist.init_process_group(job.backend, store=job.store, rank=rank, world_size=args.ranks)
         handle = ddpcore.distribute(
             job.model, job.optimizer, job.strategy, on_failure="shrink", transport=args.transport
         )
@@ -128,8 +138,8 @@ def run_shrink(folder: Path, args: argparse.Namespace, rank: int, joins: bool) -
 
 def run_restart(folder: Path, args: argparse.Namespace, rank: int, joins: bool) -> None:
     """A rank of a run that begins again at the last checkpoint."""
-    job = Job(folder, args)
-    dist.init_process_group("gloo", store=job.store, rank=rank, world_size=args.ranks)
+    job = Job(folder, args, rank)
+    dist.init_process_group(job.backend, store=job.store, rank=rank, world_size=args.ranks)
     handle: Any = ddpcore.distribute(job.model, job.optimizer, job.strategy, transport=args.transport)
     last = folder.parent / "last"
     if last.exists():
@@ -167,7 +177,7 @@ class Ranks:
         folder = self.folder if self.args.mode == "shrink" else self.folder / f"attempt-{self._num}"
         folder.mkdir(exist_ok=True)
         run = run_shrink if self.args.mode == "shrink" else run_restart
-        self.processes.append(self._context.Process(target=run, args=(folder, self.args, rank, joins)))
+        self.processes.append(self._context.Process(target=run, args=(folder, self.args, rank, joins), name=str(rank)))
         self.processes[-1].start()
 
     def start_all(self) -> None:
@@ -176,12 +186,13 @@ class Ranks:
         for rank in range(self.args.ranks):
             self.start(rank, joins=False)
 
-    def kill(self, process: Any) -> None:
-        """Kill a rank, or one that is left over."""
+    def kill(self, process: Any) -> int:
+        """Kill a rank, or one that is left over. Returns the number that it was started with."""
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         process.join()
         self.processes.remove(process)
+        return int(process.name)
 
 
 def run(args: argparse.Namespace, mtbf: float) -> dict[str, Any]:
@@ -197,20 +208,19 @@ def run(args: argparse.Namespace, mtbf: float) -> dict[str, Any]:
         while time.time() < began + args.seconds:
             time.sleep(0.01)
             now = time.time()
-            while joins and joins[0] <= now:
-                joins.pop(0)
-                ranks.start(-1, joins=True)
+            while joins and joins[0][0] <= now:
+                ranks.start(joins.pop(0)[1], joins=True)
             can = len(ranks.processes) > 2 and (args.kills is None or len(kills) < args.kills)
             if now >= next_kill and can:
                 kills.append(now)
-                ranks.kill(rng.choice(ranks.processes))
+                number = ranks.kill(rng.choice(ranks.processes))
                 if args.mode == "restart":
                     for process in list(ranks.processes):
                         ranks.kill(process)
                     time.sleep(args.revive_after)
                     ranks.start_all()
                 elif not args.no_revive:
-                    joins.append(now + args.revive_after)
+                    joins.append((now + args.revive_after, number))
                 next_kill = time.time() + rng.expovariate(1 / mtbf)
         (Path(name) / "over").touch()
         deadline = time.time() + 30
@@ -226,9 +236,9 @@ def summary(
     folder: Path, args: argparse.Namespace, mtbf: float, began: float, kills: list[float], codes: list[int | None]
 ) -> dict[str, Any]:
     """What a run did in its time."""
-    curve, slow = (
+    curve, slow, joins = (
         [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        for path in (folder / "curve.jsonl", folder / "slow.jsonl")
+        for path in (folder / f"{name}.jsonl" for name in ("curve", "slow", "joins"))
     )
     curve = [row for row in curve if row["time"] <= began + args.seconds]
     pauses = []  # from a kill to the end of the step that it interrupted, on the slowest of the living
@@ -247,6 +257,7 @@ def summary(
         "exit_codes": codes,
         "goes_on": all(code == 0 for code in codes) and bool(codes),
         "pauses": pauses,
+        "join_ratios": [row["ratio"] for row in joins],  # a step in which a rank joined, to a usual step of that rank
         "useful_samples_per_s": (last["samples"] - first["samples"]) / args.seconds,
         "loss": last["loss"],
         "error_pct": last["error_pct"],
@@ -268,8 +279,11 @@ def main() -> None:
     parser.add_argument("--no-revive", action="store_true", help="of shrink: nobody joins")
     parser.add_argument("--kills", type=int, help="at most so many")
     parser.add_argument("--transport", default="shm", choices=("shm", "pg"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: a GPU for each rank, by NCCL")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.device == "cuda":
+        args.transport = "pg"
     rows = []
     for mtbf in map(float, args.mtbf.split(",")):
         for seed in map(int, args.seeds.split(",")):
@@ -277,9 +291,11 @@ def main() -> None:
                 args.mode, args.seed = mode, seed
                 row = run(args, mtbf)
                 rows.append(row)
-                shown = {key: value for key, value in row.items() if key not in ("curve", "pauses", "exit_codes")}
+                shown = {key: value for key, value in row.items() if key not in HIDDEN}
                 longest = f"{max(row['pauses']):.2f} s" if row["pauses"] else "-"
                 middle = f"{statistics.median(row['pauses']):.2f} s" if row["pauses"] else "-"
+                if row["join_ratios"]:
+                    shown["join_ratio"] = statistics.median(row["join_ratios"])
                 print(shown, f"pause after a kill: median {middle}, longest {longest}", flush=True)
                 if args.json:
                     args.json.write_text(json.dumps({"environment": machine("cpu"), "rows": rows}))
