@@ -4,8 +4,8 @@
 and start again from the last checkpoint. Both train the same network on the digits for the same time, with DPSGD, one
 process a rank, and are killed at random times from the same seed. Each step lasts at least ``--step-seconds``, so that
 ranks that share cores have the steps of a larger network. Processes are forked from one that has imported torch: a
-start costs less here than in a real restart. *Useful samples* are those of steps that count at the end: a step that a
-restart repeats counts once.
+start costs less than in a real restart, which ``--spawn`` has. *Useful samples* are those of steps that count at the
+end: a step that a restart repeats counts once.
 
 ``PYTHONPATH=. python benchmarks/failures.py --mtbf 60,15,5 --ranks 4 --seconds 60 --json failures.json``
 """
@@ -169,8 +169,9 @@ class Ranks:
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.folder, self.args, self.processes, self._num = folder, args, [], 0
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["failures"])
+        self._context: Any = multiprocessing.get_context("spawn" if args.spawn else "forkserver")
+        if not args.spawn:
+            self._context.set_forkserver_preload(["failures"])
 
     def start(self, rank: int, *, joins: bool) -> None:
         """Start a rank."""
@@ -280,6 +281,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, help="at most so many")
     parser.add_argument("--transport", default="shm", choices=("shm", "pg"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: a GPU for each rank, by NCCL")
+    parser.add_argument("--spawn", action="store_true", help="each process imports torch when it starts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.device == "cuda":
