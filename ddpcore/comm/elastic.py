@@ -8,7 +8,7 @@ done again by the members that are left, from the same rows.
 
 from __future__ import annotations
 
-import warnings
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -138,7 +138,7 @@ class ElasticCommunicator(Communicator):
         if left != self.membership.members:
             self.membership.change(left, operation.number, operation.step)
             if self._fabric.rank == left[0]:
-                warnings.warn(str(self.membership.changes[-1]), RuntimeWarning, stacklevel=3)
+                print(f"ddpcore: {self.membership.changes[-1]}", file=sys.stderr, flush=True)
         return members
 
     def _round_of_all(self, members: Members) -> Round:

@@ -18,6 +18,8 @@ from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.nonfinite import NonFinite
 
+Deals = tuple[tuple[int, tuple[int, ...]], ...]
+
 
 class Distributed:
     """The handle of a model in training, as :func:`distribute` returns it. This base class serves the baselines.
@@ -27,9 +29,12 @@ class Distributed:
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
         nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
+        deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
+            :class:`ddpcore.data.Redealt`.
     """
 
     learner: Learner | None = None
+    deals: Deals = ()
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model

@@ -44,11 +44,7 @@ from ddpcore.strategies.learner import Learner
 
 
 class HookedDistributed(Distributed):
-    """The handle of a model that a strategy trains. It sets the hooks, which call the strategy.
-
-    Attributes:
-        deals: steps from which other learners are left, and their ids, for :class:`ddpcore.data.Redealt`.
-    """
+    """The handle of a model that a strategy trains. It sets the hooks, which call the strategy."""
 
     learner: Learner
 
@@ -65,7 +61,6 @@ class HookedDistributed(Distributed):
         if isinstance(optimizer, FusedOptimizer):
             self._weight_step = optimizer.bind(learner.flat)
         self.observers: list[Observer] = []
-        self.deals: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
         self._laid_out = strategy.fixed_layout  # whether the layout is final: also after a checkpoint was loaded

@@ -100,6 +100,7 @@ def run(
     world_size: int,
     backend: str,
     timeout: float = TIMEOUT_SECONDS,
+    on_failure: str = "raise",
 ) -> None:
     """Run ``worker(world, *args)`` on every rank.
 
@@ -112,9 +113,11 @@ def run(
         world_size: number of processes to start; torchrun must have started as many.
         backend: of the process group; ``none``: no process group; ``virtual``: the worker runs in this process.
         timeout: seconds that a call of the process group may wait for a rank.
+        on_failure: ``raise``: the others are ended when a rank fails. ``shrink``: they go on, and this process says who
+            failed. torchrun ends all ranks of its agent when one of them fails.
 
     Raises:
-        RankFailed: a rank failed; the first one, with its traceback. All ranks have ended.
+        RankFailed: a rank failed (with ``shrink``: all of them), with its traceback. All ranks have ended.
         Stopped: the ranks stopped after a signal.
         UsageError: torchrun started another number of ranks.
         ValueError: ``timeout`` is 0 or less, or too long. Nothing was started.
@@ -131,7 +134,7 @@ def run(
         end_with_torchrun()
         _run_rank(worker, args, joined, backend, timeout, store=None)
     else:
-        _start(worker, args, world_size, backend, timeout)
+        _start(worker, args, world_size, backend, timeout, on_failure)
 
 
 def _run_rank(
@@ -159,7 +162,14 @@ def _run_rank(
     dist.destroy_process_group()  # not after a failure: other ranks would fail before this one reports its error
 
 
-def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, backend: str, timeout: float) -> None:
+def _start(
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
+    world_size: int,
+    backend: str,
+    timeout: float,
+    on_failure: str,
+) -> None:
     listener = socket.create_server((LOOPBACK, 0))  # a TCPStore by itself would listen on every address
     store = dist.TCPStore(
         LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -177,7 +187,7 @@ def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, 
             ranks.append(process)
             reports.append(receive)
         with signals_passed_on(ranks):
-            _wait(ranks, reports)
+            _wait(ranks, reports, on_failure)
     finally:
         _end(ranks)
 
@@ -291,20 +301,43 @@ def end_with_torchrun() -> None:
     threading.Thread(target=watch, daemon=True, name="ddpcore-agent-watch").start()
 
 
-def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
-    """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped."""
+def _wait(ranks: list[BaseProcess], reports: list[Connection], on_failure: str) -> None:
+    """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped.
+
+    With ``shrink``, raise RankFailed only if no rank has finished.
+    """
     running = list(ranks)
     causes: list[Exception] = []
     while running:
         wait([process.sentinel for process in running])
         for process in [process for process in running if process.exitcode is not None]:
             running.remove(process)
-            if process.exitcode != 0 and not causes:
+            is_last = not running and all(one.exitcode for one in ranks)
+            if process.exitcode == 0:
+                continue
+            if on_failure == "shrink" and not is_last:
+                stopped = _go_on_without(ranks, reports, process)
+                causes += [] if stopped is None else [stopped]
+            elif not causes:
                 causes.append(_first_cause(ranks, reports, process))
         if causes and not isinstance(causes[0], Stopped):  # ranks that stop get time to save their work
             break
     if causes:
         raise causes[0]
+
+
+def _go_on_without(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Stopped | None:
+    """Say that the others go on without a rank. If it stopped after a signal, as all others do, return that."""
+    rank, code = ranks.index(died), died.exitcode or 0
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
+    with suppress(EOFError):
+        if reports[rank].poll():
+            _, stopped, text = reports[rank].recv()
+            if stopped:
+                return Stopped(text)
+            how = f"failed ({text.rstrip().splitlines()[-1]})"
+    print(f"ddpcore: rank {rank} {how}: the others go on", file=sys.stderr, flush=True)
+    return None
 
 
 def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Exception:

@@ -226,6 +226,7 @@ def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any)
         "group": dist.group.WORLD if placement.real else None,
         "transport": config.transport,
         "link": config.make_link(),
+        "on_failure": config.on_failure,
         "policies": Policies(**config.policies) if config.policies else None,
         **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
         **options,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpcore.comm.base import Communicator
 from ddpcore.comm.errors import Call
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.options.extras import extra
@@ -24,6 +25,7 @@ from ddpcore.storage.serialization import pack, unpack
 FORMAT = 2
 READABLE = (1, 2)  # format 1 differs only in what it lost: see ddpcore.storage.serialization.unpack
 MANIFEST = "manifest.json"
+_DIGEST_BYTES = 512  # room for the names and digests of the two files of a rank
 _FILES = re.compile(r"rank-[0-9]+\.(safetensors|json)")  # so a manifest names no file outside its folder
 
 
@@ -41,12 +43,14 @@ class Checkpoints:
         config: the config of the run as plain values; stored in every checkpoint.
         rank: of this process.
         num_ranks: number of processes of the run.
+        comm: for ranks that may die, their connection: a checkpoint is complete only if none has died.
     """
 
     folder: Path
     config: dict[str, Any]
     rank: int = 0
     num_ranks: int = 1
+    comm: Communicator | None = None
 
     def path(self, step: int) -> Path:
         """The folder of a step."""
@@ -73,8 +77,11 @@ class Checkpoints:
         if self.rank == 0:
             self._clean_up()
             partial.mkdir(parents=True)
-        if self.num_ranks > 1:
-            barrier(f"the checkpoint of step {step}")
+        if self.comm is None:
+            if self.num_ranks > 1:
+                barrier(f"the checkpoint of step {step}")
+        elif len(self.comm.gather(torch.zeros(1, 1))) < self.num_ranks:
+            return
         tree, tensors = pack(state)
         safetensors = load_safetensors()
         mine = {
@@ -83,16 +90,24 @@ class Checkpoints:
         }
         for name, content in mine.items():
             write_file(partial / name, content)
-        digests = [{name: _digest(content) for name, content in mine.items()}] * self.num_ranks
-        if self.num_ranks > 1:
-            with Call(default_group(None), f"the checkpoint of step {step}"):
-                dist.all_gather_object(digests, digests[0])
-        if self.rank == 0:
+        digests = self._everyone({name: _digest(content) for name, content in mine.items()})
+        if self.rank == 0 and len(digests) == self.num_ranks:
             self._publish(partial, step, {name: digest for one in digests for name, digest in one.items()})
             kept = {*[other for other in self.steps() if other <= step][-keep_last:], best}
             for other in set(self.steps()) - kept:
                 self.path(other).rename(self.folder / f"partial-{other:08d}")
             self._clean_up()
+
+    def _everyone(self, digests: dict[str, str]) -> list[dict[str, str]]:
+        """The digests of all ranks that are left."""
+        if self.comm is not None:
+            text = json.dumps(digests).ljust(_DIGEST_BYTES).encode()
+            return [json.loads(bytes(row.tolist())) for row in self.comm.gather(torch.tensor([list(text)]))]
+        everyone = [digests] * self.num_ranks
+        if self.num_ranks > 1:
+            with Call(default_group(None), "a checkpoint"):
+                dist.all_gather_object(everyone, digests)
+        return everyone
 
     def _publish(self, partial: Path, step: int, files: dict[str, str]) -> None:
         """Write the manifest, and give the folder its final name."""

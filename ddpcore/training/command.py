@@ -65,7 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(
                     f"{world_size} ranks would share {num_gpus} GPU: leave --world-size out, or device=cpu"
                 )
-        launch.run(_run_rank, (config, options), world_size=world_size, backend=backend, timeout=config.timeout)
+        launch.run(
+            _run_rank,
+            (config, options),
+            world_size=world_size,
+            backend=backend,
+            timeout=config.timeout,
+            on_failure=config.on_failure,
+        )
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:

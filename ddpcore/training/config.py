@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.comm.membership import LEAST, ON_FAILURE
 from ddpcore.data import DATASETS, SAMPLERS
 from ddpcore.distributed.averaging import BATCH_NORM
 from ddpcore.distributed.state_sync import Policies
@@ -122,6 +123,11 @@ class TrainConfig:
         "a network to emulate between real ranks, ``10Gb/s,50us``, see :meth:`ddpcore.comm.Link.parse`; the seconds of "
         "the run are then those on this network",
     )
+    on_failure: str = _field(
+        ON_FAILURE[0],
+        "when a rank dies: ``raise`` ends all ranks, ``shrink`` goes on with the others, see docs/reliability.md",
+        ON_FAILURE,
+    )
     timeout: float = _field(
         TIMEOUT_SECONDS, "seconds that a living rank may let the others wait", above=0, most=MOST_SECONDS
     )
@@ -175,6 +181,8 @@ class TrainConfig:
             raise ValueError(f"learners is {self.learners}: single trains one learner, take the strategy ssgd for more")
         if self.link is not None and self.learners == 1:
             raise ValueError(f"link is {self.link!r} and learners is 1: one learner sends nothing, leave it out")
+        if self.on_failure != ON_FAILURE[0]:
+            self._check_shrink()
         if self.evaluate_on == "validation" and not self.num_validation:
             raise ValueError("evaluate_on is 'validation': set num_validation to the samples to hold out")
         if bool(self.milestones) != (self.schedule == "step"):
@@ -196,6 +204,20 @@ class TrainConfig:
             )
         if self.policies.get("scaler", "keep") != "keep":
             raise ValueError("policies has a scaler: bf16 and fp32 need none, leave it out")
+
+    def _check_shrink(self) -> None:
+        """Check what a run needs to go on when a rank dies."""
+        needed = f"on_failure is {self.on_failure!r}: "
+        if self.learners <= LEAST:
+            raise ValueError(f"{needed}{LEAST} learners must be left, and learners is {self.learners}: take more")
+        if self.statistics_every or self.link is not None:
+            raise ValueError(f"{needed}statistics and an emulated link need a fixed number of ranks: leave them out")
+        if self.sampler != SAMPLERS[0] or not self.drop_last:
+            raise ValueError(f"{needed}samples are dealt again with sampler {SAMPLERS[0]!r} and drop_last: take these")
+        strategy = self.make_strategy()
+        if isinstance(strategy, Baseline):
+            raise ValueError(f"{needed}{strategy.name} ends when a rank dies: take 'raise', or another strategy")
+        strategy.check_shrink()
 
     def _check_options(self) -> None:
         """Check the options of each part. Strategy, topology and link are built, which checks the values too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,6 +37,7 @@ class Loop:
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
         steps: records every step; None without ``record_steps``.
+        take_over: makes a writer in a rank that becomes the first one, because the first one has died.
     """
 
     placement: LearnerPlacement
@@ -46,6 +47,7 @@ class Loop:
     checkpoints: Checkpoints
     writer: RunWriter | None
     steps: StepRecorder | None = None
+    take_over: Callable[[], RunWriter | None] | None = None
 
     def __post_init__(self) -> None:
         self.config = self.placement.config
@@ -53,6 +55,7 @@ class Loop:
         self.steps_per_epoch = self.trainer.batches.steps_per_epoch
         self.total_steps = total_steps(self.config, self.steps_per_epoch)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
+        self._num_changes = 0  # of the members, that are written
         self._num_records = 0  # records of the statistics that are written
         self.is_saved = True  # whether the last checkpoint that was due was written
 
@@ -81,6 +84,7 @@ class Loop:
                 )
                 if num_found:
                     self._collect(num_found)
+                self._note_changes()
                 self._show(loss)
                 self._write_statistics()
                 if self.steps is not None:
@@ -128,6 +132,17 @@ class Loop:
             for event in events:
                 self.writer.write({"kind": "nonfinite", **asdict(event)})
 
+    def _note_changes(self) -> None:
+        """Write who has died. If that was the rank that writes, the first one that is left takes over."""
+        changes = self.trainer.handle.changes[self._num_changes :]
+        self._num_changes += len(changes)
+        if changes and self.writer is None and self.take_over is not None and self.comm.learners[0] == 0:
+            self.writer = self.take_over()
+        if self.writer is not None:
+            for change in changes:
+                row = {**asdict(change), "kind": "members", "step": self.trainer.num_steps, "text": str(change)}
+                self.writer.write(row)
+
     def _show(self, loss: float) -> None:
         if self.writer is not None:
             step, accuracy = self.trainer.num_steps, self.progress.accuracy
@@ -145,8 +160,8 @@ class Loop:
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.checkpoint_every
-        if every == 0 or self.progress.diverged:
-            return False
+        if every == 0 or self.progress.diverged or self.trainer.handle.changes:
+            return False  # a run with fewer ranks cannot be resumed: the last checkpoint of all ranks stays
         return (epoch_ends if every is None else step % every == 0) or (is_best and self.config.keep_best)
 
     def _end_epoch(self) -> bool:
@@ -156,6 +171,7 @@ class Loop:
             before = progress.total_seconds
             epoch = -(-step // self.steps_per_epoch)
             num = min(progress.epoch_steps * config.batch_size, trainer.batches.samples_per_learner * config.learners)
+            num = num * self.comm.num_learners // config.learners  # of the learners that are left
             seconds = progress.epoch_seconds
             row: dict[str, Any] = {
                 "kind": "epoch",
@@ -189,6 +205,7 @@ class Loop:
         model, test = self._evaluation_model(), None
         if self.config.evaluate_on == "validation" and not progress.diverged:
             test = self.trainer.evaluate(model, "test")
+        self._note_changes()  # also of a death in this evaluation
         if self.writer is None:
             return
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

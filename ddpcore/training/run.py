@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ddpcore.data import Dataset
 from ddpcore.diagnostics import NoiseStatistics
@@ -100,12 +102,24 @@ def _train(
 ) -> RunRecord:
     """Train in a locked folder."""
     config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
+    shrinks = config.on_failure == "shrink" and placement.real
     checkpoints = Checkpoints(
-        folder=out / "checkpoints", config=config.to_dict(), rank=world.rank, num_ranks=world.world_size
+        folder=out / "checkpoints",
+        config=config.to_dict(),
+        rank=world.rank,
+        num_ranks=world.world_size,
+        comm=trainer.handle.comm if shrinks else None,
     )
     progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
     recorder = StepRecorder(out, world.rank, trainer) if config.record_steps else nullcontext()
-    with _writer(placement, trainer, out, outputs) as writer, recorder as steps:
+
+    def take_over() -> RunWriter | None:
+        stack.enter_context(locked(out))
+        return stack.enter_context(_writer(placement, trainer, out, outputs, is_first=True))
+
+    with ExitStack() as stack, recorder as steps:
+        is_first = world.rank == 0
+        writer = stack.enter_context(_writer(placement, trainer, out, outputs, is_first=is_first))
         loop = Loop(
             placement=placement,
             trainer=trainer,
@@ -114,9 +128,13 @@ def _train(
             checkpoints=checkpoints,
             writer=writer,
             steps=steps,
+            take_over=take_over,
         )
         ended = loop.run(stop_signal)
-    placement.barrier("the end of the run")  # rank 0 has closed its files
+    if shrinks:  # only those that are left can wait for each other
+        trainer.handle.comm.gather(torch.zeros(1, 1))
+    else:
+        placement.barrier("the end of the run")  # rank 0 has closed its files
     if not ended:
         raise Interrupted(
             f"stopped{' by ' + stop_signal.name if stop_signal.name else ''} after step {trainer.num_steps} of "
@@ -165,10 +183,10 @@ def _resume(
 
 
 def _writer(
-    placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any]
+    placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any], *, is_first: bool
 ) -> AbstractContextManager[RunWriter | None]:
     """The writer of the first rank; None on the other ranks."""
-    if placement.world.rank:
+    if not is_first:
         return nullcontext()
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     steps_per_epoch, here = trainer.batches.steps_per_epoch, machine(placement.device.type)

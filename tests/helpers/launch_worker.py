@@ -134,6 +134,15 @@ def unconnected(world: World, folder: str) -> None:
     Path(folder, f"{world.rank}.json").write_text(json.dumps(place))
 
 
+def goes_on(world: World, folder: str) -> None:
+    """Rank 0 dies by SIGKILL, rank 1 fails, and rank 2 has something to write."""
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 1:
+        raise LookupError("no such luck")
+    Path(folder, "finished").touch()
+
+
 def stops(world: World, folder: str) -> None:
     """Rank 0 stops at once, rank 1 long after, and has something to write."""
     if world.rank == 1:
@@ -148,9 +157,11 @@ def main() -> int:
         orphans(folder)
         return 0
     timeout = 2.0 if trial == "comes_late" else launch.TIMEOUT_SECONDS
-    backend = "none" if trial in ("unconnected", "stops") else "gloo"
+    backend = "none" if trial in ("unconnected", "stops", "goes_on") else "gloo"
+    on_failure = "shrink" if trial == "goes_on" else "raise"
     try:
-        launch.run(globals()[trial], (folder,), world_size=world_size, backend=backend, timeout=timeout)
+        function, options = globals()[trial], {"backend": backend, "timeout": timeout, "on_failure": on_failure}
+        launch.run(function, (folder,), world_size=world_size, **options)
     except (launch.RankFailed, launch.Stopped) as error:
         print(error, file=sys.stderr)
         return 3 if isinstance(error, launch.Stopped) else 1

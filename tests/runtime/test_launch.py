@@ -214,6 +214,18 @@ def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
     assert not launcher.alive()
 
 
+def test_the_others_go_on_if_they_may(launcher: Launcher) -> None:
+    """``on_failure="shrink"``: no failed rank ends the others; all ranks failing is an error."""
+    code, errors = launcher.run("goes_on", 3)
+    assert code == 0, errors
+    assert (launcher.folder / "finished").exists()
+    assert "ddpcore: rank 0 was ended by SIGKILL: the others go on" in errors
+    assert "ddpcore: rank 1 failed (LookupError: no such luck): the others go on" in errors
+    code, errors = launcher.run("goes_on", 1)
+    assert code == 1
+    assert "rank 0 was ended by SIGKILL" in errors
+
+
 def test_all_are_waited_for_once_one_has_stopped(launcher: Launcher) -> None:
     """Each saves what it did, however long it takes."""
     code, errors = launcher.run("stops", 2)
