@@ -28,6 +28,10 @@ class ExactDiffusion(Strategy):
     V is ``(I + W) / 2``, or with ``lazy=False`` W itself, which is D2:
     ``w(t+1) = W (2 w(t) - w(t-1) - a g(t) + a g(t-1))``.
 
+    It is computed by the correction ``c(t) = w(t) - psi(t-1)``, which is zero at first:
+    ``x = psi + c``;  ``d_j = sum_k V_jk (x_k - x_j)``;  ``c <- c + d``;  ``w <- x + d``. The corrections of all learners
+    sum to zero. In float32 the equation above would let rounding errors of the size of the weights add up in that sum.
+
     At a constant rate DPSGD ends at a distance of order a from the minimum of the mean loss if the learners' minima
     differ. Here the only fixed point is that minimum, with equal weights on all learners, as long as the optimizer's
     step is linear in past gradients: SGD, with or without momentum. With any other rule, such as Adam's, the fixed point
@@ -55,8 +59,7 @@ class ExactDiffusion(Strategy):
         self.topology = Ring() if topology is None else topology
         self.lazy = typed("exact_diffusion: lazy", lazy, bool)
         self._mixing = Damped(self.topology, 0.5) if self.lazy else self.topology  # V
-        self._start_LP: Tensor | None = None  # w(t), only inside a step
-        self._stepped_LP: Tensor | None = None  # psi(t-1)
+        self._correction_LP: Tensor | None = None  # c
 
     def __repr__(self) -> str:
         return f"ExactDiffusion({self.topology!r}, lazy={self.lazy})"
@@ -89,24 +92,21 @@ class ExactDiffusion(Strategy):
             )
 
     @override
-    def before_step(self, learner: Learner) -> None:
-        self._start_LP = learner.flat.param_LP.clone()
-
-    @override
     def after_step(self, learner: Learner) -> None:
-        """``w <- V (psi + w - psi_before)``."""
+        """Correct psi, and average."""
         weights_LP = learner.flat.param_LP
-        assert self._start_LP is not None
-        stepped_LP = weights_LP.clone()
-        if self._stepped_LP is not None:
-            weights_LP += self._start_LP.sub_(self._stepped_LP)
-        self._stepped_LP, self._start_LP = stepped_LP, None
-        learner.comm.mix_(weights_LP, self._mixing, learner.step - 1)
+        if self._correction_LP is None:
+            self._correction_LP = torch.zeros_like(weights_LP)
+        weights_LP += self._correction_LP
+        exchange = learner.comm.exchange(weights_LP, self._mixing, learner.step - 1)
+        differences_LP = exchange.differences(weights_LP)
+        self._correction_LP += differences_LP
+        weights_LP += differences_LP
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"stepped": self._stepped_LP}
+        return {"correction": self._correction_LP}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        self._stepped_LP = None if state["stepped"] is None else state["stepped"].clone()
+        self._correction_LP = None if state["correction"] is None else state["correction"].clone()
