@@ -3,6 +3,7 @@
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.registry import DATASETS, load_dataset
 from ddpcore.data.shards import SAMPLERS, ShardedBatches
+from ddpcore.data.uneven import SHARDS, split, total_variation
 from ddpcore.data.transforms import Augmentation, Normalization
 
 __all__ = [
@@ -11,7 +12,10 @@ __all__ = [
     "Dataset",
     "Normalization",
     "SAMPLERS",
+    "SHARDS",
     "ShardedBatches",
     "Split",
     "load_dataset",
+    "split",
+    "total_variation",
 ]
