@@ -42,7 +42,7 @@ def test_alpha_says_how_uneven() -> None:
     found = [total_variation(LABELS, split("dirichlet", LABELS, 8, alpha=alpha)) for alpha in (1e-6, 0.1, 1, 10, 1e6)]
     assert found == sorted(found, reverse=True)
     assert found[0] > 0.75
-    assert found[-1] < 0.02
+    assert found[-1] < 10 * 1 / 125 / 2, "counts are at most about one sample off for each of 10 classes"
     assert total_variation(LABELS, split("even", LABELS, 8)) < 0.1
     assert total_variation(LABELS, split("by_class", LABELS, 5)) == pytest.approx(0.8, abs=0.01)
 
