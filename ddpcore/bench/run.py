@@ -39,7 +39,7 @@ from ddpcore.training import Trainer
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
 COPIED = ("curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms")
-GOSSIP = ("dpsgd", "slowmo", "push_sum")  # the strategies with a topology
+GOSSIP = ("dpsgd", "slowmo", "push_sum", "exact_diffusion", "gradient_tracking")  # the strategies with a topology
 
 
 def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:

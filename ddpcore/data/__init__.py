@@ -3,8 +3,8 @@
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.registry import DATASETS, load_dataset
 from ddpcore.data.shards import SAMPLERS, ShardedBatches
-from ddpcore.data.uneven import SHARDS, split, total_variation
 from ddpcore.data.transforms import Augmentation, Normalization
+from ddpcore.data.uneven import SHARDS, split, total_variation
 
 __all__ = [
     "Augmentation",

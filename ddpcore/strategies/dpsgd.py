@@ -257,7 +257,12 @@ class DPSGD(Strategy):
             : len(self._under_way) - self._begun
         ]  # the next forward pass begins the last one again
         stale = [(pending.sent, pending.published_LP) for pending in earlier]
-        return {"published": published, "stale": stale, "remainder": self._remainder_LP, "reference_lr": self._reference_lr}
+        return {
+            "published": published,
+            "stale": stale,
+            "remainder": self._remainder_LP,
+            "reference_lr": self._reference_lr,
+        }
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:

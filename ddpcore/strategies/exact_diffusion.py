@@ -29,12 +29,12 @@ class ExactDiffusion(Strategy):
     ``w(t+1) = W (2 w(t) - w(t-1) - a g(t) + a g(t-1))``.
 
     It is computed by the correction ``c(t) = w(t) - psi(t-1)``, which is zero at first:
-    ``x = psi + c``;  ``d_j = sum_k V_jk (x_k - x_j)``;  ``c <- c + d``;  ``w <- x + d``. The corrections of all learners
-    sum to zero. In float32 the equation above would let rounding errors of the size of the weights add up in that sum.
+    ``x = psi + c``;  ``d_j = sum_k V_jk (x_k - x_j)``;  ``c <- c + d``;  ``w <- x + d``. The corrections
+    of all learners sum to zero. In float32 the equation above would let rounding errors of the size of the weights add up in that sum.
 
     At a constant rate DPSGD ends at a distance of order a from the minimum of the mean loss if the learners' minima
     differ. Here the only fixed point is that minimum, with equal weights on all learners, as long as the optimizer's
-    step is linear in past gradients: SGD, with or without momentum. With any other rule, such as Adam's, the fixed point
+    step is linear in past gradients: SGD, with or without momentum. With another rule, such as Adam's, the fixed point
     is where the learners' *steps* add up to zero, which is another point. Take :class:`GradientTracking` there.
 
     A disagreement that W multiplies by l follows the roots of ``z^2 - 2 v z + v``, with v the eigenvalue of V. They

@@ -80,7 +80,7 @@ class TrainConfig:
     sampler: str = _field(SAMPLERS[0], "how learners get samples, see :class:`ddpcore.data.ShardedBatches`", SAMPLERS)
     shards: str = _field(
         SHARDS[0],
-        "which samples a learner keeps for the whole run, see :func:`ddpcore.data.split`; ``even``: as ``sampler`` says",
+        "samples that a learner keeps for the whole run, see :func:`ddpcore.data.split`; ``even``: as ``sampler`` says",
         SHARDS,
     )
     shards_options: Mapping[str, Any] = _field(
