@@ -25,9 +25,9 @@ def split(
 ) -> list[Indices]:
     """The sample numbers of each learner, a list of int64 arrays in ascending order.
 
-    A pure function of its arguments, so every rank computes the same list. Unless they are given, parts are disjoint and
-    of equal size, so that the mean of the learners' losses is the loss over all of their samples; a remainder of fewer
-    samples than learners is left out.
+    A pure function of its arguments, so every rank computes the same list. Unless they are given, parts are disjoint
+    and of equal size, so that the mean of the learners' losses is the loss over all of their samples; a remainder of
+    fewer samples than learners is left out.
 
     Args:
         shards: ``even``: random parts.

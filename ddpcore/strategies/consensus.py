@@ -12,8 +12,8 @@ class AdaptiveConsensus:
     r"""The share c_t of an average in DSGD-AC (2602.02899), which falls with the learning rate a_t.
 
     ``c_t = (1 - least) (a_t / a_s)^power + least`` from step s = ``start`` on, and 1 before. ``w <- W w`` becomes
-    ``w <- (1 - c_t) w + c_t W w``, so learners stay further apart at a small rate than with DPSGD. It is 1 where the rate
-    is above a_s. The rate is that of the first parameter group when the exchange starts.
+    ``w <- (1 - c_t) w + c_t W w``, so learners stay further apart at a small rate than with DPSGD. It is 1 where the
+    rate is above a_s. The rate is that of the first parameter group when the exchange starts.
 
     It rests on the code of the paper's author (github WangZesen/decent-sam-grc); the paper was not read. The defaults
     are those of that code, except its ``start``, the end of the warm-up.

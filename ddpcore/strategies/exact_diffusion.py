@@ -30,7 +30,8 @@ class ExactDiffusion(Strategy):
 
     It is computed by the correction ``c(t) = w(t) - psi(t-1)``, which is zero at first:
     ``x = psi + c``;  ``d_j = sum_k V_jk (x_k - x_j)``;  ``c <- c + d``;  ``w <- x + d``. The corrections
-    of all learners sum to zero. In float32 the equation above would let rounding errors of the size of the weights add up in that sum.
+    of all learners sum to zero. In float32 the equation above would let rounding errors of the size of the weights add
+    up in that sum.
 
     At a constant rate DPSGD ends at a distance of order a from the minimum of the mean loss if the learners' minima
     differ. Here the only fixed point is that minimum, with equal weights on all learners, as long as the optimizer's
