@@ -7,11 +7,12 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 NUM_ROUNDS = 8
 _MASK = 2**64 - 1
 
-Numbers = TypeVar("Numbers", int, "np.ndarray[Any, np.dtype[np.uint64]]")
+Numbers = TypeVar("Numbers", int, "npt.NDArray[Any]")
 
 
 class KeyedPermutation:
@@ -51,9 +52,9 @@ class KeyedPermutation:
             number = self._network(number, self._rounds[::-1])
         return number
 
-    def values(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def values(self) -> npt.NDArray[np.uint64]:
         """All n values in order, uint64 ``[n]``."""
-        numbers = self._network(np.arange(self.size, dtype=np.uint64), self._rounds)
+        numbers: npt.NDArray[np.uint64] = self._network(np.arange(self.size, dtype=np.uint64), self._rounds)
         while (outside := np.flatnonzero(numbers >= self.size)).size:
             numbers[outside] = self._network(numbers[outside], self._rounds)
         return numbers
