@@ -60,9 +60,13 @@ class ShardedBatches:
         check_range("the data seed", self.seed, least=0)
         check_range("the batch size", batch, least=1)
         if learners > samples:
-            raise ValueError(f"{learners} learners cannot share {samples} samples: take at most {samples} learners")
+            raise ValueError(
+                f"{learners} learners cannot share {samples} samples: take at most {samples} learners, and a batch "
+                f"size of at most {samples} that they divide"
+            )
         if batch > samples:
-            raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {samples}")
+            most = samples - samples % learners
+            raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {most}")
         if batch < learners:
             raise ValueError(
                 f"the batch size {batch} is below one sample for each of {learners} learners: take {learners}"
@@ -169,3 +173,76 @@ def permutation(num_samples: int, seed: int, *key: int) -> np.ndarray:
 def philox(count: int, seed: int, *key: int) -> np.ndarray:
     """Raw random bits, uint64 ``[count]``, that depend only on (seed, key)."""
     return np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(count)
+
+
+Deals = tuple[tuple[int, tuple[int, ...]], ...]
+"""Steps from which other learners share the samples, in order, each with the ids of these learners."""
+
+
+@dataclass(frozen=True)
+class Redealt:
+    """Deals samples to learners of which some die and others join: each sample at most once in an epoch.
+
+    A learner takes ``batch_size / num_learners`` samples in each step, however many learners there are. All samples of
+    an epoch are in one order, as with the sampler ``global``; the learners of a step take the next ones, in the order
+    of their ids. An epoch ends when there are too few samples for another step. What a learner that died was dealt and
+    did not use is not dealt again in that epoch.
+
+    Attributes:
+        batches: of the run, with the sampler ``global``.
+        deals: the changes so far, such as ``handle.deals``.
+    """
+
+    batches: ShardedBatches
+    deals: Deals = ()
+
+    def epoch(self, step: int) -> int:
+        """The epoch of a step, both counted from 0."""
+        return self._place(step)[0]
+
+    def indices(self, step: int, learner: int) -> Tensor:
+        """Sample numbers of a learner in a step, int64 ``[batch_size / num_learners]`` on the CPU.
+
+        Raises:
+            ValueError: the learner takes no samples in that step.
+        """
+        epoch, start, members = self._place(step)
+        if learner not in members:
+            raise ValueError(f"learner {learner} takes no samples in step {step}: only {list(members)} do")
+        first = start + members.index(learner) * self._share
+        order = _permuted(self.batches.num_samples, self.batches.seed, epoch)
+        return torch.from_numpy(order[first : first + self._share].copy())
+
+    @property
+    def _share(self) -> int:
+        return self.batches.batch_size // self.batches.num_learners
+
+    def _place(self, step: int) -> tuple[int, int, tuple[int, ...]]:
+        """The epoch of a step, how many of its samples are dealt before the step, and who shares the next ones."""
+        members = tuple(range(self.batches.num_learners))
+        epoch, dealt, now = 0, 0, 0
+        for begin, changed in (*self.deals, (step, ())):
+            until = min(begin, step)
+            epoch, dealt = self._after(epoch, dealt, until - now, len(members) * self._share)
+            now = max(now, until)
+            if begin <= step and changed:
+                members = changed
+        epoch, dealt = self._after(epoch, dealt, 0, len(members) * self._share)
+        return epoch, dealt, members
+
+    def _after(self, epoch: int, dealt: int, num_steps: int, each: int) -> tuple[int, int]:
+        """Epoch and samples dealt in it after more steps, with room for one more."""
+        total = self.batches.num_samples
+        if each > total:
+            raise ValueError(f"{total} samples are too few for a step of {each}: fewer learners may join")
+        while True:
+            room = (total - dealt) // each
+            if num_steps < room:
+                return epoch, dealt + num_steps * each
+            num_steps -= room
+            epoch, dealt = epoch + 1, 0
+
+
+@lru_cache(maxsize=4)
+def _permuted(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    return permutation(num_samples, seed, epoch)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ddpcore.report.study_folder import CURVES
 from ddpcore.training import RunRecord
 
 SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
 MAX_POINTS = 60  # of a curve
-CURVES = ("effective_lr", "loss", "noise")
 NOISES = ("noise", "landscape_noise", "landscape_upright")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
 

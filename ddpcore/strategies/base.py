@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ class Strategy:
     in_use: bool = False  # whether a distribute() call owns the object
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
+    can_quarantine: bool = False  # whether a learner can take the average of its neighbours, without its own weights
 
     def __repr__(self) -> str:
         """The class and its public attributes: a checkpoint is loaded into a strategy with the same text."""
@@ -66,7 +68,18 @@ class Strategy:
         return None
 
     def after_step(self, learner: Learner) -> None:
-        """Called after the optimizer's step. ``learner.step`` includes that step."""
+        """Called after the optimizer's step. ``learner.step`` includes that step.
+
+        Call ``learner.check_sent()`` before weights are sent, here or in another method.
+        """
+
+    def quarantine(self, learners: Set[int]) -> None:
+        """Called before :meth:`before_step` if ``can_quarantine``: some learners take no step, and in the next average
+        that of their neighbours without their own weights.
+
+        Args:
+            learners: some of those held here. None of them: the call before training, if a learner may be quarantined.
+        """
 
     @property
     def learners_stay_identical(self) -> bool:
@@ -87,6 +100,17 @@ class Strategy:
     def averages_weights_at(self, step: int) -> bool:
         """Whether the step that sets ``learner.step`` to ``step`` averages weights or gradients. Policies act then."""
         return True
+
+    def check_shrink(self) -> None:
+        """Raise ValueError if the strategy cannot go on when a learner dies."""
+
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
+        """Called when learners are gone, in the middle of the operation that finds it out, or when one has joined.
+
+        Args:
+            learner: its connection has the new number of learners already.
+            before: the number that each learner had until now; None for one that is new.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a checkpoint, without weights, optimizer and step count: tensors, numbers, and dicts of them."""

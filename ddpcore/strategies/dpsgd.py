@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -136,6 +137,7 @@ class DPSGD(Strategy):
         self._under_way: list[_Pending] = []  # oldest first
         self._begun = False  # whether before_forward ran in this step
         self._remainder_LP: Tensor | None = None  # the rounding error of 16-bit weights
+        self._quarantined: set[int] | None = None  # until the next average; None if no learner ever is
 
     def __repr__(self) -> str:
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
@@ -155,6 +157,14 @@ class DPSGD(Strategy):
             )
         if self.staleness:
             check_stale(self.topology, num_learners)
+
+    @override
+    def check_shrink(self) -> None:
+        if self.compression is not None and self.compression.differences:
+            raise ValueError(
+                f"dpsgd: {self.compression.name} sends differences, which need fixed neighbours, and "
+                "on_failure='shrink' changes them: take bf16 or int8 without error feedback"
+            )
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -186,15 +196,28 @@ class DPSGD(Strategy):
         if self.order == ORDERS[1]:
             self._combine(learner, learner.step - 1)
 
+    @property
+    @override
+    def can_quarantine(self) -> bool:  # type: ignore[override]
+        # Their averages need the learner's own weights.
+        return self.staleness == 0 and self.compression is None and self.consensus is None
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        self._quarantined = (self._quarantined or set()) | learners
+
     def _combine(self, learner: Learner, step: int) -> None:
         """Exchange and average without overlap."""
-        if self._published is None and not is_narrow(learner.flat.param_LP.dtype):
+        is_plain = self._published is None and not is_narrow(learner.flat.param_LP.dtype)
+        if is_plain and self._quarantined is None:  # an average in pairs is not of one learner alone
+            learner.check_sent()
             learner.comm.mix_(learner.flat.param_LP, self._mixing(learner, step), step)
         else:
             self._start(learner, step)
             learner.flat.average_(self._finish(learner))
 
     def _start(self, learner: Learner, step: int) -> None:
+        learner.check_sent()
         weights_LP = learner.flat.param_LP
         rows, published = weights_LP, None
         if self._published is not None:
@@ -235,6 +258,9 @@ class DPSGD(Strategy):
         """Return the average of the oldest exchange, after waiting for it."""
         pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
         exchange, published = pending.exchange, pending.published_LP
+        if self._quarantined:
+            exchange.quarantine(self._quarantined)
+            self._quarantined = set()
         if published is None and self._versions != [parameter._version for parameter in learner.flat.parameters]:
             raise RuntimeError(
                 "weights were changed between a forward pass and the next step, while neighbours read them: "
@@ -257,10 +283,12 @@ class DPSGD(Strategy):
             : len(self._under_way) - self._begun
         ]  # the next forward pass begins the last one again
         stale = [(pending.sent, pending.published_LP) for pending in earlier]
+        quarantined = None if self._quarantined is None else sorted(self._quarantined)
         return {
             "published": published,
             "stale": stale,
             "remainder": self._remainder_LP,
+            "quarantined": quarantined,
             "reference_lr": self._reference_lr,
         }
 
@@ -273,6 +301,8 @@ class DPSGD(Strategy):
             pending.exchange.abandon()
         self._under_way, self._begun = [], False
         self._reference_lr = state.get("reference_lr")  # version 0.1.0 had none
+        if self._quarantined is not None:
+            self._quarantined = set(state.get("quarantined") or ())  # older states have none
         self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()
         for sent, published in state["stale"][: self.staleness]:  # version 0.1.0 could save one more
             rows = sent.clone()

@@ -81,6 +81,7 @@ class GradientTracking(Strategy):
         if self._message_LX is None:
             self._message_LX = torch.cat([weights_LP, torch.zeros_like(weights_LP)], dim=1)
             self._gradient_LP = torch.zeros_like(weights_LP)
+        learner.check_sent()
         self._message_LX[:, : flat.numel] = weights_LP
         self._versions = [parameter._version for parameter in flat.parameters]
         self._exchange = learner.comm.exchange(self._message_LX, self.topology, learner.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore.comm import Choice, choose_backend
+from ddpcore.comm.errors import time_limit
+from ddpcore.comm.process import barrier, default_group
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.state_sync import Policies
@@ -71,10 +74,14 @@ class LearnerPlacement:
         each = self.config.learners // self.world.world_size
         return list(range(self.world.rank * each, (self.world.rank + 1) * each))
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
+    def barrier(self, what: str) -> None:
+        """Wait for all ranks; ``what`` names the wait in an error."""
         if self.real:
-            dist.barrier()
+            barrier(what)
+
+    def time_limit(self) -> AbstractContextManager[None]:
+        """Inside, a rank may let the others wait as long as the config says, in any call of the process group."""
+        return time_limit(default_group(None), self.config.timeout) if self.real else nullcontext()
 
 
 def build_dataset(placement: LearnerPlacement) -> Dataset:
@@ -85,10 +92,10 @@ def build_dataset(placement: LearnerPlacement) -> Dataset:
     """
     first = placement.world.local_rank == 0
     if not first:
-        placement.barrier()
+        placement.barrier("the wait for the files of the data set")
     dataset = read_dataset(placement.config, first=first)
     if first:
-        placement.barrier()
+        placement.barrier("the wait for the files of the data set")
     return dataset
 
 
@@ -228,8 +235,11 @@ def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any)
         "transport": config.transport,
         "link": config.make_link(),
         "policies": Policies(**config.policies) if config.policies else None,
+        **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
         **options,
     }
+    if isinstance(strategy, Strategy):  # all ranks end the run together, see Loop
+        arguments["on_nonfinite"] = "skip" if config.on_nonfinite == "raise" else config.on_nonfinite
     handle = distribute(model, optimizer, strategy, **arguments)
     torch.manual_seed(config.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
     return Trainer(

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpcore.comm.errors import Call
+from ddpcore.comm.process import barrier, default_group
 from ddpcore.options.extras import extra
 from ddpcore.storage.files import sync_folder, write_file
+from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file, shown
 from ddpcore.storage.serialization import pack, unpack
 
 FORMAT = 2
 READABLE = (1, 2)  # format 1 differs only in what it lost: see ddpcore.storage.serialization.unpack
 MANIFEST = "manifest.json"
+_FILES = re.compile(r"rank-[0-9]+\.(safetensors|json)")  # so a manifest names no file outside its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ class Checkpoints:
             self._clean_up()
             partial.mkdir(parents=True)
         if self.num_ranks > 1:
-            dist.barrier()
+            barrier(f"the checkpoint of step {step}")
         tree, tensors = pack(state)
         safetensors = load_safetensors()
         mine = {
@@ -81,7 +85,8 @@ class Checkpoints:
             write_file(partial / name, content)
         digests = [{name: _digest(content) for name, content in mine.items()}] * self.num_ranks
         if self.num_ranks > 1:
-            dist.all_gather_object(digests, digests[0])
+            with Call(default_group(None), f"the checkpoint of step {step}"):
+                dist.all_gather_object(digests, digests[0])
         if self.rank == 0:
             self._publish(partial, step, {name: digest for one in digests for name, digest in one.items()})
             kept = {*[other for other in self.steps() if other <= step][-keep_last:], best}
@@ -136,7 +141,8 @@ class Checkpoints:
             found = self._find_last(steps, warn)
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
-            dist.broadcast_object_list(answer, src=0)
+            with Call(default_group(None), "the search for the last checkpoint"):
+                dist.broadcast_object_list(answer, src=0)
             found, steps = answer
         if found < 0 and steps:
             raise ValueError(f"{self.folder}: every checkpoint is damaged: remove {self.folder.parent} to begin anew")
@@ -148,13 +154,18 @@ class Checkpoints:
                 f"checkpoint {self.path(found)} was written by {manifest['num_ranks']} processes and these are "
                 f"{self.num_ranks}: resume with as many"
             )
-        tree = json.loads((self.path(found) / f"rank-{self.rank}.json").read_bytes())
-        tensors = load_safetensors().torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
-        return found, unpack(tree, tensors, device)
+        try:
+            path = self.path(found) / f"rank-{self.rank}.json"
+            tree = json.loads(read_file(path, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
+            tensors = load_safetensors().torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
+            return found, unpack(tree, tensors, device)
+        except Exception as error:  # its checksums fit, so somebody has made it: any error can occur
+            reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__
+            raise ValueError(f"checkpoint {shown(self.path(found))} cannot be read ({reason}): remove it") from error
 
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest of a complete checkpoint: format, step, num_ranks, config, files."""
-        manifest: dict[str, Any] = json.loads((self.path(step) / MANIFEST).read_bytes())["manifest"]
+        manifest: dict[str, Any] = json.loads(read_file(self.path(step) / MANIFEST))["manifest"]
         return manifest
 
     def _find_last(self, steps: list[int], warn: Callable[[str], None]) -> int:
@@ -169,7 +180,7 @@ class Checkpoints:
                     self.path(later).rename(renamed)
                 return step
             then = "there is none before it" if step == steps[0] else "taking the one before it"
-            warn(f"checkpoint {self.path(step)} is damaged ({problem}): {then}")
+            warn(f"checkpoint {shown(self.path(step))} is damaged ({plain(problem)}): {then}")
             damaged.append(step)
         return -1
 
@@ -177,7 +188,7 @@ class Checkpoints:
         """What is wrong with a checkpoint; None if it is complete."""
         folder, safetensors = self.path(step), load_safetensors()
         try:
-            outer = json.loads((folder / MANIFEST).read_bytes())
+            outer = json.loads(read_file(folder / MANIFEST))
             if outer["sha256"] != _digest(_canonical(outer["manifest"])):
                 return f"{MANIFEST} does not match its checksum"
             if outer["manifest"]["format"] not in READABLE:
@@ -185,12 +196,15 @@ class Checkpoints:
                     f"format {outer['manifest']['format']} where this version reads {' and '.join(map(str, READABLE))}"
                 )
             for name, digest in outer["manifest"]["files"].items():
-                if _digest((folder / name).read_bytes()) != digest:
+                if not _FILES.fullmatch(name):
+                    return f"{shown(name)} is no file of a checkpoint"
+                if _digest_of_file(folder / name) != digest:
                     return f"{name} does not match its checksum"
             for path in folder.glob("*.safetensors"):
+                open_file(path).close()
                 with safetensors.safe_open(path, framework="pt"):
                     pass
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        except Exception as error:  # damaged bytes can cause any error
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -204,6 +218,14 @@ def load_safetensors() -> Any:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while piece := file.read(MiB):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _canonical(manifest: dict[str, Any]) -> bytes:

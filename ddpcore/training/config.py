@@ -12,6 +12,7 @@ from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import DATASETS, SAMPLERS, SHARDS
 from ddpcore.data.uneven import check_options as check_shards
 from ddpcore.distributed.averaging import BATCH_NORM
+from ddpcore.distributed.nonfinite_guard import check_on_nonfinite
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
@@ -19,7 +20,9 @@ from ddpcore.optim.schedules import SCHEDULES
 from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
+from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
 from ddpcore.topology.registry import TOPOLOGIES
@@ -29,7 +32,10 @@ DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
 EVALUATION_SPLITS = ("test", "validation")
 # Fields that change no result: they may change when a run is resumed.
-BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best", "record_steps")
+BOOKKEEPING = (
+    *("data_dir", "download", "timeout", "checkpoint_every", "keep_last", "keep_best", "save_nonfinite"),
+    "record_steps",
+)
 
 # Fields that name a part of the run, and the registry of such parts. The options of `model` are in `model_options`.
 REGISTRIES: Mapping[str, Registry[Any]] = {
@@ -91,7 +97,9 @@ class TrainConfig:
     accumulation: int = _field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
     epochs: int | None = _field(None, "length of the run in epochs; set either ``epochs`` or ``steps``", least=1)
     steps: int | None = _field(None, "length of the run in optimizer steps", least=1)
-    optimizer: str = _field("sgd", "``sgd``, ``lars``, ``lamb`` are ddpcore's; the other short names are torch's")
+    optimizer: str = _field(
+        "sgd", "``sgd``, ``adamw``, ``lars``, ``lamb`` are ddpcore's; other short names are torch's"
+    )
     optimizer_options: Mapping[str, Any] = _field(dict, 'its options, such as ``{"momentum": 0.9}``')
     param_groups: bool = _field(False, "no weight decay and no layer-wise adaptation of biases and norms")
     lr: float = _field(0.1, "peak learning rate; with ``reference_batch_size``, that of the reference batch", least=0)
@@ -115,7 +123,7 @@ class TrainConfig:
     strategy_options: Mapping[str, Any] = _field(dict, "its options, see :mod:`ddpcore.strategies.registry`")
     topology: str = _field("random_pair", "the neighbours, for strategies that have neighbours")
     topology_options: Mapping[str, Any] = _field(dict, "its options")
-    policies: Mapping[str, str] = _field(dict, "fields of :class:`ddpcore.Policies`")
+    policies: Mapping[str, Any] = _field(dict, "fields of :class:`ddpcore.Policies`")
     learners: int = _field(1, "learners, virtual in one process or the same number on each rank", least=1)
     device: str = _field(DEVICES[0], "where to train", DEVICES)
     transport: str = _field(TRANSPORTS[0], "how ranks exchange bytes, see :func:`ddpcore.distribute`", TRANSPORTS)
@@ -123,6 +131,9 @@ class TrainConfig:
         None,
         "a network to emulate between real ranks, ``10Gb/s,50us``, see :meth:`ddpcore.comm.Link.parse`; the seconds of "
         "the run are then those on this network",
+    )
+    timeout: float = _field(
+        TIMEOUT_SECONDS, "seconds that a living rank may let the others wait", above=0, most=MOST_SECONDS
     )
     target: float | None = _field(None, "end the run at an evaluation with this accuracy", above=0, most=1)
     evaluate_every: int = _field(1, "epochs between evaluations of the averaged model; 0: only at the end", least=0)
@@ -136,9 +147,16 @@ class TrainConfig:
     record_steps: bool = _field(False, "also record loss and times of every step, a file for each rank in ``steps/``")
     seed: int = _field(0, "of weights, dropout, batches, augmentation, gossip pairs and noise", **SEED_RANGE)
     diverged_above: float | None = _field(None, "stop above this multiple of the first loss; None: at NaN", above=1)
+    on_nonfinite: str = _field(
+        ON_NONFINITE[0],
+        "a gradient that is not finite ends the run as diverged (``raise``), or the learner leaves out its step "
+        "(``skip``), or takes the average of its neighbours (``quarantine``), see :func:`ddpcore.distribute`",
+        ON_NONFINITE,
+    )
     checkpoint_every: int | None = _field(None, "steps between checkpoints; None: each epoch; 0: none", least=0)
     keep_last: int = _field(2, "how many of the last checkpoints to keep", least=1)
     keep_best: bool = _field(True, "also keep the checkpoint with the best accuracy")
+    save_nonfinite: bool = _field(False, "also save checkpoints and models with numbers that are not finite")
 
     def __new__(cls, *values: Any, **given: Any) -> TrainConfig:
         """Refuse unknown fields with a suggestion, before ``__init__`` raises TypeError."""
@@ -204,7 +222,13 @@ class TrainConfig:
         check_keys("policies", self.policies, (item.name for item in fields(Policies)))
         Policies(**self.policies)
         self.make_link()
-        self.make_strategy()
+        strategy = self.make_strategy()
+        if isinstance(strategy, Strategy):
+            check_on_nonfinite(self.on_nonfinite, strategy)
+        elif self.on_nonfinite != "raise":
+            raise ValueError(
+                f"on_nonfinite is {self.on_nonfinite!r}: {strategy.name} checks no gradients, leave it out"
+            )
 
     def make_strategy(self) -> Strategy | Baseline:
         """A new strategy with its topology. Raises ValueError if an option is wrong."""

@@ -13,6 +13,7 @@ from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
+from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
@@ -72,16 +73,16 @@ def train(
     finished = _check_folder(config, out, resume, dataset)
     if finished is not None:
         return finished
-    with StopSignal() as stop_signal:
+    with StopSignal() as stop_signal, placement.time_limit():
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
         statistics = noise_statistics(config, trainer)
         with locked(out) if placement.world.rank == 0 else nullcontext():
-            placement.barrier()  # rank 0 holds the lock for all
+            placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
             finished = _check_folder(config, out, resume, trainer.dataset)
-            placement.barrier()  # every rank has read the folder before rank 0 writes
+            placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
                 finished = _train(placement, trainer, statistics, out, resume, outputs, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
@@ -115,11 +116,12 @@ def _train(
             steps=steps,
         )
         ended = loop.run(stop_signal)
-    placement.barrier()  # rank 0 has closed its files
+    placement.barrier("the end of the run")  # rank 0 has closed its files
     if not ended:
         raise Interrupted(
             f"stopped{' by ' + stop_signal.name if stop_signal.name else ''} after step {trainer.num_steps} of "
-            f"{loop.total_steps} and saved: go on with resume=True"
+            f"{loop.total_steps} and {'saved' if loop.is_saved else 'not saved, because it is not finite'}: go on with "
+            "resume=True"
         )
     return RunRecord.read(out)
 
@@ -133,8 +135,8 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     path, checkpoints = out / record.FILE, out / "checkpoints"
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
-    if not any(True for _ in record.rows(path)):
-        return None  # a new folder, or a run that ended before its first line
+    if not any(row.get("kind") == "run" for row in read_lines(path).rows):
+        return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])
     if differences:
