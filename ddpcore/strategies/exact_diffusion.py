@@ -88,9 +88,16 @@ class ExactDiffusion(Strategy):
         least = smallest_eigenvalue(mixing)
         if least <= -1 / 3 + TOLERANCE:
             raise ValueError(
-                f"exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "
+                "exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "
                 f"{least:.3g}, and lazy=False (D2) diverges unless it is above -1/3: take lazy=True"
             )
+
+    @override
+    def check_shrink(self) -> None:
+        raise ValueError(
+            "exact_diffusion: the corrections of a learner that dies are missing in the sum over learners, so the others would "
+            "rest elsewhere: take on_failure='raise', or dpsgd"
+        )
 
     @override
     def after_step(self, learner: Learner) -> None:

@@ -72,6 +72,13 @@ class GradientTracking(Strategy):
             )
 
     @override
+    def check_shrink(self) -> None:
+        raise ValueError(
+            "gradient_tracking: the tracked gradients of a learner that dies are missing in the sum over learners, so the others would "
+            "rest elsewhere: take on_failure='raise', or dpsgd"
+        )
+
+    @override
     def before_forward(self, learner: Learner) -> None:
         """Start the exchange of w(t) and q(t-1), in the first forward pass of a step."""
         if self._exchange is not None:

@@ -336,3 +336,9 @@ def test_registered_names() -> None:
         build("dpsgd", consensus={"strt": 10})
     with pytest.raises(ValueError, match="it must be a mapping"):
         build("dpsgd", consensus=3)
+
+
+@pytest.mark.parametrize("make", [ExactDiffusion, GradientTracking])
+def test_learners_may_not_die(make: Any) -> None:
+    with pytest.raises(ValueError, match="take on_failure='raise', or dpsgd"):
+        make().check_shrink()
