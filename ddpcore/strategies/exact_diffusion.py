@@ -95,8 +95,8 @@ class ExactDiffusion(Strategy):
     @override
     def check_shrink(self) -> None:
         raise ValueError(
-            "exact_diffusion: the corrections of a learner that dies are missing in the sum over learners, so the others would "
-            "rest elsewhere: take on_failure='raise', or dpsgd"
+            "exact_diffusion: the corrections of a learner that dies are missing in the sum over learners, so "
+            "the others would rest elsewhere: take on_failure='raise', or dpsgd"
         )
 
     @override

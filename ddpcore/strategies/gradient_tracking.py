@@ -74,8 +74,8 @@ class GradientTracking(Strategy):
     @override
     def check_shrink(self) -> None:
         raise ValueError(
-            "gradient_tracking: the tracked gradients of a learner that dies are missing in the sum over learners, so the others would "
-            "rest elsewhere: take on_failure='raise', or dpsgd"
+            "gradient_tracking: the tracked gradients of a learner that dies are missing in the sum over learners, so "
+            "the others would rest elsewhere: take on_failure='raise', or dpsgd"
         )
 
     @override
