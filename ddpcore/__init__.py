@@ -6,7 +6,10 @@ from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.dpsgd import DPSGD
+from ddpcore.strategies.exact_diffusion import ExactDiffusion
+from ddpcore.strategies.gradient_tracking import GradientTracking
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.noisy_ssgd import NoisySSGD
 from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError
@@ -28,10 +31,13 @@ __all__ = [
     "DDP",
     "DPSGD",
     "SSGD",
+    "AdaptiveConsensus",
     "Complete",
     "Distributed",
+    "ExactDiffusion",
     "FromGraph",
     "FromMatrix",
+    "GradientTracking",
     "Hierarchical",
     "Hypercube",
     "LocalSGD",

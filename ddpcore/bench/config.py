@@ -64,7 +64,7 @@ class BenchConfig(Options):
     strategies: tuple[str, ...] | None = option(
         None, f"comma-separated ({','.join(DEFAULT_STRATEGIES)})", parts=STRATEGIES
     )
-    topology: str = option("random_pair", "of dpsgd, slowmo and push_sum", parts=TOPOLOGIES)
+    topology: str = option("random_pair", "of strategies with neighbours, such as dpsgd", parts=TOPOLOGIES)
     order: str = option(ORDERS[0], "of dpsgd", choices=ORDERS)
     staleness: int = option(0, "of dpsgd: 1 lets an exchange take one more step")
     compression: str = option("none", "of dpsgd's messages", choices=("none", *CODECS))

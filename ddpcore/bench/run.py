@@ -42,7 +42,7 @@ COPIED = (
     "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms",
     "num_nonfinite",
 )  # fmt: skip
-GOSSIP = ("dpsgd", "slowmo", "push_sum")  # the strategies with a topology
+GOSSIP = ("dpsgd", "slowmo", "push_sum", "exact_diffusion", "gradient_tracking")  # the strategies with a topology
 
 
 def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:

@@ -40,7 +40,7 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """A transfer of neighbours' weights in progress. One of its last three methods must be called, once."""
+    """A transfer of neighbours' weights in progress. One of its last four methods must be called, once."""
 
     @abstractmethod
     def quarantine(self, learners: Set[int]) -> None:
@@ -60,6 +60,17 @@ class Exchange(ABC):
             published_LP: q of the learners held here.
             factor: a factor of the correction.
             decode: turns the received rows into published rows; None if they are equal.
+        """
+
+    @abstractmethod
+    def differences(self, sent_LP: Tensor) -> Tensor:
+        """Wait, then return ``sum_k W_jk (x_k - x_j)``, with the rows x that were sent.
+
+        Each difference is rounded alone: those of two neighbours are equal with opposite signs, bit for bit. So where W
+        is symmetric their sum over learners has an error in proportion to the differences, and not to the rows.
+
+        Args:
+            sent_LP: x of the learners held here.
         """
 
     @abstractmethod
@@ -104,6 +115,16 @@ class PeerExchange(Exchange):
             terms = [*(rows[source] for source in round_.sources), rows[learner]]
             mixtures.append(Mixture(terms, 1.0, [*weights, -sum(weights)]))
         return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
+
+    @override
+    def differences(self, sent_LP: Tensor) -> Tensor:
+        rows = {**self.received(), **dict(zip(self.learners, sent_LP, strict=True))}
+        sums_LP = torch.zeros_like(sent_LP)
+        for learner, total in zip(self.learners, sums_LP, strict=True):
+            round_ = self.round_of(learner)
+            for source, weight in zip(round_.sources, round_.weights, strict=True):
+                total += (rows[source] - rows[learner]).mul_(weight)
+        return sums_LP
 
     @override
     def abandon(self) -> None:

@@ -218,6 +218,11 @@ class _LinkedExchange(Exchange):
         return self._exchange.correction(published_LP, factor, decode)
 
     @override
+    def differences(self, sent_LP: Tensor) -> Tensor:
+        self._arrive()
+        return self._exchange.differences(sent_LP)
+
+    @override
     def quarantine(self, learners: Set[int]) -> None:
         self._exchange.quarantine(learners)
 

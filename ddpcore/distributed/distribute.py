@@ -53,9 +53,7 @@ def distribute(
     on_failure: str = ON_FAILURE[0],
     on_nonfinite: str = "raise",
 ) -> Distributed:
-    """Train ``model`` with ``strategy``. The training loop does not change.
-
-    All learners start from learner 0's weights (frozen ones too) and buffers. Trained weights move to a flat buffer.
+    """Train ``model`` with ``strategy``, in an unchanged loop. All start from learner 0's weights and buffers.
 
     Args:
         model: all its parameters that need a gradient must be in ``optimizer``. Compile it before this call.

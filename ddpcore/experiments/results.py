@@ -40,6 +40,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
         "seconds_to_target": None if target is None or best is None or best < target else seconds,
         "steps": record.final["step"],
         "parameters_mb": 4 * record.header["num_parameters"] / 2**20,
+        "total_variation": record.header.get("total_variation"),
         "consensus_distance": last.get("consensus_distance"),
         "recoveries": recoveries,
         **_statistics(record),

@@ -10,7 +10,8 @@ from typing import Any, get_type_hints
 from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.membership import LEAST, ON_FAILURE
-from ddpcore.data import DATASETS, SAMPLERS
+from ddpcore.data import DATASETS, SAMPLERS, SHARDS
+from ddpcore.data.uneven import check_options as check_shards
 from ddpcore.distributed.averaging import BATCH_NORM
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
@@ -46,7 +47,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
     "topology": TOPOLOGIES,
 }
 # Fields that hold options, and the field that names the part with these options.
-OPTIONS = {f"{name}_options": name for name in REGISTRIES} | {"policies": ""}
+OPTIONS = {f"{name}_options": name for name in REGISTRIES} | {"policies": "", "shards_options": "shards"}
 
 
 def _field(default: Any, about: str, choices: Sequence[str] = (), **bounds: float) -> Any:
@@ -83,6 +84,14 @@ class TrainConfig:
     num_test: int | None = _field(None, "use only this many test samples", least=1)
     random_labels: bool = _field(False, "replace training labels by random ones, which can only be memorized")
     sampler: str = _field(SAMPLERS[0], "how learners get samples, see :class:`ddpcore.data.ShardedBatches`", SAMPLERS)
+    shards: str = _field(
+        SHARDS[0],
+        "samples that a learner keeps for the whole run, see :func:`ddpcore.data.split`; ``even``: as ``sampler`` says",
+        SHARDS,
+    )
+    shards_options: Mapping[str, Any] = _field(
+        dict, '``{"alpha": 0.1}`` of ``dirichlet``, ``{"parts": [[0, 2], [1, 3]]}`` of ``given``'
+    )
     drop_last: bool = _field(True, "skip the incomplete batch at the end of an epoch")
     batch_size: int = _field(128, "samples of one optimizer step, over all learners", least=1)
     accumulation: int = _field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
@@ -177,6 +186,11 @@ class TrainConfig:
                 f"batch_size is {self.batch_size}: it must be a multiple of learners x accumulation, "
                 f"{self.learners} x {self.accumulation}"
             )
+        if self.shards != SHARDS[0] and (self.sampler != SAMPLERS[0] or not self.drop_last):
+            raise ValueError(
+                f"shards is '{self.shards}' and learners keep their parts: leave sampler at '{SAMPLERS[0]}' and "
+                "drop_last on"
+            )
         if self.strategy == "single" and self.learners > 1:
             raise ValueError(f"learners is {self.learners}: single trains one learner, take the strategy ssgd for more")
         if self.link is not None and self.learners == 1:
@@ -225,6 +239,7 @@ class TrainConfig:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         for name, registry in REGISTRIES.items():
             registry.check_options(getattr(self, name), getattr(self, f"{name}_options"))
+        check_shards(self.shards, self.shards_options)
         check_keys("policies", self.policies, (item.name for item in fields(Policies)))
         Policies(**self.policies)
         self.make_link()

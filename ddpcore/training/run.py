@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddpcore.data import Dataset
+from ddpcore.data import Dataset, total_variation
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
@@ -190,6 +190,7 @@ def _writer(
         return nullcontext()
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     steps_per_epoch, here = trainer.batches.steps_per_epoch, machine(placement.device.type)
+    parts = trainer.batches.parts
     num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
         "kind": "run",
@@ -199,6 +200,7 @@ def _writer(
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
         "num_classes": dataset.num_classes,
+        "total_variation": None if parts is None else total_variation(dataset.train.labels.cpu(), parts),
         "steps_per_epoch": steps_per_epoch,
         "total_steps": total_steps(config, steps_per_epoch),
         "ranks": placement.world.world_size,
