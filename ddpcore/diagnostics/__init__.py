@@ -3,7 +3,24 @@
 from .dynamics import Dynamics, Spread
 from .estimates import NoiseScale, noise_scale
 from .flatness import Flatness, flatness
+from .hessian import Hessian
 from .noise import NoiseStatistics
 from .record import NoiseRecord
+from .spectra import Eigenvalues, Estimate, SpectralDensity
+from .weights import DataLoss
 
-__all__ = ["Dynamics", "Flatness", "NoiseRecord", "NoiseScale", "NoiseStatistics", "Spread", "flatness", "noise_scale"]
+__all__ = [
+    "DataLoss",
+    "Dynamics",
+    "Eigenvalues",
+    "Estimate",
+    "Flatness",
+    "Hessian",
+    "NoiseRecord",
+    "NoiseScale",
+    "NoiseStatistics",
+    "SpectralDensity",
+    "Spread",
+    "flatness",
+    "noise_scale",
+]
