@@ -4,6 +4,7 @@ from .dynamics import Dynamics, Spread
 from .estimates import NoiseScale, noise_scale
 from .flatness import Flatness, flatness
 from .hessian import Hessian
+from .hessian_statistics import HessianRecord, HessianStatistics
 from .noise import NoiseStatistics
 from .record import NoiseRecord
 from .spectra import Eigenvalues, Estimate, SpectralDensity
@@ -16,6 +17,8 @@ __all__ = [
     "Estimate",
     "Flatness",
     "Hessian",
+    "HessianRecord",
+    "HessianStatistics",
     "NoiseRecord",
     "NoiseScale",
     "NoiseStatistics",

@@ -54,7 +54,7 @@ class Hessian:
             raise ValueError(f"vectorize is {vectorize!r}: it must be True, False or 'measure'")
         if gauss_newton and not isinstance(loss, DataLoss):
             raise ValueError(
-                "gauss_newton=True needs the outputs of the model: pass loss=DataLoss(model, loss_fn, ...)"
+                "gauss_newton=True needs the outputs of the model: pass loss=DataLoss(...)"
             )
         if isinstance(loss, DataLoss) and loss.group is not group:
             raise ValueError("DataLoss and Hessian have different process groups: pass the same group= to both")

@@ -25,6 +25,16 @@ class NotFinite(ValueError):
     """A product has NaN or Inf."""
 
 
+class NotConverged(RuntimeError):
+    """An iteration did not end within its number of products."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(
+            f"the Lanczos iteration did not converge within {num} products: eigenvalues at that end lie close together, "
+            "so ask for fewer, or pass a larger tolerance or max_products"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operator:
     """A symmetric matrix ``[P, P]``.
@@ -82,7 +92,7 @@ def extreme_eigenvalues(
 
     Raises:
         NotFinite: a product has NaN or Inf.
-        RuntimeError: an iteration does not converge with ``max_products`` products.
+        NotConverged: an iteration takes more than ``max_products`` products.
     """
     num = operator.numel
     if num <= max(DENSE, 2 * (largest + smallest)):
@@ -114,7 +124,7 @@ def _arpack(
     def matvec(vector: Array) -> Array:
         left[0] -= 1
         if left[0] < 0:
-            raise RuntimeError(_not_converged(max_products))
+            raise NotConverged(max_products)
         row = torch.from_numpy(vector.reshape(1, -1)).to(operator.like)
         return np.asarray(operator(row)[0].double().cpu().numpy() + shift * vector.reshape(-1))
 
@@ -124,16 +134,9 @@ def _arpack(
         shifted = LinearOperator(shape, matvec=matvec, dtype=np.float64)
         values, columns = eigsh(shifted, k=k, which=which, v0=start, tol=tolerance)
     except ArpackNoConvergence:
-        raise RuntimeError(_not_converged(max_products)) from None
+        raise NotConverged(max_products) from None
     order = np.argsort(values)[::-1]
     return values[order] - shift, columns.T[order]
-
-
-def _not_converged(num: int) -> str:
-    return (
-        f"the Lanczos iteration did not converge within {num} products: eigenvalues at that end lie close together, so "
-        "ask for fewer, or pass a larger tolerance or max_products"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ class DataLoss:
         self.total = int(sum_over(group, torch.tensor([num], device=device))[0])
         if not self.total:
             raise ValueError(
-                "batches holds no sample: pass a list of (inputs, targets), or a loader that can be reread"
+                "batches holds no sample: pass a list of pairs, or a loader that can be reread"
             )
 
     @staticmethod
@@ -121,6 +121,7 @@ class DataLoss:
             )
 
     def __call__(self) -> Iterator[Tensor]:
+        """The parts of the loss, one per batch."""
         for share, inputs, targets in self.weighted():
             yield self.loss_fn(self.outputs(inputs), targets) * share
 
