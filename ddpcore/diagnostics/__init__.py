@@ -5,7 +5,9 @@ from .estimates import NoiseScale, noise_scale
 from .flatness import Flatness, flatness
 from .hessian import Hessian
 from .hessian_statistics import HessianRecord, HessianStatistics
+from .landscape import landscape
 from .noise import NoiseStatistics
+from .planes import Plane, eigenvector_plane, plane_through, random_plane
 from .record import NoiseRecord
 from .spectra import Eigenvalues, Estimate, SpectralDensity
 from .weights import DataLoss
@@ -22,8 +24,13 @@ __all__ = [
     "NoiseRecord",
     "NoiseScale",
     "NoiseStatistics",
+    "Plane",
     "SpectralDensity",
     "Spread",
+    "eigenvector_plane",
     "flatness",
+    "landscape",
     "noise_scale",
+    "plane_through",
+    "random_plane",
 ]

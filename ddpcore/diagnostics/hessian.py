@@ -53,9 +53,7 @@ class Hessian:
         if vectorize not in (True, False, "measure"):
             raise ValueError(f"vectorize is {vectorize!r}: it must be True, False or 'measure'")
         if gauss_newton and not isinstance(loss, DataLoss):
-            raise ValueError(
-                "gauss_newton=True needs the outputs of the model: pass loss=DataLoss(...)"
-            )
+            raise ValueError("gauss_newton=True needs the outputs of the model: pass loss=DataLoss(...)")
         if isinstance(loss, DataLoss) and loss.group is not group:
             raise ValueError("DataLoss and Hessian have different process groups: pass the same group= to both")
         self.weights = WeightVector(model)

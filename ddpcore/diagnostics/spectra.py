@@ -30,8 +30,8 @@ class NotConverged(RuntimeError):
 
     def __init__(self, num: int) -> None:
         super().__init__(
-            f"the Lanczos iteration did not converge within {num} products: eigenvalues at that end lie close together, "
-            "so ask for fewer, or pass a larger tolerance or max_products"
+            f"the Lanczos iteration did not converge within {num} products: eigenvalues at that end lie close to each "
+            "other, so ask for fewer, or pass a larger tolerance or max_products"
         )
 
 

@@ -95,9 +95,7 @@ class DataLoss:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.total = int(sum_over(group, torch.tensor([num], device=device))[0])
         if not self.total:
-            raise ValueError(
-                "batches holds no sample: pass a list of pairs, or a loader that can be reread"
-            )
+            raise ValueError("batches holds no sample: pass a list of pairs, or a loader that can be reread")
 
     @staticmethod
     def num_samples(inputs: Any) -> int:
