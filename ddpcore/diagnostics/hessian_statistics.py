@@ -104,7 +104,7 @@ class HessianStatistics(Observer):
             raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
         self._handle, self._loss = handle, loss
         self.every, self.top, self._seed = every, top, seed
-        self._limits = {"tolerance": tolerance, "max_products": max_products}
+        self._tolerance, self._max_products = tolerance, max_products
         self.records: list[HessianRecord] = []
         numel = sum(segment.numel for segment in handle.learner.flat.segments)
         check_range("top", top, most=numel - 1)
@@ -130,7 +130,9 @@ class HessianStatistics(Observer):
         mean_LP = learner.average_of(weights_LP)
         operator, problem = self._operator(learner, mean_LP), None
         try:
-            found = spectra.extreme_eigenvalues(operator, self.top, 1, seed=self._seed, **self._limits)
+            found = spectra.extreme_eigenvalues(
+                operator, self.top, 1, seed=self._seed, tolerance=self._tolerance, max_products=self._max_products
+            )
             values, residuals, vectors_kP = found.values.tolist(), found.residuals.tolist(), found.vectors[: self.top]
         except (spectra.NotFinite, spectra.NotConverged) as error:
             problem, values = str(error), [float("nan")] * (self.top + 1)

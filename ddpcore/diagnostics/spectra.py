@@ -102,9 +102,8 @@ def extreme_eigenvalues(
     else:
         generator = torch.Generator().manual_seed(seed)
         radius = float(abs(_quadrature(operator, 1, RADIUS_STEPS, generator)[0]).max())
-        limits = tolerance, max_products
-        tops, rows = _arpack(operator, largest, "LA", radius, seed, *limits)
-        bottoms, more = _arpack(operator, smallest, "SA", -radius, seed, *limits)
+        tops, rows = _arpack(operator, largest, "LA", radius, seed, tolerance, max_products)
+        bottoms, more = _arpack(operator, smallest, "SA", -radius, seed, tolerance, max_products)
         values, rows = np.concatenate([tops, bottoms]), np.concatenate([rows, more])
     vectors_KP = torch.from_numpy(np.ascontiguousarray(rows)).to(operator.like)
     residuals = operator(vectors_KP).double().cpu().numpy() - values[:, None] * rows

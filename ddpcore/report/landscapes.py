@@ -130,7 +130,7 @@ class Surface:
         out = io.StringIO()
         lines = csv.writer(out, lineterminator="\n")
         lines.writerow(["x", "y", *self.values])
-        for index in np.flatnonzero(self.done.reshape(-1)):
+        for index in np.flatnonzero(self.done.reshape(-1)).tolist():
             lines.writerow([*self.point(index), *(float(found.reshape(-1)[index]) for found in self.values.values())])
         return out.getvalue()
 
@@ -227,7 +227,7 @@ def _values(surface: Surface, metric: str) -> Array:
     values = surface.ratio() if metric == "ratio" else surface.values[metric]
     if not np.isfinite(values).any():
         raise ValueError(f"no point of the landscape has a finite {metric}: there is nothing to draw")
-    return np.ma.masked_invalid(values)  # type: ignore[no-any-return,no-untyped-call]
+    return np.ma.masked_invalid(values)
 
 
 def _levels(low: float, high: float) -> Array:
