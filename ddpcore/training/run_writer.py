@@ -10,7 +10,7 @@ from typing import Any
 from ddpcore.options.extras import extra
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
-from ddpcore.storage.json_lines import JsonLines, Lines, read_lines, to_json, write_lines
+from ddpcore.storage.json_lines import JsonLines, read_lines, to_json, write_lines
 from ddpcore.training import record
 
 OnRecord = Callable[[dict[str, Any]], None]
@@ -41,10 +41,10 @@ class RunWriter:
         on_record: OnRecord | None = None,
     ) -> None:
         path = out / record.FILE
-        known = Lines() if resumed is None else read_lines(path)
+        known = read_lines(path)
         for problem in known.problems:
             self.warn(f"{problem}: the run goes on without it")
-        rows = [row for row in known.rows if row.get("step", 0) <= step]
+        rows = [] if resumed is None else [row for row in known.rows if row.get("step", 0) <= step]
         if not any(row.get("kind") == "run" for row in rows):
             rows.insert(0, header)
         out.mkdir(parents=True, exist_ok=True)
