@@ -6,9 +6,13 @@ from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.dpsgd import DPSGD
+from ddpcore.strategies.exact_diffusion import ExactDiffusion
+from ddpcore.strategies.gradient_tracking import GradientTracking
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.noisy_ssgd import NoisySSGD
+from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError
 from ddpcore.strategies.push_sum import PushSum
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.strategies.slowmo import SlowMo
@@ -27,15 +31,20 @@ __all__ = [
     "DDP",
     "DPSGD",
     "SSGD",
+    "AdaptiveConsensus",
     "Complete",
     "Distributed",
+    "ExactDiffusion",
     "FromGraph",
     "FromMatrix",
+    "GradientTracking",
     "Hierarchical",
     "Hypercube",
     "LocalSGD",
     "Matching",
     "NoisySSGD",
+    "NonFinite",
+    "NonFiniteError",
     "OnePeerExponential",
     "Policies",
     "PushSum",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.local_sgd import LocalSGD
+from ddpcore.strategies.nonfinite import NonFiniteError
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.training import Trainer
 from ddpcore.training.build import LearnerPlacement, build_trainer, check_parts, read_dataset
@@ -58,7 +60,12 @@ class Contender:
         cuda = self.trainer.dataset.train.labels.is_cuda
         for _ in range(num_steps):
             start = time.perf_counter()
-            loss = self.trainer.step()
+            try:
+                loss = self.trainer.step()
+            except NonFiniteError:  # weights that overflowed: this strategy has diverged
+                if dist.is_initialized():
+                    raise
+                loss = torch.full((len(self.trainer.learners),), math.nan)
             if cuda:
                 torch.cuda.synchronize()
             if timed:

@@ -94,6 +94,7 @@ _SGD = Implementation("torch.optim.SGD(fused=True)", "torch.optim", "SGD", {**_M
 _ADAMW = Implementation("torch.optim.AdamW(fused=True)", "torch.optim", "AdamW", {**_DECAY, "fused": True})
 OURS = {
     "sgd": Implementation("FusedSGD", "ddpcore.optim", "FusedSGD", _MOMENTUM),
+    "adamw": Implementation("FusedAdamW", "ddpcore.optim", "FusedAdamW", _DECAY),
     "lars": Implementation("FusedLARS", "ddpcore.optim", "FusedLARS", _MOMENTUM),
     "lamb": Implementation("FusedLAMB", "ddpcore.optim", "FusedLAMB", _DECAY),
 }
@@ -108,6 +109,7 @@ _TIMM = {"install": "pip install timm", "listed": False}
 _APEX = {"install": "build it from github.com/NVIDIA/apex", "listed": False, "cuda_only": True}
 COMPARISONS = (
     Comparison("sgd", OURS["sgd"], _SGD),
+    Comparison("adamw", OURS["adamw"], _ADAMW),
     Comparison("lars", OURS["lars"], _SGD),
     Comparison("lamb", OURS["lamb"], _ADAMW),
     _peer("lamb", "torch_optimizer", "Lamb", _DECAY, install=_EXTRA),

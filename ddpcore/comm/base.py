@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -40,7 +40,11 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """A transfer of neighbours' weights in progress. One of its three methods must be called, once."""
+    """A transfer of neighbours' weights in progress. One of its last four methods must be called, once."""
+
+    @abstractmethod
+    def quarantine(self, learners: Set[int]) -> None:
+        """Let some learners of this process take the average of their neighbours, without their own weights."""
 
     @abstractmethod
     def mixture(self) -> WeightAverage:
@@ -59,6 +63,17 @@ class Exchange(ABC):
         """
 
     @abstractmethod
+    def differences(self, sent_LP: Tensor) -> Tensor:
+        """Wait, then return ``sum_k W_jk (x_k - x_j)``, with the rows x that were sent.
+
+        Each difference is rounded alone: those of two neighbours are equal with opposite signs, bit for bit. So where W
+        is symmetric their sum over learners has an error in proportion to the differences, and not to the rows.
+
+        Args:
+            sent_LP: x of the learners held here.
+        """
+
+    @abstractmethod
     def abandon(self) -> None:
         """Free the buffers without using them, after a wait if they are still written to. Collective."""
 
@@ -73,6 +88,11 @@ class PeerExchange(Exchange):
 
     def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
         self.learners, self.round_of = learners, round_of
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        given = self.round_of
+        self.round_of = lambda learner: given(learner).without_self() if learner in learners else given(learner)
 
     @abstractmethod
     def received(self) -> Mapping[int, Tensor]:
@@ -95,6 +115,16 @@ class PeerExchange(Exchange):
             terms = [*(rows[source] for source in round_.sources), rows[learner]]
             mixtures.append(Mixture(terms, 1.0, [*weights, -sum(weights)]))
         return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
+
+    @override
+    def differences(self, sent_LP: Tensor) -> Tensor:
+        rows = {**self.received(), **dict(zip(self.learners, sent_LP, strict=True))}
+        sums_LP = torch.zeros_like(sent_LP)
+        for learner, total in zip(self.learners, sums_LP, strict=True):
+            round_ = self.round_of(learner)
+            for source, weight in zip(round_.sources, round_.weights, strict=True):
+                total += (rows[source] - rows[learner]).mul_(weight)
+        return sums_LP
 
     @override
     def abandon(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.topology.base import Topology
-from ddpcore.topology.rounds import MixingMatrix, Round
+from ddpcore.topology.rounds import MixingMatrix, Round, mixing_matrix
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Row offsets, columns and values of a sparse matrix (CSR)."""
@@ -84,6 +84,11 @@ class StackedExchange(PeerExchange):
     def __init__(self, rows: Rows, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
         super().__init__(learners, round_of)
         self._rows = rows
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        super().quarantine(learners)
+        self._rows = csr_of(mixing_matrix(list(map(self.round_of, self.learners))), self._rows[0].device)
 
     @override
     def received(self) -> Mapping[int, Tensor]:

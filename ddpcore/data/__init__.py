@@ -4,6 +4,7 @@ from ddpcore.data.base import Dataset, Split
 from ddpcore.data.registry import DATASETS, load_dataset
 from ddpcore.data.shards import SAMPLERS, Redealt, ShardedBatches
 from ddpcore.data.transforms import Augmentation, Normalization
+from ddpcore.data.uneven import SHARDS, split, total_variation
 
 __all__ = [
     "Augmentation",
@@ -12,7 +13,10 @@ __all__ = [
     "Normalization",
     "Redealt",
     "SAMPLERS",
+    "SHARDS",
     "ShardedBatches",
     "Split",
     "load_dataset",
+    "split",
+    "total_variation",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import torch
 
 from ddpcore.data.array_files import HDF5, NUMPY, Claim, opened
 from ddpcore.data.base import Dataset, Split
-from ddpcore.storage.limits import DATA_LIMIT, FEATURES_BYTES, check_bytes, shown
+from ddpcore.storage.limits import DATA_LIMIT, FEATURES_BYTES, check_bytes, open_file, read_file, shown
 
 ARRAYS = {"inputs": (np.dtype(np.float32), "[N, frames, features]"), "labels": (np.dtype(np.int64), "[N]")}
+SUMS = "SHA256SUMS"
+_SUM = re.compile("([0-9a-f]{64}) [ *](.+)")
 
 
 def load(data_dir: str | Path, num_classes: int | None = None, *, max_bytes: int = FEATURES_BYTES) -> Dataset:
@@ -23,14 +27,18 @@ def load(data_dir: str | Path, num_classes: int | None = None, *, max_bytes: int
     By default ``num_classes`` is one more than the largest label, and at least 2. ``max_bytes`` is the most memory that
     the arrays of all files together may take. A file may not refer to other files.
 
+    If there is a file ``data_dir/SHA256SUMS``, as ``sha256sum train/* test/* > SHA256SUMS`` writes it, all files must
+    match it. HDF5 files have no checksum of their own, so without it a changed number is read as it is.
+
     Raises:
         ValueError: a file is missing or damaged; an array is missing or has another dtype or shape; an input is not
             finite; a label is negative or too large. One line that names the file or the folder.
     """
     root = Path(data_dir)
-    train = _split(root / "train", max_bytes)
+    sums = _checksums(root)
+    train = _split(root / "train", sums, max_bytes)
     used = train.inputs.nbytes + train.labels.nbytes
-    test = _split(root / "test", max_bytes, used) if (root / "test").exists() else None
+    test = _split(root / "test", sums, max_bytes, used) if (root / "test").exists() else None
     splits = [split for split in (train, test) if split is not None]
     shapes = [tuple(split.inputs.shape[1:]) for split in splits]
     if shapes[0] != shapes[-1]:
@@ -45,13 +53,49 @@ def load(data_dir: str | Path, num_classes: int | None = None, *, max_bytes: int
     return Dataset("features", train, test, max(2, found) if num_classes is None else num_classes, shapes[0])
 
 
-def _split(folder: Path, max_bytes: int, used: int = 0) -> Split:
+def _checksums(root: Path) -> dict[Path, str] | None:
+    """The SHA-256 of each file; None if there is no list of them."""
+    path = root / SUMS
+    if not path.exists():
+        return None
+    try:
+        lines = [_SUM.fullmatch(line) for line in read_file(path).decode().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{shown(path)}: cannot be read ({type(error).__name__}), write it again with sha256sum"
+        ) from error
+    if None in lines:
+        raise ValueError(f"{shown(path)}: line {lines.index(None) + 1} is none of sha256sum, write it again")
+    sums = {root / match[2]: match[1] for match in lines if match is not None}
+    for missing in (one for one in sums if not one.exists()):
+        raise ValueError(f"{shown(missing)}: {SUMS} lists it and it is missing, fetch it again")
+    return sums
+
+
+def _check_sum(path: Path, sums: Mapping[Path, str] | None) -> None:
+    if sums is None:
+        return
+    if path not in sums:
+        raise ValueError(f"{shown(path)}: {SUMS} does not list it, write that file again")
+    found = hashlib.sha256()
+    try:
+        with open_file(path) as file:
+            while part := file.read(2**20):
+                found.update(part)
+    except OSError as error:
+        raise ValueError(f"{shown(path)}: cannot be read ({error.strerror}), write it again") from error
+    if found.hexdigest() != sums[path]:
+        raise ValueError(f"{shown(path)}: does not match its checksum in {SUMS}, fetch it again")
+
+
+def _split(folder: Path, sums: Mapping[Path, str] | None, max_bytes: int, used: int = 0) -> Split:
     paths = sorted(path for path in folder.glob("*") if path.suffix in (*NUMPY, *HDF5))
     if not paths:
         advice = "set data_dir (--data-dir) to the folder that holds train"
         raise ValueError(f"{shown(folder)}: holds no .npz, .h5 or .hdf5 file, {advice}")
     parts = []
     for path in paths:
+        _check_sum(path, sums)
         parts.append(_checked(shown(path), _read(path, max_bytes, used)))
         used += sum(array.nbytes for array in parts[-1])
     shape = parts[0][0].shape[1:]

@@ -30,7 +30,7 @@ from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.flat import FlatParameters, MiB
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
 
@@ -51,17 +51,16 @@ def distribute(
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
     on_failure: str = ON_FAILURE[0],
+    on_nonfinite: str = "raise",
 ) -> Distributed:
-    """Train ``model`` with ``strategy``. The training loop does not change.
-
-    All learners start from learner 0's weights (frozen ones too) and buffers. Trained weights move to a flat buffer.
+    """Train ``model`` with ``strategy``, in an unchanged loop. All start from learner 0's weights and buffers.
 
     Args:
         model: all its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
-            on each rank): call ``.model`` with inputs ``[learners, batch, ...]`` and add the losses.
+            on each rank): call ``.model`` with ``[learners, batch, ...]`` and add their losses, see docs/strategies.md.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
@@ -72,6 +71,7 @@ def distribute(
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
         on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on: see docs/reliability.md.
+        on_nonfinite: ``raise``, ``skip`` or ``quarantine``, if a gradient is not finite: see docs/reliability.md.
 
     Returns:
         A handle with ``.model`` to call: ``model`` itself, except for virtual learners and DDP.
@@ -81,24 +81,31 @@ def distribute(
     """
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
-    settings |= {**buckets, "on_failure": check_on_failure(on_failure)}
+    settings: dict[str, Any] = {"transport": transport, "link": link, "learners": learners, "policies": policies}
+    settings |= {"scaler": scaler, "on_nonfinite": on_nonfinite, "on_failure": check_on_failure(on_failure), **buckets}
     if isinstance(strategy, Baseline):
         return _baseline(model, strategy, group, {**settings, "timeout": timeout, "vectorize": vectorize})
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     facts = _agree(group, model, optimizer, strategy, settings, timeout)
     comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure)
-    _set_up(strategy, comm, _trained(model).dtype, facts)
+    _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
-        with own_hooks():
-            return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
+        return _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
 
 
-def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact]) -> None:
+def _with_hooks(
+    called: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
+) -> HookedDistributed:
+    with own_hooks():
+        return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
+
+
+def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact], on_nonfinite: str) -> None:
     """Check that the strategy supports this, and warn if it has nothing to average."""
+    check_on_nonfinite(on_nonfinite, strategy, comm.num_learners)
     strategy.setup(comm.num_learners, dtype)
     if comm.membership is not None:
         strategy.check_shrink()
@@ -141,6 +148,7 @@ def join(
     bucket_bytes: int = 25 * MiB,
     first_bucket_bytes: int = MiB,
     policies: Policies | None = None,
+    on_nonfinite: str = "raise",
 ) -> Distributed:
     """Join a run of other ranks that has ``on_failure="shrink"``, as a new rank, between two of its steps.
 
@@ -157,6 +165,7 @@ def join(
         bucket_bytes: as the other ranks gave it.
         first_bucket_bytes: as the other ranks gave it.
         policies: as the other ranks gave them.
+        on_nonfinite: as the other ranks gave it.
 
     Raises:
         ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
@@ -164,23 +173,17 @@ def join(
     """
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings: dict[str, Any] = {
-        "transport": transport,
-        "link": None,
-        "learners": None,
-        "policies": policies,
-        "scaler": None,
-    }
-    settings.update(buckets, on_failure="shrink")
+    settings: dict[str, Any] = {"transport": transport, "link": None, "learners": None, "policies": policies}
+    settings |= {"scaler": None, "on_nonfinite": on_nonfinite, "on_failure": "shrink", **buckets}
     _check(model, optimizer, strategy, policies, None, None)
     strategy.check_shrink()
+    check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
     facts = _agree(None, model, optimizer, strategy, settings, timeout)
     comm = join_run(store, facts, _trained(model).device, timeout)
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
         learner = _make_learner(model, optimizer, strategy, comm, 1, buckets, is_newcomer=True)
-        with own_hooks():
-            handle = HookedDistributed(model, learner, strategy, StateSync(policies, learner, strategy, joins=True))
+        handle = _with_hooks(model, learner, strategy, StateSync(policies, learner, strategy, joins=True), on_nonfinite)
         handle.take_state()
         return handle
 
@@ -301,6 +304,7 @@ def _check(
     check_optimizer(optimizer, learners)
     _check_members(model, optimizer)
     policies.check(strategy, scaler)
+    policies.check_moments(model, optimizer)
     if scaler is not None and not strategy.learners_stay_identical and not scales_inside(optimizer):
         raise ValueError(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it: take "

@@ -16,6 +16,7 @@ from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibra
 from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.nonfinite import NonFinite
 
 Deals = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -27,6 +28,7 @@ class Distributed:
         model: the module to call in the loop.
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
+        nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
         deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
             :class:`ddpcore.data.Redealt`.
     """
@@ -38,6 +40,7 @@ class Distributed:
         self.model = model
         self.comm = comm
         self.spans: Spans | None = None
+        self.nonfinite: list[NonFinite] = []
 
     @property
     def models(self) -> Sequence[nn.Module]:

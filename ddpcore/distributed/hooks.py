@@ -29,6 +29,7 @@ from ddpcore.distributed.averaging import averaged_model
 from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
+from ddpcore.distributed.nonfinite_guard import NonFiniteGuard
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
@@ -47,7 +48,9 @@ class HookedDistributed(Distributed):
 
     learner: Learner
 
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync) -> None:
+    def __init__(
+        self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
+    ) -> None:
         super().__init__(model, learner.comm)
         self.spans = self._span = Spans(learner.comm)
         self.learner = learner
@@ -66,6 +69,8 @@ class HookedDistributed(Distributed):
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
         self._gradients = GradientGuard(learner.flat)
+        self._finite = NonFiniteGuard(learner, strategy, on_nonfinite)
+        self.nonfinite = self._finite.found
         self._members = {id(parameter) for parameter in learner.flat.parameters}
         self._weights = WeightGuard(self.models, learner.flat)
         self._step_calls = watch_steps(learner.flat.parameters, optimizer)
@@ -184,6 +189,8 @@ class HookedDistributed(Distributed):
         self._weights.check_buffers()
         if self._buckets is not None and not self._buckets.paused:
             self._buckets.restart()
+        if not self._weights.num_passes:
+            self._finite.begin_step()
         for observer in self.observers:
             observer.before_forward(self.learner)
         with self._span("before_forward"):
@@ -192,6 +199,7 @@ class HookedDistributed(Distributed):
 
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.averages_gradients_at(self.learner.step):
+            self._finite.note(columns)
             for observer in self.observers:
                 observer.bucket_ready(self.learner, columns)
         with self._span("bucket_ready"):
@@ -267,6 +275,8 @@ class HookedDistributed(Distributed):
         self._weights.check_parameters()
         self._check_optimized()
         self._gradients.check_alike()
+        if closure is None:
+            self._finite.check()
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -285,6 +295,7 @@ class HookedDistributed(Distributed):
             self.strategy.after_step(self.learner)
             if self.strategy.averages_weights_at(self.learner.step):
                 self._state_sync.sync()
+            self._state_sync.sync_moments()
         self._admit()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def _compare(options: CompareOptions) -> int:
         names = [f"{plot.stem}-{one['study']}" if len(comparisons) > 1 else plot.stem for one in comparisons]
         plots = [plot.with_stem(name) for name in names]
     for comparison in comparisons:
+        for problem in comparison["problems"]:
+            print(f"ddpcore.experiments: {problem}: it is left out", file=sys.stderr)
         print_comparison(comparison)
     _draw(comparisons, plots)
     if options.markdown is not None:

@@ -20,10 +20,11 @@ from torch.autograd import profiler
 from typing_extensions import override
 
 from ddpcore import ops
+from ddpcore.ops import Mixture
 from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing
 from ddpcore.optim.checks import check_common, check_one_norm, check_state, options_of, overlaps_itself
 from ddpcore.optim.states import create_states, restore_bits, split_steps
-from ddpcore.optim.weight_step import ColumnRule, WeightStep
+from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
 
 PER_GROUP = ("lr", "weight_decay", "always_adapt", "max_grad_norm")  # one call may have groups that differ in these
@@ -47,6 +48,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     operator: ClassVar[str]  # the name of the kernel in ddpcore.ops
     buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)  # states of a parameter besides step and master
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # states that are fp32 for parameters of all dtypes
+    by_element: ClassVar[bool] = False  # each element is stepped alone: a call may take columns of a flat buffer
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
         self._kept: dict[str, BatchPlan] = {}
@@ -72,11 +74,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
-        """The operator's arguments besides tensors and :func:`common_arguments`, for one call with these groups."""
+        """The operator's arguments besides tensors and :func:`common_arguments`, for one call with these groups.
 
-    def column_rule(self, group: Group) -> ColumnRule | None:
-        """The rule that steps columns of a flat buffer for this group; None if there is none."""
-        return None
+        A rule ``by_element`` must not use the batch.
+        """
 
     # ---- torch.optim.Optimizer ----
 
@@ -211,11 +212,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ---- a step ----
 
-    def step_lists(self, groups: Sequence[Group]) -> None:
-        """Step every parameter of the groups that has a gradient."""
+    def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
+        """Step every parameter of the groups that has a gradient.
+
+        Args:
+            groups: some of ``param_groups``.
+            mixture: an average of the row that the parameters are views of, computed in the same pass over it.
+        """
         rows = 1 if self._flat is None else self._flat.num_rows
         if rows == 1 or groups[0]["max_grad_norm"] is None:
-            self._step_lists("plan", groups)
+            self._step_lists("plan", groups, mixture=mixture)
         else:  # each learner has its own norm of all gradients
             assert self._flat is not None
             num = len(self._flat.segments)
@@ -223,7 +229,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 mine = set(map(id, self._flat.parameters[row * num : (row + 1) * num]))
                 self._step_lists(f"plan of learner {row}", groups, mine)
 
-    def _step_lists(self, name: str, groups: Sequence[Group], members: Container[int] | None = None) -> None:
+    def _step_lists(
+        self,
+        name: str,
+        groups: Sequence[Group],
+        members: Container[int] | None = None,
+        mixture: Mixture | None = None,
+    ) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         sizes: list[int] = []
@@ -239,7 +251,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         plan = self._plan_of(name, groups, params, grads, sizes)
         states = [self.state.get(param, _NO_STATE) for param in params]
-        self._step_batches(plan.batches, groups, params, grads, states)
+        self._step_batches(plan.batches, groups, params, grads, states, mixture)
         if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
             if is_capturing(params[0]):
@@ -252,6 +264,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: list[Tensor],
         grads: list[Tensor],
         states: list[State],
+        mixture: Mixture | None,
     ) -> None:
         max_norm = groups[0]["max_grad_norm"]
         norm_squared = None if max_norm is None else self._norm_squared(batches, grads)
@@ -262,10 +275,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             members = batch.of(states)
             buffers = [[state[name] for state in members] if name in names else [] for name in self.buffers]
             masters = [state["master"] for state in members] if batch.masters else []
-            tensors = [batch.of(params), batch.of(grads), *buffers, masters]
-            common = common_arguments(options, batch, scaling)
-            operator = getattr(batch.kernels, self.operator)
-            operator(*tensors, batch.steps, batch.scratch, **self.arguments(batch, options), **common)
+            tensors = [batch.of(params), batch.of(grads), *buffers]
+            arguments = self.arguments(batch, options) | common_arguments(options, batch, scaling)
+            if mixture is None:
+                getattr(batch.kernels, self.operator)(*tensors, masters, batch.steps, batch.scratch, **arguments)
+            else:
+                assert self._flat is not None
+                of_mix = {"mixture": mixture, "offsets": self._flat.offsets_of(tensors[0])}
+                del arguments["grad_scale"], arguments["found_inf"]
+                getattr(ops, f"mix_{self.operator}")(*tensors, batch.steps, batch.scratch, **of_mix, **arguments)
 
     def _plan_of(
         self, name: str, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]

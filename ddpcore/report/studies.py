@@ -70,7 +70,13 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     charts = [*study_charts(comparison, labels), *_curve_charts(comparison, labels)]
     folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
     return Section(
-        title=comparison["title"], lines=lines, tables=tables, folded=folded, charts=charts, charts_first=True
+        title=comparison["title"],
+        lines=lines,
+        tables=tables,
+        folded=folded,
+        charts=charts,
+        charts_first=True,
+        problems=[plain(f"{problem}: the rest is shown") for problem in comparison["problems"]],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,18 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
         )
 
     return visit(state, ""), tensors
+
+
+def tensors_of(state: Any) -> Iterator[Tensor]:
+    """All tensors of a state that :func:`pack` takes."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from tensors_of(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from tensors_of(value)
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:

@@ -69,6 +69,7 @@ class PushSum(Strategy):
     def after_step(self, learner: Learner) -> None:
         """Exchange x and p, and change the weights to z."""
         step = learner.step - 1
+        learner.check_sent()
         learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         assert self._push_weights is not None
         drawn = learner.comm.redrawn(self.topology)

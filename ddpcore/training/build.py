@@ -13,7 +13,7 @@ from torch import nn
 from ddpcore.comm import Choice, choose_backend
 from ddpcore.comm.errors import time_limit
 from ddpcore.comm.process import barrier, default_group
-from ddpcore.data import Dataset, ShardedBatches, load_dataset
+from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
@@ -136,9 +136,17 @@ def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
 
 
 def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
-    """Which samples each learner takes at a step."""
+    """Which samples each learner takes at a step.
+
+    Raises:
+        ValueError: the shards do not fit the data set, or the batch does not.
+    """
+    parts = None
+    if config.shards != SHARDS[0]:
+        labels = dataset.train.labels.cpu()
+        parts = split(config.shards, labels, config.learners, seed=config.seed, **config.shards_options)
     return ShardedBatches(
-        len(dataset.train), config.batch_size, config.learners, config.seed, config.sampler, config.drop_last
+        len(dataset.train), config.batch_size, config.learners, config.seed, config.sampler, config.drop_last, parts
     )
 
 
@@ -231,6 +239,8 @@ def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any)
         **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
         **options,
     }
+    if isinstance(strategy, Strategy):  # all ranks end the run together, see Loop
+        arguments["on_nonfinite"] = "skip" if config.on_nonfinite == "raise" else config.on_nonfinite
     handle = distribute(model, optimizer, strategy, **arguments)
     torch.manual_seed(config.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
     return Trainer(

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from ddpcore.data import Dataset
+from ddpcore.data import Dataset, total_variation
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
+from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
@@ -137,7 +138,8 @@ def _train(
     if not ended:
         raise Interrupted(
             f"stopped{' by ' + stop_signal.name if stop_signal.name else ''} after step {trainer.num_steps} of "
-            f"{loop.total_steps} and saved: go on with resume=True"
+            f"{loop.total_steps} and {'saved' if loop.is_saved else 'not saved, because it is not finite'}: go on with "
+            "resume=True"
         )
     return RunRecord.read(out)
 
@@ -151,8 +153,8 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     path, checkpoints = out / record.FILE, out / "checkpoints"
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
-    if not any(True for _ in record.rows(path)):
-        return None  # a new folder, or a run that ended before its first line
+    if not any(row.get("kind") == "run" for row in read_lines(path).rows):
+        return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])
     if differences:
@@ -188,6 +190,7 @@ def _writer(
         return nullcontext()
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     steps_per_epoch, here = trainer.batches.steps_per_epoch, machine(placement.device.type)
+    parts = trainer.batches.parts
     num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
         "kind": "run",
@@ -197,6 +200,7 @@ def _writer(
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
         "num_classes": dataset.num_classes,
+        "total_variation": None if parts is None else total_variation(dataset.train.labels.cpu(), parts),
         "steps_per_epoch": steps_per_epoch,
         "total_steps": total_steps(config, steps_per_epoch),
         "ranks": placement.world.world_size,

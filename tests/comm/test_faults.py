@@ -99,9 +99,9 @@ def test_settings_that_differ_are_named(trial: tuple[Any, ...], outcome: Callabl
 @pytest.mark.parametrize("transport", ["shm", "pg"])
 def test_a_late_rank_is_named_with_its_step(transport: str, strategy: str, outcome: Callable[..., Outcome]) -> None:
     """After distribute(timeout=), which the error repeats: what waited, for whom, at which step."""
-    output = outcome(trials.is_late, 2, transport, strategy, 0.5)[0][1]
+    output = outcome(trials.is_late, 2, transport, strategy, 1.5)[0][1]
     what = {"ssgd": "an average of 32 float32 at step 2", "dpsgd": "the exchange of 32 float32 at step 2"}[strategy]
-    whom = "rank 1 did not arrive within 0.5 s" if transport == "shm" else "a rank of [1] did not come within 0.5 s"
+    whom = "rank 1 did not arrive within 1.5 s" if transport == "shm" else "a rank of [1] did not come within 1.5 s"
     assert output.startswith("RuntimeError: ")
     assert what in output
     assert whom in output

@@ -260,7 +260,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (backward_dies_on_one, 2),
     *((trains_something_else, 2, what, "auto") for what in DIFFERENCES),
     (trains_something_else, 2, "policies", "pg"),
-    *((is_late, 2, transport, strategy, 0.5) for transport in ("shm", "pg") for strategy in LATE),
+    *((is_late, 2, transport, strategy, 1.5) for transport in ("shm", "pg") for strategy in LATE),
     *((is_late, 2, transport, "ssgd", seconds) for transport in ("shm", "pg") for seconds in (-1.0, 0.0)),
     (does_not_come, 2, 0.5),
     *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
