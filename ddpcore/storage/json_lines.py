@@ -155,7 +155,7 @@ def read_lines(path: Path) -> Lines:
     Raises:
         OSError: the file cannot be read.
     """
-    content = path.read_bytes() if path.is_file() else b""
+    content = read_file(path) if path.is_file() else b""
     texts = content.split(b"\n")  # splitlines() would also split at characters that JSON allows inside a text
     if not texts[-1]:
         texts.pop()
