@@ -32,6 +32,15 @@ DDPCORE_CLONES void mix_elements(const MixArgs& args, int64_t first, int64_t las
         using T = std::remove_pointer_t<decltype(tag)>;
         T* weights = static_cast<T*>(args.weights);
         const T* source = args.source == nullptr ? weights : static_cast<const T*>(args.source);
+        if (args.num_peers == 1 && args.noise.std == 0.0f) {  // all rows in one loop
+            const T* peer = static_cast<const T*>(args.peers[0]);
+            const float self_weight = args.self_weight, peer_weight = args.peer_weights[0];
+            DDPCORE_IVDEP
+            for (int64_t i = first; i < last; ++i) {
+                weights[i] = store<T>(mix_element(self_weight * load(source[i]), peer_weight, load(peer[i])));
+            }
+            return;
+        }
         float mixed[kTile];
         for (; first < last; first += kTile) {
             const int64_t numel = std::min(kTile, last - first);

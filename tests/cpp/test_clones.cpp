@@ -11,7 +11,7 @@
     void lamb_moments_(const LambArgs&, int64_t, int64_t); \
     void lamb_step_(const LambArgs&, int64_t, int64_t);    \
     void mix_(const MixArgs&, int64_t, int64_t);           \
-    void mix_elements(const MixArgs&, int64_t, int64_t);  \
+    void mix_elements(const MixArgs&, int64_t, int64_t);   \
     }
 DDPCORE_DECLARE_KERNELS(x86_64)
 DDPCORE_DECLARE_KERNELS(x86_64_v3)
