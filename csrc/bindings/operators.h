@@ -29,14 +29,18 @@ void lars_step_(
     const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr,
     const std::vector<int64_t>& adapt, std::string variant, double trust_coefficient, double eps, double momentum,
     double dampening, bool nesterov, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
-    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm) {
+    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm,
+    const std::optional<Tensor>& squares, std::string passes) {
     SgdCall call(
         params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt},
         sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
     const Scratch place(params[0], scratch, call.args.num_blocks, params.size());
     call.args.tickets = place.tickets;
     const LarsRule rule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)};
-    const LarsArgs args{call.args, rule, place.partials, trust_rows(params[0], trust, params.size())};
+    const PassArguments pass{passes, squares};
+    const LarsArgs args{call.args,      rule,
+                        place.partials, trust_rows(params[0], trust, params.size()),
+                        pass.passes(),  pass.squares(params[0], params.size())};
     Backend::run(params[0], call, args);
     call.tensors.copies.copy_back();
 }
@@ -49,7 +53,8 @@ void lamb_step_(
     const Tensors& device_lr, const std::vector<int64_t>& adapt, double beta1, double beta2, double eps, bool debias,
     std::string decay_mode, double min_ratio, double max_ratio, double min_weight_norm, double max_weight_norm,
     bool maximize, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-    const std::optional<Tensor>& norm_squared, double max_norm) {
+    const std::optional<Tensor>& norm_squared, double max_norm, const std::optional<Tensor>& squares,
+    std::string passes) {
     const LambRule rule{
         beta1,
         beta2,
@@ -62,7 +67,7 @@ void lamb_step_(
         static_cast<float>(max_weight_norm)};
     LambCall call(
         params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt}, rule,
-        {grad_scale, found_inf, norm_squared, max_norm, maximize}, scratch, trust);
+        {grad_scale, found_inf, norm_squared, max_norm, maximize}, scratch, trust, {passes, squares});
     Backend::run(params[0], call);
     call.tensors.copies.copy_back();
 }

@@ -150,6 +150,28 @@ inline Trust* trust_rows(const Tensor& like, const Tensor& trust, size_t num_seg
     return static_cast<Trust*>(trust.mutable_data_ptr());
 }
 
+// The passes of one call, and the sums of squares between them.
+struct PassArguments {
+    const std::string& name;
+    const std::optional<Tensor>& sums;
+
+    Passes passes() const {
+        if (name == "both") return Passes::kBoth;
+        if (name == "first") return Passes::kFirst;
+        STD_TORCH_CHECK(name == "second", "ddpcore: passes must be both, first or second, not ", name);
+        return Passes::kSecond;
+    }
+
+    NormPartials* squares(const Tensor& like, size_t num_segments) const {
+        const bool fits = sums.has_value() && sums->scalar_type() == ScalarType::Double && sums->is_contiguous() &&
+                          same_device(like, *sums) && sums->numel() == 2 * static_cast<int64_t>(num_segments);
+        STD_TORCH_CHECK(
+            passes() == Passes::kBoth ? !sums.has_value() : fits,
+            "ddpcore: squares must be float64 [params, 2] on the device of params, or None with passes 'both'");
+        return sums.has_value() ? static_cast<NormPartials*>(sums->mutable_data_ptr()) : nullptr;
+    }
+};
+
 // The tensors of an SGD or LARS step.
 struct SgdCall {
     StepTensors tensors;
@@ -195,7 +217,7 @@ struct LambCall {
     LambCall(
         const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
         const Tensors& masters, const GroupLists& lists, const LambRule& rule, const ScalingArguments& scaling,
-        const Tensor& scratch, const Tensor& trust) {
+        const Tensor& scratch, const Tensor& trust, const PassArguments& pass) {
         STD_TORCH_CHECK(
             exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size(),
             "ddpcore: exp_avgs and exp_avg_sqs must have the length of params");
@@ -225,7 +247,9 @@ struct LambCall {
             trust_rows(params[0], trust, params.size()),
             place.tickets,
             nullptr,
-            0};
+            0,
+            pass.passes(),
+            pass.squares(params[0], params.size())};
     }
 };
 

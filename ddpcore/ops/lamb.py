@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
-from ddpcore.ops.sgd import GROUP_SCHEMA, SCALING_SCHEMA
+from ddpcore.ops.sgd import GROUP_SCHEMA, PASS_SCHEMA, SCALING_SCHEMA
 
 _lamb_step = define(
     "lamb_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor(f!) scratch, Tensor(g!) trust, "
     f"{GROUP_SCHEMA}, int[] adapt, float beta1, float beta2, float eps, bool debias, str decay_mode, float min_ratio, "
-    f"float max_ratio, float min_weight_norm, float max_weight_norm, {SCALING_SCHEMA}) -> ()",
+    f"float max_ratio, float min_weight_norm, float max_weight_norm, {SCALING_SCHEMA}, "
+    f"{PASS_SCHEMA}) -> ()",
     reference.lamb_step_,
     no_result,
 )
@@ -50,6 +51,8 @@ def lamb_step_(
     found_inf: Tensor | None = None,
     norm_squared: Tensor | None = None,
     max_norm: float = 0.0,
+    squares: Tensor | None = None,
+    passes: str = "both",
 ) -> None:
     """One LAMB step (You et al. 2020, algorithm 2) on every tensor, in place.
 
@@ -70,11 +73,16 @@ def lamb_step_(
         decay_mode: ``in_update`` (the paper), ``coupled`` (decay is added to the gradient) or ``decoupled`` (``w *= 1 -
             lr*weight_decay``, not scaled by the ratio).
         min_ratio, max_ratio, min_weight_norm, max_weight_norm: bounds of the ratio and of phi.
+        squares: float64 ``[len(params), 2]`` with passes ``first``, which writes the sums of squares of weights and
+            updates, and with ``second``, which reads them; else None.
+        passes: ``both``; or ``first`` and, after the caller has added the squares of all shards of the tensors,
+            ``second``, with the same arguments.
 
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not match, or the decay mode is unknown.
     """
     tensors = params, grads, exp_avgs, exp_avg_sqs, masters, steps, scratch, trust
     groups = group_sizes, lr, weight_decay, device_lr, adapt
+    scaling = maximize, grad_scale, found_inf, norm_squared, max_norm
     rule = beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm
-    _lamb_step(*tensors, *groups, *rule, maximize, grad_scale, found_inf, norm_squared, max_norm)
+    _lamb_step(*tensors, *groups, *rule, *scaling, squares, passes)

@@ -58,6 +58,7 @@ def _tensor_steps(
     found_inf: Tensor | None = None,
     norm_squared: Tensor | None = None,
     max_norm: float = 0.0,
+    is_counted: bool = True,
 ) -> Iterator[_TensorStep]:
     """Check the lists, yield the step of each tensor, then count the step. Yields nothing if ``found_inf`` is set."""
     _check(params, grads, group_sizes, *others, masters)
@@ -81,7 +82,7 @@ def _tensor_steps(
             taken=int(steps[group].item()) if steps else None,
             factor=-factor if maximize else factor,
         )
-    for step in steps:
+    for step in steps if is_counted else ():
         step.add_(1)
 
 
@@ -108,6 +109,17 @@ def _store(index: int, weight: Tensor, params: Sequence[Tensor], masters: Sequen
     params[index].copy_(weight)
     if masters:
         masters[index].copy_(weight)
+
+
+def _norms(first: Tensor, second: Tensor, position: int, squares: Tensor | None, passes: str) -> tuple[float, float]:
+    """The norms of two tensors. The second pass takes them from ``squares``, into which the first pass writes."""
+    if passes == "second":
+        assert squares is not None
+        return math.sqrt(squares[position, 0]), math.sqrt(squares[position, 1])
+    sums = first.double().square().sum(), second.double().square().sum()
+    if squares is not None:
+        squares[position] = torch.stack(sums)
+    return math.sqrt(sums[0]), math.sqrt(sums[1])
 
 
 def _sgd_weight(
@@ -174,14 +186,19 @@ def lars_step_(
     dampening: float,
     nesterov: bool,
     decoupled: bool,
+    squares: Tensor | None = None,
+    passes: str = "both",
     **shared: Any,
 ) -> None:
     """Reference implementation of :func:`ddpcore.ops.lars_step_`."""
     rule: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "decoupled": decoupled}
+    shared["is_counted"] = passes != "first"
     for step in _tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
         weight, grad = step.weight, grads[step.position]
-        weight_norm = math.sqrt(weight.double().square().sum())
-        grad_norm = math.sqrt(grad.double().square().sum()) * abs(_rounded(step.factor, weight))
+        weight_norm, grad_norm = _norms(weight, grad, step.position, squares, passes)
+        grad_norm *= abs(_rounded(step.factor, weight))
+        if passes == "first":
+            continue
         ratio = 1.0
         if step.adapt and weight_norm != 0 and grad_norm != 0:
             coupled = 0.0 if decoupled else step.weight_decay
@@ -217,11 +234,14 @@ def lamb_step_(
     max_ratio: float,
     min_weight_norm: float,
     max_weight_norm: float,
+    squares: Tensor | None = None,
+    passes: str = "both",
     **shared: Any,
 ) -> None:
     """Reference implementation of :func:`ddpcore.ops.lamb_step_`."""
     if not steps:
         raise RuntimeError("ddpcore: steps must have the length of group_sizes")
+    shared["is_counted"] = passes != "first"
     for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
         weight, exp_avg, exp_avg_sq = step.weight, exp_avgs[step.position], exp_avg_sqs[step.position]
         decay, count = step.weight_decay, 1 + (step.taken or 0)
@@ -229,14 +249,16 @@ def lamb_step_(
         debias2 = _rounded(1.0 / (1.0 - _power(beta2, count)), weight) if debias else 1.0
         direction = _rounded(step.factor, weight) * _wide(grads[step.position])
         direction = direction + (decay if decay_mode == "coupled" else 0.0) * weight
-        exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
-        exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
+        if passes != "second":
+            exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
+            exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
         # The root in float64, because torch's own fp32 root is not always the nearest number.
         root = (debias2 * exp_avg_sq).double().sqrt().to(weight.dtype)
         update = (debias1 * exp_avg) / (root + _rounded(eps, weight))
         update = update + (decay if decay_mode == "in_update" else 0.0) * weight
-        weight_norm = math.sqrt(weight.double().square().sum())
-        update_norm = math.sqrt(update.double().square().sum())
+        weight_norm, update_norm = _norms(weight, update, step.position, squares, passes)
+        if passes == "first":
+            continue
         ratio = 1.0
         if step.adapt and weight_norm != 0 and update_norm != 0:
             phi = _clamped(weight_norm, _rounded(min_weight_norm, weight), _rounded(max_weight_norm, weight))

@@ -22,6 +22,7 @@ from typing_extensions import override
 from ddpcore import ops
 from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing
 from ddpcore.optim.checks import check_common, check_one_norm, check_state, options_of, overlaps_itself
+from ddpcore.optim.shards import Shards, check_shards, is_dtensor, local, local_gradients
 from ddpcore.optim.states import create_states, restore_bits, split_steps
 from ddpcore.optim.weight_step import ColumnRule, WeightStep
 from ddpcore.parameters.flat import FlatParameters
@@ -45,6 +46,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _weight_step: WeightStep | None = None
 
     operator: ClassVar[str]  # the name of the kernel in ddpcore.ops
+    uses_norms: ClassVar[bool] = False  # whether the step of a tensor depends on its norms
     buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)  # states of a parameter besides step and master
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # states that are fp32 for parameters of all dtypes
 
@@ -90,8 +92,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.is_complex():
                     raise ValueError(f"a parameter is {param.dtype}: pass torch.view_as_real of it, or real parameters")
-                if hasattr(param, "device_mesh"):
-                    raise ValueError("a parameter is a DTensor: fused optimizers need whole tensors, on every rank")
+            check_shards(key for key, _ in self.named_parameters())
         except ValueError:
             self.param_groups.pop()
             raise
@@ -237,9 +238,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             sizes.append(len(params) - before)
         if not params:
             return
+        shards = local_gradients(params, grads, self.named_parameters) if any(map(is_dtensor, params)) else grads
         plan = self._plan_of(name, groups, params, grads, sizes)
         states = [self.state.get(param, _NO_STATE) for param in params]
-        self._step_batches(plan.batches, groups, params, grads, states)
+        self._step_batches(plan, groups, params, shards, states)
         if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
             if is_capturing(params[0]):
@@ -247,23 +249,36 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _step_batches(
         self,
-        batches: list[Batch],
+        plan: BatchPlan,
         groups: Sequence[Group],
         params: list[Tensor],
         grads: list[Tensor],
         states: list[State],
     ) -> None:
         max_norm = groups[0]["max_grad_norm"]
-        norm_squared = None if max_norm is None else self._norm_squared(batches, grads)
+        norm_squared = None if max_norm is None else self._norm_squared(plan, grads)
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
-        for batch in batches:
+        if plan.shards is None or not self.uses_norms:
+            self._run(plan, groups, (params, grads, states), scaling)
+        else:
+            self._run(plan, groups, (params, grads, states), scaling, passes="first")
+            plan.shards.add_()
+            self._run(plan, groups, (params, grads, states), scaling, passes="second")
+
+    def _run(self, plan: BatchPlan, groups: Sequence[Group], lists: Any, scaling: Any, **passes: str) -> None:
+        params, grads, states = lists
+        for batch in plan.batches:
             options = [groups[index] for index in batch.groups]
             names = self.state_names(options[0])
             members = batch.of(states)
             buffers = [[state[name] for state in members] if name in names else [] for name in self.buffers]
             masters = [state["master"] for state in members] if batch.masters else []
             tensors = [batch.of(params), batch.of(grads), *buffers, masters]
-            common = common_arguments(options, batch, scaling)
+            if plan.shards is not None:
+                tensors = [list(map(local, column)) for column in tensors]
+            common = common_arguments(options, batch, scaling) | passes
+            if passes:
+                common["squares"] = plan.shards.squares(batch)
             operator = getattr(batch.kernels, self.operator)
             operator(*tensors, batch.steps, batch.scratch, **self.arguments(batch, options), **common)
 
@@ -277,7 +292,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check(params, grads)
             batches = self._batches(groups, params, sizes, known[0])
             known = self._known(groups, params, grads, sizes)
-            plan = self._kept[name] = BatchPlan(params, self._steps_of(params), known, batches)
+            shards = Shards(params, batches) if any(map(is_dtensor, params)) else None
+            plan = self._kept[name] = BatchPlan(params, self._steps_of(params), known, batches, shards)
         return plan
 
     def _steps_of(self, params: list[Tensor]) -> list[Tensor | None]:
@@ -293,7 +309,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
             raise RuntimeError(f"{type(self).__name__}: a gradient must have the dtype and device of its parameter")
-        if True in [overlaps_itself(param) for param in params]:
+        if True in [overlaps_itself(local(param)) for param in params]:
             raise RuntimeError(f"{type(self).__name__}: a parameter overlaps itself in memory: pass a clone of it")
 
     def _known(
@@ -353,7 +369,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                         steps.append(step)
                 positions.append(position)
                 counts[-1] += 1
-            segments = [params[position] for position in positions]
+            segments = [local(params[position]) for position in positions]
             batches.append(
                 Batch(
                     members=positions,
@@ -371,9 +387,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return batches
 
-    def _norm_squared(self, batches: list[Batch], grads: list[Tensor]) -> Tensor:
+    def _norm_squared(self, plan: BatchPlan, grads: list[Tensor]) -> Tensor:
+        if plan.shards is not None:
+            return plan.shards.norm_squared(plan.batches, grads)
         norms = []
-        for batch in batches:
+        for batch in plan.batches:
             batch.kernels.total_norm_(batch.of(grads), batch.norm)
             norms.append(batch.norm[:1])
         return reduce(lambda total, norm: total + norm.to(total.device), norms)

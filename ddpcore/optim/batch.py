@@ -52,6 +52,7 @@ class BatchPlan:
     steps: list[Tensor | None]  # these, the step counters of the parameters, too,
     known: tuple[list[Any], ...]  # and these are equal
     batches: list[Batch]
+    shards: Any = None  # a Shards, if a parameter is a DTensor
 
 
 def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any, Any, Any, float]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpcore.optim.batch import Group
+from ddpcore.optim.shards import check_shard_of_state
 from ddpcore.options.typed import check_range
 
 _OF_TORCH = ("capturable", "differentiable", "foreach", "fused")
@@ -122,3 +123,5 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Seque
                 f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
                 f"the parameter has {tuple(param.shape)}"
             )
+        elif value is not None:
+            check_shard_of_state(index, name, param, value)
