@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,10 +67,9 @@ def test_shards_that_end_with_a_block(rule, device, assert_same_bits):
     whole = new_step(rule, "fp32", [3 * 4096 + 100], device)
     cuts = [0, 4096, 4096, 3 * 4096, 3 * 4096 + 100]  # one is empty
     shards = []
-    for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
-        shard = whole.change(
-            lambda tensor, part=slice(begin, end): tensor[part].clone() if tensor.numel() > 99 else tensor
-        )
+    for begin, end in pairwise(cuts):
+        part = slice(begin, end)
+        shard = whole.change(lambda tensor, part=part: tensor[part].clone() if tensor.numel() > 99 else tensor)
         shard.steps = [whole.steps[0].clone()]
         shard.scratch, shard.trust = ops.new_scratch(shard.params), ops.new_trust(shard.params)
         shards.append(shard)

@@ -1,4 +1,4 @@
-"""DTensors: a step on shards is the step on whole tensors, on every mesh, and checkpoints go from 4 ranks to 2 and 1."""
+"""DTensors: a step on shards is the step on whole tensors, and checkpoints of 4 ranks load on 2 and on 1."""
 
 from __future__ import annotations
 
