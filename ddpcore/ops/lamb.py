@@ -63,26 +63,22 @@ def lamb_step_(
 
     Args:
         exp_avgs, exp_avg_sqs: m and v, float32, one per parameter; changed in place.
-        steps: one float32 per group: the number of steps taken so far, increased by one.
+        steps: one float32 per group: steps taken so far, increased by one.
         scratch: see :func:`new_scratch`; float64 on the parameters' device, zero at first.
         trust: float64 ``[len(params), 3]``, overwritten: ratio, weight norm and update norm of each tensor.
         adapt: one per group: 0 sets the ratio to 1.
-        beta1, beta2: decay rates of m and v.
-        eps: added to the square root.
+        beta1, beta2, eps: decay rates of m and v, and a number that is added to the square root.
         debias: divide m and v by ``1 - beta^step``, which gives m_hat and v_hat.
-        decay_mode: ``in_update`` (the paper), ``coupled`` (decay is added to the gradient) or ``decoupled`` (``w *= 1 -
-            lr*weight_decay``, not scaled by the ratio).
+        decay_mode: ``in_update`` (the paper), ``coupled`` (added to the gradient) or ``decoupled`` (without the ratio).
         min_ratio, max_ratio, min_weight_norm, max_weight_norm: bounds of the ratio and of phi.
-        squares: float64 ``[len(params), 2]`` with passes ``first``, which writes the sums of squares of weights and
-            updates, and with ``second``, which reads them; else None.
-        passes: ``both``; or ``first`` and, after the caller has added the squares of all shards of the tensors,
-            ``second``, with the same arguments.
+        squares: float64 ``[len(params), 2]``: sums of squares of weights and updates, written by pass ``first`` and read
+            by ``second``. Between these calls the caller adds those of other shards. None with ``both``.
+        passes: ``both``, ``first`` or ``second``.
 
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not match, or the decay mode is unknown.
     """
     tensors = params, grads, exp_avgs, exp_avg_sqs, masters, steps, scratch, trust
     groups = group_sizes, lr, weight_decay, device_lr, adapt
-    scaling = maximize, grad_scale, found_inf, norm_squared, max_norm
     rule = beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm
-    _lamb_step(*tensors, *groups, *rule, *scaling, squares, passes)
+    _lamb_step(*tensors, *groups, *rule, maximize, grad_scale, found_inf, norm_squared, max_norm, squares, passes)

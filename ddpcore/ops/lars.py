@@ -66,10 +66,9 @@ def lars_step_(
         variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``.
         trust_coefficient: eta in the paper.
         eps: added to the denominator of R.
-        squares: float64 ``[len(params), 2]`` with passes ``first``, which writes the sums of squares of weights and
-            gradients, and with ``second``, which reads them; else None.
-        passes: ``both``; or ``first`` and, after the caller has added the squares of all shards of the tensors,
-            ``second``, with the same arguments.
+        squares: float64 ``[len(params), 2]``: sums of squares of weights and gradients, written by pass ``first`` and read
+            by ``second``. Between these calls the caller adds those of other shards. None with ``both``.
+        passes: ``both``, ``first`` or ``second``.
 
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not match, or the variant is unknown.

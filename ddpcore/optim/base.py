@@ -258,7 +258,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_norm = groups[0]["max_grad_norm"]
         norm_squared = None if max_norm is None else self._norm_squared(plan, grads)
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
-        if plan.shards is None or not self.uses_norms:
+        if plan.shards is None or not self.uses_norms or plan.shards.num_reductions == 0:
             self._run(plan, groups, (params, grads, states), scaling)
         else:
             self._run(plan, groups, (params, grads, states), scaling, passes="first")

@@ -129,6 +129,11 @@ class Shards:
             parts = sums.rows.split([len(batch.members) for batch in mine])
             self._squares.update({id(batch): part for batch, part in zip(mine, parts, strict=True)})
 
+    @property
+    def num_reductions(self) -> int:
+        """All-reduces of :meth:`add_`: none if this rank has all of each tensor."""
+        return sum(len(sums.groups) for sums in self._sums)
+
     def squares(self, batch: Batch) -> Tensor:
         """``[params, 2]``: where the first pass of a batch writes its sums of squares."""
         return self._squares[id(batch)]
@@ -162,13 +167,13 @@ class _Sums:
             for dim, placement in enumerate(placements_of(param) if is_dtensor(param) else ()):
                 if mesh_of(param).size(dim) > 1 and not placement.is_replicate():
                     members.setdefault(mesh_of(param).get_group(dim), []).append(row)
-        self._groups = [
+        self.groups = [
             (group, None if len(rows) == len(params) else torch.tensor(rows, device=device))
             for group, rows in members.items()
         ]
 
     def add_(self) -> None:
-        for group, rows in self._groups:
+        for group, rows in self.groups:
             part = self.rows if rows is None else self.rows.index_select(0, rows)
             dist.all_reduce(part, group=group)
             if rows is not None:
