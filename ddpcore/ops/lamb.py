@@ -71,8 +71,8 @@ def lamb_step_(
         debias: divide m and v by ``1 - beta^step``, which gives m_hat and v_hat.
         decay_mode: ``in_update`` (the paper), ``coupled`` (added to the gradient) or ``decoupled`` (without the ratio).
         min_ratio, max_ratio, min_weight_norm, max_weight_norm: bounds of the ratio and of phi.
-        squares: float64 ``[len(params), 2]``: sums of squares of weights and updates, written by pass ``first`` and read
-            by ``second``. Between these calls the caller adds those of other shards. None with ``both``.
+        squares: float64 ``[len(params), 2]``: sums of squares of weights and updates. Pass ``first`` writes them and
+            ``second`` reads them; between these calls the caller adds those of other shards. None with ``both``.
         passes: ``both``, ``first`` or ``second``.
 
     Raises:

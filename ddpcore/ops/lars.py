@@ -66,8 +66,8 @@ def lars_step_(
         variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``.
         trust_coefficient: eta in the paper.
         eps: added to the denominator of R.
-        squares: float64 ``[len(params), 2]``: sums of squares of weights and gradients, written by pass ``first`` and read
-            by ``second``. Between these calls the caller adds those of other shards. None with ``both``.
+        squares: float64 ``[len(params), 2]``: sums of squares of weights and gradients. Pass ``first`` writes them and
+            ``second`` reads them; between these calls the caller adds those of other shards. None with ``both``.
         passes: ``both``, ``first`` or ``second``.
 
     Raises:
