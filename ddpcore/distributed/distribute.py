@@ -25,10 +25,12 @@ from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
+from ddpcore.optim.muon import Muon
 from ddpcore.parameters.flat import FlatParameters, MiB
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
 from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.baselines import DDP
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
 
@@ -81,7 +83,11 @@ def distribute(
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
     if isinstance(strategy, Baseline):
-        return _baseline(model, strategy, group, {**settings, **buckets, "timeout": timeout, "vectorize": vectorize})
+        options = {**settings, **buckets, "timeout": timeout, "vectorize": vectorize}
+        handle = _baseline(model, strategy, group, options)
+        if isinstance(strategy, DDP):
+            _share_work(optimizer, default_group(group))
+        return handle
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
@@ -92,7 +98,16 @@ def distribute(
         learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         with own_hooks():
-            return HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
+            handle = HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
+    if learners is None and strategy.learners_stay_identical:
+        _share_work(optimizer, group)
+    return handle
+
+
+def _share_work(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
+    """Ranks with the same gradients orthogonalize each matrix once."""
+    if isinstance(optimizer, Muon) and optimizer.process_group is None:
+        optimizer.process_group = group
 
 
 def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype) -> None:
@@ -231,6 +246,11 @@ def _check(
         raise ValueError(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it: take "
             "a fused optimizer, ddpcore's or torch's fused=True"
+        )
+    if isinstance(optimizer, Muon) and optimizer.process_group is not None and not strategy.learners_stay_identical:
+        raise ValueError(
+            f"Muon has a process_group, whose ranks need the same gradients, and under {strategy.name} they differ: "
+            "leave process_group out"
         )
     if strategy.in_use:
         raise ValueError("the strategy already serves a distribute() call: make a new one")
