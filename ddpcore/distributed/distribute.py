@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from ddpcore.strategies.baselines import DDP
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
 
+Handle = TypeVar("Handle", bound=Distributed)
+
 
 def distribute(
     model: nn.Module,
@@ -60,15 +62,13 @@ def distribute(
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
-            on each rank). For these, call the returned ``.model`` with inputs ``[learners, batch, ...]`` and add the
-            losses of the learners. ``handle.models`` lists the learners' models, see docs/strategies.md.
+            on each rank). Call their ``.model`` with inputs ``[learners, batch, ...]`` and add the learners' losses.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
         link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
-        bucket_bytes: the largest bucket of averaged gradients. Buckets that one parameter completes are sent together.
-        first_bucket_bytes: size of the first bucket.
+        bucket_bytes, first_bucket_bytes: sizes of the largest bucket of averaged gradients, and of the first one.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
 
@@ -84,10 +84,7 @@ def distribute(
     settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
     if isinstance(strategy, Baseline):
         options = {**settings, **buckets, "timeout": timeout, "vectorize": vectorize}
-        handle = _baseline(model, strategy, group, options)
-        if isinstance(strategy, DDP):
-            _share_work(optimizer, default_group(group))
-        return handle
+        return _baseline(model, optimizer, strategy, group, options)
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     _agree(group, model, optimizer, strategy, {**settings, **buckets})
@@ -99,15 +96,14 @@ def distribute(
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         with own_hooks():
             handle = HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
-    if learners is None and strategy.learners_stay_identical:
-        _share_work(optimizer, group)
-    return handle
+    return _share_work(handle, optimizer, group if learners is None and strategy.learners_stay_identical else None)
 
 
-def _share_work(optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
-    """Ranks with the same gradients orthogonalize each matrix once."""
+def _share_work(handle: Handle, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> Handle:
+    """Ranks of the group, which have the same gradients, orthogonalize each matrix once. Returns the handle."""
     if isinstance(optimizer, Muon) and optimizer.process_group is None:
         optimizer.process_group = group
+    return handle
 
 
 def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype) -> None:
@@ -131,13 +127,18 @@ def _make_learner(
 
 
 def _baseline(
-    model: nn.Module, strategy: Baseline, group: dist.ProcessGroup | None, options: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Baseline,
+    group: dist.ProcessGroup | None,
+    options: dict[str, Any],
 ) -> Distributed:
     if given := _given({**options, "policies": None if options["policies"] == Policies() else options["policies"]}):
         raise ValueError(f"{strategy.name} does not use these options: leave {given} out")
     _check_unused(model)
     comm = strategy.connect(group)
-    return Distributed(strategy.wrap(model, group), comm)
+    handle = Distributed(strategy.wrap(model, group), comm)
+    return _share_work(handle, optimizer, default_group(group) if isinstance(strategy, DDP) else None)
 
 
 def _given(options: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD
+from ddpcore.optim import FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, Muon
 from helpers import shard_checkpoint_ranks
 from helpers.ranks import join
 
@@ -201,6 +201,7 @@ def refused(meshes: dict[str, DeviceMesh]) -> dict[str, Any]:
     message("tied groups", lambda: FusedLARS([{"params": tied[:1]}, {"params": tied[1:]}]))
     partial = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     message("partial", lambda: FusedSGD([("sum", partial)]))
+    message("muon", lambda: Muon(named()))
     state = saved["state"][0]
     saved["state"][0] = {**state, "exp_avg": whole(state["exp_avg"])}
     message("whole state", lambda: optimizer.load_state_dict(saved))

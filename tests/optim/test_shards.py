@@ -100,6 +100,7 @@ def test_a_partial_gradient_is_reduced(seen, assert_same_bits):
         ("mesh of the gradient", r"the gradient of parameter first is on DeviceMesh\(\(replicas=2.*distribute_tensor$"),
         ("tied", "parameter out is a shard of the same memory as parameter in: tie them as one parameter"),
         ("tied groups", "parameter out is a shard of the same memory as parameter in"),
+        ("muon", "parameter first is a DTensor, and Muon needs whole matrices"),
         ("partial", "parameter sum is a DTensor with partial sums"),
         ("whole state", "exp_avg of parameter 0 is a whole tensor and the parameter a DTensor: load it with"),
         ("other layout", r"exp_avg of parameter 0 is laid out as \(Replicate\(\),\)"),
