@@ -15,7 +15,14 @@ from typing_extensions import override
 
 from ddpcore.optim.batch import Group
 from ddpcore.optim.checks import check_flag, check_lr, check_number, check_state, is_number
-from ddpcore.optim.newton_schulz import COEFFICIENTS, direct_products, gram_products, orthogonalize, owners_of
+from ddpcore.optim.newton_schulz import (
+    COEFFICIENTS,
+    direct_products,
+    gram_products,
+    orthogonalize,
+    owners_of,
+    takes_gram,
+)
 from ddpcore.optim.shards import is_dtensor
 from ddpcore.options.typed import check_choice
 
@@ -53,7 +60,8 @@ class Muon(torch.optim.Optimizer):
         betas: of AdamW.
         adamw_eps: of AdamW.
         adamw_lr: learning rate of groups with ``rule="adamw"`` that give none; None: ``lr``.
-        ns_dtype: of the matrix products; None: bfloat16 on GPUs, float32 on CPUs. float64 parameters have float64.
+        ns_dtype: of the matrix products; float64 parameters have float64. float32 is faster on CPUs that have no
+            instructions for bfloat16, and takes the Gram form where it has fewer multiplications.
         process_group: see above.
 
     Raises:
@@ -77,11 +85,11 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
         adamw_lr: float | None = None,
-        ns_dtype: torch.dtype | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.process_group, self._adamw_lr, self._ns_dtype = process_group, adamw_lr, ns_dtype
-        if ns_dtype is not None and not ns_dtype.is_floating_point:
+        if not isinstance(ns_dtype, torch.dtype) or not ns_dtype.is_floating_point:
             raise ValueError(f"ns_dtype is {ns_dtype}: it must be a floating-point dtype")
         if adamw_lr is not None:
             check_number("adamw_lr", adamw_lr)
@@ -174,11 +182,7 @@ class Muon(torch.optim.Optimizer):
             yield _Matrix(param, momentum, group, self._dtype_of(param))
 
     def _dtype_of(self, param: Tensor) -> torch.dtype:
-        if param.dtype == torch.float64:
-            return torch.float64
-        if self._ns_dtype is not None:
-            return self._ns_dtype
-        return torch.float32 if param.device.type == "cpu" else torch.bfloat16
+        return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
 
     def _updates(self, matrices: list[_Matrix]) -> list[Tensor]:
         """O(u) of all matrices, with ``rows <= columns``, from this rank and the others."""
@@ -199,9 +203,9 @@ class Muon(torch.optim.Optimizer):
             sent = torch.zeros(most, dtype=kind[1], device=kind[0])
             for matrix, place in _places(parts[rank], sent):
                 place.copy_(computed[id(matrix)])
-            received = torch.empty(world_size * most, dtype=kind[1], device=kind[0])
-            dist.all_gather_into_tensor(received, sent, group=group)
-            for part, row in zip(parts, received.view(world_size, most), strict=True):
+            received = [torch.empty_like(sent) for _ in range(world_size)]
+            dist.all_gather(received, sent, group=group)
+            for part, row in zip(parts, received, strict=True):
                 updates.update((id(matrix), place) for matrix, place in _places(part, row))
         return [updates[id(matrix)] for matrix in matrices]
 
@@ -262,8 +266,8 @@ class _Matrix:
     @property
     def cost(self) -> int:
         """Multiplications."""
-        steps = self.group["ns_steps"]
-        return min(direct_products(*self.wide, steps), gram_products(*self.wide, steps))
+        form = gram_products if takes_gram(*self.wide, self.group["ns_steps"], self.dtype) else direct_products
+        return form(*self.wide, self.group["ns_steps"])
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ def give_gradients(step: int, *lists: list[nn.Parameter]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_to_torch(setting, dtype, assert_same_bits):
     ours, theirs = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
-    mine = Muon(ours, lr=0.02, ns_dtype=torch.bfloat16, **setting)
+    mine = Muon(ours, lr=0.02, **setting)
     other = torch.optim.Muon(theirs, lr=0.02, **setting)
     for step in range(6):
         give_gradients(step, ours, theirs)
@@ -52,7 +52,7 @@ def test_equal_to_torch(setting, dtype, assert_same_bits):
 def test_equal_to_torch_without_nesterov(assert_same_bits):
     """In fp32: torch.optim.Muon divides a momentum of 16 bits by its norm in place, because it does not copy it."""
     ours, theirs = parameters(SHAPES), parameters(SHAPES)
-    mine = Muon(ours, nesterov=False, ns_dtype=torch.bfloat16)
+    mine = Muon(ours, nesterov=False)
     other = torch.optim.Muon(theirs, nesterov=False)
     for step in range(3):
         give_gradients(step, ours, theirs)
@@ -63,9 +63,9 @@ def test_equal_to_torch_without_nesterov(assert_same_bits):
 
 
 def test_float32_products_are_nearer_to_the_equations():
-    """The default on CPUs differs from torch.optim.Muon by the rounding of 16 bits."""
+    """They differ from torch.optim.Muon by the rounding of 16 bits."""
     ours, theirs, exact = (parameters(SHAPES, dtype) for dtype in (torch.float32, torch.float32, torch.float64))
-    optimizers = [Muon(ours), torch.optim.Muon(theirs), Muon(exact)]
+    optimizers = [Muon(ours, ns_dtype=torch.float32), torch.optim.Muon(theirs), Muon(exact)]
     give_gradients(0, ours, theirs, exact)
     for optimizer in optimizers:
         optimizer.step()
@@ -249,7 +249,7 @@ def test_states(assert_same_bits):
         assert_same_bits(left, right)
 
     ours, theirs = parameters(SHAPES), parameters(SHAPES)
-    foreign, mine = torch.optim.Muon(theirs, lr=0.02), Muon(ours, ns_dtype=torch.bfloat16)
+    foreign, mine = torch.optim.Muon(theirs, lr=0.02), Muon(ours)
     give_gradients(0, theirs)
     foreign.step()
     for left, right in zip(ours, theirs, strict=True):
