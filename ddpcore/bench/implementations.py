@@ -118,7 +118,6 @@ COMPARISONS = (
     Comparison("sgd", OURS["sgd"], _SGD),
     Comparison("lars", OURS["lars"], _SGD),
     Comparison("lamb", OURS["lamb"], _ADAMW),
-    Comparison("muon", OURS["muon"], _MUON),
     _peer("lamb", "torch_optimizer", "Lamb", _DECAY, install=_EXTRA),
     _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY, install=_EXTRA),
     _peer("lars", "torch_optimizer", "LARS", _MOMENTUM, install=_EXTRA),
@@ -126,5 +125,6 @@ COMPARISONS = (
     _peer("lamb", "timm.optim", "Lamb", {**_DECAY, "max_grad_norm": None}, **_TIMM),
     _peer("sgd", "apex.optimizers", "FusedSGD", _MOMENTUM, **_APEX),
     _peer("lamb", "apex.optimizers", "FusedLAMB", _DECAY, **_APEX),
+    Comparison("muon", OURS["muon"], _MUON),
 )
 """In the order of the table."""
