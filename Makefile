@@ -1,4 +1,4 @@
-# make bench | test | check | docs | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
+# make bench | test | check | check-sanitizers | fuzz | docs | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
 #
 #   make bench ARGS="--model mlp"              any flags of python -m ddpcore.bench
 #   make test ARGS="tests/ops" WORKERS=0       some tests, in this process alone
@@ -25,7 +25,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: bench test check lint types cpp docs mutations sass build sdist wheel release-check clean
+.PHONY: bench test check check-sanitizers fuzz lint types cpp docs mutations sass build sdist wheel release-check clean
 bench: build
 	@$(PY) -m ddpcore.bench $(ARGS)
 
@@ -60,6 +60,17 @@ docs: $(TOOLED)
 mutations:
 	@tools/system_packages
 	python3 tests/cuda_on_cpu/mutations.py $(ARGS)
+
+# The CPU kernels, the counters in shared memory and the operators under sanitizers, with a stress of a minute each:
+# DDPCORE_SANITIZE=address,undefined|thread. Takes minutes.
+check-sanitizers: $(TOOLED)
+	@tools/system_packages
+	PY=$(PY) tools/check_sanitizers
+
+# Fuzzes the readers of files from strangers: make fuzz ARGS="pickle hdf5 --seconds 3600". Needs atheris.
+fuzz: build $(TOOLED)
+	@$(PY) -c 'import atheris' 2> /dev/null || [ "$(PY)" != .venv/bin/python ] || $(PY) -m pip install -q -c constraints.txt atheris
+	@$(PY) tests/fuzz/fuzz.py $(ARGS)
 
 # What limits each CUDA kernel on several GPUs, from its machine code. Needs nvcc, and no GPU.
 sass:

@@ -6,6 +6,8 @@ DDPCORE_CUDA=0|1 overrides the choice whether the CUDA kernels are built; by def
 CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and holds here too; without it
 they are compiled for the GPUs of this machine, or for all where there is none. DDPCORE_LOCAL_VERSION=cu13 makes a wheel
 for CUDA 13 with this suffix of its version.
+
+DDPCORE_SANITIZE=address,undefined|thread compiles the CPU kernels with these sanitizers, for tools/check_sanitizers.
 """
 
 import importlib.util
@@ -45,6 +47,11 @@ CXX_FLAGS = [
     STABLE_ABI,
 ]
 LINK_FLAGS = ["-Wl,-s"]  # no symbols but those that the dynamic linker needs
+SANITIZE = os.environ.get("DDPCORE_SANITIZE")
+if SANITIZE:  # without clones (csrc/cpu/dispatch.h): they are resolved before a sanitizer is ready
+    CXX_FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", "-U__gnu_linux__", f"-fsanitize={SANITIZE}"]
+    CXX_FLAGS += ["-fno-sanitize-recover=all"]
+    LINK_FLAGS = [f"-fsanitize={SANITIZE}"]
 EVERY_ARCHITECTURE = "7.5;8.0;9.0+PTX"  # newer ones compile the PTX when they load it
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", STABLE_ABI]
 

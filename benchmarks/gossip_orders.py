@@ -40,7 +40,10 @@ def distances(order: str, num_learners: int, lr: float, num_steps: int) -> dict[
     for step in range(num_steps):
         optimizer.zero_grad()
         (0.5 * (handle.model(torch.ones(num_learners, 1, 1)) - centres).square()).sum().backward()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except ddpcore.NonFiniteError:
+            return dict.fromkeys(("mean_error", "consensus"), float("nan")) | {"consensus_halfway": halfway}
         if step + 1 == num_steps // 2:
             halfway = handle.consensus_distance()
     error = (handle.evaluation_model().weight.item() - centres.mean()).abs().item()

@@ -223,7 +223,7 @@ bench() {
     local name training=(--device $device --json "$out/training.jsonl")
     local ranks=(--device $device --world-size "$num_gpus")
     step optim-float32 30 "$python" -m ddpcore.bench optim --device $device "${lists[@]}" --json "$out/optim-float32.json"
-    for name in sgd lars lamb mix mix_sgd norms; do
+    for name in sgd adamw lars lamb mix mix_steps norms; do
         kernel bench_$name 9 "${all[@]}"
     done
     kernel bench_noise 9 --learners 2 "${noise[@]}"

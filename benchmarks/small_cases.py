@@ -64,7 +64,8 @@ def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
             share = 1 / (num_peers + 1)
             ops.mix_(weights, peers, share, [share] * num_peers)
             ops.mix_(weights, peers, share, [share] * num_peers, ops.Noise(0.1, seed=1, step=2, first=3))
-            ops.mix_sgd_step_(weights, peers, share, [share] * num_peers, grad, buffer, lr=0.1, momentum=0.9)
+            mixture = ops.Mixture(peers, share, [share] * num_peers)
+            ops.mix_sgd_step_([weights], [grad], [buffer], [], None, mixture, [0], lr=0.1, momentum=0.9)
         for num_others in (0, 1):
             others = [randn((numel,), options, dtype) for _ in range(num_others)]
             columns = torch.arange(3 + num_others).repeat(3)

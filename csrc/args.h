@@ -42,6 +42,47 @@ struct GradScaling {
     bool maximize;
 };
 
+// Gaussian noise: element i of a tensor gets std * (standard normal number first + i of random.h).
+struct Noise {
+    float std;  // 0: no noise
+    uint64_t seed;
+    uint64_t step;
+    int64_t first;  // number of element 0, not negative
+};
+
+// weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise, added in the order of k.
+struct MixArgs {
+    void* weights;
+    const void* const* peers;   // host memory, num_peers pointers of the same dtype and numel as weights
+    const float* peer_weights;  // host memory
+    int64_t num_peers;
+    float self_weight;
+    int64_t numel;
+    DType dtype;
+    double* partials;  // scratch [num_blocks, num_peers]: one row a block; null before a step, which forms no distances
+    double* sums;      // [num_peers]: squared distance of the weights before the mix to each peer
+    Noise noise{};
+    const void* source = nullptr;  // weights before the mix, only read; null: those in `weights`
+};
+
+// What the steps of all optimizers have in common.
+template <typename Segment>
+struct StepArgs {
+    const Segment* segments;  // host memory; the CUDA kernels get them as kernel arguments
+    int64_t num_segments;
+    int64_t num_blocks;
+    const StepGroup* groups;  // host memory
+    int64_t num_groups;
+    DType dtype;   // of params and gradients
+    bool masters;  // whether the segments have masters: all or none
+    GradScaling scaling;
+    uint64_t*
+        tickets;  // CUDA: counters that are zero between steps [num_segments + 2]; null if no group has a step count
+    // Not null: the weights are averaged before the step. The params are places in mix->weights, and no segment has a
+    // master. The averaged weights are rounded to their dtype, so that one pass has the bits of mix_ and then the step.
+    const MixArgs* mix = nullptr;
+};
+
 // Hyperparameters of momentum SGD, named as in torch.optim.SGD.
 struct SgdRule {
     float momentum;
@@ -62,18 +103,8 @@ struct SgdSegment {
 };
 
 // The arguments of sgd_step_, and of the SGD part of lars_step_.
-struct SgdArgs {
-    const SgdSegment* segments;  // host memory; the CUDA kernel gets them as kernel arguments
-    int64_t num_segments;
-    int64_t num_blocks;
-    const StepGroup* groups;  // host memory
-    int64_t num_groups;
-    DType dtype;   // of params and gradients
-    bool masters;  // whether the segments have masters: all or none
+struct SgdArgs : StepArgs<SgdSegment> {
     SgdRule rule;
-    GradScaling scaling;
-    uint64_t*
-        tickets;  // CUDA: counters that are zero between steps [num_segments + 2]; null if no group has a step count
 };
 
 // The trust ratio of a segment and the norms that it was computed from.
@@ -119,25 +150,24 @@ struct LarsArgs {
     NormPartials* squares = nullptr;  // [num_segments], the sums between the passes; null with kBoth
 };
 
-// The place of weight decay in LAMB.
-enum class LambDecay : int32_t {
-    kInUpdate,   // u = ... + decay*w, which the trust ratio scales
+// The place of weight decay in Adam and LAMB.
+enum class AdamDecay : int32_t {
+    kInUpdate,   // LAMB: u = ... + decay*w, which the trust ratio scales
     kCoupled,    // the moments are those of g + decay*w
     kDecoupled,  // w *= 1 - lr*decay, which the trust ratio does not scale
 };
 
-// Hyperparameters of LAMB. Betas are double, because the bias correction uses powers of them.
-struct LambRule {
+// Hyperparameters of Adam. Betas are double, because the bias correction uses powers of them.
+struct AdamRule {
     double beta1;
     double beta2;
     float eps;
     bool debias;
-    LambDecay decay;
-    float min_ratio, max_ratio;              // bounds of the trust ratio
-    float min_weight_norm, max_weight_norm;  // bounds of phi(|w|)
+    AdamDecay decay;
 };
 
-struct LambSegment {
+// One tensor of an Adam or LAMB step.
+struct AdamSegment {
     void* param;
     const void* grad;
     float* exp_avg;
@@ -148,56 +178,24 @@ struct LambSegment {
     int64_t group;
 };
 
-struct LambArgs {
-    const LambSegment* segments;
-    int64_t num_segments;
-    int64_t num_blocks;
-    const StepGroup* groups;  // each with a step count
-    int64_t num_groups;
-    DType dtype;
-    bool masters;
+// Every group has a step count.
+struct AdamArgs : StepArgs<AdamSegment> {
+    AdamRule rule;
+};
+
+struct LambRule : AdamRule {
+    float min_ratio, max_ratio;              // bounds of the trust ratio
+    float min_weight_norm, max_weight_norm;  // bounds of phi(|w|)
+};
+
+struct LambArgs : StepArgs<AdamSegment> {
     LambRule rule;
-    GradScaling scaling;
     NormPartials* partials;  // scratch [num_blocks]
     Trust* trust;            // [num_segments], written
-    uint64_t* tickets;       // as in SgdArgs
     float* updates;          // CPU: buffer for the updates of a batch of segments, kBlock a block; null: computed again
     int64_t updates_block;   // first block of that batch
     Passes passes = Passes::kBoth;    // as in LarsArgs
     NormPartials* squares = nullptr;  // as in LarsArgs
-};
-
-// Gaussian noise: element i of a tensor gets std * (standard normal number first + i of random.h).
-struct Noise {
-    float std;  // 0: no noise
-    uint64_t seed;
-    uint64_t step;
-    int64_t first;  // number of element 0, not negative
-};
-
-// weights <- self_weight * weights + sum_k peer_weights[k] * peers[k] + noise, added in the order of k.
-struct MixArgs {
-    void* weights;
-    const void* const* peers;   // host memory, num_peers pointers of the same dtype and numel as weights
-    const float* peer_weights;  // host memory
-    int64_t num_peers;
-    float self_weight;
-    int64_t numel;
-    DType dtype;
-    double* partials;  // scratch [num_blocks, num_peers]: one row a block
-    double* sums;      // [num_peers]: squared distance of the weights before the mix to each peer
-    Noise noise{};
-    const void* source = nullptr;  // weights before the mix, only read; null: those in `weights`
-};
-
-// MixArgs followed by one SGD step on the mixed weights.
-struct MixSgdArgs {
-    MixArgs mix;
-    const void* grad;
-    void* momentum;  // null if rule.momentum is zero
-    SgdRule rule;
-    StepGroup group;
-    bool maximize;
 };
 
 // weights <- matrix @ [weights; others] for a stack of learners. The matrix [num_learners, num_learners + num_others]

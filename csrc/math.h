@@ -124,10 +124,10 @@ DDPCORE_HOST_DEVICE SgdScales lars_scales(SgdScales scales, LarsVariant variant,
     return scales;
 }
 
-// ---- LAMB ----
+// ---- Adam and LAMB ----
 
 // The factors of a group's elements, computed in double and rounded.
-struct LambScales {
+struct AdamScales {
     float grad;
     float beta1, one_minus_beta1;
     float beta2, one_minus_beta2;
@@ -138,7 +138,7 @@ struct LambScales {
     float keep;
 };
 
-DDPCORE_HOST_DEVICE LambScales lamb_scales(const LambRule& rule, const StepGroup& group, float grad) {
+DDPCORE_HOST_DEVICE AdamScales adam_scales(const AdamRule& rule, const StepGroup& group, float grad) {
     const int64_t step = static_cast<int64_t>(*group.step) + 1;
     return {
         grad,
@@ -149,23 +149,28 @@ DDPCORE_HOST_DEVICE LambScales lamb_scales(const LambRule& rule, const StepGroup
         rule.debias ? static_cast<float>(1.0 / (1.0 - power(rule.beta1, step))) : 1.0f,
         rule.debias ? static_cast<float>(1.0 / (1.0 - power(rule.beta2, step))) : 1.0f,
         rule.eps,
-        rule.decay == LambDecay::kCoupled ? group.weight_decay : 0.0f,
-        rule.decay == LambDecay::kInUpdate ? group.weight_decay : 0.0f,
-        rule.decay == LambDecay::kDecoupled ? kept_share(group) : 1.0f};
+        rule.decay == AdamDecay::kCoupled ? group.weight_decay : 0.0f,
+        rule.decay == AdamDecay::kInUpdate ? group.weight_decay : 0.0f,
+        rule.decay == AdamDecay::kDecoupled ? kept_share(group) : 1.0f};
 }
 
 // m = beta1*m + (1-beta1)*g;  v = beta2*v + (1-beta2)*g^2
-DDPCORE_HOST_DEVICE void lamb_moments(
-    float weight, float grad, float& exp_avg, float& exp_avg_sq, const LambScales& scales) {
+DDPCORE_HOST_DEVICE void adam_moments(
+    float weight, float grad, float& exp_avg, float& exp_avg_sq, const AdamScales& scales) {
     const float direction = scales.grad * grad + scales.coupled_decay * weight;
     exp_avg = scales.beta1 * exp_avg + scales.one_minus_beta1 * direction;
     exp_avg_sq = scales.beta2 * exp_avg_sq + scales.one_minus_beta2 * (direction * direction);
 }
 
-// u = m_hat / (sqrt(v_hat) + eps) + decay*w. Both passes over a tensor compute it, from the same values.
-DDPCORE_HOST_DEVICE float lamb_update(float weight, float exp_avg, float exp_avg_sq, const LambScales& scales) {
+// u = m_hat / (sqrt(v_hat) + eps) + decay*w. Both passes of LAMB over a tensor compute it, from the same values.
+DDPCORE_HOST_DEVICE float adam_update(float weight, float exp_avg, float exp_avg_sq, const AdamScales& scales) {
     const float denominator = sqrtf(scales.debias2 * exp_avg_sq) + scales.eps;
     return (scales.debias1 * exp_avg) / denominator + scales.update_decay * weight;
+}
+
+// step_size: the learning rate, in LAMB times the trust ratio.
+DDPCORE_HOST_DEVICE float adam_element(float weight, float update, float step_size, float keep) {
+    return keep * weight - step_size * update;
 }
 
 // phi(|w|) / |u|, clamped to [min_ratio, max_ratio]; 1 if a norm is zero or the group is not adapted.
@@ -185,10 +190,6 @@ DDPCORE_HOST_DEVICE Trust lamb_trust(const LambRule& rule, const StepGroup& grou
 
 DDPCORE_HOST_DEVICE float lamb_step_size(const StepGroup& group, const Trust& trust) {
     return static_cast<float>(static_cast<double>(lr_of(group)) * trust.ratio);
-}
-
-DDPCORE_HOST_DEVICE float lamb_element(float weight, float update, float step_size, float keep) {
-    return keep * weight - step_size * update;
 }
 
 // ---- averaging ----

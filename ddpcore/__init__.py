@@ -1,14 +1,18 @@
 """Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
 
-from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.dpsgd import DPSGD
+from ddpcore.strategies.exact_diffusion import ExactDiffusion
+from ddpcore.strategies.gradient_tracking import GradientTracking
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.noisy_ssgd import NoisySSGD
+from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError
 from ddpcore.strategies.push_sum import PushSum
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.strategies.slowmo import SlowMo
@@ -27,15 +31,20 @@ __all__ = [
     "DDP",
     "DPSGD",
     "SSGD",
+    "AdaptiveConsensus",
     "Complete",
     "Distributed",
+    "ExactDiffusion",
     "FromGraph",
     "FromMatrix",
+    "GradientTracking",
     "Hierarchical",
     "Hypercube",
     "LocalSGD",
     "Matching",
     "NoisySSGD",
+    "NonFinite",
+    "NonFiniteError",
     "OnePeerExponential",
     "Policies",
     "PushSum",
@@ -52,4 +61,5 @@ __all__ = [
     "Topology",
     "Torus2D",
     "distribute",
+    "join",
 ]

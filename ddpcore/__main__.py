@@ -18,7 +18,7 @@ HELP = f"""\
 examples:
   ddpcore demo
   ddpcore bench --world-size 4
-  ddpcore train --out runs/first model=mlp dataset=digits strategy=dpsgd learners=4 epochs=20
+  ddpcore train --out runs/first model=mlp dataset=digits epochs=20
 
 commands (ddpcore COMMAND --help):
 {"".join(f"  {name:12} {about}" + chr(10) for name, (_, _, about) in COMMANDS.items())}"""

@@ -26,6 +26,7 @@ default_role = "literal"  # docstrings write `name` for code
 
 html_theme = "furo"
 html_title = f"ddpcore {version}"
+html_favicon = "_static/icon.svg"  # browsers ask for an icon, and print an error without one
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_copy_source = False

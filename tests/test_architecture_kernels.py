@@ -50,7 +50,10 @@ def bound_arguments(root: Path, name: str) -> list[str] | None:
 
 
 def kernel_complaints(root: Path) -> list[str]:
-    """An operator has one name in schema, binding, CPU file, CUDA file, Python op, reference, test and benchmark."""
+    """An operator has one name in schema, binding, CPU file, CUDA file, Python op, reference, test and benchmark.
+
+    ``mix_<rule>_step_`` is the kernel of the step with a mix among its arguments.
+    """
     complaints = []
 
     def demand(where: str, pattern: str, what: str) -> None:
@@ -60,7 +63,9 @@ def kernel_complaints(root: Path) -> list[str]:
 
     for path, name in kernels_of(root):
         arguments, implementation = schemas_of(path)[name]
-        definition = re.compile(rf"\b(?:void|cudaError_t) {name}\(const")
+        mixes = name.startswith("mix_") and name.endswith("_step_")
+        kernel, tested = (name.removeprefix("mix_"), "mix_steps") if mixes else (name, path.stem)
+        definition = re.compile(rf"\b(?:void|cudaError_t) {kernel}\(const")
         stems = [path.stem for path in sorted((root / "csrc/cpu").glob("*.cpp")) if definition.search(path.read_text())]
         if stems != [path.stem]:
             complaints.append(f"csrc/cpu:1: {name} is defined in {stems or 'no file'}, not in exactly {path.stem}")
@@ -68,15 +73,15 @@ def kernel_complaints(root: Path) -> list[str]:
             complaints.append(f"ddpcore/ops/{path.stem}.py:1: the reference of {name} is {implementation}")
         if bound_arguments(root, name) != arguments:
             complaints.append(f"csrc/bindings/operators.h:1: {name} has not the arguments of its schema, in its order")
-        demand(f"csrc/cuda/{path.stem}.cu", rf"^cudaError_t {name}\(const", f"does not define {name}")
+        demand(f"csrc/cuda/{path.stem}.cu", rf"^cudaError_t {kernel}\(const", f"does not define {kernel}")
         for backend in ("Cpu", "Cuda"):
             registered = rf'library\.impl\("{name}", TORCH_BOX\(&ddpcore::{name}<ddpcore::{backend}>\)\)'
             demand(f"csrc/bindings/{backend.lower()}.cpp", registered, f"does not register {name}")
         demand(f"ddpcore/ops/{path.stem}.py", rf"^def {name}\(", f"has no function {name}")
         demand("ddpcore/ops/__init__.py", rf'__all__ = [^=]*"{name}"', f"does not export {name}")
-        demand("ddpcore/ops/reference.py", rf"^def {name}\(", f"has no reference implementation of {name}")
-        demand(f"tests/ops/test_{path.stem}.py", rf"\b{name}\b", f"does not test {name}")
-        demand(f"benchmarks/bench_{path.stem}.py", rf"\b{name}\b", f"does not measure {name}")
+        demand("ddpcore/ops/reference.py", rf"^(?:def {name}\(|{name} = )", f"has no reference of {name}")
+        demand(f"tests/ops/test_{tested}.py", rf"\b{name}\b", f"does not test {name}")
+        demand(f"benchmarks/bench_{tested}.py", rf"\b{name}\b", f"does not measure {name}")
     return complaints
 
 

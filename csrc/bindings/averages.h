@@ -57,20 +57,76 @@ struct MixCall {
     }
 };
 
-inline MixSgdArgs mix_sgd_args(
-    const MixArgs& mix, const Tensor& weights, const Tensor& grad, const std::optional<Tensor>& momentum_buffer,
-    const std::optional<Tensor>& step, double lr, double momentum_factor, double dampening, double weight_decay,
-    bool nesterov, bool maximize, bool decoupled) {
-    const SgdRule rule = sgd_rule(momentum_factor, dampening, nesterov, decoupled);
-    const bool momentum = rule.momentum != 0.0f;
-    check_like(weights, grad, "weights", "grad");
-    STD_TORCH_CHECK(!momentum || momentum_buffer.has_value(), "ddpcore: momentum needs a momentum_buffer");
-    if (momentum) check_like(weights, *momentum_buffer, "weights", "momentum_buffer");
-    StepGroup group{static_cast<float>(lr), static_cast<float>(weight_decay), nullptr, nullptr, false};
-    if (step.has_value()) group.step = mutable_scalar(weights, *step, "step");
-    return {mix,     grad.const_data_ptr(), momentum ? momentum_buffer->mutable_data_ptr() : nullptr, rule, group,
-            maximize};
-}
+// The mix before a step: the params are elements [offsets[i], ...) of one row, and so are those of peers and out.
+struct StepMixCall {
+    std::vector<const void*> peers;
+    std::vector<float> peer_weights;
+    MixArgs args{};
+
+    // Moves the params of the step to their places in out.
+    template <typename Call>
+    StepMixCall(
+        Call& call, const Tensors& params, const std::vector<int64_t>& offsets, const Tensors& peer_rows,
+        double self_weight, const std::vector<double>& weights_of_peers, const Noise& noise,
+        const std::optional<Tensor>& out) {
+        const Tensor& like = params[0];
+        const int64_t size = like.element_size();
+        STD_TORCH_CHECK(offsets.size() == params.size(), "ddpcore: offsets must have the length of params");
+        STD_TORCH_CHECK(
+            weights_of_peers.size() == peer_rows.size(), "ddpcore: peers and peer_weights must have the same length");
+        int64_t least = 0;  // the length of a row
+        char* row = nullptr;  // an empty tensor has no address
+        for (size_t i = 0; i < params.size() && row == nullptr; ++i) {
+            if (params[i].numel() > 0) row = static_cast<char*>(params[i].mutable_data_ptr()) - offsets[i] * size;
+        }
+        for (size_t i = 0; i < params.size(); ++i) {
+            STD_TORCH_CHECK(
+                offsets[i] >= 0 && is_dense(params[i]) &&
+                    (params[i].numel() == 0 || params[i].const_data_ptr() == row + offsets[i] * size),
+                "ddpcore: params must be dense views of one row, from offsets on");
+            least = std::max(least, offsets[i] + params[i].numel());
+        }
+        for (const Tensor& peer : peer_rows) {
+            check_row(like, peer, least, "a peer");
+            STD_TORCH_CHECK(
+                peer.const_data_ptr() != row || least == 0, "ddpcore: a peer must not be the weights themselves");
+            peers.push_back(peer.const_data_ptr());
+        }
+        for (double weight : weights_of_peers) peer_weights.push_back(static_cast<float>(weight));
+        args = {
+            row,
+            peers.data(),
+            peer_weights.data(),
+            static_cast<int64_t>(peers.size()),
+            static_cast<float>(self_weight),
+            least,
+            call.args.dtype,
+            nullptr,
+            nullptr,
+            noise};
+        if (out.has_value()) {
+            check_row(like, *out, least, "out");
+            args.source = row;
+            args.weights = out->mutable_data_ptr();
+            STD_TORCH_CHECK(
+                std::find(peers.begin(), peers.end(), args.weights) == peers.end() || least == 0,
+                "ddpcore: out must not be a peer");
+        }
+        for (size_t i = 0; i < params.size(); ++i) {
+            call.segments[i].param = static_cast<char*>(args.weights) + offsets[i] * size;
+        }
+        call.args.mix = &args;
+    }
+    StepMixCall(const StepMixCall&) = delete;
+
+  private:
+    static void check_row(const Tensor& like, const Tensor& row, int64_t least, const char* name) {
+        STD_TORCH_CHECK(
+            row.dim() == 1 && row.is_contiguous() && row.numel() >= least && row.scalar_type() == like.scalar_type() &&
+                same_device(row, like),
+            "ddpcore: ", name, " must be a contiguous row with the dtype and device of params, as long as theirs");
+    }
+};
 
 struct StackedMixCall {
     std::vector<const void*> others;

@@ -89,9 +89,14 @@ struct Cpu {
         count_step(call.tensors.groups);
     }
 
-    static void run(const Tensor&, const LambCall& call) {
+    static void run(const Tensor&, const AdamCall& call) {
         if (skips_step(call.args.scaling)) return;
-        LambArgs args = call.args;
+        spread(cpu::adamw_step_, call.args, 0, call.args.num_blocks, call.tensors.numel);
+        count_step(call.tensors.groups);
+    }
+
+    static void run(const Tensor&, const AdamCall& call, LambArgs args) {
+        if (skips_step(args.scaling)) return;
         if (args.passes == Passes::kFirst) {
             spread(cpu::lamb_moments_, args, 0, args.num_blocks, call.tensors.numel);
             return write_squares(call.segments, args.partials, args.squares);
@@ -131,13 +136,6 @@ struct Cpu {
         cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_learners);
     }
 
-    static void run(const Tensor&, const MixCall& call, const MixSgdArgs& args) {
-        const int64_t num_blocks = num_blocks_of(call.args.numel);
-        spread(cpu::mix_sgd_step_, args, 0, num_blocks, call.args.numel);
-        cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_peers);
-        count_step({args.group});
-    }
-
     static void segment_norms(const Tensor&, const NormCall& call) {
         spread(cpu::segment_norms, call.args, 0, call.args.num_blocks, call.numel);
         for (int64_t i = 0; i < call.args.num_segments; ++i) {
@@ -163,11 +161,15 @@ struct Cpu {
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CPU, library) {
     library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cpu>));
+    library.impl("adamw_step_", TORCH_BOX(&ddpcore::adamw_step_<ddpcore::Cpu>));
     library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cpu>));
     library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cpu>));
     library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cpu>));
     library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_<ddpcore::Cpu>));
     library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cpu>));
+    library.impl("mix_adamw_step_", TORCH_BOX(&ddpcore::mix_adamw_step_<ddpcore::Cpu>));
+    library.impl("mix_lars_step_", TORCH_BOX(&ddpcore::mix_lars_step_<ddpcore::Cpu>));
+    library.impl("mix_lamb_step_", TORCH_BOX(&ddpcore::mix_lamb_step_<ddpcore::Cpu>));
     library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cpu>));
     library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cpu>));
     library.impl("noise_sums", TORCH_BOX(&ddpcore::noise_sums<ddpcore::Cpu>));

@@ -33,17 +33,32 @@ void check_peers(int64_t count, const char* name, const char* what) {
     check_count(count, cuda::kMaxPeers, name, what);
 }
 
+template <typename Segment>
+void check_step_peers(const StepArgs<Segment>& args) {
+    STD_TORCH_CHECK(
+        args.mix == nullptr || args.mix->num_peers <= cuda::kMaxStepPeers, "ddpcore: a step takes at most ",
+        cuda::kMaxStepPeers, " peers on CUDA: call mix_ first, and then the step without a mix");
+}
+
 struct Cuda {
     static void run(const Tensor& like, const SgdCall& call) {
+        check_step_peers(call.args);
         launch_on(like, "sgd_step_", [&](cudaStream_t stream) { return cuda::sgd_step_(call.args, stream); });
     }
 
     static void run(const Tensor& like, const SgdCall&, const LarsArgs& args) {
+        check_step_peers(args.sgd);
         launch_on(like, "lars_step_", [&](cudaStream_t stream) { return cuda::lars_step_(args, stream); });
     }
 
-    static void run(const Tensor& like, const LambCall& call) {
-        launch_on(like, "lamb_step_", [&](cudaStream_t stream) { return cuda::lamb_step_(call.args, stream); });
+    static void run(const Tensor& like, const AdamCall& call) {
+        check_step_peers(call.args);
+        launch_on(like, "adamw_step_", [&](cudaStream_t stream) { return cuda::adamw_step_(call.args, stream); });
+    }
+
+    static void run(const Tensor& like, const AdamCall&, const LambArgs& args) {
+        check_step_peers(args);
+        launch_on(like, "lamb_step_", [&](cudaStream_t stream) { return cuda::lamb_step_(args, stream); });
     }
 
     static void run(const Tensor& like, const MixCall& call) {
@@ -55,11 +70,6 @@ struct Cuda {
         check_count(call.args.num_learners, cuda::kMaxLearners, "mix_stacked_", "learners");
         check_peers(call.args.num_others, "mix_stacked_", "rows of others");
         launch_on(like, "mix_stacked_", [&](cudaStream_t stream) { return cuda::mix_stacked_(call.args, stream); });
-    }
-
-    static void run(const Tensor& like, const MixCall&, const MixSgdArgs& args) {
-        check_peers(args.mix.num_peers, "mix_sgd_step_", "peers");
-        launch_on(like, "mix_sgd_step_", [&](cudaStream_t stream) { return cuda::mix_sgd_step_(args, stream); });
     }
 
     static void segment_norms(const Tensor& like, const NormCall& call) {
@@ -83,11 +93,15 @@ struct Cuda {
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CUDA, library) {
     library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cuda>));
+    library.impl("adamw_step_", TORCH_BOX(&ddpcore::adamw_step_<ddpcore::Cuda>));
     library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cuda>));
     library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cuda>));
     library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cuda>));
     library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_<ddpcore::Cuda>));
     library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cuda>));
+    library.impl("mix_adamw_step_", TORCH_BOX(&ddpcore::mix_adamw_step_<ddpcore::Cuda>));
+    library.impl("mix_lars_step_", TORCH_BOX(&ddpcore::mix_lars_step_<ddpcore::Cuda>));
+    library.impl("mix_lamb_step_", TORCH_BOX(&ddpcore::mix_lamb_step_<ddpcore::Cuda>));
     library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cuda>));
     library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cuda>));
     library.impl("noise_sums", TORCH_BOX(&ddpcore::noise_sums<ddpcore::Cuda>));

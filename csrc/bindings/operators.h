@@ -6,6 +6,28 @@
 
 namespace ddpcore {
 
+// Runs a step with all the tensors of `call`.
+template <typename Backend, typename Call>
+void run_step(const Tensor& like, Call& call, const std::optional<Tensor>& scratch) {
+    if (scratch.has_value()) call.args.tickets = Scratch(like, *scratch, 0, call.segments.size()).tickets;
+    Backend::run(like, call);
+    call.tensors.copies.copy_back();
+}
+
+template <typename Backend, typename Call, typename Rule>
+void run_step(
+    const Tensor& like, Call& call, const Tensor& scratch, const Tensor& trust, const Rule& rule,
+    const PassArguments& pass) {
+    const size_t num_segments = call.segments.size();
+    const Scratch place(like, scratch, call.args.num_blocks, num_segments);
+    call.args.tickets = place.tickets;
+    auto args = adaptive_args(call.args, rule, place.partials, trust_rows(like, trust, num_segments));
+    args.passes = pass.passes();
+    args.squares = pass.squares(like, num_segments);
+    Backend::run(like, call, args);
+    call.tensors.copies.copy_back();
+}
+
 template <typename Backend>
 void sgd_step_(
     const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& masters,
@@ -17,9 +39,57 @@ void sgd_step_(
         params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, nullptr},
         sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
     STD_TORCH_CHECK(steps.empty() || scratch.has_value(), "ddpcore: steps need scratch");
-    if (scratch.has_value()) call.args.tickets = Scratch(params[0], *scratch, 0, params.size()).tickets;
-    Backend::run(params[0], call);
-    call.tensors.copies.copy_back();
+    run_step<Backend>(params[0], call, scratch);
+}
+
+template <typename Backend>
+void mix_sgd_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& steps,
+    const std::optional<Tensor>& scratch, const std::vector<int64_t>& group_sizes, const std::vector<double>& lr,
+    const std::vector<double>& weight_decay, const Tensors& device_lr, double momentum, double dampening, bool nesterov,
+    bool decoupled, bool maximize, const std::optional<Tensor>& norm_squared, double max_norm, const Tensors& peers,
+    double self_weight, const std::vector<double>& peer_weights, const std::vector<int64_t>& offsets, double noise_std,
+    int64_t noise_seed, int64_t noise_step, int64_t noise_first, const std::optional<Tensor>& out) {
+    const std::optional<Tensor> none;
+    SgdCall call(
+        params, grads, momentum_buffers, {}, {group_sizes, lr, weight_decay, device_lr, steps, nullptr},
+        sgd_rule(momentum, dampening, nesterov, decoupled), {none, none, norm_squared, max_norm, maximize});
+    const StepMixCall mix(
+        call, params, offsets, peers, self_weight, peer_weights,
+        noise_of(noise_std, noise_seed, noise_step, noise_first), out);
+    STD_TORCH_CHECK(steps.empty() || scratch.has_value(), "ddpcore: steps need scratch");
+    run_step<Backend>(params[0], call, scratch);
+}
+
+template <typename Backend>
+void adamw_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+    const Tensors& masters, const Tensors& steps, const Tensor& scratch, const std::vector<int64_t>& group_sizes,
+    const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr, double beta1,
+    double beta2, double eps, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
+    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm) {
+    AdamCall call(
+        params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, nullptr},
+        adamw_rule(beta1, beta2, eps, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
+    run_step<Backend>(params[0], call, scratch);
+}
+
+template <typename Backend>
+void mix_adamw_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+    const Tensors& steps, const Tensor& scratch, const std::vector<int64_t>& group_sizes, const std::vector<double>& lr,
+    const std::vector<double>& weight_decay, const Tensors& device_lr, double beta1, double beta2, double eps,
+    bool decoupled, bool maximize, const std::optional<Tensor>& norm_squared, double max_norm, const Tensors& peers,
+    double self_weight, const std::vector<double>& peer_weights, const std::vector<int64_t>& offsets, double noise_std,
+    int64_t noise_seed, int64_t noise_step, int64_t noise_first, const std::optional<Tensor>& out) {
+    const std::optional<Tensor> none;
+    AdamCall call(
+        params, grads, exp_avgs, exp_avg_sqs, {}, {group_sizes, lr, weight_decay, device_lr, steps, nullptr},
+        adamw_rule(beta1, beta2, eps, decoupled), {none, none, norm_squared, max_norm, maximize});
+    const StepMixCall mix(
+        call, params, offsets, peers, self_weight, peer_weights,
+        noise_of(noise_std, noise_seed, noise_step, noise_first), out);
+    run_step<Backend>(params[0], call, scratch);
 }
 
 template <typename Backend>
@@ -34,15 +104,31 @@ void lars_step_(
     SgdCall call(
         params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt},
         sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
-    const Scratch place(params[0], scratch, call.args.num_blocks, params.size());
-    call.args.tickets = place.tickets;
-    const LarsRule rule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)};
-    const PassArguments pass{passes, squares};
-    const LarsArgs args{call.args,      rule,
-                        place.partials, trust_rows(params[0], trust, params.size()),
-                        pass.passes(),  pass.squares(params[0], params.size())};
-    Backend::run(params[0], call, args);
-    call.tensors.copies.copy_back();
+    run_step<Backend>(
+        params[0], call, scratch, trust,
+        LarsRule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)},
+        {passes, squares});
+}
+
+template <typename Backend>
+void mix_lars_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& steps,
+    const Tensor& scratch, const Tensor& trust, const std::vector<int64_t>& group_sizes, const std::vector<double>& lr,
+    const std::vector<double>& weight_decay, const Tensors& device_lr, const std::vector<int64_t>& adapt,
+    std::string variant, double trust_coefficient, double eps, double momentum, double dampening, bool nesterov,
+    bool decoupled, bool maximize, const std::optional<Tensor>& norm_squared, double max_norm, const Tensors& peers,
+    double self_weight, const std::vector<double>& peer_weights, const std::vector<int64_t>& offsets, double noise_std,
+    int64_t noise_seed, int64_t noise_step, int64_t noise_first, const std::optional<Tensor>& out) {
+    const std::optional<Tensor> none;
+    SgdCall call(
+        params, grads, momentum_buffers, {}, {group_sizes, lr, weight_decay, device_lr, steps, &adapt},
+        sgd_rule(momentum, dampening, nesterov, decoupled), {none, none, norm_squared, max_norm, maximize});
+    const StepMixCall mix(
+        call, params, offsets, peers, self_weight, peer_weights,
+        noise_of(noise_std, noise_seed, noise_step, noise_first), out);
+    run_step<Backend>(
+        params[0], call, scratch, trust,
+        LarsRule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)}, {});
 }
 
 template <typename Backend>
@@ -55,21 +141,34 @@ void lamb_step_(
     bool maximize, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& norm_squared, double max_norm, const std::optional<Tensor>& squares,
     std::string passes) {
-    const LambRule rule{
-        beta1,
-        beta2,
-        static_cast<float>(eps),
-        debias,
-        lamb_decay(decay_mode),
-        static_cast<float>(min_ratio),
-        static_cast<float>(max_ratio),
-        static_cast<float>(min_weight_norm),
-        static_cast<float>(max_weight_norm)};
-    LambCall call(
+    const LambRule rule =
+        lamb_rule(beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm);
+    AdamCall call(
         params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt}, rule,
-        {grad_scale, found_inf, norm_squared, max_norm, maximize}, scratch, trust, {passes, squares});
-    Backend::run(params[0], call);
-    call.tensors.copies.copy_back();
+        {grad_scale, found_inf, norm_squared, max_norm, maximize});
+    run_step<Backend>(params[0], call, scratch, trust, rule, {passes, squares});
+}
+
+template <typename Backend>
+void mix_lamb_step_(
+    const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+    const Tensors& steps, const Tensor& scratch, const Tensor& trust, const std::vector<int64_t>& group_sizes,
+    const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr,
+    const std::vector<int64_t>& adapt, double beta1, double beta2, double eps, bool debias, std::string decay_mode,
+    double min_ratio, double max_ratio, double min_weight_norm, double max_weight_norm, bool maximize,
+    const std::optional<Tensor>& norm_squared, double max_norm, const Tensors& peers, double self_weight,
+    const std::vector<double>& peer_weights, const std::vector<int64_t>& offsets, double noise_std, int64_t noise_seed,
+    int64_t noise_step, int64_t noise_first, const std::optional<Tensor>& out) {
+    const LambRule rule =
+        lamb_rule(beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm);
+    const std::optional<Tensor> none;
+    AdamCall call(
+        params, grads, exp_avgs, exp_avg_sqs, {}, {group_sizes, lr, weight_decay, device_lr, steps, &adapt}, rule,
+        {none, none, norm_squared, max_norm, maximize});
+    const StepMixCall mix(
+        call, params, offsets, peers, self_weight, peer_weights,
+        noise_of(noise_std, noise_seed, noise_step, noise_first), out);
+    run_step<Backend>(params[0], call, scratch, trust, rule, {});
 }
 
 template <typename Backend>
@@ -87,21 +186,6 @@ Tensor mix_stacked_(
     const Tensor& weights, const Tensors& others, const Tensor& offsets, const Tensor& columns, const Tensor& values) {
     const StackedMixCall call(weights, others, offsets, columns, values);
     Backend::run(weights, call);
-    return call.sums;
-}
-
-template <typename Backend>
-Tensor mix_sgd_step_(
-    const Tensor& weights, const Tensors& peers, double self_weight, const std::vector<double>& peer_weights,
-    const Tensor& grad, const std::optional<Tensor>& momentum_buffer, const std::optional<Tensor>& step, double lr,
-    double momentum, double dampening, double weight_decay, bool nesterov, bool decoupled, bool maximize,
-    double noise_std, int64_t noise_seed, int64_t noise_step, int64_t noise_first, const std::optional<Tensor>& out) {
-    const Noise noise = noise_of(noise_std, noise_seed, noise_step, noise_first);
-    const MixCall call(weights, peers, self_weight, peer_weights, noise, out);
-    const MixSgdArgs args = mix_sgd_args(
-        call.args, weights, grad, momentum_buffer, step, lr, momentum, dampening, weight_decay, nesterov, maximize,
-        decoupled);
-    Backend::run(weights, call, args);
     return call.sums;
 }
 

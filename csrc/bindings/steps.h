@@ -150,10 +150,25 @@ inline Trust* trust_rows(const Tensor& like, const Tensor& trust, size_t num_seg
     return static_cast<Trust*>(trust.mutable_data_ptr());
 }
 
+template <typename Segment>
+StepArgs<Segment> step_args(
+    const std::vector<Segment>& segments, const StepTensors& tensors, const GradScaling& scaling) {
+    return {
+        segments.data(),
+        static_cast<int64_t>(segments.size()),
+        tensors.num_blocks,
+        tensors.groups.data(),
+        static_cast<int64_t>(tensors.groups.size()),
+        tensors.dtype,
+        tensors.masters,
+        scaling,
+        nullptr};
+}
+
 // The passes of one call, and the sums of squares between them.
 struct PassArguments {
-    const std::string& name;
-    const std::optional<Tensor>& sums;
+    std::string name = "both";
+    std::optional<Tensor> sums = std::nullopt;
 
     Passes passes() const {
         if (name == "both") return Passes::kBoth;
@@ -195,29 +210,19 @@ struct SgdCall {
                      masters.empty() ? nullptr : tensors.write_float(param, masters[i], "a master"), numel, block,
                      group});
             });
-        args = {
-            segments.data(),
-            static_cast<int64_t>(segments.size()),
-            tensors.num_blocks,
-            tensors.groups.data(),
-            static_cast<int64_t>(tensors.groups.size()),
-            tensors.dtype,
-            tensors.masters,
-            rule,
-            scaling.scaling(params[0]),
-            nullptr};
+        args = {step_args(segments, tensors, scaling.scaling(params[0])), rule};
     }
 };
 
-struct LambCall {
+// The tensors of an Adam or LAMB step.
+struct AdamCall {
     StepTensors tensors;
-    std::vector<LambSegment> segments;
-    LambArgs args{};
+    std::vector<AdamSegment> segments;
+    AdamArgs args{};
 
-    LambCall(
+    AdamCall(
         const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-        const Tensors& masters, const GroupLists& lists, const LambRule& rule, const ScalingArguments& scaling,
-        const Tensor& scratch, const Tensor& trust, const PassArguments& pass) {
+        const Tensors& masters, const GroupLists& lists, const AdamRule& rule, const ScalingArguments& scaling) {
         STD_TORCH_CHECK(
             exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size(),
             "ddpcore: exp_avgs and exp_avg_sqs must have the length of params");
@@ -232,24 +237,7 @@ struct LambCall {
                      masters.empty() ? nullptr : tensors.write_float(param, masters[i], "a master"), numel, block,
                      group});
             });
-        const Scratch place(params[0], scratch, tensors.num_blocks, params.size());
-        args = {
-            segments.data(),
-            static_cast<int64_t>(segments.size()),
-            tensors.num_blocks,
-            tensors.groups.data(),
-            static_cast<int64_t>(tensors.groups.size()),
-            tensors.dtype,
-            tensors.masters,
-            rule,
-            scaling.scaling(params[0]),
-            place.partials,
-            trust_rows(params[0], trust, params.size()),
-            place.tickets,
-            nullptr,
-            0,
-            pass.passes(),
-            pass.squares(params[0], params.size())};
+        args = {step_args(segments, tensors, scaling.scaling(params[0])), rule};
     }
 };
 
@@ -260,11 +248,34 @@ inline LarsVariant lars_variant(const std::string& name) {
     return LarsVariant::kScaledLr;
 }
 
-inline LambDecay lamb_decay(const std::string& name) {
-    if (name == "in_update") return LambDecay::kInUpdate;
-    if (name == "coupled") return LambDecay::kCoupled;
+inline AdamDecay adam_decay(const std::string& name) {
+    if (name == "in_update") return AdamDecay::kInUpdate;
+    if (name == "coupled") return AdamDecay::kCoupled;
     STD_TORCH_CHECK(name == "decoupled", "ddpcore: decay_mode must be in_update, coupled or decoupled, not ", name);
-    return LambDecay::kDecoupled;
+    return AdamDecay::kDecoupled;
+}
+
+inline AdamRule adamw_rule(double beta1, double beta2, double eps, bool decoupled) {
+    return {beta1, beta2, static_cast<float>(eps), true, decoupled ? AdamDecay::kDecoupled : AdamDecay::kCoupled};
+}
+
+inline LambRule lamb_rule(
+    double beta1, double beta2, double eps, bool debias, const std::string& decay_mode, double min_ratio,
+    double max_ratio, double min_weight_norm, double max_weight_norm) {
+    return {
+        {beta1, beta2, static_cast<float>(eps), debias, adam_decay(decay_mode)},
+        static_cast<float>(min_ratio),
+        static_cast<float>(max_ratio),
+        static_cast<float>(min_weight_norm),
+        static_cast<float>(max_weight_norm)};
+}
+
+inline LarsArgs adaptive_args(const SgdArgs& sgd, const LarsRule& rule, NormPartials* partials, Trust* trust) {
+    return {sgd, rule, partials, trust};
+}
+
+inline LambArgs adaptive_args(const AdamArgs& adam, const LambRule& rule, NormPartials* partials, Trust* trust) {
+    return {adam, rule, partials, trust, nullptr, 0};
 }
 
 }  // namespace ddpcore

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../math.h"
+#include "kernels.h"
 #include "storage.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
@@ -103,6 +104,21 @@ DDPCORE_INLINE void with_sgd_flags(int flags, Fn&& fn) {
         case kMomentum | kNesterov: return fn.template operator()<kMomentum | kNesterov>();
         case kDecay | kMomentum | kNesterov: return fn.template operator()<kDecay | kMomentum | kNesterov>();
     }
+}
+
+// The number of blocks of a part that a pass takes at once: one if the weights are averaged first, so that the pass
+// finds them in the cache.
+template <typename Segment>
+DDPCORE_INLINE int64_t run_of(const StepArgs<Segment>& args, int64_t run) {
+    return args.mix == nullptr ? run : 1;
+}
+
+// Averages the weights [first, last) of a segment if the step begins with that.
+template <typename T, typename Segment>
+DDPCORE_INLINE void mix_part(const StepArgs<Segment>& args, const Segment& segment, int64_t first, int64_t last) {
+    if (args.mix == nullptr) return;
+    const int64_t place = static_cast<const T*>(segment.param) - static_cast<const T*>(args.mix->weights);
+    mix_elements(*args.mix, place + first, place + last);
 }
 
 // Calls visit(segment, first, last) for the parts of segments in the blocks [begin_block, end_block), in order. A part

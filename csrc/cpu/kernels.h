@@ -8,12 +8,16 @@
 namespace ddpcore::cpu {
 
 void sgd_step_(const SgdArgs& args, int64_t begin_block, int64_t end_block);
+void adamw_step_(const AdamArgs& args, int64_t begin_block, int64_t end_block);
 void mix_(const MixArgs& args, int64_t begin_block, int64_t end_block);
 void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_block);
-void mix_sgd_step_(const MixSgdArgs& args, int64_t begin_block, int64_t end_block);
 void segment_norms(const NormArgs& args, int64_t begin_block, int64_t end_block);
 void total_norm_(const NormArgs& args, int64_t begin_block, int64_t end_block);
 void noise_sums(const GramArgs& args, int64_t begin_block, int64_t end_block);
+
+// Averages elements [first, last) of the row, and forms no distances. The steps call it for each part of a tensor,
+// which is then in the cache.
+void mix_elements(const MixArgs& args, int64_t first, int64_t last);
 
 // A step of LARS or LAMB: first pass, trust ratios and second pass over a batch of whole segments, in this order.
 void lars_norms(const LarsArgs& args, int64_t begin_block, int64_t end_block);

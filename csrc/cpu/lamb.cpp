@@ -1,64 +1,32 @@
 // lamb_step_: layer-wise adaptive Adam over a list of tensors. Two passes over each batch of tensors: the moments and
 // the norms, then the step, which computes the update again. Traffic in fp32: 28 bytes a parameter if the second pass
 // finds weights and moments in the cache, else 40.
-#include "dispatch.h"
+#include "adam.h"
 #include "kernels.h"
 
 namespace ddpcore::cpu {
 
 namespace {
 
-// One part of a tensor.
-template <typename T, bool Master>
-struct Place {
-    Weights<T, Master> weights;
-    const T* grad;
-    float* exp_avg;
-    float* exp_avg_sq;
-
-    DDPCORE_INLINE Place(const LambSegment& segment, int64_t first)
-        : weights{static_cast<T*>(segment.param) + first, Master ? segment.master + first : nullptr},
-          grad(static_cast<const T*>(segment.grad) + first),
-          exp_avg(segment.exp_avg + first),
-          exp_avg_sq(segment.exp_avg_sq + first) {}
-};
-
-// The scales of one group, cached: powers of beta are not computed for every block.
-class GroupScales {
-  public:
-    explicit GroupScales(const LambArgs& args) : args_(args), grad_(grad_factor(args.scaling)) {}
-
-    DDPCORE_INLINE const LambScales& of(int64_t group) {
-        if (group != group_) scales_ = lamb_scales(args_.rule, args_.groups[group], grad_);
-        group_ = group;
-        return scales_;
-    }
-
-  private:
-    const LambArgs& args_;
-    float grad_;
-    int64_t group_ = -1;
-    LambScales scales_{};
-};
-
 template <bool kFused, bool kKeep, typename T, bool Master>
 DDPCORE_INLINE void moments_of_blocks(const LambArgs& args, int64_t begin_block, int64_t end_block) {
-    GroupScales group_scales(args);
+    AdamGroupScales group_scales(args, args.rule);
     for_each_part(
         args.segments, args.num_segments, begin_block, end_block, 1,
-        [&](const LambSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
-            const LambScales scales = group_scales.of(segment.group);
-            const Place<T, Master> at(segment, first);
+        [&](const AdamSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+            mix_part<T>(args, segment, first, last);
+            const AdamScales scales = group_scales.of(segment.group);
+            const AdamPlace<T, Master> at(segment, first);
             const int64_t block = segment.first_block + first / kBlock;
             float* updates = kKeep ? args.updates + (block - args.updates_block) * kBlock : nullptr;
             args.partials[block] = sum_two_squares<kFused>(
                 last - first, [=](int64_t i, float& weight, float& update) __attribute__((always_inline)) {
                     weight = at.weights[i];
                     float exp_avg = at.exp_avg[i], exp_avg_sq = at.exp_avg_sq[i];
-                    lamb_moments(weight, load(at.grad[i]), exp_avg, exp_avg_sq, scales);
+                    adam_moments(weight, load(at.grad[i]), exp_avg, exp_avg_sq, scales);
                     at.exp_avg[i] = exp_avg;
                     at.exp_avg_sq[i] = exp_avg_sq;
-                    update = lamb_update(weight, exp_avg, exp_avg_sq, scales);
+                    update = adam_update(weight, exp_avg, exp_avg_sq, scales);
                     if constexpr (kKeep) updates[i] = update;
                 });
         });
@@ -80,7 +48,7 @@ DDPCORE_CLONES void lamb_moments_(const LambArgs& args, int64_t begin_block, int
 
 void lamb_trust(const LambArgs& args, int64_t begin_segment, int64_t end_segment) {
     for (int64_t index = begin_segment; index < end_segment; ++index) {
-        const LambSegment& segment = args.segments[index];
+        const AdamSegment& segment = args.segments[index];
         const NormPartials squares =
             args.passes == Passes::kSecond
                 ? args.squares[index]
@@ -90,29 +58,29 @@ void lamb_trust(const LambArgs& args, int64_t begin_segment, int64_t end_segment
 }
 
 DDPCORE_CLONES void lamb_step_(const LambArgs& args, int64_t begin_block, int64_t end_block) {
-    GroupScales group_scales(args);
+    AdamGroupScales group_scales(args, args.rule);
     with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
         for_each_part_backwards(
             args.segments, args.num_segments, begin_block, end_block, kRun,
-            [&](const LambSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+            [&](const AdamSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
                 const StepGroup& group = args.groups[segment.group];
-                const LambScales scales = group_scales.of(segment.group);
+                const AdamScales scales = group_scales.of(segment.group);
                 const float step_size = lamb_step_size(group, args.trust[&segment - args.segments]);
-                const Place<T, Master> at(segment, first);
+                const AdamPlace<T, Master> at(segment, first);
                 const int64_t block = segment.first_block + first / kBlock;
                 if (args.updates != nullptr) {
                     const float* updates = args.updates + (block - args.updates_block) * kBlock;
                     DDPCORE_IVDEP
                     for (int64_t i = 0; i < last - first; ++i) {
-                        at.weights.set(i, lamb_element(at.weights[i], updates[i], step_size, scales.keep));
+                        at.weights.set(i, adam_element(at.weights[i], updates[i], step_size, scales.keep));
                     }
                     return;
                 }
                 DDPCORE_IVDEP
                 for (int64_t i = 0; i < last - first; ++i) {
                     const float weight = at.weights[i];
-                    const float update = lamb_update(weight, at.exp_avg[i], at.exp_avg_sq[i], scales);
-                    at.weights.set(i, lamb_element(weight, update, step_size, scales.keep));
+                    const float update = adam_update(weight, at.exp_avg[i], at.exp_avg_sq[i], scales);
+                    at.weights.set(i, adam_element(weight, update, step_size, scales.keep));
                 }
             });
     });

@@ -13,6 +13,7 @@ DDPCORE_CLONES void lars_norms(const LarsArgs& args, int64_t begin_block, int64_
             for_each_part(
                 sgd.segments, sgd.num_segments, begin_block, end_block, 1,
                 [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+                    mix_part<T>(sgd, segment, first, last);
                     const Weights<T, Master> weights{
                         static_cast<T*>(segment.param) + first, Master ? segment.master + first : nullptr};
                     const T* grad = static_cast<const T*>(segment.grad) + first;

@@ -27,6 +27,26 @@ DDPCORE_CLONES void mix_(const MixArgs& args, int64_t begin_block, int64_t end_b
     });
 }
 
+DDPCORE_CLONES void mix_elements(const MixArgs& args, int64_t first, int64_t last) {
+    with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
+        using T = std::remove_pointer_t<decltype(tag)>;
+        T* weights = static_cast<T*>(args.weights);
+        const T* source = args.source == nullptr ? weights : static_cast<const T*>(args.source);
+        float mixed[kTile];
+        for (; first < last; first += kTile) {
+            const int64_t numel = std::min(kTile, last - first);
+            for (int64_t i = 0; i < numel; ++i) mixed[i] = args.self_weight * load(source[first + i]);
+            for (int64_t k = 0; k < args.num_peers; ++k) {
+                const T* peer = static_cast<const T*>(args.peers[k]) + first;
+                const float peer_weight = args.peer_weights[k];
+                for (int64_t i = 0; i < numel; ++i) mixed[i] = mix_element(mixed[i], peer_weight, load(peer[i]));
+            }
+            if (args.noise.std != 0.0f) add_noise(args.noise, first, numel, mixed);
+            for (int64_t i = 0; i < numel; ++i) weights[first + i] = store<T>(mixed[i]);
+        }
+    });
+}
+
 namespace {
 
 inline constexpr int64_t kStackTile = 32768;  // elements of a tile of columns: 128 KiB, which a core's L2 holds

@@ -1,4 +1,4 @@
-// The loops of mix_ and mix_sgd_step_. The argument `use` is a function that takes the mixed elements.
+// The loops of mix_. The argument `use` is a function that takes the mixed elements.
 #pragma once
 
 #include <algorithm>

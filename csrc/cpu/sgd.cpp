@@ -9,8 +9,9 @@ DDPCORE_CLONES void sgd_step_(const SgdArgs& args, int64_t begin_block, int64_t 
     const float grad = grad_factor(args.scaling);
     with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
         for_each_part(
-            args.segments, args.num_segments, begin_block, end_block, end_block - begin_block,
+            args.segments, args.num_segments, begin_block, end_block, run_of(args, end_block - begin_block),
             [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+                mix_part<T>(args, segment, first, last);
                 const StepGroup& group = args.groups[segment.group];
                 sgd_part<T, Master>(
                     segment, first, last, sgd_scales(args.rule, group, grad), sgd_flags(args.rule, group));

@@ -1,4 +1,4 @@
-// SGD over one part of a tensor, for sgd_step_, lars_step_ (weights from memory) and mix_sgd_step_ (mixed weights).
+// SGD over one part of a tensor, for sgd_step_ and lars_step_.
 #pragma once
 
 #include <type_traits>

@@ -1,51 +1,29 @@
 // lamb_step_: layer-wise adaptive Adam over a list of tensors. Traffic in fp32: 28 bytes a parameter if the second pass
 // reads weights and moments from L2 (first pass: read weight, gradient, moments, write moments; second: write weight),
 // else 40. In bf16 and fp16 22 and 32, with masters 30 and 44.
+#include "adam.cuh"
 #include "two_pass.cuh"
 
 namespace ddpcore::cuda {
 
 namespace {
 
-// The addresses of a block's elements. The moments are fp32, so all vectors have 4 elements, as those of fp32.
-template <typename T, bool Master>
-struct LambPlace {
-    T* param;
-    float* master;
-    const T* grad;
-    float* exp_avg;
-    float* exp_avg_sq;
-    int numel;
-    bool whole;  // complete, and all pointers aligned
-
-    __device__ __forceinline__ LambPlace(const LambSegment& segment, int64_t first)
-        : param(static_cast<T*>(segment.param) + first),
-          master(Master ? segment.master + first : nullptr),
-          grad(static_cast<const T*>(segment.grad) + first),
-          exp_avg(segment.exp_avg + first),
-          exp_avg_sq(segment.exp_avg_sq + first),
-          numel(static_cast<int>(min(kBlock, segment.numel - first))),
-          whole(
-              numel == kBlock && is_aligned(param) && is_aligned(master) && is_aligned(grad) && is_aligned(exp_avg) &&
-              is_aligned(exp_avg_sq)) {}
-};
-
 template <typename T, bool Master>
 struct Lamb {
-    using Segment = LambSegment;
-    using Place = LambPlace<T, Master>;
+    using Segment = AdamSegment;
+    using Place = AdamPlace<T, Master>;
     using Rule = LambRule;
-    using Scales = LambScales;
-    static constexpr int kWidth = kVector<float>;
+    using Scales = AdamScales;
+    static constexpr int kWidth = Place::kWidth;
     static constexpr int kResident = 2;  // 128 registers, for the shares of four tensors and the divisions
     static constexpr int64_t kBytesReadAgain = sizeof(T) + (Master ? sizeof(float) : 0) + 2 * sizeof(float);
 
-    static __device__ __forceinline__ LambScales scales(const LambRule& rule, const StepGroup& group, float grad) {
-        return lamb_scales(rule, group, grad);
+    static __device__ __forceinline__ AdamScales scales(const LambRule& rule, const StepGroup& group, float grad) {
+        return adam_scales(rule, group, grad);
     }
 
     static __device__ __forceinline__ Trust
-    trust(const LambRule& rule, const StepGroup& group, const LambScales&, const NormPartials& squares) {
+    trust(const LambRule& rule, const StepGroup& group, const AdamScales&, const NormPartials& squares) {
         return lamb_trust(rule, group, squares);
     }
 
@@ -53,17 +31,20 @@ struct Lamb {
         return lamb_step_size(group, trust);
     }
 
-    static __device__ __forceinline__ NormPartials first(const Place& at, const LambScales& scales) {
+    template <typename Mix>
+    static __device__ __forceinline__ NormPartials first(const Place& at, const AdamScales& scales, const Mix& mix) {
         Weights<T, Master, kWidth> weights;
         Share<T, kWidth> grads;
         Share<float> exp_avgs, exp_avg_sqs;
         read<true, Again::kNo>(grads, at.grad, at.numel);
-        read(weights, at.param, at.master);
+        mix.read_weights(weights, at);
         read<true>(exp_avgs, at.exp_avg, at.numel);
         read<true>(exp_avg_sqs, at.exp_avg_sq, at.numel);
+        mix.mix_weights(weights, at);
+        if constexpr (!std::is_same_v<Mix, NoMix>) write(weights, at.param, at.master);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
-            lamb_moments(weights[i], load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);
+            adam_moments(weights[i], load(grads[i]), exp_avgs[i], exp_avg_sqs[i], scales);
         }
         write<true>(exp_avgs, at.exp_avg, at.numel);
         write<true>(exp_avg_sqs, at.exp_avg_sq, at.numel);
@@ -71,14 +52,14 @@ struct Lamb {
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];
-            const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
+            const float update = adam_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
             sums.weight = add_square(sums.weight, weight);
             sums.update = add_square(sums.update, update);
         }
         return sums;
     }
 
-    static __device__ __forceinline__ NormPartials first_by_element(const Place& at, const LambScales& scales) {
+    static __device__ __forceinline__ NormPartials first_by_element(const Place& at, const AdamScales& scales) {
         const int count = count_in<kWidth>(at.numel);
         NormPartials sums{};
 #pragma unroll 1
@@ -100,18 +81,18 @@ struct Lamb {
                 if (first + k >= count) break;
                 const int i = place_of<kWidth>(first + k);
                 const float weight = weights[k].value();
-                lamb_moments(weight, load(grads[k]), exp_avgs[k], exp_avg_sqs[k], scales);
+                adam_moments(weight, load(grads[k]), exp_avgs[k], exp_avg_sqs[k], scales);
                 at.exp_avg[i] = exp_avgs[k];
                 at.exp_avg_sq[i] = exp_avg_sqs[k];
                 sums.weight = add_square(sums.weight, weight);
-                sums.update = add_square(sums.update, lamb_update(weight, exp_avgs[k], exp_avg_sqs[k], scales));
+                sums.update = add_square(sums.update, adam_update(weight, exp_avgs[k], exp_avg_sqs[k], scales));
             }
         }
         return sums;
     }
 
     static __device__ __forceinline__ void second(
-        const Place& at, const LambRule&, const LambScales& scales, float step_size) {
+        const Place& at, const LambRule&, const AdamScales& scales, float step_size) {
         Weights<T, Master, kWidth> weights;
         Share<float> exp_avgs, exp_avg_sqs;
         read<true, Again::kNo>(exp_avgs, at.exp_avg, at.numel);
@@ -120,14 +101,14 @@ struct Lamb {
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             const float weight = weights[i];
-            const float update = lamb_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
-            weights.set(i, lamb_element(weight, update, step_size, scales.keep));
+            const float update = adam_update(weight, exp_avgs[i], exp_avg_sqs[i], scales);
+            weights.set(i, adam_element(weight, update, step_size, scales.keep));
         }
         write<Again::kNo>(weights, at.param, at.master);
     }
 
     static __device__ __forceinline__ void second_by_element(
-        const Place& at, const LambRule&, const LambScales& scales, float step_size) {
+        const Place& at, const LambRule&, const AdamScales& scales, float step_size) {
 #pragma unroll 1
         for (int first = static_cast<int>(threadIdx.x); first < at.numel; first += kAhead * kThreads) {
             StoredWeight<T, Master> weights[kAhead]{};
@@ -145,8 +126,8 @@ struct Lamb {
                 const int i = first + k * kThreads;
                 if (i >= at.numel) break;
                 const float weight = weights[k].value();
-                const float update = lamb_update(weight, exp_avgs[k], exp_avg_sqs[k], scales);
-                write_weight<Master>(lamb_element(weight, update, step_size, scales.keep), at.param, at.master, i);
+                const float update = adam_update(weight, exp_avgs[k], exp_avg_sqs[k], scales);
+                write_weight<Master>(adam_element(weight, update, step_size, scales.keep), at.param, at.master, i);
             }
         }
     }
@@ -155,8 +136,8 @@ struct Lamb {
 }  // namespace
 
 cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream) {
-    return with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() {
-        return two_passes<Lamb<T, Master>>(args, args, args.rule, stream);
+    return with_mix(args, [&]<typename T, bool Master>(const auto& mix) {
+        return two_passes<Lamb<T, Master>>(args, args, args.rule, mix, stream);
     });
 }
 

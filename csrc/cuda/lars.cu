@@ -16,15 +16,12 @@ struct Lars {
         SgdRule sgd;
         LarsRule lars;
     };
-    struct Scales {
-        SgdScales sgd;
-        int flags;
-    };
+    using Scales = SgdGroupScales;
     static constexpr int kResident = 3;  // 80 registers; with masters 24 bytes more, spilled
     static constexpr int64_t kBytesReadAgain = 2 * sizeof(T) + (Master ? sizeof(float) : 0);
 
     static __device__ __forceinline__ Scales scales(const Rule& rule, const StepGroup& group, float grad) {
-        return {sgd_scales(rule.sgd, group, grad), sgd_flags(rule.sgd, group)};
+        return sgd_group_scales(rule.sgd, group, grad);
     }
 
     static __device__ __forceinline__ Trust
@@ -34,11 +31,14 @@ struct Lars {
 
     static __device__ __forceinline__ double step_size(const StepGroup&, const Trust& trust) { return trust.ratio; }
 
-    static __device__ __forceinline__ NormPartials first(const Place& at, const Scales&) {
+    template <typename Mix>
+    static __device__ __forceinline__ NormPartials first(const Place& at, const Scales&, const Mix& mix) {
         Weights<T, Master> weights;
         Share<T, Place::kWidth> grads;
         read<true>(grads, at.grad, at.numel);
-        read(weights, at.param, at.master);
+        mix.read_weights(weights, at);
+        mix.mix_weights(weights, at);
+        if constexpr (!std::is_same_v<Mix, NoMix>) write(weights, at.param, at.master);
         NormPartials sums{};
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
@@ -83,8 +83,8 @@ struct Lars {
 }  // namespace
 
 cudaError_t lars_step_(const LarsArgs& args, cudaStream_t stream) {
-    return with_weights(args.sgd.dtype, args.sgd.masters, [&]<typename T, bool Master>() {
-        return two_passes<Lars<T, Master>>(args.sgd, args, {args.sgd.rule, args.rule}, stream);
+    return with_mix(args.sgd, [&]<typename T, bool Master>(const auto& mix) {
+        return two_passes<Lars<T, Master>>(args.sgd, args, {args.sgd.rule, args.rule}, mix, stream);
     });
 }
 

@@ -14,7 +14,10 @@ __device__ __forceinline__ void mix_block(
     const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {
     Share<T> weights;
     read<whole>(weights, static_cast<const T*>(table.source) + place.first, place.numel);
-    mix_share<whole>(weights, table, place, block_sum);
+    mix_share<whole>(weights, table, place.first, place.numel, [&](int k, double sum) {
+        const double total = block_sum(sum);
+        if (threadIdx.x == 0) table.partials[place.block * table.num_peers + k] = total;
+    });
     write<whole>(weights, static_cast<T*>(table.weights) + place.first, place.numel);
 }
 
@@ -33,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) mix_kernel(const __grid_constant__ M
 
 template <typename T, int capacity>
 cudaError_t launch_mix(const MixArgs& args, cudaStream_t stream) {
-    const MixTable<capacity> table = mix_table<capacity>(args, true);
+    const MixTable<capacity> table = mix_table<capacity>(args);
     return launch(mix_kernel<T, capacity>, table.num_blocks, kThreads, 0, stream, table);
 }
 

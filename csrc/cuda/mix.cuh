@@ -1,4 +1,4 @@
-// The mix of one block, for mix_ and mix_sgd_step_, and the peers as kernel arguments.
+// The mix of one block, for mix_ and for steps that begin with a mix, and the peers as kernel arguments.
 #pragma once
 
 #include "../random.h"
@@ -6,7 +6,7 @@
 
 namespace ddpcore::cuda {
 
-inline constexpr int kFewPeers = 8;
+inline constexpr int kFewPeers = static_cast<int>(kMaxStepPeers);
 inline constexpr int kOldPeers = 320;                           // in kOldArgumentBytes
 inline constexpr int kManyPeers = static_cast<int>(kMaxPeers);  // 12 KiB of kernel arguments
 
@@ -19,7 +19,7 @@ struct MixTable {
     int64_t num_blocks;
     int32_t num_peers;
     float self_weight;
-    bool aligned;  // weights, source, all peers and, in mix_sgd_step_, the gradient and momentum
+    bool aligned;  // weights, source and all peers
     const void* peers[capacity];
     float peer_weights[capacity];
     Noise noise;
@@ -62,12 +62,12 @@ __device__ __forceinline__ void normals_from(const Noise& noise, uint64_t index,
 
 // Four elements of the share at a time, in a loop that is not unrolled, because four normals take about two hundred
 // instructions. Every iteration names all elements of `mixed`, so that the array stays in registers.
-template <typename T>
+template <int width>
 __device__ __forceinline__ void add_noise(float (&mixed)[kShare], const Noise& noise, int64_t first) {
 #pragma unroll 1
     for (int four = 0; four < kShare; four += 4) {
         float normals[4];
-        normals_from(noise, static_cast<uint64_t>(noise.first + first + place_of<kVector<T>>(four)), normals);
+        normals_from(noise, static_cast<uint64_t>(noise.first + first + place_of<width>(four)), normals);
 #pragma unroll
         for (int i = 0; i < kShare; ++i) {
             if (i / 4 * 4 == four) mixed[i] = mix_element(mixed[i], noise.std, normals[i % 4]);
@@ -75,17 +75,18 @@ __device__ __forceinline__ void add_noise(float (&mixed)[kShare], const Noise& n
     }
 }
 
-// weights <- the mix, rounded to the storage type. Writes the block's row of partial sums. It loads one peer at a time:
-// to load the next one ahead would take 16 more registers in fp32, and fewer CUDA blocks would fit on a multiprocessor.
-// The loads of the first peer are issued before the weights are used, so that both are in flight together.
-template <bool whole, typename T, int capacity>
+// weights <- the mix, rounded to the storage type, of this thread's share of `numel` elements from `first` on. Calls
+// distance(k, sum) with the thread's part of the squared distance to peer k. It loads one peer at a time: to load the
+// next one ahead would take 16 more registers in fp32, and fewer CUDA blocks would fit on a multiprocessor. The loads
+// of the first peer are issued before the weights are used, so that both are in flight together.
+template <bool whole, typename T, int width, int capacity, typename Distance>
 __device__ __forceinline__ void mix_share(
-    Share<T>& weights, const MixTable<capacity>& table, const Place& place, BlockSum<kThreads>& block_sum) {
+    Share<T, width>& weights, const MixTable<capacity>& table, int64_t first, int numel, Distance&& distance) {
     float mixed[kShare];
 #pragma unroll 1
     for (int k = 0; k < table.num_peers; ++k) {
-        Share<T> peer;
-        read<whole>(peer, static_cast<const T*>(table.peers[k]) + place.first, place.numel);
+        Share<T, width> peer;
+        read<whole>(peer, static_cast<const T*>(table.peers[k]) + first, numel);
         convert_after(weights);
         const float peer_weight = table.peer_weights[k];
         double sum = 0.0;
@@ -95,20 +96,19 @@ __device__ __forceinline__ void mix_share(
             sum = add_square(sum, weight - load(peer[i]));
             mixed[i] = mix_element(before, peer_weight, load(peer[i]));
         }
-        const double total = block_sum(sum);
-        if (threadIdx.x == 0) table.partials[place.block * table.num_peers + k] = total;
+        distance(k, sum);
     }
     if (table.num_peers == 0) {
 #pragma unroll
         for (int i = 0; i < kShare; ++i) mixed[i] = table.self_weight * load(weights[i]);
     }
-    if (table.noise.std != 0.0f) add_noise<T>(mixed, table.noise, place.first);
+    if (table.noise.std != 0.0f) add_noise<width>(mixed, table.noise, first);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) weights[i] = store<T>(mixed[i]);
 }
 
 template <int capacity>
-MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
+MixTable<capacity> mix_table(const MixArgs& args) {
     MixTable<capacity> table;
     table.weights = args.weights;
     table.source = args.source != nullptr ? args.source : args.weights;
@@ -120,9 +120,74 @@ MixTable<capacity> mix_table(const MixArgs& args, bool aligned) {
     table.noise = args.noise;
     std::copy(args.peers, args.peers + args.num_peers, table.peers);
     std::copy(args.peer_weights, args.peer_weights + args.num_peers, table.peer_weights);
-    table.aligned = aligned && is_aligned(args.weights) && is_aligned(table.source) &&
+    table.aligned = is_aligned(args.weights) && is_aligned(table.source) &&
                     std::all_of(args.peers, args.peers + args.num_peers, is_aligned);
     return table;
+}
+
+// ---- in a step ----
+
+// The weights that a step starts from: those that are stored,
+struct NoMix {
+    static constexpr int kResident = 8;  // no bound of its own
+    bool aligned = true;
+
+    template <typename T, bool Master, int width, typename Place>
+    __device__ __forceinline__ void read_weights(Weights<T, Master, width>& weights, const Place& at) const {
+        read(weights, at.param, at.master);
+    }
+    template <typename T, bool Master, int width, typename Place>
+    __device__ __forceinline__ void mix_weights(Weights<T, Master, width>&, const Place&) const {}
+    template <typename Place>
+    __device__ __forceinline__ void mix_block(const Place&) const {}
+};
+
+// or their mix, which is computed between read_weights() and the step. A block that is not whole is mixed in memory.
+struct StepMix : MixTable<kFewPeers> {
+    static constexpr int kResident = 2;  // 128 registers
+
+    template <typename T, int width, typename Place>
+    __device__ __forceinline__ void read_weights(Weights<T, false, width>& weights, const Place& at) const {
+        read<true>(weights.values, source_of<T>(at), at.numel);
+    }
+    template <typename T, int width, typename Place>
+    __device__ __forceinline__ void mix_weights(Weights<T, false, width>& weights, const Place& at) const {
+        mix_share<true>(weights.values, *this, first_of<T>(at), at.numel, [](int, double) {});
+    }
+    template <typename Place>
+    __device__ __forceinline__ void mix_block(const Place& at) const {
+        using T = std::remove_pointer_t<decltype(at.param)>;
+        Share<T> share;
+        read<false>(share, source_of<T>(at), at.numel);
+        mix_share<false>(share, *this, first_of<T>(at), at.numel, [](int, double) {});
+        write<false>(share, at.param, at.numel);
+        __syncthreads();  // the step of the block may give its elements to other threads
+    }
+
+  private:
+    template <typename T, typename Place>
+    __device__ __forceinline__ int64_t first_of(const Place& at) const {
+        return at.param - static_cast<const T*>(weights);
+    }
+    template <typename T, typename Place>
+    __device__ __forceinline__ const T* source_of(const Place& at) const {
+        return static_cast<const T*>(source) + first_of<T>(at);
+    }
+};
+
+// Calls fn.template operator()<T, Master>(mix) for the storage of a step's weights and its mix.
+template <typename Segment, typename Fn>
+cudaError_t with_mix(const StepArgs<Segment>& args, Fn&& fn) {
+    if (args.mix == nullptr) {
+        return with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() {
+            return fn.template operator()<T, Master>(NoMix{});
+        });
+    }
+    if (args.masters || args.mix->num_peers > kFewPeers) return cudaErrorInvalidValue;
+    const StepMix mix{mix_table<kFewPeers>(*args.mix)};
+    return with_storage(args.dtype, [&](auto* tag) {
+        return fn.template operator()<std::remove_pointer_t<decltype(tag)>, false>(mix);
+    });
 }
 
 }  // namespace ddpcore::cuda

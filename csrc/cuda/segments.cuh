@@ -91,10 +91,9 @@ struct StepTable {
 template <typename Segment>
 inline constexpr int kManySteps = (kMaxArgumentBytes - 1024) / (sizeof(Segment) + sizeof(uint16_t));
 
-template <int capacity, typename Args, typename Fn>
+template <int capacity, typename Segment, typename Fn>
 cudaError_t launch_step_chunk(
-    const Args& args, int64_t first, int64_t end, int64_t first_group, int64_t next_group, Fn&& fn) {
-    using Segment = std::remove_cvref_t<decltype(args.segments[0])>;
+    const StepArgs<Segment>& args, int64_t first, int64_t end, int64_t first_group, int64_t next_group, Fn&& fn) {
     StepTable<Segment, capacity> table;
     fill_segments(table.list, args.segments, args.num_segments, args.num_blocks, first, end);
     const int64_t end_group = std::min(first_group + kMaxGroups, args.num_groups);
@@ -107,10 +106,9 @@ cudaError_t launch_step_chunk(
     return fn.template operator()<capacity>(table);
 }
 
-// Calls fn.template operator()<capacity>(table) for each chunk of the segments and groups of SgdArgs or LambArgs.
-template <typename Args, typename Fn>
-cudaError_t for_each_step_chunk(const Args& args, Fn&& fn) {
-    using Segment = std::remove_cvref_t<decltype(args.segments[0])>;
+// Calls fn.template operator()<capacity>(table) for each chunk of the segments and groups of a step.
+template <typename Segment, typename Fn>
+cudaError_t for_each_step_chunk(const StepArgs<Segment>& args, Fn&& fn) {
     constexpr int many = kManySteps<Segment>;
     static_assert(sizeof(StepTable<Segment, kFewSegments>) + 512 <= kOldArgumentBytes);
     const int most = has_large_arguments() ? many : kFewSegments;  // tensors of a launch
@@ -131,6 +129,18 @@ cudaError_t for_each_step_chunk(const Args& args, Fn&& fn) {
         first_group = next_group;
     }
     return cudaSuccess;
+}
+
+// Computes the scales of all groups in shared memory: powers and divisions in double, once for each CUDA block and
+// group. All threads must call it.
+template <typename Optimizer, int capacity>
+__device__ __forceinline__ void fill_scales(
+    const StepTable<typename Optimizer::Segment, capacity>& table, const typename Optimizer::Rule& rule,
+    typename Optimizer::Scales* scales) {
+    if (static_cast<int>(threadIdx.x) < table.num_groups) {
+        scales[threadIdx.x] = Optimizer::scales(rule, table.groups[threadIdx.x], grad_factor(table.scaling));
+    }
+    __syncthreads();
 }
 
 // Adds one to the step counts of this launch. The last CUDA block that calls it does so, when all others have read the

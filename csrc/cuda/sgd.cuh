@@ -1,9 +1,19 @@
-// One thread's share of an SGD step, for sgd_step_, lars_step_ (weights from memory) and mix_sgd_step_ (mixed weights).
+// One thread's share of an SGD step, for sgd_step_ and lars_step_.
 #pragma once
 
 #include "storage.cuh"
 
 namespace ddpcore::cuda {
+
+// The scales of a group.
+struct SgdGroupScales {
+    SgdScales sgd;
+    int flags;
+};
+
+DDPCORE_HOST_DEVICE SgdGroupScales sgd_group_scales(const SgdRule& rule, const StepGroup& group, float grad) {
+    return {sgd_scales(rule, group, grad), sgd_flags(rule, group)};
+}
 
 // The addresses of a block's elements.
 template <typename T, bool Master>

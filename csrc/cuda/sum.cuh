@@ -112,23 +112,20 @@ inline constexpr int kSumThreads = 1024;
 // sums[column] = sum over rows of partials[row, column]. One CUDA block a column.
 template <int threads>
 __global__ void __launch_bounds__(threads, 1)
-    sum_partials_kernel(const double* partials, double* sums, int64_t num_rows, int64_t num_columns, float* counter) {
+    sum_partials_kernel(const double* partials, double* sums, int64_t num_rows, int64_t num_columns) {
     if (blockIdx.x < num_columns) {
         const double total = sum_rows<threads>(partials + blockIdx.x, num_rows, num_columns);
         if (threadIdx.x == 0) sums[blockIdx.x] = total;
     }
-    if (counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *counter += 1.0f;
 }
 
-// Reads 8 bytes for each 4096 elements and column. Without rows, the sums are zero. `counter`: a step count to which
-// this launch adds one, or null.
+// Reads 8 bytes for each 4096 elements and column. Without rows, the sums are zero.
 inline cudaError_t sum_partials(
-    const double* partials, double* sums, int64_t num_rows, int64_t num_columns, cudaStream_t stream,
-    float* counter = nullptr) {
-    if (num_columns == 0 && counter == nullptr) return cudaSuccess;
+    const double* partials, double* sums, int64_t num_rows, int64_t num_columns, cudaStream_t stream) {
+    if (num_columns == 0) return cudaSuccess;
     return launch_grid(
-        sum_partials_kernel<kSumThreads>, std::max<int64_t>(num_columns, 1), kSumThreads, 0, stream, false, partials,
-        sums, num_rows, num_columns, counter);
+        sum_partials_kernel<kSumThreads>, num_columns, kSumThreads, 0, stream, false, partials, sums, num_rows,
+        num_columns);
 }
 
 }  // namespace ddpcore::cuda

@@ -18,6 +18,7 @@
 
 #include <cooperative_groups.h>
 
+#include "mix.cuh"
 #include "segments.cuh"
 #include "sum.cuh"
 
@@ -37,7 +38,7 @@ struct Batches {
 };
 
 // Optimizer defines both passes over a block, in static functions: Lars or Lamb.
-template <typename Optimizer, int capacity>
+template <typename Optimizer, typename Mix, int capacity>
 class TwoPasses {
   public:
     using Segment = typename Optimizer::Segment;
@@ -46,9 +47,9 @@ class TwoPasses {
     using Table = StepTable<Segment, capacity>;
 
     // `scales` is in shared memory, one for each group.
-    __device__ __forceinline__
-    TwoPasses(const Table& table, const Batches<capacity>& batches, const Rule& rule, const Scales* scales)
-        : table_(table), list_(table.list), batches_(batches), rule_(rule), scales_(scales) {}
+    __device__ __forceinline__ TwoPasses(
+        const Table& table, const Batches<capacity>& batches, const Rule& rule, const Mix& mix, const Scales* scales)
+        : table_(table), list_(table.list), batches_(batches), rule_(rule), mix_(mix), scales_(scales) {}
 
     __device__ __forceinline__ void run() {
         if (batches_.begin_phase == 0) visit_empty_segments();
@@ -147,9 +148,7 @@ class TwoPasses {
             NormPartials total{};
             for (; block < first_block + num_blocks; block += static_cast<int>(gridDim.x), ++done) {
                 const typename Optimizer::Place at(segment, (block - first_block) * kBlock);
-                total = block_sum_(
-                    at.whole ? Optimizer::first(at, scales_of(segment))
-                             : Optimizer::first_by_element(at, scales_of(segment)));
+                total = block_sum_(first_of_block(at, scales_of(segment)));
                 if (threadIdx.x == 0) batches_.partials[block] = total;
             }
             if (num_blocks == 1) {
@@ -158,6 +157,14 @@ class TwoPasses {
                 finish(index, num_blocks);
             }
         }
+    }
+
+    // With a mix, the first pass also writes the mixed weights.
+    __device__ __forceinline__ NormPartials
+    first_of_block(const typename Optimizer::Place& at, const Scales& scales) const {
+        if (at.whole && mix_.aligned) return Optimizer::first(at, scales, mix_);
+        mix_.mix_block(at);
+        return Optimizer::first_by_element(at, scales);
     }
 
     // Adds the blocks of the segment that this CUDA block has done to the ticket. Returns whether all are done now.
@@ -204,23 +211,21 @@ class TwoPasses {
     const SegmentTable<Segment, capacity>& list_;
     const Batches<capacity>& batches_;
     const Rule& rule_;
+    const Mix& mix_;
     const Scales* scales_;
     BlockSum<kThreads, NormPartials> block_sum_;
 };
 
 // Optimizer::kResident CUDA blocks fit on a multiprocessor, so that one loads while another computes.
-template <typename Optimizer, int capacity>
-__global__ void __launch_bounds__(kThreads, Optimizer::kResident) two_pass_kernel(
+template <typename Optimizer, typename Mix, int capacity>
+__global__ void __launch_bounds__(kThreads, std::min(Optimizer::kResident, Mix::kResident)) two_pass_kernel(
     const __grid_constant__ StepTable<typename Optimizer::Segment, capacity> table,
-    const __grid_constant__ Batches<capacity> batches, const __grid_constant__ typename Optimizer::Rule rule) {
+    const __grid_constant__ Batches<capacity> batches, const __grid_constant__ typename Optimizer::Rule rule,
+    const __grid_constant__ Mix mix) {
     if (skips_step(table.scaling)) return;  // in all threads of the grid
-    // Powers and divisions in double: once for each CUDA block and group.
     __shared__ typename Optimizer::Scales scales[kMaxGroups];
-    if (static_cast<int>(threadIdx.x) < table.num_groups) {
-        scales[threadIdx.x] = Optimizer::scales(rule, table.groups[threadIdx.x], grad_factor(table.scaling));
-    }
-    __syncthreads();
-    TwoPasses<Optimizer, capacity>(table, batches, rule, scales).run();
+    fill_scales<Optimizer>(table, rule, scales);
+    TwoPasses<Optimizer, Mix, capacity>(table, batches, rule, mix, scales).run();
     if (batches.end_phase > batches.num_batches) count_steps(table);
 }
 
@@ -241,36 +246,37 @@ void fill_batches(Batches<capacity>& batches, const SegmentTable<Segment, capaci
     batches.end_phase = batches.num_batches + 1;
 }
 
-template <typename Optimizer, int capacity>
+template <typename Optimizer, typename Mix, int capacity>
 cudaError_t launch_two_passes(
     const StepTable<typename Optimizer::Segment, capacity>& table, Batches<capacity>& batches,
-    const typename Optimizer::Rule& rule, Passes passes, cudaStream_t stream) {
+    const typename Optimizer::Rule& rule, Passes passes, const Mix& mix, cudaStream_t stream) {
     int device = 0, cooperative = 0, l2_bytes = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
     if (error != cudaSuccess) return error;
-    const auto kernel = two_pass_kernel<Optimizer, capacity>;
+    const auto kernel = two_pass_kernel<Optimizer, Mix, capacity>;
     const int64_t num_blocks = std::max<int64_t>(table.list.end_block - table.list.begin_block, 1);
     if (cooperative != 0 && passes == Passes::kBoth) {
         // Half of L2: the other half is for the data that is read once, and for the next batch.
         fill_batches(batches, table.list, l2_bytes / 2 / Optimizer::kBytesReadAgain);
-        return launch_cooperative(kernel, num_blocks, kThreads, 0, stream, table, batches, rule);
+        return launch_cooperative(kernel, num_blocks, kThreads, 0, stream, table, batches, rule, mix);
     }
     fill_batches(batches, table.list, INT64_MAX);
     const int32_t end_phase = passes == Passes::kFirst ? 1 : batches.end_phase;
     batches.begin_phase = passes == Passes::kSecond ? 1 : 0;
     for (; batches.begin_phase < end_phase && error == cudaSuccess; ++batches.begin_phase) {
         batches.end_phase = batches.begin_phase + 1;
-        error = launch(kernel, num_blocks, kThreads, 0, stream, table, batches, rule);
+        error = launch(kernel, num_blocks, kThreads, 0, stream, table, batches, rule, mix);
     }
     return error;
 }
 
-// All launches of a step. `step` is SgdArgs or LambArgs; `args` has the partial sums and the trust ratios.
-template <typename Optimizer, typename StepArgs, typename Args>
+// All launches of a step. `args` has the partial sums and the trust ratios.
+template <typename Optimizer, typename Args, typename Mix>
 cudaError_t two_passes(
-    const StepArgs& step, const Args& args, const typename Optimizer::Rule& rule, cudaStream_t stream) {
+    const StepArgs<typename Optimizer::Segment>& step, const Args& args, const typename Optimizer::Rule& rule,
+    const Mix& mix, cudaStream_t stream) {
     using Segment = typename Optimizer::Segment;
     return for_each_step_chunk(step, [&]<int capacity>(const StepTable<Segment, capacity>& table) {
         Batches<capacity> batches;
@@ -278,7 +284,7 @@ cudaError_t two_passes(
         batches.trust = args.trust;
         batches.squares = args.squares;
         batches.tickets = step.tickets;
-        return launch_two_passes<Optimizer>(table, batches, rule, args.passes, stream);
+        return launch_two_passes<Optimizer>(table, batches, rule, args.passes, mix, stream);
     });
 }
 

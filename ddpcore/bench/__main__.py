@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ddpcore.options import command_line
 from ddpcore.options.extras import MissingPackage, extra
 from ddpcore.runtime import launch
+from ddpcore.storage.limits import plain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, launch.RankFailed) as error:
         if started and not isinstance(error, launch.UsageError | launch.RankFailed | MissingPackage):
             raise
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {plain(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, launch.RankFailed) else 2
     return 0
 

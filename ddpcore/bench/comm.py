@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ddpcore.bench.command import num_hosts, publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
-from ddpcore.bench.contender import barrier
 from ddpcore.bench.environment import check_memory, environment, free_memory
 from ddpcore.comm import Communicator, choose_transport, connect
 from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.comm.process import barrier
 from ddpcore.ops import Mixture
 from ddpcore.options.command_line import option
 from ddpcore.parameters.flat import MiB
@@ -225,7 +225,7 @@ def _measure(operation: Operation, lanes: list[Lane], seconds: float) -> list[di
 
 def _time(operation: Operation, lane: Lane) -> float:
     """Seconds from a barrier until this rank has its result."""
-    barrier()
+    barrier("the start of a measurement")
     start = time.perf_counter()
     operation.call(lane)
     if lane.device.type == "cuda":

@@ -18,7 +18,11 @@ from ddpcore.storage.json_lines import to_json, write_json
 def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: Any) -> Callable[[], None]:
     """A function that runs ``worker(world, resolved, *args)`` on every rank."""
     return lambda: launch.run(
-        worker, (resolved, *args), world_size=resolved.world_size, backend=resolved.choice.backend
+        worker,
+        (resolved, *args),
+        world_size=resolved.world_size,
+        backend=resolved.choice.backend,
+        timeout=resolved.config.timeout,
     )
 
 

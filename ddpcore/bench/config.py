@@ -16,10 +16,12 @@ from ddpcore.models import MODELS
 from ddpcore.options.command_line import SEED_RANGE, check, flag, option
 from ddpcore.options.typed import typed
 from ddpcore.report.plot_option import PLOT, check_plot
-from ddpcore.strategies.base import Strategy
+from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
+from ddpcore.strategies.base import Strategy, check_on_nonfinite
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.compression import CODECS
 from ddpcore.strategies.dpsgd import DPSGD, ORDERS
+from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.training import TrainConfig
@@ -29,6 +31,7 @@ DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
 BASELINES = (Single.name, DDP.name)
 SHARED = (  # fields of BenchConfig that TrainConfig also has
     "model", "dataset", "data_dir", "download", "normalize", "augment", "batch_size", "steps", "lr", "topology", "seed",
+    "timeout",
 )  # fmt: skip
 
 
@@ -61,7 +64,7 @@ class BenchConfig(Options):
     strategies: tuple[str, ...] | None = option(
         None, f"comma-separated ({','.join(DEFAULT_STRATEGIES)})", parts=STRATEGIES
     )
-    topology: str = option("random_pair", "of dpsgd, slowmo and push_sum", parts=TOPOLOGIES)
+    topology: str = option("random_pair", "of strategies with neighbours, such as dpsgd", parts=TOPOLOGIES)
     order: str = option(ORDERS[0], "of dpsgd", choices=ORDERS)
     staleness: int = option(0, "of dpsgd: 1 lets an exchange take one more step")
     compression: str = option("none", "of dpsgd's messages", choices=("none", *CODECS))
@@ -82,10 +85,18 @@ class BenchConfig(Options):
     momentum: float = option(0.9, "momentum", least=0)
     period: int = option(8, "steps between two averages in local_sgd and slowmo", least=1)
     steps: int = option(300, "steps of each strategy", least=1)
+    on_nonfinite: str = option(
+        ON_NONFINITE[0],
+        "a gradient that is not finite ends a strategy as diverged, or is left out; not of ddp and single",
+        choices=ON_NONFINITE,
+    )
     seed: int = option(0, "of weights, batches and pairs", **SEED_RANGE)
     device: str = option("auto", choices=DEVICES)
     backend: str = option("auto", choices=BACKENDS)
     transport: str = option("auto", "how bytes are sent between ranks", choices=TRANSPORTS)
+    timeout: float = option(
+        TIMEOUT_SECONDS, "seconds that a living rank may let the others wait", above=0, most=MOST_SECONDS
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +136,7 @@ class BenchConfig(Options):
             "optimizer_options": {"momentum": self.momentum, **({"fused": True} if is_baseline else {})},
             "strategy": strategy,
             "strategy_options": {name: value for name, value in values.items() if name in known},
+            "on_nonfinite": "raise" if is_baseline else self.on_nonfinite,
             "topology_options": {"local_size": self.local_size} if has_hosts else {},
         }
         return TrainConfig(**{**fields, **more})
@@ -225,6 +237,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         strategy = config.train_config(name).make_strategy()
         if isinstance(strategy, Strategy):
             strategy.setup(world_size, torch.float32)
+            check_on_nonfinite(config.on_nonfinite, strategy, world_size)
     return ResolvedConfig(
         config=config,
         world_size=world_size,

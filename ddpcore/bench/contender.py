@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,12 +16,15 @@ from torch import Tensor
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, ddp_options, distribute_options
 from ddpcore.bench.config import BASELINES, ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
+from ddpcore.comm.errors import Call
+from ddpcore.comm.process import barrier, default_group
 from ddpcore.comm.traffic import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.local_sgd import LocalSGD
+from ddpcore.strategies.nonfinite import NonFiniteError
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.training import Trainer
 from ddpcore.training.build import LearnerPlacement, build_trainer, check_parts, read_dataset
@@ -56,7 +60,12 @@ class Contender:
         cuda = self.trainer.dataset.train.labels.is_cuda
         for _ in range(num_steps):
             start = time.perf_counter()
-            loss = self.trainer.step()
+            try:
+                loss = self.trainer.step()
+            except NonFiniteError:  # weights that overflowed: this strategy has diverged
+                if dist.is_initialized():
+                    raise
+                loss = torch.full((len(self.trainer.learners),), math.nan)
             if cuda:
                 torch.cuda.synchronize()
             if timed:
@@ -75,11 +84,11 @@ class Contender:
 
 def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None = None) -> None:
     """Train for a block of steps, which ends when the slowest rank is done. Collective. The meter skips idle ranks."""
-    barrier()
+    barrier("the start of a block of steps")
     with nullcontext() if meter is None or one.trainer is None else meter.turn(one.name, timed):
         start = time.perf_counter()
         one.run_steps(num_steps, timed)
-        barrier()
+        barrier("the end of a block of steps")
         if timed:
             one.block_seconds.append(time.perf_counter() - start)
 
@@ -99,18 +108,13 @@ def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequen
     return max(0.0, quantiles(1e3 * (mine - without) / steps for mine, without, steps in blocks)["p50"])
 
 
-def barrier() -> None:
-    """Wait for all ranks if there are several."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def gather(value: Any) -> list[Any]:
     """The value of every rank. Collective."""
     everyone = [value]
     if dist.is_initialized():
         everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, value)
+        with Call(default_group(None), "the gathering of the results"):
+            dist.all_gather_object(everyone, value)
     return everyone
 
 

@@ -98,6 +98,7 @@ _ADAMW = Implementation("torch.optim.AdamW(fused=True)", "torch.optim", "AdamW",
 _MUON = Implementation("torch.optim.Muon", "torch.optim", "Muon", _DECAY, matrices=True)
 OURS = {
     "sgd": Implementation("FusedSGD", "ddpcore.optim", "FusedSGD", _MOMENTUM),
+    "adamw": Implementation("FusedAdamW", "ddpcore.optim", "FusedAdamW", _DECAY),
     "lars": Implementation("FusedLARS", "ddpcore.optim", "FusedLARS", _MOMENTUM),
     "lamb": Implementation("FusedLAMB", "ddpcore.optim", "FusedLAMB", _DECAY),
     "muon": Implementation("Muon", "ddpcore.optim", "Muon", _DECAY, matrices=True),
@@ -116,6 +117,7 @@ _TIMM = {"install": "pip install timm", "listed": False}
 _APEX = {"install": "build it from github.com/NVIDIA/apex", "listed": False, "cuda_only": True}
 COMPARISONS = (
     Comparison("sgd", OURS["sgd"], _SGD),
+    Comparison("adamw", OURS["adamw"], _ADAMW),
     Comparison("lars", OURS["lars"], _SGD),
     Comparison("lamb", OURS["lamb"], _ADAMW),
     _peer("lamb", "torch_optimizer", "Lamb", _DECAY, install=_EXTRA),

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcore.bench.contender import Contender, barrier
+from ddpcore.bench.contender import Contender
+from ddpcore.comm.process import barrier
 from ddpcore.parameters.buckets import messages
 
 Call = Callable[[], Any]
@@ -56,7 +57,7 @@ def time_calls(calls: list[Call], device: str) -> tuple[list[float], float]:
 
     All ranks begin at a barrier.
     """
-    barrier()
+    barrier("the start of a measurement")
     cpu, seconds = time.process_time(), []
     for call in calls:
         start = time.perf_counter()

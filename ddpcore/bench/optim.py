@@ -52,7 +52,7 @@ class OptimConfig(Options):
 
 def prepare(config: OptimConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that runs the bench."""
-    states = 2 if "lamb" in config.optimizers else 1
+    states = 2 if {"adamw", "lamb"} & set(config.optimizers) else 1
     for name in config.models:
         numbers = (2 * (2 + states) + NUM_TEMPORARIES) * LISTS[name].describe()["parameters"]
         needed = 4 * numbers + LARGEST_COPY

@@ -18,7 +18,6 @@ from ddpcore.bench.contender import (
     OWN_COMPUTE,
     WARM_UP_STEPS,
     Contender,
-    barrier,
     build_contender,
     build_dataset,
     gather,
@@ -29,6 +28,7 @@ from ddpcore.bench.isolated_comm import Call, averages, bucket_bytes, message_by
 from ddpcore.bench.step_model import Compute, Machine, Transfer
 from ddpcore.bench.step_timing import StepTimer
 from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.comm.process import barrier
 from ddpcore.models import MODELS
 from ddpcore.options.command_line import option
 from ddpcore.parameters.buckets import messages
@@ -146,7 +146,7 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
     timer = StepTimer(compute)
     for _ in range(config.rounds):
         with timer.hooks():
-            barrier()
+            barrier("the start of a measurement")
             for _ in range(config.period):
                 timer.step()
         for case in cases:

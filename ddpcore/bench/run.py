@@ -19,7 +19,6 @@ from ddpcore.bench.config import BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     HIDDEN,
     Contender,
-    barrier,
     build_contender,
     build_dataset,
     compute_of,
@@ -29,6 +28,7 @@ from ddpcore.bench.contender import (
 )
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
+from ddpcore.comm.process import barrier
 from ddpcore.report.strategies import print_strategies
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
@@ -38,8 +38,11 @@ from ddpcore.training import Trainer
 
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
-COPIED = ("curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms")
-GOSSIP = ("dpsgd", "slowmo", "push_sum")  # the strategies with a topology
+COPIED = (
+    "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms",
+    "num_nonfinite",
+)  # fmt: skip
+GOSSIP = ("dpsgd", "slowmo", "push_sum", "exact_diffusion", "gradient_tracking")  # the strategies with a topology
 
 
 def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
@@ -106,9 +109,14 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
     """What all ranks measured of a contender. Collective."""
     sent = one.bytes_per_step(resolved.world_size)  # before the averages of the evaluation
     losses_SL = torch.stack(one.losses).cpu() if one.losses else None
-    everyone = gather((one.step_seconds, losses_SL, None if meter is None else meter.reading(one.name)))
-    seconds, parts, readings = zip(*everyone, strict=True)
-    losses = torch.cat([part for part in parts if part is not None], dim=1).double().mean(dim=1)
+    nonfinite = [] if one.trainer is None else [(event.step, event.learner) for event in one.trainer.handle.nonfinite]
+    everyone = gather((one.step_seconds, losses_SL, None if meter is None else meter.reading(one.name), nonfinite))
+    seconds, parts, readings, found = zip(*everyone, strict=True)
+    num_nonfinite = len(set().union(*found))  # all ranks find those of averaged gradients
+    losses_SL = torch.cat([part for part in parts if part is not None], dim=1).double()
+    losses = losses_SL.nanmean(dim=1) if resolved.config.on_nonfinite != "raise" else losses_SL.mean(dim=1)
+    if num_nonfinite and resolved.config.on_nonfinite == "raise":
+        losses[-1] = math.nan  # it has diverged
     trainer = None if one.name in HIDDEN else one.trainer
     evaluation, distance, consensus_ms = None, None, None
     if trainer is not None and math.isfinite(losses[-1].item()):
@@ -126,6 +134,7 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
         "test_error_pct": None if evaluation is None else evaluation.error_pct,
         "consensus_distance": distance,
         "consensus_ms": consensus_ms,
+        "num_nonfinite": num_nonfinite,
         "gpu": readings,
     }
 
@@ -140,7 +149,7 @@ def _curve(losses: Tensor, block_seconds: Sequence[float], num_steps: int) -> di
 
 def _consensus(trainer: Trainer) -> tuple[float, float]:
     """The distance, and the milliseconds to compute it, including the wait for a GPU. Collective."""
-    barrier()
+    barrier("the start of a measurement")
     start = time.perf_counter()
     distance = trainer.handle.consensus_distance()
     return distance, 1e3 * (time.perf_counter() - start)

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpcore.comm.errors import Call
 from ddpcore.comm.process import gather_objects
+from ddpcore.runtime.launch import end_with_torchrun
 
 Fact = tuple[str, str]  # a name, and the value of this rank as text
 _LONGEST = 100  # characters of a fact in a message
@@ -77,26 +79,31 @@ def facts_of(
     return facts
 
 
-def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], device: torch.device) -> None:
+def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], device: torch.device, timeout: float) -> None:
     """Compare the facts of all ranks. Each rank sends 32 bytes if they are equal. Collective.
+
+    From here on, a rank of torchrun ends when its agent has died: see :func:`ddpcore.runtime.launch.end_with_torchrun`.
 
     Raises:
         ValueError: on every rank: facts or their order differ. It names a rank and its first difference from rank 0.
     """
+    end_with_torchrun()
     digest = hashlib.sha256(repr(facts).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(digests, own, group=group)
+    what = "the check that all ranks train the same"
+    with Call(group, what, timeout=timeout):
+        dist.all_gather(digests, own, group=group)
     if all(torch.equal(digests[0], other) for other in digests):
         return
-    everyone = gather_objects(group, list(facts))
+    everyone = gather_objects(group, list(facts), what, timeout)
     for rank, theirs in enumerate(everyone):
-        if (difference := _first_difference(everyone[0], theirs)) is not None:
+        if (difference := first_difference(everyone[0], theirs)) is not None:
             what, here, there = difference
             raise ValueError(f"ranks do not train the same: {what} is {there} on rank {rank} and {here} on rank 0")
 
 
-def _first_difference(facts: Sequence[Fact], others: Sequence[Fact]) -> tuple[str, str, str] | None:
+def first_difference(facts: Sequence[Fact], others: Sequence[Fact]) -> tuple[str, str, str] | None:
     """The name of the first difference, and the values on both sides."""
     mine, theirs = dict(facts), dict(others)
     for what in [*mine, *theirs]:

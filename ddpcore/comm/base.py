@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.errors import check_has_average
+from ddpcore.comm.membership import Membership
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
@@ -39,7 +40,11 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """A transfer of neighbours' weights in progress. One of its three methods must be called, once."""
+    """A transfer of neighbours' weights in progress. One of its last four methods must be called, once."""
+
+    @abstractmethod
+    def quarantine(self, learners: Set[int]) -> None:
+        """Let some learners of this process take the average of their neighbours, without their own weights."""
 
     @abstractmethod
     def mixture(self) -> WeightAverage:
@@ -58,6 +63,17 @@ class Exchange(ABC):
         """
 
     @abstractmethod
+    def differences(self, sent_LP: Tensor) -> Tensor:
+        """Wait, then return ``sum_k W_jk (x_k - x_j)``, with the rows x that were sent.
+
+        Each difference is rounded alone: those of two neighbours are equal with opposite signs, bit for bit. So where W
+        is symmetric their sum over learners has an error in proportion to the differences, and not to the rows.
+
+        Args:
+            sent_LP: x of the learners held here.
+        """
+
+    @abstractmethod
     def abandon(self) -> None:
         """Free the buffers without using them, after a wait if they are still written to. Collective."""
 
@@ -72,6 +88,11 @@ class PeerExchange(Exchange):
 
     def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
         self.learners, self.round_of = learners, round_of
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        given = self.round_of
+        self.round_of = lambda learner: given(learner).without_self() if learner in learners else given(learner)
 
     @abstractmethod
     def received(self) -> Mapping[int, Tensor]:
@@ -96,6 +117,16 @@ class PeerExchange(Exchange):
         return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
 
     @override
+    def differences(self, sent_LP: Tensor) -> Tensor:
+        rows = {**self.received(), **dict(zip(self.learners, sent_LP, strict=True))}
+        sums_LP = torch.zeros_like(sent_LP)
+        for learner, total in zip(self.learners, sums_LP, strict=True):
+            round_ = self.round_of(learner)
+            for source, weight in zip(round_.sources, round_.weights, strict=True):
+                total += (rows[source] - rows[learner]).mul_(weight)
+        return sums_LP
+
+    @override
     def abandon(self) -> None:
         self.received()
 
@@ -108,10 +139,12 @@ class Communicator(ABC):
         learners: the learners whose rows this process holds, ascending.
         bytes_sent: bytes that one learner has sent: its weights to each neighbour, and its part of each average.
         description: the transport, as text for people.
+        membership: which learners take part, if they may die or join; else None.
     """
 
     num_learners: int
     learners: Sequence[int]
+    membership: Membership | None = None
     bytes_sent: int = 0
     description: str
 
@@ -119,6 +152,14 @@ class Communicator(ABC):
     def waited(self) -> Mapping[int, float]:
         """Seconds that this process has waited for each other rank so far; empty if the transport cannot tell."""
         return {}
+
+    def redrawn(self, topology: Topology) -> Topology:
+        """The topology over the learners that are left: it changes only if learners may die or join."""
+        return topology
+
+    def admit(self, step: int) -> int | None:
+        """At the end of a step: let a learner in that joins, and return its id. Collective."""
+        return None
 
     def now(self) -> float:
         """Seconds on the clock that times training."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ddpcore.comm.agreement import Fact
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
+from ddpcore.comm.door import ask, find_run
+from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.elastic_group import ProcessGroupFabric
+from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
+from ddpcore.comm.errors import TIMEOUT_SECONDS
+from ddpcore.comm.fabric import Fabric
 from ddpcore.comm.link import Link, LinkedCommunicator
+from ddpcore.comm.membership import LEAST, ON_FAILURE
 from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
 from ddpcore.comm.shared.coordination import Unreachable, host_id
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
-from ddpcore.comm.shared.host import TIMEOUT_SECONDS, SharedMemoryCommunicator
+from ddpcore.comm.shared.elastic import SharedMemoryFabric
+from ddpcore.comm.shared.host import SharedMemoryCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 
 
@@ -22,6 +31,7 @@ def connect(
     timeout: float = TIMEOUT_SECONDS,
     link: Link | None = None,
     learners: int | None = None,
+    on_failure: str = ON_FAILURE[0],
 ) -> Communicator:
     """Build the communicator that connects the learners. Collective over the ranks of the group.
 
@@ -30,24 +40,55 @@ def connect(
         transport: ``shm``, ``ipc``, ``pg`` or ``auto``. If ``auto`` chooses ``pg``, the communicator's ``description``
             contains the reason.
         device: the device of the model.
-        timeout: seconds that the other ranks wait for a rank that is alive; of ``shm`` and ``ipc``.
+        timeout: seconds that a living rank may let the others wait.
         link: a network to emulate between ranks on the CPU; None for no emulation.
         learners: number of virtual learners of each process; None for one real learner on each rank.
+        on_failure: what the living do when a rank dies: ``raise`` an error, or go on without it (``shrink``).
 
     Raises:
         ValueError: raised on every rank: the requested transport cannot connect the ranks, or a number is out of range.
     """
+    if on_failure != ON_FAILURE[0]:
+        return _connect_elastic(group, transport, device, timeout, link, learners)
     if group is None or learners is not None:
         num_rows = 1 if learners is None else learners
-        return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows)
+        return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows, timeout)
     if link is not None and device.type != "cpu":
         raise ValueError(f"link is for ranks on the CPU and the model is on {device.type}: leave it out")
     comm = _connect_ranks(group, transport, device, timeout)
     return comm if link is None else LinkedCommunicator(comm, link)
 
 
+def _connect_elastic(
+    group: dist.ProcessGroup | None,
+    transport: str,
+    device: torch.device,
+    timeout: float,
+    link: Link | None,
+    learners: int | None,
+) -> Communicator:
+    """The connection of learners that may die."""
+    if link is not None:
+        raise ValueError("on_failure='shrink' cannot emulate a link: leave link= out")
+    num = learners if group is None else dist.get_world_size(group)
+    if learners is not None and group is not None:
+        raise ValueError("on_failure='shrink' takes one learner on each rank: leave learners= or group= out")
+    assert num is not None
+    if num <= LEAST:
+        raise ValueError(f"on_failure='shrink' needs {LEAST} learners after a death and there are {num}: start more")
+    if group is None:
+        return ElasticVirtualCommunicator(num)
+    hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
+    choice = choose_transport(transport, world_size=num, device=device.type, num_hosts=len(set(hosts)))
+    if choice.name == "ipc":
+        raise ValueError("on_failure='shrink' does not work over CUDA IPC: take transport='pg'")
+    if choice.name == "shm":
+        return ElasticCommunicator(SharedMemoryFabric(group, timeout))
+    return ElasticCommunicator(ProcessGroupFabric(group, device, timeout))
+
+
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
-    hosts = gather_objects(group, host_id())
+    hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=len(hosts), device=device.type, num_hosts=len(set(hosts)))
     reason = choice.reason
     if choice.name == "ipc":
@@ -59,6 +100,31 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
             if transport != "auto":
                 raise
             reason = str(error)
-    comm = ProcessGroupCommunicator(group)
+    comm = ProcessGroupCommunicator(group, timeout=timeout)
     comm.description += f" ({reason})"
+    return comm
+
+
+def join_run(store: dist.Store, facts: list[Fact], device: torch.device, timeout: float) -> ElasticCommunicator:
+    """Join a run with ``on_failure="shrink"`` as a new rank, and return its connection.
+
+    Args:
+        store: that of the process group of the run.
+        facts: what this rank trains, as the ranks of the run compare it.
+        device: the device of the model.
+        timeout: seconds to wait for the run.
+
+    Raises:
+        ValueError: the ranks of the run train something else, or cannot take another rank.
+        RuntimeError: there is no such run, or it does not answer.
+    """
+    roll, kind, first = find_run(store, timeout)
+    fabric: Fabric
+    if kind == "shm":
+        fabric = SharedMemoryFabric.of_newcomer(roll)
+    else:
+        fabric = ProcessGroupFabric.of_newcomer(roll, kind, device)
+    answer = ask(fabric, facts)
+    comm = ElasticCommunicator(fabric, num_operations=answer["operation"], first=first)
+    comm.door.announce_again(facts, answer["handled"])
     return comm

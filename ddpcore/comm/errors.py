@@ -1,12 +1,19 @@
-"""Error messages of operations between ranks: they name the operation, this rank and the other ranks."""
+"""Time limits and error messages of operations between ranks: they name the operation, this rank and the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
+
+from ddpcore.runtime.launch import TIMEOUT_SECONDS as TIMEOUT_SECONDS
+from ddpcore.runtime.launch import check_timeout as check_timeout
+
+_LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # in an error of gloo, NCCL or a store
 
 
 def size_of(tensor: Tensor) -> str:
@@ -27,24 +34,62 @@ def check_has_average(rows: Tensor) -> None:
         raise ValueError(f"{name} has no average: convert the values to float32, or to another dtype of 16 to 64 bits")
 
 
+@contextmanager
+def time_limit(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
+    """Inside, all calls of the group that start may take so many seconds."""
+    before = _timeout_of(group)
+    group.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        group.set_timeout(before)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
 class Call(AbstractContextManager[None]):
-    """Adds the call, this rank and its peers to an error of a process group. It can be entered repeatedly.
+    """Limits the time of calls of a process group, and names the call, this rank and its peers in their errors.
+
+    It can be entered repeatedly. The group's own timeout returns on leaving, so other calls of the group keep it.
 
     Args:
         group: the process group.
         what: the call, such as ``the exchange of 5000 float32 at step 3``.
         peers: ranks of the group that take part; None means all.
+        timeout: seconds that the calls may take; None: the timeout of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, what: str, peers: Iterable[int] | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, what: str, peers: Iterable[int] | None = None, timeout: float | None = None
+    ) -> None:
         self._rank = dist.get_rank(group)
         others = range(dist.get_world_size(group)) if peers is None else peers
         self._what, self._peers = what, sorted({rank for rank in others if rank != self._rank})
+        self._group, self._timeout = group, None if timeout is None else timedelta(seconds=timeout)
+
+    def __enter__(self) -> None:
+        self._before = _timeout_of(self._group)
+        if self._timeout is not None:
+            self._group.set_timeout(self._timeout)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait inside the call. gloo takes the limit of a message here, and NCCL's works have it from their start."""
+        with self:
+            if self._timeout is not None and dist.get_backend(self._group) == "gloo":
+                work.wait(self._timeout)
+            else:
+                work.wait()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._group.set_timeout(self._before)
         if isinstance(error, RuntimeError):
-            why = str(error).partition("\n")[0]
+            first = str(error).partition("\n")[0]
+            seconds = (self._timeout or self._before).total_seconds()
+            reason = "died, left, or did not come in time: see which rank failed first, and why"
+            if _LATE.search(str(error)):
+                reason = f"did not come within {seconds:g} s: see what it does, or give a longer timeout"
             raise RuntimeError(
-                f"{self._what} failed on rank {self._rank}: a rank of {self._peers} died, left, or did not come in "
-                f"time: see which rank failed first, and why ({why})"
+                f"{self._what} failed on rank {self._rank}: a rank of {self._peers} {reason} ({first})"
             ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -216,6 +216,15 @@ class _LinkedExchange(Exchange):
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
         self._arrive()
         return self._exchange.correction(published_LP, factor, decode)
+
+    @override
+    def differences(self, sent_LP: Tensor) -> Tensor:
+        self._arrive()
+        return self._exchange.differences(sent_LP)
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        self._exchange.quarantine(learners)
 
     @override
     def abandon(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -13,15 +13,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
-from ddpcore.comm.errors import Call, at, check_has_average, size_of
+from ddpcore.comm.errors import TIMEOUT_SECONDS, Call, at, check_has_average, check_timeout, size_of
 from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import wide
+from ddpcore.runtime.launch import end_with_torchrun
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
-_Transfers = dict[int, tuple[list[dist.Work], list[Tensor]]]
+_Transfers = dict[int, tuple[list[tuple[Call, dist.Work]], list[Tensor]]]
 # Exchanges that nothing has waited for, by group: their works, and the tensors that these use. A training loop may end
 # in the middle of an exchange. If its works were freed then, gloo would read no further message of the peer.
 _unfinished: weakref.WeakKeyDictionary[dist.ProcessGroup, _Transfers] = weakref.WeakKeyDictionary()
@@ -40,11 +41,19 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
-def gather_objects(group: dist.ProcessGroup, value: object) -> list[Any]:
-    """Return the values of all ranks, in the order of the ranks. Collective."""
+def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float) -> list[Any]:
+    """Return the values of all ranks, in the order of the ranks. Collective. ``what`` names it in an error."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    with Call(group, what, timeout=timeout):
+        dist.all_gather_object(values, value, group=group)
     return values
+
+
+def barrier(what: str) -> None:
+    """Wait for all ranks of the default group, if there is one. ``what`` names the wait in an error. Collective."""
+    if dist.is_initialized():
+        with Call(default_group(None), what):
+            dist.barrier()
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -55,14 +64,19 @@ class ProcessGroupCommunicator(Communicator):
     Args:
         group: a process group; None is the default group, which must be initialised.
         num_rows: L, learners of each rank. If it is above 1 they are virtual learners.
+        timeout: seconds that a living rank may let the others wait.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, num_rows: int = 1) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, num_rows: int = 1, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
+        check_timeout(timeout)
+        end_with_torchrun()
         if num_rows < 1:
             raise ValueError(f"learners is {num_rows}: it must be at least 1")
         self.group = default_group(group)
         self.rank, self.num_ranks, self.num_rows = dist.get_rank(self.group), dist.get_world_size(self.group), num_rows
-        self.num_learners = num_rows * self.num_ranks
+        self.num_learners, self.timeout = num_rows * self.num_ranks, timeout
         self.learners = range(self.rank * num_rows, (self.rank + 1) * num_rows)
         backend = dist.get_backend(self.group)
         virtual = f"{num_rows} virtual learners on each of {self.num_ranks} ranks, {backend}"
@@ -71,20 +85,22 @@ class ProcessGroupCommunicator(Communicator):
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
         self._busy: set[int] = set()  # receive buffers of exchanges in progress, by slot
         self._unfinished = _unfinished.setdefault(self.group, {})
-        with Call(self.group, "an exchange of an earlier distribute() call"):
-            for number in list(self._unfinished):  # all ranks have begun these
-                self._finish(number)
+        for number in list(self._unfinished):  # of earlier distribute() calls; all ranks have begun these
+            self._finish(number)
 
     def _finish(self, number: int) -> None:
         """Wait for an exchange, unless that was done: gloo would wait for a second message."""
         works, _ = self._unfinished.pop(number, ([], []))
-        for work in works:
-            work.wait()
+        for call, work in works:
+            call.wait(work)
+
+    def _call(self, what: str, peers: Iterable[int] | None = None) -> Call:
+        return Call(self.group, what, peers, self.timeout)
 
     @override
     def broadcast_(self, rows: Tensor) -> None:
         first = rows[0].contiguous()
-        with Call(self.group, f"the broadcast of {size_of(first)}"):
+        with self._call(f"the broadcast of {size_of(first)}"):
             dist.broadcast(
                 first.view(torch.uint8), group=self.group, group_src=0
             )  # backends lack dtypes, such as int16
@@ -102,7 +118,7 @@ class ProcessGroupCommunicator(Communicator):
         if self.num_learners == 1:
             return Done()
         self.bytes_sent += (average_bytes if self._is_gloo else sum_bytes)(rows[0], self.num_learners)
-        call = Call(self.group, f"an average of {size_of(rows[0])}{at(step)}")
+        call = self._call(f"an average of {size_of(rows[0])}{at(step)}")
         if self._is_gloo and is_gathered(rows[0], self.num_learners):
             everyone = rows.new_empty((self.num_ranks, self.num_rows, rows.shape[1]))
             with call:
@@ -131,16 +147,17 @@ class ProcessGroupCommunicator(Communicator):
             for source, buffer in received.items()
         ]
         peers = [to for to, _ in sends] + [source // self.num_rows for source in received]
-        call = Call(self.group, f"the exchange of {size_of(weights_LP[0])} at step {step}", peers)
-        with call:
+        what = f"the exchange of {size_of(weights_LP[0])} at step {step}"
+        with self._call(what, peers):
             works = dist.batch_isend_irecv(transfers) if transfers else []
+        # gloo has a work for each message, so its error names one peer; NCCL has one work for all.
+        calls = [self._call(what, [peer] if len(works) == len(peers) else peers) for peer in peers[: len(works)]]
         self.bytes_sent += len(sends) * weights_LP[0].nbytes // self.num_rows
         number = next(_numbers)
-        self._unfinished[number] = works, [weights_LP, *received.values()]
+        self._unfinished[number] = [*zip(calls, works, strict=True)], [weights_LP, *received.values()]
 
         def wait() -> None:
-            with call:
-                self._finish(number)
+            self._finish(number)
             self._busy.discard(slot)
 
         return _RankExchange(rounds, received, weights_LP.device, wait)
@@ -150,7 +167,7 @@ class ProcessGroupCommunicator(Communicator):
         result = values.new_empty((self.num_learners, *values.shape[1:]))
         sent = values.contiguous().view(-1).view(torch.uint8)
         received = result.view(-1).view(torch.uint8).view(self.num_ranks, -1)
-        with Call(self.group, f"the gathering of {size_of(values)}"):
+        with self._call(f"the gathering of {size_of(values)}"):
             dist.all_gather(list(received), sent, group=self.group)
         return result
 
@@ -168,8 +185,7 @@ class _Average(Work):
 
     @override
     def wait(self) -> None:
-        with self._call:
-            self._work.wait()
+        self._call.wait(self._work)
         total = self._terms[0] if len(self._terms) == 1 else sum_of(self._terms)  # one term is the sum already
         mean = total.div_(self._num_learners)
         if mean.data_ptr() != self._rows.data_ptr():

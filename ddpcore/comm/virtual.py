@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from ddpcore.comm.reductions import sum_of
 from ddpcore.comm.traffic import average_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.topology.base import Topology
-from ddpcore.topology.rounds import Round
+from ddpcore.topology.rounds import MixingMatrix, Round, mixing_matrix
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Row offsets, columns and values of a sparse matrix (CSR)."""
 
-_COLUMNS = 2**20  # averaged at a time; the sum of all columns would take the memory of a learner
+COLUMNS = 2**20  # averaged at a time; the sum of all columns would take the memory of a learner
 
 
 class VirtualCommunicator(Communicator):
@@ -43,7 +43,7 @@ class VirtualCommunicator(Communicator):
         check_has_average(rows)
         if self.num_learners > 1:
             self.bytes_sent += average_bytes(rows[0], self.num_learners)
-            for columns in rows.split(_COLUMNS, dim=1):
+            for columns in rows.split(COLUMNS, dim=1):
                 columns.copy_(sum_of(columns).div_(self.num_learners))
         return Done()
 
@@ -52,7 +52,7 @@ class VirtualCommunicator(Communicator):
         sent = len(topology.round(step, 0, self.num_learners).destinations)
         self.bytes_sent += sent * weights_LP.shape[1] * weights_LP.element_size()
         rows = self._rows_of(topology, step, weights_LP.device)
-        return _StackedExchange(rows, self.learners, lambda learner: topology.round(step, learner, self.num_learners))
+        return StackedExchange(rows, self.learners, lambda learner: topology.round(step, learner, self.num_learners))
 
     @override
     def gather(self, values: Tensor) -> Tensor:
@@ -63,21 +63,32 @@ class VirtualCommunicator(Communicator):
         known_topology, known_device, known = self._known
         if known is not None and known_topology is topology and known_device == device:
             return known
-        mixing = topology.mixing_matrix(step, self.num_learners)
-        rows = (
-            torch.from_numpy(mixing.offsets).to(device),
-            torch.from_numpy(mixing.columns).to(device),
-            torch.from_numpy(mixing.values.astype(np.float32)).to(device),
-        )
+        rows = csr_of(topology.mixing_matrix(step, self.num_learners), device)
         if topology.period(self.num_learners) == 1:
             self._known = topology, device, rows
         return rows
 
 
-class _StackedExchange(PeerExchange):
+def csr_of(mixing: MixingMatrix, device: torch.device) -> Rows:
+    """A mixing matrix for ``mix_stacked_``."""
+    return (
+        torch.from_numpy(mixing.offsets).to(device),
+        torch.from_numpy(mixing.columns).to(device),
+        torch.from_numpy(mixing.values.astype(np.float32)).to(device),
+    )
+
+
+class StackedExchange(PeerExchange):
+    """An exchange between rows of one buffer. Args: the mixing matrix, and as for :class:`PeerExchange`."""
+
     def __init__(self, rows: Rows, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
         super().__init__(learners, round_of)
         self._rows = rows
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        super().quarantine(learners)
+        self._rows = csr_of(mixing_matrix(list(map(self.round_of, self.learners))), self._rows[0].device)
 
     @override
     def received(self) -> Mapping[int, Tensor]:

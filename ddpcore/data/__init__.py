@@ -2,16 +2,21 @@
 
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.registry import DATASETS, load_dataset
-from ddpcore.data.shards import SAMPLERS, ShardedBatches
+from ddpcore.data.shards import SAMPLERS, Redealt, ShardedBatches
 from ddpcore.data.transforms import Augmentation, Normalization
+from ddpcore.data.uneven import SHARDS, split, total_variation
 
 __all__ = [
     "Augmentation",
     "DATASETS",
     "Dataset",
     "Normalization",
+    "Redealt",
     "SAMPLERS",
+    "SHARDS",
     "ShardedBatches",
     "Split",
     "load_dataset",
+    "split",
+    "total_variation",
 ]

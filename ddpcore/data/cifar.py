@@ -12,6 +12,7 @@ import torch
 from ddpcore.data import files, pickles
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.transforms import Augmentation, Normalization
+from ddpcore.storage.limits import CIFAR_BYTES, shown
 
 INPUT_SHAPE = (3, 32, 32)
 IMAGE_BYTES = 3072  # a red, a green and a blue plane; each plane is stored row by row
@@ -83,17 +84,18 @@ CIFAR100 = Variant(
 )
 
 
-def load(variant: Variant, data_dir: str | Path, verify: bool = True) -> Dataset:
+def load(variant: Variant, data_dir: str | Path, verify: bool = True, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
     """Read the training and the test split: images uint8 ``[N, 3, 32, 32]`` and the fine labels.
 
     The binary files are read if they are complete and a pickle is missing; otherwise the pickles are read. With
-    ``verify``, a warning is given for each pickle whose MD5 is not that of the canonical file.
+    ``verify``, a warning is given for each pickle whose MD5 is not that of the canonical file. A file that takes more
+    than ``max_bytes`` of memory, unpacked, is refused.
 
     Raises:
         ValueError: a file is missing, damaged, or not a file of this data set; the message has its path.
     """
     folder = _folder(variant, Path(data_dir))
-    train, test = (_split(variant, folder, names, verify) for names in (variant.train, (variant.test,)))
+    train, test = (_split(variant, folder, names, verify, max_bytes) for names in (variant.train, (variant.test,)))
     return Dataset(
         variant.name,
         train,
@@ -105,14 +107,14 @@ def load(variant: Variant, data_dir: str | Path, verify: bool = True) -> Dataset
     )
 
 
-def load_cifar10(data_dir: str | Path, verify: bool = True) -> Dataset:
+def load_cifar10(data_dir: str | Path, verify: bool = True, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
     """CIFAR-10, see :func:`load`."""
-    return load(CIFAR10, data_dir, verify)
+    return load(CIFAR10, data_dir, verify, max_bytes=max_bytes)
 
 
-def load_cifar100(data_dir: str | Path, verify: bool = True) -> Dataset:
+def load_cifar100(data_dir: str | Path, verify: bool = True, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
     """CIFAR-100, see :func:`load`."""
-    return load(CIFAR100, data_dir, verify)
+    return load(CIFAR100, data_dir, verify, max_bytes=max_bytes)
 
 
 def _folder(variant: Variant, root: Path) -> Path:
@@ -121,25 +123,29 @@ def _folder(variant: Variant, root: Path) -> Path:
     existing = [names for names in variant.layouts if (root / names[0]).parent.exists()]
     if not existing:
         raise ValueError(
-            f"{root}: holds neither {variant.python_folder} nor {variant.binary_folder}, set data_dir (--data-dir) to "
-            "the folder that holds one of them"
+            f"{shown(root)}: holds neither {variant.python_folder} nor {variant.binary_folder}, set data_dir "
+            "(--data-dir) to the folder that holds one of them"
         )
     return (root / (complete or existing)[0][0]).parent
 
 
-def _split(variant: Variant, folder: Path, names: tuple[str, ...], verify: bool) -> Split:
-    parts = [_read(variant, folder, name, verify) for name in names]
+def _split(variant: Variant, folder: Path, names: tuple[str, ...], verify: bool, max_bytes: int) -> Split:
+    parts = [_read(variant, folder, name, verify, max_bytes) for name in names]
     images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
     labels = np.concatenate([labels for _, labels in parts])
     return Split(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def _read(variant: Variant, folder: Path, name: str, verify: bool) -> tuple[np.ndarray, np.ndarray]:
+def _read(variant: Variant, folder: Path, name: str, verify: bool, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 [N, 3072] and labels int64 [N] of one file."""
     binary = folder.name == variant.binary_folder
-    file = files.read(folder / (name + ".bin" if binary else name), f"unpack the whole archive into {folder.parent}")
-    path, parse = file.path, _parse_binary if binary else _parse_pickle
-    images, labels = parse(variant, path, file.content)
+    advice = f"unpack the whole archive into {shown(folder.parent)}"
+    file = files.read(folder / (name + ".bin" if binary else name), advice, max_bytes)
+    path = shown(file.path)
+    if binary:
+        images, labels = _parse_binary(variant, path, file.content)
+    else:
+        images, labels = _parse_pickle(variant, path, file.content, max_bytes)
     if len(labels) == 0:
         raise ValueError(f"{path}: it holds no samples, fetch it again")
     if labels.min() < 0 or labels.max() >= variant.num_classes:
@@ -149,7 +155,7 @@ def _read(variant: Variant, folder: Path, name: str, verify: bool) -> tuple[np.n
     return images, labels.astype(np.int64)
 
 
-def _parse_binary(variant: Variant, path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+def _parse_binary(variant: Variant, path: str, content: bytes) -> tuple[np.ndarray, np.ndarray]:
     size = variant.label_bytes + IMAGE_BYTES
     if len(content) % size:
         raise ValueError(
@@ -159,9 +165,9 @@ def _parse_binary(variant: Variant, path: Path, content: bytes) -> tuple[np.ndar
     return records[:, variant.label_bytes :], records[:, variant.label_bytes - 1]
 
 
-def _parse_pickle(variant: Variant, path: Path, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+def _parse_pickle(variant: Variant, path: str, content: bytes, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     try:
-        batch = pickles.load(content)
+        batch = pickles.load(content, max_bytes)
     except ValueError as error:
         raise ValueError(f"{path}: no pickle of {variant.name} ({error}), fetch it again") from error
     images, labels = batch.get("data"), batch.get(variant.label_key)

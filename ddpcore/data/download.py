@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tarfile
+import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpcore.data import cifar, mnist
 from ddpcore.options.extras import extra
+from ddpcore.storage.files import replace_file
+from ddpcore.storage.limits import CIFAR_BYTES, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +19,8 @@ class Source:
     """A file to download.
 
     Attributes:
-        folder: where it is stored, relative to data_dir; an archive is also unpacked there.
+        folder: where it is stored, relative to data_dir; the files of the first layout are also unpacked there, from
+            an archive.
         layouts: lists of files relative to data_dir; if all files of one list exist, nothing is downloaded.
     """
 
@@ -57,10 +63,22 @@ def download(name: str, data_dir: str | Path) -> None:
             continue
         with extra("train"):
             import pooch  # noqa: PLC0415  only downloads need it
-        unpack = pooch.Untar(extract_dir=".") if source.url.endswith(".tar.gz") else None
         folder, file = root / source.folder, source.url.rpartition("/")[2]
         try:
-            pooch.retrieve(source.url, f"md5:{source.md5}", fname=file, path=folder, processor=unpack)
-        except (OSError, ValueError) as error:  # requests' errors are OSErrors
-            reason = str(error).splitlines()[0]
+            archive = pooch.retrieve(source.url, f"md5:{source.md5}", fname=file, path=folder)
+            if file.endswith(".tar.gz"):
+                _unpack(Path(archive), folder, source.layouts[0])
+        except (OSError, ValueError, EOFError, zlib.error, tarfile.TarError) as error:  # requests' are OSErrors
+            reason = plain(str(error).splitlines()[0])
             raise ValueError(f"{source.url}: cannot be fetched ({reason}), try again or fetch it by hand") from error
+
+
+def _unpack(archive: Path, folder: Path, names: Collection[str]) -> None:
+    """Unpack the members with these names, which must be files, and nothing else: a member cannot choose its place."""
+    with tarfile.open(archive, "r:gz") as members:
+        for member in members:
+            if member.name in names and member.isreg() and member.size <= CIFAR_BYTES:
+                content = members.extractfile(member)
+                assert content is not None, "a file has a content"
+                (folder / member.name).parent.mkdir(exist_ok=True)
+                replace_file(folder / member.name, content.read())

@@ -2,94 +2,131 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
+import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ddpcore.data.array_files import HDF5, NUMPY, Claim, opened
 from ddpcore.data.base import Dataset, Split
-from ddpcore.options.extras import extra
+from ddpcore.storage.limits import DATA_LIMIT, FEATURES_BYTES, check_bytes, open_file, read_file, shown
 
-NUMPY = (".npz",)
-HDF5 = (".h5", ".hdf5")
-ARRAYS = ("inputs", "labels")
+ARRAYS = {"inputs": (np.dtype(np.float32), "[N, frames, features]"), "labels": (np.dtype(np.int64), "[N]")}
+SUMS = "SHA256SUMS"
+_SUM = re.compile("([0-9a-f]{64}) [ *](.+)")
 
 
-def load(data_dir: str | Path, num_classes: int | None = None) -> Dataset:
+def load(data_dir: str | Path, num_classes: int | None = None, *, max_bytes: int = FEATURES_BYTES) -> Dataset:
     """Read ``data_dir/train`` and, if it exists, ``data_dir/test`` into memory.
 
     The files of a folder are joined in the order of their names. A file is ``.npz`` or, with h5py, ``.h5`` or
     ``.hdf5``. It holds ``inputs`` float32 ``[N, frames, features]`` and ``labels`` int64 ``[N]``.
-    By default ``num_classes`` is one more than the largest label, and at least 2.
+    By default ``num_classes`` is one more than the largest label, and at least 2. ``max_bytes`` is the most memory that
+    the arrays of all files together may take. A file may not refer to other files.
+
+    If there is a file ``data_dir/SHA256SUMS``, as ``sha256sum train/* test/* > SHA256SUMS`` writes it, all files must
+    match it. HDF5 files have no checksum of their own, so without it a changed number is read as it is.
 
     Raises:
         ValueError: a file is missing or damaged; an array is missing or has another dtype or shape; an input is not
             finite; a label is negative or too large. One line that names the file or the folder.
     """
     root = Path(data_dir)
-    train = _split(root / "train")
-    test = _split(root / "test") if (root / "test").exists() else None
+    sums = _checksums(root)
+    train = _split(root / "train", sums, max_bytes)
+    used = train.inputs.nbytes + train.labels.nbytes
+    test = _split(root / "test", sums, max_bytes, used) if (root / "test").exists() else None
     splits = [split for split in (train, test) if split is not None]
     shapes = [tuple(split.inputs.shape[1:]) for split in splits]
     if shapes[0] != shapes[-1]:
-        raise ValueError(f"{root}: train has samples of {list(shapes[0])}, test of {list(shapes[1])}, make them equal")
+        both = f"train has samples of {list(shapes[0])}, test of {list(shapes[1])}"
+        raise ValueError(f"{shown(root)}: {both}, make them equal")
     found = 1 + max(int(split.labels.max()) for split in splits)
     total = sum(len(split.labels) for split in splits)
     if num_classes is None and found > total:
-        raise ValueError(f"{root}: there is a label {found - 1} for {total} samples, number classes from 0")
+        raise ValueError(f"{shown(root)}: there is a label {found - 1} for {total} samples, number classes from 0")
     if num_classes is not None and found > num_classes:
-        raise ValueError(f"{root}: there is a label {found - 1} for {num_classes} classes, raise num_classes")
+        raise ValueError(f"{shown(root)}: there is a label {found - 1} for {num_classes} classes, raise num_classes")
     return Dataset("features", train, test, max(2, found) if num_classes is None else num_classes, shapes[0])
 
 
-def _split(folder: Path) -> Split:
+def _checksums(root: Path) -> dict[Path, str] | None:
+    """The SHA-256 of each file; None if there is no list of them."""
+    path = root / SUMS
+    if not path.exists():
+        return None
+    try:
+        lines = [_SUM.fullmatch(line) for line in read_file(path).decode().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{shown(path)}: cannot be read ({type(error).__name__}), write it again with sha256sum"
+        ) from error
+    if None in lines:
+        raise ValueError(f"{shown(path)}: line {lines.index(None) + 1} is none of sha256sum, write it again")
+    sums = {root / match[2]: match[1] for match in lines if match is not None}
+    for missing in (one for one in sums if not one.exists()):
+        raise ValueError(f"{shown(missing)}: {SUMS} lists it and it is missing, fetch it again")
+    return sums
+
+
+def _check_sum(path: Path, sums: Mapping[Path, str] | None) -> None:
+    if sums is None:
+        return
+    if path not in sums:
+        raise ValueError(f"{shown(path)}: {SUMS} does not list it, write that file again")
+    found = hashlib.sha256()
+    try:
+        with open_file(path) as file:
+            while part := file.read(2**20):
+                found.update(part)
+    except OSError as error:
+        raise ValueError(f"{shown(path)}: cannot be read ({error.strerror}), write it again") from error
+    if found.hexdigest() != sums[path]:
+        raise ValueError(f"{shown(path)}: does not match its checksum in {SUMS}, fetch it again")
+
+
+def _split(folder: Path, sums: Mapping[Path, str] | None, max_bytes: int, used: int = 0) -> Split:
     paths = sorted(path for path in folder.glob("*") if path.suffix in (*NUMPY, *HDF5))
     if not paths:
-        raise ValueError(
-            f"{folder}: holds no .npz, .h5 or .hdf5 file, set data_dir (--data-dir) to the folder that holds train"
-        )
-    parts = [_checked(path, _read(path)) for path in paths]
+        advice = "set data_dir (--data-dir) to the folder that holds train"
+        raise ValueError(f"{shown(folder)}: holds no .npz, .h5 or .hdf5 file, {advice}")
+    parts = []
+    for path in paths:
+        _check_sum(path, sums)
+        parts.append(_checked(shown(path), _read(path, max_bytes, used)))
+        used += sum(array.nbytes for array in parts[-1])
     shape = parts[0][0].shape[1:]
     for path, (inputs, _) in zip(paths, parts, strict=True):
         if inputs.shape[1:] != shape:
-            raise ValueError(
-                f"{path}: samples are {list(inputs.shape[1:])}, those of {paths[0].name} {list(shape)}, make them equal"
-            )
+            first = f"those of {shown(paths[0].name)} {list(shape)}"
+            raise ValueError(f"{shown(path)}: samples are {list(inputs.shape[1:])}, {first}, make them equal")
     inputs, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return Split(torch.from_numpy(inputs), torch.from_numpy(labels))
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of ARRAYS that a file holds."""
-    if path.suffix in HDF5:
-        with extra("train"):
-            import h5py  # noqa: PLC0415  only HDF5 files need it
-    try:
-        if path.suffix in HDF5:
-            with h5py.File(path, "r") as file:
-                return {name: file[name][()] for name in ARRAYS if isinstance(file.get(name), h5py.Dataset)}
-        if not zipfile.is_zipfile(path):
-            raise ValueError("no zip archive")
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in ARRAYS if name in file}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path}: cannot be read ({reason}), write it again") from error
+def _read(path: Path, max_bytes: int, used: int) -> dict[str, np.ndarray]:
+    """The arrays of ARRAYS. What the file claims is checked before anything is allocated."""
+    with opened(path) as file:
+        claims = {name: _check_claim(shown(path), name, file.claim(name)) for name in ARRAYS}
+        total = used + sum(claim.nbytes for claim in claims.values())
+        check_bytes(path, total, max_bytes, DATA_LIMIT, "up to this file, the arrays take")
+        return {name: file.read(claim) for name, claim in claims.items()}
 
 
-def _checked(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels of a file, after a check of their dtypes, shapes and values."""
-    for name, dtype, axes in (("inputs", np.float32, "[N, frames, features]"), ("labels", np.int64, "[N]")):
-        if name not in arrays:
-            raise ValueError(f"{path}: holds no array '{name}', save inputs and labels")
-        array = np.asarray(arrays[name])  # an empty data set of HDF5 is not an array
-        if array.dtype != dtype or array.ndim != axes.count(",") + 1:
-            raise ValueError(
-                f"{path}: {name} are {array.dtype} {list(array.shape)}, they must be {np.dtype(dtype)} {axes}"
-            )
+def _check_claim(path: str, name: str, claim: Claim | None) -> Claim:
+    dtype, axes = ARRAYS[name]
+    if claim is None:
+        raise ValueError(f"{path}: holds no array '{name}', save inputs and labels")
+    if claim.dtype != dtype or len(claim.shape) != axes.count(",") + 1:
+        raise ValueError(f"{path}: {name} are {claim.dtype} {list(claim.shape)}, they must be {dtype} {axes}")
+    return claim
+
+
+def _checked(path: str, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels of a file, after a check of their values."""
     inputs, labels = arrays["inputs"], arrays["labels"]
     if len(inputs) != len(labels) or inputs.size == 0:
         raise ValueError(f"{path}: {list(inputs.shape)} inputs and {len(labels)} labels, save as many, at least one")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from ddpcore.storage.limits import DATA_LIMIT, MiB, check_bytes, read_file, shown
 
 
 class File(NamedTuple):
@@ -24,21 +27,32 @@ def find(path: Path) -> Path | None:
     return next((found for found in (path, path.with_name(path.name + ".gz")) if found.exists()), None)
 
 
-def read(path: Path, advice: str) -> File:
+def read(path: Path, advice: str, max_bytes: int) -> File:
     """Read a file or, if there is none, unpack its ``.gz``.
 
-    ValueError if both are missing (the message ends with the advice), or the file is unreadable or a corrupt gzip.
+    ValueError if both are missing (the message ends with the advice), or the file is unreadable, no regular file, a
+    corrupt gzip, or has more than ``max_bytes``, unpacked; no more than that is ever unpacked.
     """
     found = find(path)
     if found is None:
-        raise ValueError(f"{path}: no such file, nor its .gz, {advice}")
+        raise ValueError(f"{shown(path)}: no such file, nor its .gz, {advice}")
     try:
-        stored = found.read_bytes()
-        return File(found, stored if found == path else gzip.decompress(stored), stored)
+        stored = read_file(found, max_bytes, DATA_LIMIT)
+        return File(found, stored if found == path else _unpack(found, stored, max_bytes), stored)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{found}: corrupt gzip ({error}), fetch it again") from error
+        raise ValueError(f"{shown(found)}: corrupt gzip ({error}), fetch it again") from error
     except OSError as error:
-        raise ValueError(f"{found}: cannot be read ({error.strerror}), make it a readable file") from error
+        raise ValueError(f"{shown(found)}: cannot be read ({error.strerror}), make it a readable file") from error
+
+
+def _unpack(path: Path, stored: bytes, max_bytes: int) -> bytes:
+    """A small file can unpack to a thousand times its size, so this goes piece by piece."""
+    unpacked = bytearray()
+    with gzip.GzipFile(fileobj=io.BytesIO(stored)) as file:
+        while piece := file.read(MiB):
+            unpacked += piece
+            check_bytes(path, len(unpacked), max_bytes, DATA_LIMIT, "it unpacks to at least")
+    return bytes(unpacked)
 
 
 def compare(file: File, md5: Mapping[str, str]) -> None:
@@ -48,5 +62,6 @@ def compare(file: File, md5: Mapping[str, str]) -> None:
         return
     actual = hashlib.md5(file.stored, usedforsecurity=False).hexdigest()
     if actual != expected:
-        text = f"{file.path}: MD5 {actual} is not {expected}, the MD5 of the canonical file: it is used nevertheless"
+        name = shown(file.path)
+        text = f"{name}: MD5 {actual} is not {expected}, the MD5 of the canonical file: it is used nevertheless"
         warnings.warn(text, stacklevel=2)

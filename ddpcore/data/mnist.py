@@ -13,6 +13,7 @@ from torch import Tensor
 from ddpcore.data import files
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.transforms import Augmentation, Normalization
+from ddpcore.storage.limits import MNIST_BYTES, shown
 
 NUM_CLASSES = 10
 INPUT_SHAPE = (1, 28, 28)
@@ -35,16 +36,17 @@ _IMAGES_MAGIC = 0x0803  # unsigned bytes, three dimensions
 _LABELS_MAGIC = 0x0801  # unsigned bytes, one dimension
 
 
-def load(data_dir: str | Path, verify: bool = True) -> Dataset:
+def load(data_dir: str | Path, verify: bool = True, *, max_bytes: int = MNIST_BYTES) -> Dataset:
     """Read images uint8 ``[N, 1, 28, 28]`` and labels of both splits from ``data_dir/MNIST/raw/*-ubyte`` (or ``.gz``).
 
-    With ``verify``, a warning is given for each file whose MD5 is not that of the canonical file.
+    With ``verify``, a warning is given for each file whose MD5 is not that of the canonical file. A file that has more
+    than ``max_bytes``, unpacked, is refused.
 
     Raises:
         ValueError: a file is missing, damaged, or not a file of MNIST; the message has its path.
     """
     folder, md5 = Path(data_dir) / "MNIST" / "raw", MD5 if verify else {}
-    train, test = (_split(folder, names, md5) for names in (FILES[:2], FILES[2:]))
+    train, test = (_split(folder, names, md5, max_bytes) for names in (FILES[:2], FILES[2:]))
     return Dataset(
         "mnist",
         train,
@@ -56,18 +58,20 @@ def load(data_dir: str | Path, verify: bool = True) -> Dataset:
     )
 
 
-def _split(folder: Path, names: Sequence[str], md5: Mapping[str, str]) -> Split:
+def _split(folder: Path, names: Sequence[str], md5: Mapping[str, str], max_bytes: int) -> Split:
     advice = "set data_dir (--data-dir) to the folder that holds MNIST/raw"
-    images_file, labels_file = (files.read(folder / name, advice) for name in names)
+    images_file, labels_file = (files.read(folder / name, advice, max_bytes) for name in names)
     images = _parse(images_file.path, images_file.content, _IMAGES_MAGIC, INPUT_SHAPE[1:])
     labels = _parse(labels_file.path, labels_file.content, _LABELS_MAGIC, ())
     if len(images) != len(labels):
         raise ValueError(
-            f"{images_file.path}: {len(images)} images, but {labels_file.path.name} has {len(labels)} labels, "
+            f"{shown(images_file.path)}: {len(images)} images, but {labels_file.path.name} has {len(labels)} labels, "
             "fetch both again"
         )
     if int(labels.max()) >= NUM_CLASSES:
-        raise ValueError(f"{labels_file.path}: label {int(labels.max())} is above {NUM_CLASSES - 1}, fetch it again")
+        raise ValueError(
+            f"{shown(labels_file.path)}: label {int(labels.max())} is above {NUM_CLASSES - 1}, fetch it again"
+        )
     files.compare(images_file, md5)
     files.compare(labels_file, md5)
     return Split(images.unsqueeze(1), labels.long())
@@ -79,20 +83,21 @@ def _parse(path: Path, content: bytes, magic: int, sample_shape: tuple[int, ...]
     The file holds a magic number, the dimensions and the samples. The magic number and each dimension are 4 bytes,
     big-endian.
     """
+    shown_path = shown(path)
     header_size = 4 * (2 + len(sample_shape))
     found = int.from_bytes(content[:4], "big")
     if len(content) >= 4 and found != magic:
-        raise ValueError(f"{path}: mislabelled, it begins with {found} instead of {magic}, fetch it again")
+        raise ValueError(f"{shown_path}: mislabelled, it begins with {found} instead of {magic}, fetch it again")
     if len(content) < header_size:
-        raise ValueError(f"{path}: truncated, {len(content)} bytes of a header of {header_size}, fetch it again")
+        raise ValueError(f"{shown_path}: truncated, {len(content)} bytes of a header of {header_size}, fetch it again")
     count, *shape = struct.unpack_from(f">{1 + len(sample_shape)}I", content, 4)
     if tuple(shape) != sample_shape:
-        raise ValueError(f"{path}: images of {'x'.join(map(str, shape))} pixels instead of 28x28, fetch it again")
+        raise ValueError(f"{shown_path}: images of {'x'.join(map(str, shape))} pixels instead of 28x28, fetch it again")
     if count == 0:
-        raise ValueError(f"{path}: it holds no samples, fetch it again")
+        raise ValueError(f"{shown_path}: it holds no samples, fetch it again")
     expected = header_size + count * int(np.prod(sample_shape, dtype=np.int64))
     if len(content) < expected:
-        raise ValueError(f"{path}: truncated, {len(content)} bytes of {expected}, fetch it again")
+        raise ValueError(f"{shown_path}: truncated, {len(content)} bytes of {expected}, fetch it again")
     if len(content) > expected:
-        raise ValueError(f"{path}: {len(content) - expected} trailing bytes after {expected}, fetch it again")
+        raise ValueError(f"{shown_path}: {len(content) - expected} trailing bytes after {expected}, fetch it again")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header_size).reshape(count, *sample_shape).copy())

@@ -3,7 +3,8 @@
 A restricted ``pickle.Unpickler``, whose ``find_class`` refuses all other names, stops hostile calls. But small files
 can still crash it: a dictionary key of a million nested tuples overflows the C stack when it is hashed (a segmentation
 fault), and one ``LONG_BINPUT`` of 5 bytes allocates up to 64 GiB for its index. So this reader itself executes the few
-instructions that such files need, on Python lists and on dictionaries with text keys.
+instructions that such files need, on Python lists and on dictionaries with text keys. It counts the memory that they
+take: a pickle of 1 MB can make many arrays from one text, or name one empty list a million times.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+
+from ddpcore.storage.limits import CIFAR_BYTES, DATA_LIMIT, plain
 
 
 class _Name(Enum):
@@ -27,6 +30,8 @@ class _Name(Enum):
 
 _NAMES = {name.value: name for name in _Name}
 _UINT8 = np.dtype(np.uint8)
+_INSTRUCTION_BYTES = 256  # the most that one instruction takes besides the bytes of arrays: an entry of the memo
+_REASON_LENGTH = 200  # characters of a message: an error may quote a text of the file, of any length
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(
     {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE"}
@@ -40,8 +45,11 @@ class _Array:
 
     value: np.ndarray | None = None
 
-    def fill(self, state: Any) -> None:
-        """Fill it from (version, shape, dtype, whether in Fortran order, content); Python 2 wrote content as text."""
+    def fill(self, state: Any) -> int:
+        """Fill it from (version, shape, dtype, whether in Fortran order, content); Python 2 wrote content as text.
+
+        Returns the number of bytes that this allocates.
+        """
         _, shape, dtype, is_fortran, content = state
         if dtype is not _UINT8:
             raise ValueError("an array without a dtype")
@@ -49,18 +57,21 @@ class _Array:
             raise ValueError("an array whose content is no bytes")
         pixels = np.frombuffer(content.encode("latin1") if isinstance(content, str) else content, np.uint8)
         self.value = pixels.reshape(tuple(shape), order="F" if is_fortran else "C")
+        return pixels.nbytes if isinstance(content, str) else 0
 
 
 class _Machine:
     """What the instructions of a pickle work on: a stack, marks in it, and values by number for later use."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
     def execute(self, code: str, arg: Any) -> None:
         """Execute one instruction: its name and its argument as :mod:`pickletools` gives them."""
+        self.count(_INSTRUCTION_BYTES)
         push = self.stack.append
         if code in _VALUES:
             push(arg)
@@ -88,13 +99,20 @@ class _Machine:
             push(_named(*(arg.split(" ", 1) if code == "GLOBAL" else self.take(2))))
         elif code == "REDUCE":
             push(_result(*self.take(2)))
+            self.count(len(self.stack[-1]) if isinstance(self.stack[-1], bytes) else 0)
         elif code == "BUILD":
             (state,) = self.take(1)
             filled = self.top(_Array, np.dtype)
             if isinstance(filled, _Array):  # the state of a dtype, its byte order, does not matter to bytes
-                filled.fill(state)
+                self.count(filled.fill(state))
         elif code not in ("PROTO", "FRAME", "STOP"):  # these change nothing
             raise ValueError(f"its instruction {code} is one that no array needs")
+
+    def count(self, num_bytes: int) -> None:
+        """Count memory that an instruction takes."""
+        self.num_bytes += num_bytes
+        if self.num_bytes > self.max_bytes:
+            raise ValueError(f"it takes more memory than {self.max_bytes:,} bytes, the limit {DATA_LIMIT}")
 
     def take(self, count: int | None = None) -> list[Any]:
         """Remove and return the last values of the stack: ``count``, or all since the last mark if it is None."""
@@ -145,14 +163,16 @@ def _result(called: Any, args: Any) -> Any:
     raise ValueError("it calls something in a way that no array needs")
 
 
-def load(content: bytes) -> dict[str, Any]:
+def load(content: bytes, max_bytes: int = CIFAR_BYTES) -> dict[str, Any]:
     """Read the dictionary in a pickle that Python 2 or 3 wrote with protocol 0 to 4; its arrays are uint8.
 
+    It may take ``max_bytes`` of memory, besides the content itself.
+
     Raises:
-        ValueError: it is damaged, no dictionary, or holds anything but whole numbers, text, bytes, lists, tuples,
-            dictionaries and uint8 arrays; one line.
+        ValueError: it is damaged, too large, no dictionary, or holds anything but whole numbers, text, bytes, lists,
+            tuples, dictionaries and uint8 arrays; one line.
     """
-    machine = _Machine()
+    machine = _Machine(max_bytes)
     try:
         for instruction, arg, _ in pickletools.genops(content):
             machine.execute(instruction.name, arg)
@@ -161,5 +181,5 @@ def load(content: bytes) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(loaded).__name__} instead of a dictionary")
         return {key: item.value if isinstance(item, _Array) else item for key, item in loaded.items()}
     except Exception as error:  # damaged bytes are instructions too: any error can occur
-        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        reason = plain((str(error).splitlines() or [""])[0][:_REASON_LENGTH]) or type(error).__name__
         raise ValueError(reason) from error

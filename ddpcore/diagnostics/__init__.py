@@ -3,7 +3,34 @@
 from .dynamics import Dynamics, Spread
 from .estimates import NoiseScale, noise_scale
 from .flatness import Flatness, flatness
+from .hessian import Hessian
+from .hessian_statistics import HessianRecord, HessianStatistics
+from .landscape import landscape
 from .noise import NoiseStatistics
+from .planes import Plane, eigenvector_plane, plane_through, random_plane
 from .record import NoiseRecord
+from .spectra import Eigenvalues, Estimate, SpectralDensity
+from .weights import DataLoss
 
-__all__ = ["Dynamics", "Flatness", "NoiseRecord", "NoiseScale", "NoiseStatistics", "Spread", "flatness", "noise_scale"]
+__all__ = [
+    "DataLoss",
+    "Dynamics",
+    "Eigenvalues",
+    "Estimate",
+    "Flatness",
+    "Hessian",
+    "HessianRecord",
+    "HessianStatistics",
+    "NoiseRecord",
+    "NoiseScale",
+    "NoiseStatistics",
+    "Plane",
+    "SpectralDensity",
+    "Spread",
+    "eigenvector_plane",
+    "flatness",
+    "landscape",
+    "noise_scale",
+    "plane_through",
+    "random_plane",
+]

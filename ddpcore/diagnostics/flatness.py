@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddpcore.diagnostics.passes import Loss, as_it_was, part_product, parts_of, twice_differentiable
+from ddpcore.diagnostics.hessian import Hessian
+from ddpcore.diagnostics.passes import Loss, twice_differentiable
 from ddpcore.options.extras import extra
 
 STRENGTH = 0.1  # s
@@ -76,67 +77,33 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
     Raises:
         ValueError: no parameter needs a gradient, or the loss is not one number with a graph.
     """
-    curvature = _Curvature(model, loss)
     with twice_differentiable():
-        return _measures(curvature, seed)
+        return _measures(Hessian(model, loss), loss, seed)
 
 
-def _measures(curvature: _Curvature, seed: int) -> Flatness:
-    ones_P, sizes_P = torch.ones_like(curvature.weights_P), curvature.weights_P.abs()
+def _measures(hessian: Hessian, loss: Loss, seed: int) -> Flatness:
+    weights_P, loss_at = hessian.weights.values_P, hessian.weights.loss_at
+    sizes_P = weights_P.abs()
+
+    def relative(vector_P: Tensor) -> Tensor:
+        return sizes_P * hessian.product(sizes_P * vector_P)
+
     draw: Any = {"size": sizes_P.shape, "generator": torch.Generator().manual_seed(seed), "device": "cpu"}
     signs = [(torch.randint(2, **draw) * 2.0 - 1).to(sizes_P) for _ in range(NUM_PROBES)]
-    traces = [float(sign_P.double() @ curvature.product(sign_P, sizes_P).double()) for sign_P in signs]
-    before = curvature.loss_at(curvature.weights_P)
+    traces = [float(sign_P.double() @ relative(sign_P).double()) for sign_P in signs]
+    before = loss_at(weights_P, loss)
     noises = [torch.randn(**draw).to(sizes_P) for _ in range(NUM_PROBES)]
-    increases = [curvature.loss_at(curvature.weights_P + STRENGTH * sizes_P * x_P) - before for x_P in noises]
+    increases = [loss_at(weights_P + STRENGTH * sizes_P * x_P, loss) - before for x_P in noises]
     start = np.random.Generator(np.random.PCG64(seed)).standard_normal(len(sizes_P))
     return Flatness(
         loss=before,
-        hessian_eigenvalue=_largest_eigenvalue(lambda v_P: curvature.product(v_P, ones_P), curvature.weights_P, start),
-        relative_eigenvalue=_largest_eigenvalue(lambda v_P: curvature.product(v_P, sizes_P), sizes_P, start),
+        hessian_eigenvalue=_largest_eigenvalue(hessian.product, weights_P, start),
+        relative_eigenvalue=_largest_eigenvalue(relative, sizes_P, start),
         relative_trace=float(np.mean(traces)),
         relative_trace_error=float(np.std(traces, ddof=1) / NUM_PROBES**0.5),
         loss_increase=float(np.mean(increases)),
         loss_increase_error=float(np.std(increases, ddof=1) / NUM_PROBES**0.5),
     )
-
-
-class _Curvature:
-    """The loss as a function of the weights of a model; each evaluation restores the model's state."""
-
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not self._parameters:
-            raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
-        self._model, self._loss = model, loss
-        self.weights_P = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
-
-    def product(self, vector_P: Tensor, scale_P: Tensor) -> Tensor:
-        """``diag(scale) H diag(scale) vector``."""
-        result_P = torch.zeros_like(vector_P)
-        views, vectors = self._views(result_P), self._views(scale_P * vector_P)
-        with as_it_was(self._model, vector_P.device), torch.enable_grad():
-            for part in parts_of(self._loss):
-                for view, product in zip(views, part_product(part, self._parameters, vectors), strict=True):
-                    if product is not None:
-                        view += product
-        return scale_P * result_P
-
-    def loss_at(self, weights_P: Tensor) -> float:
-        """The loss with other weights than the model's."""
-        own = [parameter.data for parameter in self._parameters]
-        try:
-            for parameter, view in zip(self._parameters, self._views(weights_P), strict=True):
-                parameter.data = view
-            with as_it_was(self._model, weights_P.device), torch.enable_grad():
-                return sum(part.item() for part in parts_of(self._loss))
-        finally:
-            for parameter, data in zip(self._parameters, own, strict=True):
-                parameter.data = data
-
-    def _views(self, row_P: Tensor) -> list[Tensor]:
-        parts = row_P.split([parameter.numel() for parameter in self._parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
 
 def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, start: np.ndarray) -> float:

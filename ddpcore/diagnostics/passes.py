@@ -140,11 +140,42 @@ def part_product(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[T
     :func:`twice_differentiable`.
     """
     gradients = torch.autograd.grad(part, parameters, create_graph=True, allow_unused=True)
-    terms = [(g * v).sum() for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
-    if not terms:  # the loss is linear in its weights
+    rows = part_products(gradients, parameters, [vector[None] for vector in vectors])
+    return [None if row is None else row[0] for row in rows]
+
+
+def part_products(
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor], at_once: int = 0
+) -> Sequence[Tensor | None]:
+    """The products of K vectors with the derivative of gradients that have a graph, ``[K, *S]`` per parameter.
+
+    Args:
+        gradients: of one part of a loss, with a graph; None for a parameter that it does not use.
+        parameters: one per gradient.
+        vectors: ``[K, *S]`` per parameter of shape S.
+        at_once: how many vectors one pass of vmap takes; 0 runs one after the other, without vmap.
+
+    Returns:
+        None for a parameter if autograd knows that its products are zero.
+    """
+    live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
+    if not live:  # the loss is linear in its weights
         return [None] * len(parameters)
-    products: Sequence[Tensor | None] = torch.autograd.grad(torch.stack(terms).sum(), parameters, allow_unused=True)
-    return products
+    outputs, along = [g for g, _ in live], [v for _, v in live]
+    num = len(along[0])
+    rows = [
+        torch.autograd.grad(
+            outputs,
+            parameters,
+            [v[begin : begin + at_once] if at_once else v[begin] for v in along],
+            retain_graph=begin + max(at_once, 1) < num,
+            allow_unused=True,
+            is_grads_batched=at_once > 0,
+        )
+        for begin in range(0, num, max(at_once, 1))
+    ]
+    join = torch.cat if at_once else torch.stack
+    return [None if column[0] is None else join(column) for column in zip(*rows, strict=True)]
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor | None:

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpcore.comm.agreement import check_agreement, facts_of
+from ddpcore.comm.agreement import Fact, check_agreement, facts_of
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.connect import connect
+from ddpcore.comm.connect import connect, join_run
+from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
 from ddpcore.comm.link import Link
+from ddpcore.comm.membership import ON_FAILURE, check_on_failure
 from ddpcore.comm.process import default_group
-from ddpcore.comm.shared.host import TIMEOUT_SECONDS
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
@@ -29,7 +31,7 @@ from ddpcore.optim.muon import Muon
 from ddpcore.parameters.flat import FlatParameters, MiB
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
 from ddpcore.strategies.baselines import DDP
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
@@ -52,93 +54,167 @@ def distribute(
     first_bucket_bytes: int = MiB,
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    on_failure: str = ON_FAILURE[0],
+    on_nonfinite: str = "raise",
 ) -> Distributed:
-    """Train ``model`` with ``strategy``. The training loop does not change.
-
-    All learners start from learner 0's weights (frozen ones too) and buffers. Trained weights move to a flat buffer.
+    """Train ``model`` with ``strategy``, in an unchanged loop. All start from learner 0's weights and buffers.
 
     Args:
-        model: the model. All its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
+        model: all its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
-            on each rank). Call their ``.model`` with inputs ``[learners, batch, ...]`` and add the learners' losses.
+            on each rank): call ``.model`` with ``[learners, batch, ...]`` and add their losses, see docs/strategies.md.
         group: the process group. None is the default group, and for virtual learners no group.
         transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
-        timeout: seconds that a living rank may let the others wait, over ``shm`` and ``ipc``.
+        timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
         link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         bucket_bytes, first_bucket_bytes: sizes of the largest bucket of averaged gradients, and of the first one.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
+        on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on: see docs/reliability.md.
+        on_nonfinite: ``raise``, ``skip`` or ``quarantine``, if a gradient is not finite: see docs/reliability.md.
 
     Returns:
-        A handle with ``.model`` to call (``model`` itself, except for virtual learners and DDP), ``no_sync()``,
-        ``evaluation_model()``, ``consensus_distance()``, ``state_dict()`` and ``load_state_dict()``.
+        A handle with ``.model`` to call: ``model`` itself, except for virtual learners and DDP.
 
     Raises:
-        ValueError: the arguments do not fit together. The message says what to change.
+        ValueError: the arguments do not fit together.
     """
     policies = policies or Policies()
     buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings = {"transport": transport, "link": link, "learners": learners, "policies": policies, "scaler": scaler}
+    settings: dict[str, Any] = {"transport": transport, "link": link, "learners": learners, "policies": policies}
+    settings |= {"scaler": scaler, "on_nonfinite": on_nonfinite, "on_failure": check_on_failure(on_failure), **buckets}
     if isinstance(strategy, Baseline):
-        options = {**settings, **buckets, "timeout": timeout, "vectorize": vectorize}
-        return _baseline(model, optimizer, strategy, group, options)
+        options = {**settings, "timeout": timeout, "vectorize": vectorize}
+        return _share_work(_baseline(model, strategy, group, options), optimizer, strategy, group, is_fixed=True)
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
-    _agree(group, model, optimizer, strategy, {**settings, **buckets})
-    comm = connect(group, transport, _trained(model).device, timeout, link, learners)
-    _set_up(strategy, comm.num_learners, _trained(model).dtype)
+    facts = _agree(group, model, optimizer, strategy, settings, timeout)
+    comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure)
+    _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
-        strategy.in_use = True
-        learner = _make_learner(model, optimizer, comm, learners or 1, buckets)
+        learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
-        with own_hooks():
-            handle = HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy, scaler))
-    return _share_work(handle, optimizer, group if learners is None and strategy.learners_stay_identical else None)
+        handle = _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
+    return _share_work(handle, optimizer, strategy, group, is_fixed=learners is None and on_failure == "raise")
 
 
-def _share_work(handle: Handle, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> Handle:
-    """Ranks of the group, which have the same gradients, orthogonalize each matrix once. Returns the handle."""
-    if isinstance(optimizer, Muon) and optimizer.process_group is None:
-        optimizer.process_group = group
+def _share_work(
+    handle: Handle,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | Baseline,
+    group: dist.ProcessGroup | None,
+    is_fixed: bool,
+) -> Handle:
+    """Ranks with the same gradients orthogonalize each matrix once, if they stay (``is_fixed``). Returns the handle."""
+    is_same = isinstance(strategy, DDP) or (isinstance(strategy, Strategy) and strategy.learners_stay_identical)
+    if is_fixed and is_same and isinstance(optimizer, Muon) and optimizer.process_group is None:
+        optimizer.process_group = default_group(group)
     return handle
 
 
-def _set_up(strategy: Strategy, num_learners: int, dtype: torch.dtype) -> None:
+def _with_hooks(
+    called: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
+) -> HookedDistributed:
+    with own_hooks():
+        return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
+
+
+def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact], on_nonfinite: str) -> None:
     """Check that the strategy supports this, and warn if it has nothing to average."""
-    strategy.setup(num_learners, dtype)
-    if num_learners == 1 and not strategy.averages_gradients:
+    check_on_nonfinite(on_nonfinite, strategy, comm.num_learners)
+    strategy.setup(comm.num_learners, dtype)
+    if comm.membership is not None:
+        strategy.check_shrink()
+    if isinstance(comm, ElasticCommunicator):
+        comm.door.announce(facts, comm.num_learners)
+    if comm.num_learners == 1 and not strategy.averages_gradients:
         text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
         warnings.warn(text, stacklevel=3)
 
 
 def _make_learner(
-    model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator, learners: int, buckets: dict[str, int]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    comm: Communicator,
+    learners: int,
+    buckets: dict[str, int],
+    *,
+    is_newcomer: bool = False,
 ) -> Learner:
     """Copy the model for each virtual learner, move the weights to a flat buffer, and start all learners alike."""
+    strategy.in_use = True
     models = copies_of(model, learners)
     flat = FlatParameters([one.named_parameters() for one in models], allocate=comm.allocate, **buckets)
     _add_learners(optimizer, models)
     learner = Learner(flat, comm, optimizer, models)
-    _start_alike(learner)
+    if not is_newcomer:
+        _start_alike(learner)
     return learner
 
 
-def _baseline(
+def join(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    strategy: Baseline,
-    group: dist.ProcessGroup | None,
-    options: dict[str, Any],
+    strategy: Strategy,
+    store: dist.Store,
+    *,
+    transport: str = "auto",
+    timeout: float = TIMEOUT_SECONDS,
+    bucket_bytes: int = 25 * MiB,
+    first_bucket_bytes: int = MiB,
+    policies: Policies | None = None,
+    on_nonfinite: str = "raise",
+) -> Distributed:
+    """Join a run of other ranks that has ``on_failure="shrink"``, as a new rank, between two of its steps.
+
+    The weights and buffers of the model become those of a neighbour, and so do the state of the strategy and, if the
+    policy is not ``keep`` or ``reset``, the momentum. ``handle.learner.step`` is the number of steps taken so far.
+
+    Args:
+        model: as the other ranks have it, with any weights.
+        optimizer: of the same class, with the same options.
+        strategy: the same strategy.
+        store: that of the process group of the run: a new client of its ``TCPStore``, or its ``FileStore``.
+        transport: as the other ranks gave it to :func:`distribute`.
+        timeout: seconds to wait for the run.
+        bucket_bytes: as the other ranks gave it.
+        first_bucket_bytes: as the other ranks gave it.
+        policies: as the other ranks gave them.
+        on_nonfinite: as the other ranks gave it.
+
+    Raises:
+        ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
+        RuntimeError: there is no such run, or it does not answer.
+    """
+    policies = policies or Policies()
+    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
+    settings: dict[str, Any] = {"transport": transport, "link": None, "learners": None, "policies": policies}
+    settings |= {"scaler": None, "on_nonfinite": on_nonfinite, "on_failure": "shrink", **buckets}
+    _check(model, optimizer, strategy, policies, None, None)
+    strategy.check_shrink()
+    check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
+    facts = _agree(None, model, optimizer, strategy, settings, timeout)
+    comm = join_run(store, facts, _trained(model).device, timeout)
+    with undone_on_error(model, optimizer, strategy):
+        strategy.setup(comm.membership.first, _trained(model).dtype)
+        learner = _make_learner(model, optimizer, strategy, comm, 1, buckets, is_newcomer=True)
+        handle = _with_hooks(model, learner, strategy, StateSync(policies, learner, strategy, joins=True), on_nonfinite)
+        handle.take_state()
+        return handle
+
+
+def _baseline(
+    model: nn.Module, strategy: Baseline, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> Distributed:
     if given := _given({**options, "policies": None if options["policies"] == Policies() else options["policies"]}):
         raise ValueError(f"{strategy.name} does not use these options: leave {given} out")
     _check_unused(model)
     comm = strategy.connect(group)
-    handle = Distributed(strategy.wrap(model, group), comm)
-    return _share_work(handle, optimizer, default_group(group) if isinstance(strategy, DDP) else None)
+    return Distributed(strategy.wrap(model, group), comm)
 
 
 def _given(options: dict[str, Any]) -> str:
@@ -151,6 +227,8 @@ def _group_of(
     learners: int | None, group: dist.ProcessGroup | None, options: dict[str, Any], vectorize: bool | str | None
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process. ``options`` are for real ranks."""
+    if learners is None or group is not None:
+        check_timeout(options["timeout"])
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
@@ -168,13 +246,15 @@ def _agree(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     settings: dict[str, Any],
-) -> None:
-    """Check that all ranks of the group train the same."""
-    if group is None:
-        return
+    timeout: float,
+) -> list[Fact]:
+    """Return what all ranks must have in common, after the ranks of the group have compared it."""
     if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # compare the optimizer that it makes
         settings = {**settings, "outer": strategy.outer([torch.zeros(1, requires_grad=True)])}
-    check_agreement(group, facts_of(model, optimizer, strategy, settings), _trained(model).device)
+    facts = facts_of(model, optimizer, strategy, settings)
+    if group is not None:
+        check_agreement(group, facts, _trained(model).device, timeout)
+    return facts
 
 
 def _trained(model: nn.Module) -> Tensor:
@@ -243,6 +323,7 @@ def _check(
     check_optimizer(optimizer, learners)
     _check_members(model, optimizer)
     policies.check(strategy, scaler)
+    policies.check_moments(model, optimizer)
     if scaler is not None and not strategy.learners_stay_identical and not scales_inside(optimizer):
         raise ValueError(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it: take "

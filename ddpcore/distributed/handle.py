@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
+from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
+from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
 from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.nonfinite import NonFinite
+
+Deals = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Distributed:
@@ -23,14 +28,19 @@ class Distributed:
         model: the module to call in the loop.
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
+        nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
+        deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
+            :class:`ddpcore.data.Redealt`.
     """
 
     learner: Learner | None = None
+    deals: Deals = ()
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
         self.comm = comm
         self.spans: Spans | None = None
+        self.nonfinite: list[NonFinite] = []
 
     @property
     def models(self) -> Sequence[nn.Module]:
@@ -100,6 +110,34 @@ class Distributed:
         Raises:
             ValueError: the state belongs to a model with other parameters or to another strategy.
         """
+
+    @property
+    def changes(self) -> Sequence[Change]:
+        """The deaths and joins so far, with ``on_failure="shrink"``: the same on every rank."""
+        return () if self.comm.membership is None else tuple(self.comm.membership.changes)
+
+    def play(self, script: Iterable[Change]) -> None:
+        """Let virtual learners die as the ``changes`` of another run say, each from its operation on.
+
+        Raises:
+            ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
+        """
+        if not isinstance(self.comm, ElasticVirtualCommunicator):
+            raise ValueError("only virtual learners with on_failure='shrink' die by a script: see docs/reliability.md")
+        self.comm.play(script)
+
+    def lose(self, learner: int) -> None:
+        """Let a virtual learner die now: the next operation between learners is without it. See :meth:`play`.
+
+        Raises:
+            ValueError: as for :meth:`play`, or there is no such learner.
+        """
+        members = () if self.comm.membership is None else self.comm.membership.members
+        operation = getattr(self.comm, "num_operations", 0)
+        if members and learner not in members:
+            raise ValueError(f"learner {learner} is not among those that are left, {list(members)}")
+        left = tuple(one for one in members if one != learner)
+        self.play([Change(operation=operation, step=None, members=left, lost=(learner,))])
 
     @torch.no_grad()
     def consensus_distance(self) -> float:

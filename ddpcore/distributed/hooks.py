@@ -24,9 +24,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
+from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import averaged_model
 from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.joining import give_state, received_state
+from ddpcore.distributed.nonfinite_guard import NonFiniteGuard
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
@@ -45,7 +48,9 @@ class HookedDistributed(Distributed):
 
     learner: Learner
 
-    def __init__(self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync) -> None:
+    def __init__(
+        self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
+    ) -> None:
         super().__init__(model, learner.comm)
         self.spans = self._span = Spans(learner.comm)
         self.learner = learner
@@ -64,12 +69,17 @@ class HookedDistributed(Distributed):
         if strategy.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
         self._gradients = GradientGuard(learner.flat)
+        self._finite = NonFiniteGuard(learner, strategy, on_nonfinite)
+        self.nonfinite = self._finite.found
         self._members = {id(parameter) for parameter in learner.flat.parameters}
         self._weights = WeightGuard(self.models, learner.flat)
         self._step_calls = watch_steps(learner.flat.parameters, optimizer)
         if self._buckets is None:
             self._gradients.watch()
         self._register_forward_hooks()
+        membership = learner.comm.membership
+        if membership is not None:
+            membership.on_change.append(self._members_changed)
         optimizer.register_step_pre_hook(self._before_call)
         optimizer.register_step_post_hook(self._after_call)
 
@@ -97,6 +107,12 @@ class HookedDistributed(Distributed):
             yield
         finally:
             self._buckets.paused = paused
+
+    def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
+        self.strategy.members_changed(self.learner, before)
+        # The samples of the step in progress are dealt; a learner joins between two steps.
+        begin = self.learner.step + (not change.joined)
+        self.deals = (*(deal for deal in self.deals if deal[0] < begin), (begin, change.members))
 
     @torch.no_grad()
     @override
@@ -173,6 +189,8 @@ class HookedDistributed(Distributed):
         self._weights.check_buffers()
         if self._buckets is not None and not self._buckets.paused:
             self._buckets.restart()
+        if not self._weights.num_passes:
+            self._finite.begin_step()
         for observer in self.observers:
             observer.before_forward(self.learner)
         with self._span("before_forward"):
@@ -181,6 +199,7 @@ class HookedDistributed(Distributed):
 
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.averages_gradients_at(self.learner.step):
+            self._finite.note(columns)
             for observer in self.observers:
                 observer.bucket_ready(self.learner, columns)
         with self._span("bucket_ready"):
@@ -256,6 +275,8 @@ class HookedDistributed(Distributed):
         self._weights.check_parameters()
         self._check_optimized()
         self._gradients.check_alike()
+        if closure is None:
+            self._finite.check()
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -274,11 +295,25 @@ class HookedDistributed(Distributed):
             self.strategy.after_step(self.learner)
             if self.strategy.averages_weights_at(self.learner.step):
                 self._state_sync.sync()
+            self._state_sync.sync_moments()
+        self._admit()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
         if self.strategy.averages_gradients:
             self._gradients.note_step()
+
+    def _admit(self) -> None:
+        """Let a learner in that has asked to join, and hand it the state of a neighbour."""
+        if (new := self.learner.comm.admit(self.learner.step)) is not None:
+            give_state(self.learner, new, self._state_sync.policies, lambda: {**self.state_dict(), "deals": self.deals})
+
+    @torch.no_grad()
+    def take_state(self) -> None:
+        """In a rank that has joined: take the state of a neighbour, while the others are in :meth:`_admit`."""
+        state = received_state(self.learner)
+        self.load_state_dict(state)
+        self.deals = tuple(state["deals"])
 
     def _check_optimized(self) -> None:
         """Check that the optimizer steps no parameter that was added."""

@@ -6,12 +6,14 @@ Shapes: L learners held by this process, X elements of one kind of state of a le
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpcore.distributed.averaging import has_average
 from ddpcore.strategies.base import Strategy
@@ -32,6 +34,10 @@ class Policies:
 
     Attributes:
         momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
+        moments: a period for each of these buffers by name, instead of ``momentum``: ``{"exp_avg": 4, "exp_avg_sq":
+            16}`` averages the first moment over all learners after every fourth step and the second after every
+            sixteenth, whenever the weights are averaged. With ``LocalSGD`` and an Adam this is DES-LOC (Iacob et al.
+            2025, arXiv:2505.22549); if all periods are equal, local Adam.
         batch_norm: floating-point and complex buffers of the model.
         scaler: the scale of ``torch.amp.GradScaler``: ``keep``, ``average`` (the smallest scale of all, so that no
             learner overflows) or ``reset``.
@@ -43,15 +49,23 @@ class Policies:
     """
 
     momentum: str = KEEP
+    moments: Mapping[str, int] = field(default_factory=dict)
     batch_norm: str = KEEP
     scaler: str = KEEP
     rng: str = KEEP
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            allowed = {"scaler": (KEEP, AVERAGE, RESET), "rng": (KEEP, RESET)}.get(field.name, _NUMBERS)
-            if (value := getattr(self, field.name)) not in allowed:
-                raise ValueError(f"policy {field.name} is {value!r}: choose from {', '.join(allowed)}")
+        for name in (one.name for one in fields(self) if one.name != "moments"):
+            allowed = {"scaler": (KEEP, AVERAGE, RESET), "rng": (KEEP, RESET)}.get(name, _NUMBERS)
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"policy {name} is {value!r}: choose from {', '.join(allowed)}")
+        if not isinstance(self.moments, Mapping):
+            raise ValueError(f'policy moments is {self.moments!r}: give a period by name, such as {{"exp_avg": 4}}')
+        for name, period in self.moments.items():
+            if type(period) is not int or period < 1:
+                raise ValueError(f"policy moments: the period of {name} is {period!r}: it must be 1 or more steps")
+        if self.moments and self.momentum != KEEP:
+            raise ValueError(f"policies momentum={self.momentum!r} and moments both average the same states: set one")
 
     def check(self, strategy: Strategy, scaler: torch.amp.GradScaler | None) -> None:
         """Raise ValueError if a policy needs neighbours or a scaler that are missing."""
@@ -63,6 +77,23 @@ class Policies:
         if self.scaler != KEEP and scaler is None:
             raise ValueError(f"policy scaler={self.scaler!r} needs the scaler: pass distribute(..., scaler=)")
 
+    def check_moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if a parameter of the model lacks a state that has a period."""
+        if not self.moments:
+            return
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"][:1]:
+                kept = _states_kept(optimizer, group, parameter)
+                if kept is None:
+                    continue
+                for name in self.moments:
+                    if name not in kept:
+                        raise ValueError(
+                            f"policy moments: parameter {names.get(id(parameter), '?')} has no state {name!r}: "
+                            f"{type(optimizer).__name__} keeps {', '.join(kept) or 'none'} for it, name one of these"
+                        )
+
 
 class StateSync:
     """Applies policies to the learners of this process.
@@ -72,6 +103,7 @@ class StateSync:
         learner: the learner, with its models, optimizer and connection.
         strategy: the strategy, whose topology ``gossip`` uses.
         scaler: the scaler, for the policy of that name.
+        joins: whether the learner joins a run: it loads the values at the start of training from another one.
     """
 
     def __init__(
@@ -80,12 +112,14 @@ class StateSync:
         learner: Learner,
         strategy: Strategy,
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        joins: bool = False,
     ) -> None:
-        self._policies, self._learner, self._strategy = policies, learner, strategy
+        self.policies, self._learner, self._strategy = policies, learner, strategy
         self._scaler = scaler
         self._first_scale = None if scaler is None else scaler.get_scale()
         self._first_seed: int | None = None
-        if policies.rng == RESET:
+        if policies.rng == RESET and not joins:
             own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners))
             self._first_seed = int(learner.comm.gather(own.to(learner.flat.param_LP.device))[0])
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
@@ -93,11 +127,12 @@ class StateSync:
     @torch.no_grad()
     def sync(self) -> None:
         """Apply the policies. It is called after each step that averages weights or gradients."""
-        policies = self._policies
+        policies = self.policies
         if policies.momentum == RESET:
             self._reset_states()
         elif policies.momentum != KEEP:
-            self._move_states()
+            for name in sorted({name for p in self._optimized() for name, _ in self._states_of(p)}):
+                self._move_state(name, policies.momentum)
         if policies.batch_norm == RESET:
             for buffer, first in zip(self._buffers(), self._first_buffers, strict=True):
                 buffer.copy_(first)
@@ -107,6 +142,13 @@ class StateSync:
         if policies.rng == RESET:
             digest = hashlib.blake2b(f"{self._first_seed}, step {self._learner.step}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    @torch.no_grad()
+    def sync_moments(self) -> None:
+        """Average the states whose period ends with this step. It is called after each step."""
+        for name, period in self.policies.moments.items():
+            if self._learner.step % period == 0:
+                self._move_state(name, AVERAGE)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values at the start of training, which ``reset`` needs after a run is resumed."""
@@ -145,20 +187,18 @@ class StateSync:
             if isinstance(count := self._learner.optimizer.state.get(parameter, {}).get("step"), Tensor):
                 count.zero_()
 
-    def _move_states(self) -> None:
-        """Average the states of all parameters. A missing state counts as zero, so that all ranks send equal rows."""
+    def _move_state(self, name: str, policy: str) -> None:
+        """Average a state of all parameters. A missing one counts as zero, so that all ranks send equal rows."""
         parameters = self._optimized()
-        for name in sorted({name for p in parameters for name, _ in self._states_of(p)}):
-            found = [dict(self._states_of(parameter)).get(name) for parameter in parameters]
-            dtype = next(value.dtype for value in found if value is not None)
-            pairs = zip(parameters, found, strict=True)
-            self._move(
-                self._policies.momentum,
-                [torch.zeros_like(p, dtype=dtype) if value is None else value for p, value in pairs],
-            )
+        found = [dict(self._states_of(parameter)).get(name) for parameter in parameters]
+        dtype = next((value.dtype for value in found if value is not None), None)
+        if dtype is None:
+            raise ValueError(f"policy moments: {type(self._learner.optimizer).__name__} keeps no state {name!r}")
+        pairs = zip(parameters, found, strict=True)
+        self._move(policy, [torch.zeros_like(p, dtype=dtype) if value is None else value for p, value in pairs])
 
     def _move_scaler(self) -> None:
-        scaler, policy = self._scaler, self._policies.scaler
+        scaler, policy = self._scaler, self.policies.scaler
         if scaler is None or policy == KEEP or scaler._scale is None:
             return
         scale = self._first_scale
@@ -184,6 +224,26 @@ class StateSync:
         """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
         averaged = [buffer for model in self._learner.models for buffer in model.buffers() if has_average(buffer)]
         return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in averaged]
+
+
+def _states_kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> tuple[str, ...] | None:
+    """The names of the states of a parameter's shape that the optimizer keeps; None if only a step would show it."""
+    if hasattr(optimizer, "state_names"):  # ddpcore's fused ones
+        return tuple(optimizer.state_names(group))
+    state = optimizer.state.get(parameter)
+    if not state:
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            return None
+        probe, trial = copy(optimizer), nn.Parameter(torch.zeros_like(parameter))
+        trial.grad = torch.zeros_like(trial)
+        probe.param_groups, probe.state = [{**group, "params": [trial]}], defaultdict(dict)
+        try:
+            type(optimizer).step(probe)
+        except (RuntimeError, TypeError):  # a step that needs more, such as a closure
+            return None
+        state = probe.state[trial]
+        parameter = trial
+    return tuple(name for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape)
 
 
 def scales_inside(optimizer: torch.optim.Optimizer) -> bool:

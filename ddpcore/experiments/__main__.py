@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ddpcore.options.extras import extra
 from ddpcore.runtime import launch
+from ddpcore.storage.limits import plain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = 130, str(error).replace("resume=True", "--resume")
     except KeyboardInterrupt:
         return 130
-    print(f"ddpcore.experiments: {message}", file=sys.stderr)
+    print(f"ddpcore.experiments: {plain(message)}", file=sys.stderr)
     return code
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import SEED_RANGE, Parser, add_options, check, option
 from ddpcore.report.plot_option import PLOT, check_plot
+from ddpcore.storage.limits import NUM_RUNS
 from ddpcore.training.settings import settings
 
 
@@ -42,6 +43,7 @@ class RunOptions:
     out: Path | None = option(None, "folder of the results (default: runs/STUDY/SCALE)", metavar="DIR")
     seed: int = option(0, "the first seed", metavar="N", **SEED_RANGE)
     seeds: int | None = option(None, "number of seeds (default: that of the study)", least=1, metavar="N")
+    max_runs: int = option(NUM_RUNS, "refuse more runs than this, rows x seeds", least=1, metavar="N")
     world_size: int | None = option(None, "run rows of N learners on N ranks, not virtually", least=1, metavar="N")
     jobs: int = option(1, "runs at the same time, which share the cores", least=1, metavar="N")
     resume: bool = option(False, "continue in --out; finished runs are not repeated", action="store_true")
@@ -90,6 +92,7 @@ def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptio
         ValueError: the words are no command; the message is one line.
     """
     parser = Parser(prog="python -m ddpcore.experiments", description="Published experiments: run them, compare them.")
+    parser.example = RunOptions.EXAMPLE
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     for name, options in COMMANDS.items():
         help = (options.__doc__ or "").splitlines()[0]

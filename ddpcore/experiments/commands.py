@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from ddpcore.report.compare import compare
 from ddpcore.report.experiments import markdown, print_comparison, run_label
 from ddpcore.report.plot import plot_comparison
 from ddpcore.report.study_folder import FAILED
+from ddpcore.report.table import cell_of
 from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
+from ddpcore.storage.limits import shown
 
 
 def run_command(argv: Sequence[str] | None) -> int:
@@ -38,13 +41,13 @@ def _list(options: ListOptions) -> int:
     if options.study is None:
         table = Table("study", "rows", "question", "published in", show_lines=True)
         for one in map(study.find_study, study.STUDIES.names()):
-            table.add_row(one.name, str(len(one.rows)), one.question, one.source)
+            table.add_row(*map(cell_of, (one.name, str(len(one.rows)), one.question, one.source)))
     else:
         table = Table("row", "learners", "about", "published", show_lines=True)
         for row in study.find_study(options.study).rows.values():
             learners = str(row.config("full").learners) + (" ranks" if row.ranks else "")
             published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
-            table.add_row(row.name, learners, row.about, published or "-")
+            table.add_row(*map(cell_of, (row.name, learners, row.about, published or "-")))
     Console().print(table)
     return 0
 
@@ -62,6 +65,7 @@ def _run(options: RunOptions) -> int:
         overrides=options.overrides(),
         first_seed=options.seed,
         num_seeds=options.seeds,
+        max_runs=options.max_runs,
         world_size=options.world_size,
     )
     folder.check(plan.manifest, options.resume)
@@ -73,12 +77,12 @@ def _run(options: RunOptions) -> int:
         folder.check(plan.manifest, options.resume)  # again: another process may have written into it meanwhile
         folder.begin(plan.manifest)
         if finished:
-            print(f"{len(finished)} runs of {folder.path} are finished and are not repeated", flush=True)
+            print(f"{len(finished)} runs of {shown(folder.path)} are finished and are not repeated", flush=True)
         run(plan, folder, datasets, options.jobs)
     results = folder.results()
     num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
     finished_now = f"{len(plan.jobs) - num_failed} of {len(plan.jobs)} runs finished"
-    print(f"{finished_now}: python -m ddpcore.experiments compare {folder.path}")
+    print(f"{finished_now}: python -m ddpcore.experiments compare {shown(folder.path)}")
     if options.plot is not None:
         _draw(compare([folder.path]), [options.plot])
     return 1 if num_failed else 0
@@ -91,6 +95,8 @@ def _compare(options: CompareOptions) -> int:
         names = [f"{plot.stem}-{one['study']}" if len(comparisons) > 1 else plot.stem for one in comparisons]
         plots = [plot.with_stem(name) for name in names]
     for comparison in comparisons:
+        for problem in comparison["problems"]:
+            print(f"ddpcore.experiments: {problem}: it is left out", file=sys.stderr)
         print_comparison(comparison)
     _draw(comparisons, plots)
     if options.markdown is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from ddpcore.report.study_folder import FINISHED, FORMAT, MANIFEST, RESULTS, Results, read_manifest, read_results
 from ddpcore.storage.files import LOCK
-from ddpcore.storage.json_lines import JsonLines, to_json, write_json
+from ddpcore.storage.json_lines import JsonLines, mend, read_lines, to_json, write_json
 from ddpcore.training import TrainConfig, record
 from ddpcore.training.checkpoint import Checkpoints
 
@@ -40,8 +41,8 @@ class Folder:
         return read_manifest(self.path)
 
     def results(self) -> Results:
-        """See :func:`ddpcore.report.study_folder.read_results`."""
-        return read_results(self.path)
+        """What :func:`ddpcore.report.study_folder.read_results` finds; :meth:`begin` says what is damaged."""
+        return read_results(self.path)[0]
 
     def finished(self) -> set[tuple[str, int]]:
         """(row, seed) of the runs that finished."""
@@ -72,12 +73,11 @@ class Folder:
                 )
         if not resume:
             raise ValueError(f"{self.path} contains this study already: continue with --resume, or take another folder")
-        self.results()
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest. Rows and seeds of an earlier manifest stay in it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        record.mend(self._results)
+        mend(self._results, lambda line: print(f"ddpcore.experiments: {line}", file=sys.stderr, flush=True))
         known = self.manifest() if self._manifest.exists() else {"rows": {}, "seeds": []}
         for name, row in known["rows"].items():
             row["published"] = manifest["published"].get(name, row["published"])
@@ -89,8 +89,8 @@ class Folder:
         """Raise ValueError if an unfinished run in this folder, or a checkpoint of it, has another config."""
         for row, seed, config in runs:
             path = self.run_path(row, seed)
-            lines = record.rows(path / record.FILE)
-            configs = [line.get("config", {}) for line in lines if line.get("kind") == "run"]
+            lines = read_lines(path / record.FILE)
+            configs = [line.get("config", {}) for line in lines.rows if line.get("kind") == "run"]
             checkpoints = Checkpoints(folder=path / "checkpoints", config=config.to_dict())
             for step in checkpoints.steps():
                 try:

@@ -1,6 +1,6 @@
-"""Two emulated hosts on one machine: a network namespace each, connected by a virtual Ethernet cable (veth).
+"""Emulated hosts on one machine: a network namespace each, connected to a switch by virtual Ethernet cables (veth).
 
-Ranks of one host reach those of the other only through the cable. This needs Linux, root, and the tools ``ip``,
+Ranks of one host reach those of another only through the cables. This needs Linux, root, and the tools ``ip``,
 ``unshare`` and ``nsenter``. The namespaces have no names, so the kernel removes them when their last process ends.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,7 @@ from ddpcore.runtime.launch import World
 
 NUM_HOSTS = 2
 PORT = 29500  # inside a namespace that no other program uses
-_CABLE = ("ddpcore0", "ddpcore1")
-_ADDRESS = "10.213.0.{}"
+_TOOLS = ("unshare", "nsenter", "ip")
 _SECONDS = 10.0  # until a namespace must exist
 _CLONE_NEWNET = 0x40000000  # of <sched.h>
 
@@ -39,8 +39,27 @@ def check() -> None:
     Raises:
         NotPermitted: they cannot be created.
     """
-    with _hosts():
+    with networks(NUM_HOSTS):
         pass
+
+
+def device(host: int) -> str:
+    """The network device of a host, its end of the cable."""
+    return f"ddpcore{host}"
+
+
+def address(host: int) -> str:
+    """The address of a host in the network that connects all hosts."""
+    return f"10.213.0.{host + 1}"
+
+
+def enter(keeper: int, host: int) -> None:
+    """Move this thread, and all that it starts later, to a host of :func:`networks`, and let gloo use its cable."""
+    with Path(f"/proc/{keeper}/ns/net").open() as namespace:
+        # os.setns exists only since Python 3.12.
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns failed")
+    os.putenv("GLOO_SOCKET_IFNAME", device(host))
 
 
 def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int) -> None:
@@ -54,7 +73,7 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int) 
     """
     if world_size % NUM_HOSTS or world_size < NUM_HOSTS:
         raise ValueError(f"world_size is {world_size}: {NUM_HOSTS} hosts need an even number of ranks, half on each")
-    with _hosts() as keepers:
+    with networks(NUM_HOSTS) as keepers:
         launch.run(_join_host, (keepers, worker, args), world_size=world_size, backend="none")
 
 
@@ -62,44 +81,50 @@ def _join_host(world: World, keepers: Sequence[int], worker: Callable[..., None]
     """Enter the namespace of this rank's host, connect to the other ranks, and run the worker."""
     per_host = world.world_size // NUM_HOSTS
     host, local_rank = divmod(world.rank, per_host)
-    with Path(f"/proc/{keepers[host]}/ns/net").open() as namespace:
-        # Moves this thread and all that it starts later; os.setns exists only since Python 3.12.
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns failed")
+    enter(keepers[host], host)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[host::NUM_HOSTS] or cores)  # with two cores or more, hosts share none
     torch.set_num_threads(launch.threads_per_rank(per_host))
-    os.putenv("GLOO_SOCKET_IFNAME", _CABLE[host])
-    store = dist.TCPStore(_ADDRESS.format(1), PORT, world.world_size, is_master=world.rank == 0)
+    store = dist.TCPStore(address(0), PORT, world.world_size, is_master=world.rank == 0)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
     worker(World(world.rank, world.world_size, local_rank, per_host), *args)
     dist.destroy_process_group()
 
 
 @contextmanager
-def _hosts() -> Iterator[list[int]]:
-    """Create two connected namespaces; yield for each the id of the process that keeps it alive."""
+def networks(num_hosts: int) -> Iterator[list[int]]:
+    """Create hosts that a switch connects; yield for each the id of the process that keeps its namespace alive.
+
+    Raises:
+        NotPermitted: they cannot be created.
+    """
+    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        raise NotPermitted(f"there is no {missing[0]}")
     keepers: list[subprocess.Popen[bytes]] = []
     try:
-        for _ in range(NUM_HOSTS):  # cat ends when this process ends
+        for _ in range(num_hosts + 1):  # the switch has a namespace, too; cat ends when this process ends
             keepers.append(subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stderr=subprocess.PIPE))
         for keeper in keepers:
             _await_namespace(keeper)
-        first, second = (str(keeper.pid) for keeper in keepers)
-        cable = ["type", "veth", "peer", "name", _CABLE[1], "netns", second]
-        _call("ip", "link", "add", _CABLE[0], "netns", first, *cable)
-        for host, keeper in enumerate(keepers):
-            inside = _inside(keeper.pid)
-            _call(*inside, "ip", "address", "add", f"{_ADDRESS.format(host + 1)}/30", "dev", _CABLE[host])
-            for device in ("lo", _CABLE[host]):
-                _call(*inside, "ip", "link", "set", device, "up")
-        yield [keeper.pid for keeper in keepers]
-    except FileNotFoundError as error:
-        raise NotPermitted(f"there is no {error.filename}") from None
+        *hosts, switch = (keeper.pid for keeper in keepers)
+        _connect(hosts, switch)
+        yield hosts
     finally:
         for keeper in keepers:
             keeper.kill()
             keeper.communicate()
+
+
+def _connect(hosts: Sequence[int], switch: int) -> None:
+    _call(*_inside(switch), "ip", "link", "add", "switch", "up", "type", "bridge")
+    for host, keeper in enumerate(hosts):
+        port, inside = f"port{host}", _inside(keeper)
+        cable = ["type", "veth", "peer", "name", port, "netns", str(switch)]
+        _call("ip", "link", "add", device(host), "netns", str(keeper), *cable)
+        _call(*inside, "ip", "address", "add", f"{address(host)}/24", "dev", device(host))
+        for own in ("lo", device(host)):
+            _call(*inside, "ip", "link", "set", own, "up")
+        _call(*_inside(switch), "ip", "link", "set", port, "master", "switch", "up")
 
 
 def _await_namespace(keeper: subprocess.Popen[bytes]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ddpcore.data import Dataset
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
+from ddpcore.storage.limits import NUM_RUNS
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
     DATASET_FIELDS,
@@ -95,6 +96,7 @@ def make_plan(
     overrides: Mapping[str, Any] | None = None,
     first_seed: int = 0,
     num_seeds: int | None = None,
+    max_runs: int = NUM_RUNS,
     world_size: int | None = None,
 ) -> RunPlan:
     """The jobs of a study.
@@ -107,10 +109,11 @@ def make_plan(
         overrides: fields of all rows.
         first_seed: the seeds are consecutive numbers from this one.
         num_seeds: None is the number of the study.
+        max_runs: the most runs, rows x seeds.
         world_size: rows with this number of learners run on real ranks.
 
     Raises:
-        ValueError: a row is unknown or not valid, or no row has ``world_size`` learners.
+        ValueError: a row is unknown or not valid, no row has ``world_size`` learners, or there are too many runs.
     """
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
@@ -119,7 +122,7 @@ def make_plan(
         counts = ", ".join(map(str, sorted(set(learners.values()))))
         raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
     ranks = {row.name: learners[row.name] if row.ranks or learners[row.name] == world_size else 0 for row in chosen}
-    seeds = list(range(first_seed, first_seed + (num_seeds or study.seeds[scale])))
+    seeds = _seeds(first_seed, num_seeds or study.seeds[scale], len(chosen), max_runs)
     jobs = [
         Job(
             row=row.name,
@@ -144,6 +147,13 @@ def make_plan(
         "rows": {row.name: _row_manifest(row, configs[row.name], ranks[row.name]) for row in chosen},
     }
     return RunPlan(jobs=tuple(jobs), manifest=manifest)
+
+
+def _seeds(first: int, count: int, num_rows: int, max_runs: int) -> list[int]:
+    if count * num_rows > max_runs:
+        asked = f"{count:,} seeds of {num_rows} rows are more than {max_runs:,} runs"
+        raise ValueError(f"{asked}: take fewer seeds, or raise --max-runs")
+    return list(range(first, first + count))
 
 
 def check_data(plan: RunPlan, datasets: Datasets) -> None:

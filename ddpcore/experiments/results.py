@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ddpcore.report.study_folder import CURVES
 from ddpcore.training import RunRecord
 
 SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
 MAX_POINTS = 60  # of a curve
-CURVES = ("effective_lr", "loss", "noise")
 NOISES = ("noise", "landscape_noise", "landscape_upright")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
 
@@ -40,6 +40,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
         "seconds_to_target": None if target is None or best is None or best < target else seconds,
         "steps": record.final["step"],
         "parameters_mb": 4 * record.header["num_parameters"] / 2**20,
+        "total_variation": record.header.get("total_variation"),
         "consensus_distance": last.get("consensus_distance"),
         "recoveries": recoveries,
         **_statistics(record),

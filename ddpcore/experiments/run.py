@@ -14,8 +14,6 @@ from functools import cache, partial
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
-import torch.distributed as dist
-
 from ddpcore.experiments import hosts
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
@@ -25,6 +23,7 @@ from ddpcore.runtime import launch
 from ddpcore.runtime.allocator import keep_freed_memory
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.signals import StopSignal
+from ddpcore.storage.limits import plain
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement
 from ddpcore.training.checkpoint import Checkpoints
@@ -135,7 +134,8 @@ def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
         done.set()
         if world.rank == 0:
             _finish(folder, result)
-        dist.barrier()  # no rank can fail in the next job before this one's result is written
+        # No rank can fail in the next job before the result of this one is written.
+        LearnerPlacement.of(job.config, world).barrier(f"the end of {job.row}")
 
 
 def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
@@ -182,7 +182,7 @@ def _finish(folder: Folder, result: dict[str, Any]) -> None:
     folder.append(result)
     where = f"{result['row']}, seed {result['seed']}, {result['place']}"
     if result["status"] == FAILED:
-        print(f"{where}: failed: {result['error']}", flush=True)
+        print(f"{where}: failed: {plain(result['error'])}", flush=True)
         return
     shown = {name: result["metrics"][name] for name in ("train_loss", "accuracy_pct")}
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)

@@ -15,6 +15,7 @@ from ddpcore.report import claims
 from ddpcore.report.claims import Claim
 from ddpcore.report.metrics import METRICS
 from ddpcore.report.study_folder import CLAIM
+from ddpcore.storage.limits import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import merged
 
@@ -36,6 +37,7 @@ _RUN = get_type_hints(TrainConfig)
 _GROUP = {"scales": _TABLE, "ranks": bool, "hosts": int}
 _ROW = _GROUP | {"groups": _TEXTS, "published": Mapping[str, float], "about": str, "kill_rank": int}
 _SCALE = {"seeds": int, "rows": _TEXTS}
+_DOTS = 100  # tomllib takes quadratic memory for a name of many parts, a.b.c
 _LEAST = {"seeds": 1, "hosts": 1, "kill_rank": 0}
 
 
@@ -125,24 +127,29 @@ class Study:
         return [row for row in self.rows.values() if names is None or row.name in names]
 
 
-def load_study(path: str | Path) -> Study:
-    """The study of a TOML file.
+def load_study(path: str | Path, max_bytes: int = STUDY_BYTES) -> Study:
+    """The study of a TOML file of at most so many bytes.
 
     Raises:
-        ValueError: the file is not there or damaged; the message names it, and the line of a TOML error.
+        ValueError: the file is not there, too large or damaged; the message names it, and the line of a TOML error.
     """
     path = Path(path)
+    name, content = shown(path), b""
     try:
-        return _study(path.stem, str(path), tomllib.loads(path.read_bytes().decode()))
+        content = read_file(path, max_bytes, "max_bytes of load_study")
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}): name a study, or its file") from None
+        raise ValueError(f"{name}: cannot be read ({error.strerror}): name a study, or its file") from None
+    try:
+        if max(line.count(b".") for line in content.split(b"\n")) > _DOTS:
+            raise ValueError(f"a line has more than {_DOTS} dots: write names of fewer parts")
+        return _study(path.stem, name, tomllib.loads(content.decode()))
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}: line {line} is no UTF-8 text: repair the file") from None
+        line = content[: error.start].count(b"\n") + 1
+        raise ValueError(f"{name}: line {line} is no UTF-8 text: repair the file") from None
     except RecursionError:
-        raise ValueError(f"{path}: it is nested too deeply to be read: repair the file") from None
+        raise ValueError(f"{name}: it is nested too deeply to be read: repair the file") from None
     except ValueError as error:  # TOMLDecodeError, with line and column, among them
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{name}: {plain(str(error))}") from None
 
 
 STUDIES: Registry[Study] = Registry(
@@ -199,8 +206,8 @@ def _row(
 ) -> Row:
     where = f"row {name}"
     _check(where, entries, _RUN | _ROW, _RUN)
-    if not name or name.startswith(".") or set(name) & set('/\\,"'):
-        raise ValueError(f"{where}: its name becomes a folder: leave / \\ , and quotes out")
+    if not name or name.startswith(".") or set(name) & set('/\\,"') or not name.isprintable():
+        raise ValueError(f"{where}: its name becomes a folder: leave / \\ , quotes and control characters out")
     for group in entries.get("groups", ()):
         check_choice(f"{where}: a group", group, groups)
     published = entries.get("published", {})

@@ -3,26 +3,31 @@
 ``reference`` holds a pure-torch reference implementation of each kernel. Tests and benchmarks compare kernels with it.
 """
 
-from .lamb import lamb_step_
-from .lars import lars_step_
+from .adamw import adamw_step_, mix_adamw_step_
+from .lamb import lamb_step_, mix_lamb_step_
+from .lars import lars_step_, mix_lars_step_
 from .library import WHY_NOT_COMPILED
-from .mix import Mixture, Noise, RowMixtures, StackedMixture, WeightAverage, mix_, mix_stacked_
-from .mix_sgd import mix_sgd_step_
+from .mix import MAX_STEP_PEERS, Mixture, Noise, RowMixtures, StackedMixture, WeightAverage, mix_, mix_stacked_
 from .noise import noise_sums
 from .norms import segment_norms, total_norm_
 from .scratch import new_scratch, new_trust, num_blocks
-from .sgd import sgd_step_
+from .sgd import mix_sgd_step_, sgd_step_
 
 __all__ = [
     "WHY_NOT_COMPILED",
+    "MAX_STEP_PEERS",
     "Mixture",
     "Noise",
     "RowMixtures",
     "StackedMixture",
     "WeightAverage",
+    "adamw_step_",
     "lamb_step_",
     "lars_step_",
     "mix_",
+    "mix_adamw_step_",
+    "mix_lamb_step_",
+    "mix_lars_step_",
     "mix_sgd_step_",
     "mix_stacked_",
     "new_scratch",

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
-from ddpcore.ops.sgd import GROUP_SCHEMA, PASS_SCHEMA, SCALING_SCHEMA
+from ddpcore.ops.mix import NOISE_SCHEMA, STEP_MIX_SCHEMA, Mixture, mixture_arguments
+from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, PASS_SCHEMA, SCALING_SCHEMA
 
 _lamb_step = define(
     "lamb_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
@@ -18,6 +19,16 @@ _lamb_step = define(
     f"float max_ratio, float min_weight_norm, float max_weight_norm, {SCALING_SCHEMA}, "
     f"{PASS_SCHEMA}) -> ()",
     reference.lamb_step_,
+    no_result,
+)
+
+_mix_lamb_step = define(
+    "mix_lamb_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(e!)[] steps, Tensor(f!) scratch, Tensor(g!) trust, "
+    f"{GROUP_SCHEMA}, int[] adapt, float beta1, float beta2, float eps, bool debias, str decay_mode, float min_ratio, "
+    f"float max_ratio, float min_weight_norm, float max_weight_norm, {CLIP_SCHEMA}, {STEP_MIX_SCHEMA}, "
+    f"{NOISE_SCHEMA}, Tensor(z!)? out) -> ()",
+    reference.mix_lamb_step_,
     no_result,
 )
 
@@ -82,3 +93,43 @@ def lamb_step_(
     groups = group_sizes, lr, weight_decay, device_lr, adapt
     rule = beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm
     _lamb_step(*tensors, *groups, *rule, maximize, grad_scale, found_inf, norm_squared, max_norm, squares, passes)
+
+
+def mix_lamb_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    scratch: Tensor,
+    trust: Tensor,
+    mixture: Mixture,
+    offsets: Sequence[int],
+    *,
+    lr: Sequence[float],
+    weight_decay: Sequence[float],
+    group_sizes: Sequence[int],
+    adapt: Sequence[int],
+    device_lr: Sequence[Tensor] = (),
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-6,
+    debias: bool = True,
+    decay_mode: str = "in_update",
+    min_ratio: float = 0.0,
+    max_ratio: float = math.inf,
+    min_weight_norm: float = 0.0,
+    max_weight_norm: float = math.inf,
+    maximize: bool = False,
+    norm_squared: Tensor | None = None,
+    max_norm: float = 0.0,
+) -> None:
+    """``mix_`` and then ``lamb_step_``, bit for bit; see :func:`ddpcore.ops.mix_sgd_step_`.
+
+    Raises:
+        RuntimeError: lengths, shapes, dtypes or devices do not match, or the params are not in one row.
+    """
+    tensors = params, grads, exp_avgs, exp_avg_sqs, steps, scratch, trust
+    groups = group_sizes, lr, weight_decay, device_lr, adapt
+    rule = beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm
+    _mix_lamb_step(*tensors, *groups, *rule, maximize, norm_squared, max_norm, *mixture_arguments(mixture, offsets))

@@ -8,13 +8,23 @@ from torch import Tensor
 
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
-from ddpcore.ops.sgd import GROUP_SCHEMA, PASS_SCHEMA, RULE_SCHEMA, SCALING_SCHEMA
+from ddpcore.ops.mix import NOISE_SCHEMA, STEP_MIX_SCHEMA, Mixture, mixture_arguments
+from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, PASS_SCHEMA, RULE_SCHEMA, SCALING_SCHEMA
 
 _lars_step = define(
     "lars_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
     f"Tensor(d!)[] steps, Tensor(e!) scratch, Tensor(f!) trust, {GROUP_SCHEMA}, int[] adapt, str variant, "
     f"float trust_coefficient, float eps, {RULE_SCHEMA}, {SCALING_SCHEMA}, {PASS_SCHEMA}) -> ()",
     reference.lars_step_,
+    no_result,
+)
+
+_mix_lars_step = define(
+    "mix_lars_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
+    f"Tensor(d!)[] steps, Tensor(e!) scratch, Tensor(f!) trust, {GROUP_SCHEMA}, int[] adapt, str variant, "
+    f"float trust_coefficient, float eps, {RULE_SCHEMA}, {CLIP_SCHEMA}, {STEP_MIX_SCHEMA}, "
+    f"{NOISE_SCHEMA}, Tensor(z!)? out) -> ()",
+    reference.mix_lars_step_,
     no_result,
 )
 
@@ -78,3 +88,51 @@ def lars_step_(
     scaling = maximize, grad_scale, found_inf, norm_squared, max_norm
     tensors = params, grads, momentum_buffers, masters, steps, scratch, trust
     _lars_step(*tensors, *groups, *rule, *scaling, squares, passes)
+
+
+def mix_lars_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    scratch: Tensor,
+    trust: Tensor,
+    mixture: Mixture,
+    offsets: Sequence[int],
+    *,
+    lr: Sequence[float],
+    weight_decay: Sequence[float],
+    group_sizes: Sequence[int],
+    adapt: Sequence[int],
+    device_lr: Sequence[Tensor] = (),
+    variant: str = "you2017",
+    trust_coefficient: float = 0.001,
+    eps: float = 1e-8,
+    momentum: float = 0.9,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    decoupled: bool = False,
+    maximize: bool = False,
+    norm_squared: Tensor | None = None,
+    max_norm: float = 0.0,
+) -> None:
+    """``mix_`` and then ``lars_step_``, bit for bit; see :func:`ddpcore.ops.mix_sgd_step_`.
+
+    Raises:
+        RuntimeError: lengths, shapes, dtypes or devices do not match, or the params are not in one row.
+    """
+    groups = group_sizes, lr, weight_decay, device_lr, adapt
+    rule = variant, trust_coefficient, eps, momentum, dampening, nesterov, decoupled
+    scaling = maximize, norm_squared, max_norm
+    _mix_lars_step(
+        params,
+        grads,
+        momentum_buffers,
+        steps,
+        scratch,
+        trust,
+        *groups,
+        *rule,
+        *scaling,
+        *mixture_arguments(mixture, offsets),
+    )

@@ -17,6 +17,9 @@ from ddpcore.ops.library import define
 
 NOISE_SCHEMA = "float noise_std, int noise_seed, int noise_step, int noise_first"
 OUT_SCHEMA = "Tensor(z!)? out=None"
+STEP_MIX_SCHEMA = "Tensor[] peers, float self_weight, float[] peer_weights, int[] offsets"
+MAX_STEP_PEERS = 8
+"""The most peers of a step that begins with a mix, on CUDA. With more, ``mix_`` and then the step cost little more."""
 
 
 def empty_distances(weights: Tensor, peers: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -136,6 +139,12 @@ def noise_arguments(noise: Noise | None) -> dict[str, Any]:
     """The operators' arguments for this noise."""
     noise = noise or Noise(std=0.0, seed=0, step=0)
     return {f"noise_{name}": getattr(noise, name) for name in ("std", "seed", "step", "first")}
+
+
+def mixture_arguments(mixture: Mixture, offsets: Sequence[int]) -> tuple[Any, ...]:
+    """The last arguments of a step that begins with this mixture, in the order of its schema."""
+    weights = mixture.peers, mixture.self_weight, mixture.peer_weights
+    return *weights, offsets, *noise_arguments(mixture.noise).values(), mixture.out
 
 
 def mix_(

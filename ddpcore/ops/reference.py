@@ -7,7 +7,7 @@ reference of the tests and the fallback where there is no kernel. Factors that t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 
 from ddpcore.ops.random import add_noise
+from ddpcore.ops.scalars import clamped, norms, power, rounded
 
 
 def _wide(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         raise RuntimeError("ddpcore: tensors must be dense, not sparse")
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _rounded(value: float, like: Tensor) -> float:
-    """The factor in the precision of arithmetic on ``like``."""
-    return value if like.dtype == torch.float64 else float(np.float32(value))
 
 
 class _TensorStep(NamedTuple):
@@ -76,8 +72,8 @@ def _tensor_steps(
         yield _TensorStep(
             position=index,
             weight=weight,
-            lr=_rounded(rates[group], weight),
-            weight_decay=_rounded(weight_decay[group], weight),
+            lr=rounded(rates[group], weight),
+            weight_decay=rounded(weight_decay[group], weight),
             adapt=bool(adapt and adapt[group]),
             taken=int(steps[group].item()) if steps else None,
             factor=-factor if maximize else factor,
@@ -111,17 +107,6 @@ def _store(index: int, weight: Tensor, params: Sequence[Tensor], masters: Sequen
         masters[index].copy_(weight)
 
 
-def _norms(first: Tensor, second: Tensor, position: int, squares: Tensor | None, passes: str) -> tuple[float, float]:
-    """The norms of two tensors. The second pass takes them from ``squares``, into which the first pass writes."""
-    if passes == "second":
-        assert squares is not None
-        return math.sqrt(squares[position, 0]), math.sqrt(squares[position, 1])
-    sums = first.double().square().sum(), second.double().square().sum()
-    if squares is not None:
-        squares[position] = torch.stack(sums)
-    return math.sqrt(sums[0]), math.sqrt(sums[1])
-
-
 def _sgd_weight(
     step: _TensorStep,
     grad: Tensor,
@@ -136,16 +121,16 @@ def _sgd_weight(
 ) -> Tensor:
     """``d = inner*(g + decay*w); m = momentum*m + (1-dampening)*d``; returns ``w - outer*(d + momentum*m or m)``."""
     weight = step.weight
-    direction = _rounded(step.factor, weight) * _wide(grad)
+    direction = rounded(step.factor, weight) * _wide(grad)
     if step.weight_decay != 0 and not decoupled:
         direction = direction + step.weight_decay * weight
-    direction = _rounded(inner, weight) * direction
+    direction = rounded(inner, weight) * direction
     if buffer is not None:
         new = direction if step.taken == 0 else momentum * _wide(buffer) + (1 - dampening) * direction
         buffer.copy_(new)
         direction = direction + momentum * new if nesterov else new
     keep = 1.0 - step.lr * step.weight_decay if decoupled else 1.0
-    return _rounded(keep, weight) * weight - _rounded(outer, weight) * direction
+    return rounded(keep, weight) * weight - rounded(outer, weight) * direction
 
 
 def sgd_step_(
@@ -195,15 +180,15 @@ def lars_step_(
     shared["is_counted"] = passes != "first"
     for step in _tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
         weight, grad = step.weight, grads[step.position]
-        weight_norm, grad_norm = _norms(weight, grad, step.position, squares, passes)
-        grad_norm *= abs(_rounded(step.factor, weight))
+        weight_norm, grad_norm = norms(weight, grad, step.position, squares, passes)
+        grad_norm *= abs(rounded(step.factor, weight))
         if passes == "first":
             continue
         ratio = 1.0
         if step.adapt and weight_norm != 0 and grad_norm != 0:
             coupled = 0.0 if decoupled else step.weight_decay
-            numerator = _rounded(trust_coefficient, weight) * weight_norm
-            ratio = numerator / (grad_norm + coupled * weight_norm + _rounded(eps, weight))
+            numerator = rounded(trust_coefficient, weight) * weight_norm
+            ratio = numerator / (grad_norm + coupled * weight_norm + rounded(eps, weight))
         trust[step.position] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64)
         buffer = momentum_buffers[step.position] if momentum != 0 and momentum_buffers else None
         inner, outer = {
@@ -213,6 +198,63 @@ def lars_step_(
         }[variant]
         weight = _sgd_weight(step, grad, buffer, inner=inner, outer=outer, **rule)
         _store(step.position, weight, params, masters)
+
+
+def _adam_update(
+    step: _TensorStep,
+    grads: Sequence[Tensor],
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    coupled_decay: float,
+    update_decay: float,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    debias: bool,
+    has_moments: bool = False,
+) -> Tensor:
+    """Update both moments, unless this has been done; returns ``m_hat / (sqrt(v_hat) + eps) + update_decay*w``."""
+    weight, count = step.weight, 1 + (step.taken or 0)
+    debias1 = rounded(1.0 / (1.0 - power(beta1, count)), weight) if debias else 1.0
+    debias2 = rounded(1.0 / (1.0 - power(beta2, count)), weight) if debias else 1.0
+    direction = rounded(step.factor, weight) * _wide(grads[step.position]) + coupled_decay * weight
+    if not has_moments:
+        exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
+        exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
+    # The root in float64, because torch's own fp32 root is not always the nearest number.
+    root = (debias2 * exp_avg_sq).double().sqrt().to(weight.dtype)
+    return (debias1 * exp_avg) / (root + rounded(eps, weight)) + update_decay * weight
+
+
+def adamw_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    scratch: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decoupled: bool,
+    **shared: Any,
+) -> None:
+    """Reference implementation of :func:`ddpcore.ops.adamw_step_`."""
+    _check_counted(steps)
+    for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
+        moments, decay = (exp_avgs[step.position], exp_avg_sqs[step.position]), step.weight_decay
+        rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": True}
+        update = _adam_update(step, grads, *moments, 0.0 if decoupled else decay, 0.0, **rule)
+        keep = rounded(1.0 - step.lr * decay, step.weight) if decoupled else 1.0
+        _store(step.position, keep * step.weight - step.lr * update, params, masters)
+
+
+def _check_counted(steps: Sequence[Tensor]) -> None:
+    if not steps:
+        raise RuntimeError("ddpcore: steps must have the length of group_sizes")
 
 
 def lamb_step_(
@@ -239,50 +281,24 @@ def lamb_step_(
     **shared: Any,
 ) -> None:
     """Reference implementation of :func:`ddpcore.ops.lamb_step_`."""
-    if not steps:
-        raise RuntimeError("ddpcore: steps must have the length of group_sizes")
+    _check_counted(steps)
+    rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": debias}
     shared["is_counted"] = passes != "first"
     for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
         weight, exp_avg, exp_avg_sq = step.weight, exp_avgs[step.position], exp_avg_sqs[step.position]
-        decay, count = step.weight_decay, 1 + (step.taken or 0)
-        debias1 = _rounded(1.0 / (1.0 - _power(beta1, count)), weight) if debias else 1.0
-        debias2 = _rounded(1.0 / (1.0 - _power(beta2, count)), weight) if debias else 1.0
-        direction = _rounded(step.factor, weight) * _wide(grads[step.position])
-        direction = direction + (decay if decay_mode == "coupled" else 0.0) * weight
-        if passes != "second":
-            exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
-            exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
-        # The root in float64, because torch's own fp32 root is not always the nearest number.
-        root = (debias2 * exp_avg_sq).double().sqrt().to(weight.dtype)
-        update = (debias1 * exp_avg) / (root + _rounded(eps, weight))
-        update = update + (decay if decay_mode == "in_update" else 0.0) * weight
-        weight_norm, update_norm = _norms(weight, update, step.position, squares, passes)
+        decay = step.weight_decay
+        decays = (decay if decay_mode == mode else 0.0 for mode in ("coupled", "in_update"))
+        update = _adam_update(step, grads, exp_avg, exp_avg_sq, *decays, **rule, has_moments=passes == "second")
+        weight_norm, update_norm = norms(weight, update, step.position, squares, passes)
         if passes == "first":
             continue
         ratio = 1.0
         if step.adapt and weight_norm != 0 and update_norm != 0:
-            phi = _clamped(weight_norm, _rounded(min_weight_norm, weight), _rounded(max_weight_norm, weight))
-            ratio = _clamped(phi / update_norm, _rounded(min_ratio, weight), _rounded(max_ratio, weight))
+            phi = clamped(weight_norm, rounded(min_weight_norm, weight), rounded(max_weight_norm, weight))
+            ratio = clamped(phi / update_norm, rounded(min_ratio, weight), rounded(max_ratio, weight))
         trust[step.position] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64)
-        keep = _rounded(1.0 - step.lr * decay, weight) if decay_mode == "decoupled" else 1.0
-        _store(step.position, keep * weight - _rounded(step.lr * ratio, weight) * update, params, masters)
-
-
-def _power(base: float, exponent: int) -> float:
-    """By repeated squaring, as in the kernels, for the same bits."""
-    result = 1.0
-    while exponent > 0:
-        if exponent % 2:
-            result *= base
-        base, exponent = base * base, exponent // 2
-    return result
-
-
-def _clamped(value: float, low: float, high: float) -> float:
-    """NaN stays NaN, unlike with ``min`` and ``max``."""
-    if value < low:
-        value = low
-    return high if value > high else value
+        keep = rounded(1.0 - step.lr * decay, weight) if decay_mode == "decoupled" else 1.0
+        _store(step.position, keep * weight - rounded(step.lr * ratio, weight) * update, params, masters)
 
 
 def mix_(
@@ -320,44 +336,43 @@ def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, col
     return torch.stack([(row - mean).double().square().sum() for row in old])
 
 
-def mix_sgd_step_(
-    weights: Tensor,
+def _mixed(
+    params: Sequence[Tensor],
     peers: Sequence[Tensor],
     self_weight: float,
     peer_weights: Sequence[float],
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    step: Tensor | None,
-    *,
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    decoupled: bool,
-    maximize: bool,
-    out: Tensor | None = None,
+    offsets: Sequence[int],
+    out: Tensor | None,
+    noise_first: int,
     **noise: Any,
-) -> Tensor:
-    """Reference implementation of :func:`ddpcore.ops.mix_sgd_step_`: first ``mix_``, then ``sgd_step_``."""
-    distances = mix_(weights, peers, self_weight, peer_weights, out=out, **noise)
-    sgd_step_(
-        [weights if out is None else out],
-        [grad],
-        [] if momentum_buffer is None else [momentum_buffer],
-        [],
-        [] if step is None else [step],
-        None,
-        group_sizes=[1],
-        lr=[lr],
-        weight_decay=[weight_decay],
-        momentum=momentum,
-        dampening=dampening,
-        nesterov=nesterov,
-        decoupled=decoupled,
-        maximize=maximize,
-    )
-    return distances
+) -> list[Tensor]:
+    """Average each parameter with its part of the rows. Returns the results, which are in ``out`` if it is given."""
+    results = []
+    for param, offset in zip(params, offsets, strict=True):
+        ends, size = offset + param.numel(), (param.numel(),)
+        flat = param.as_strided(size, (1,))  # in the order of memory, in which noise is numbered
+        rows = [peer[offset:ends] for peer in peers]
+        row = flat if out is None else out[offset:ends]
+        mix_(flat, rows, self_weight, peer_weights, out=row, noise_first=noise_first + offset, **noise)
+        results.append(row.as_strided(param.shape, param.stride()))
+    return results
+
+
+def _after_mix(step: Callable[..., None]) -> Callable[..., None]:
+    """The reference implementation of ``mix_`` and then a step."""
+
+    def mix_and_step(params: Sequence[Tensor], **options: Any) -> None:
+        mix = {name: options.pop(name) for name in list(options) if name in _OF_MIX or name.startswith("noise_")}
+        step(params=_mixed(params, **mix), masters=[], **options)
+
+    return mix_and_step
+
+
+_OF_MIX = ("peers", "self_weight", "peer_weights", "offsets", "out")
+mix_sgd_step_ = _after_mix(sgd_step_)
+mix_adamw_step_ = _after_mix(adamw_step_)
+mix_lars_step_ = _after_mix(lars_step_)
+mix_lamb_step_ = _after_mix(lamb_step_)
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:

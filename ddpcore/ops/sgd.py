@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
+from ddpcore.ops.mix import NOISE_SCHEMA, STEP_MIX_SCHEMA, Mixture, mixture_arguments
 
 GROUP_SCHEMA = "int[] group_sizes, float[] lr, float[] weight_decay, Tensor[] device_lr"
 RULE_SCHEMA = "float momentum, float dampening, bool nesterov, bool decoupled"
+CLIP_SCHEMA = "bool maximize, Tensor? norm_squared, float max_norm"
 SCALING_SCHEMA = "bool maximize, Tensor? grad_scale, Tensor? found_inf, Tensor? norm_squared, float max_norm"
 PASS_SCHEMA = "Tensor(s!)? squares=None, str passes='both'"
 
@@ -18,6 +20,13 @@ _sgd_step = define(
     "sgd_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
     f"Tensor(d!)[] steps, Tensor(e!)? scratch, {GROUP_SCHEMA}, {RULE_SCHEMA}, {SCALING_SCHEMA}) -> ()",
     reference.sgd_step_,
+    no_result,
+)
+_mix_sgd_step = define(
+    "mix_sgd_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] steps, "
+    f"Tensor(d!)? scratch, {GROUP_SCHEMA}, {RULE_SCHEMA}, {CLIP_SCHEMA}, {STEP_MIX_SCHEMA}, "
+    f"{NOISE_SCHEMA}, Tensor(z!)? out) -> ()",
+    reference.mix_sgd_step_,
     no_result,
 )
 
@@ -78,3 +87,50 @@ def sgd_step_(
     decays = [weight_decay] if isinstance(weight_decay, (int, float)) else weight_decay
     rule = momentum, dampening, nesterov, decoupled, maximize, grad_scale, found_inf, norm_squared, max_norm
     _sgd_step(params, grads, momentum_buffers, masters, steps, scratch, sizes, rates, decays, device_lr, *rule)
+
+
+def mix_sgd_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    scratch: Tensor | None,
+    mixture: Mixture,
+    offsets: Sequence[int],
+    *,
+    lr: Sequence[float] | float,
+    weight_decay: Sequence[float] | float = 0.0,
+    group_sizes: Sequence[int] | None = None,
+    device_lr: Sequence[Tensor] = (),
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    decoupled: bool = False,
+    maximize: bool = False,
+    norm_squared: Tensor | None = None,
+    max_norm: float = 0.0,
+) -> None:
+    """``mix_`` and then ``sgd_step_``, bit for bit, with one read and one write of the weights.
+
+    The gradient is taken at the weights before mixing: average-while-computing, Lian et al. 2017, algorithm 1. Weight
+    decay uses the mixed weights, as with any optimizer that steps after mixing. ``mix_adamw_step_``, ``mix_lars_step_``
+    and ``mix_lamb_step_`` do the same for their rules; LARS and LAMB average in their first pass.
+
+    All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
+
+    Args:
+        params: dense views of one row of weights, without masters.
+        mixture: the average with rows of others. Each is one-dimensional, with the dtype of the params. ``out`` is the
+            row that receives the result; without it, the params do. At most :data:`MAX_STEP_PEERS` peers on CUDA.
+        offsets: the index of each parameter's first element in the row, and so in each row of the mixture. Elements
+            between the parameters do not change.
+
+    Raises:
+        RuntimeError: lengths, shapes, dtypes or devices do not match, or the params are not in one row.
+    """
+    sizes = [len(params)] if group_sizes is None else group_sizes
+    rates = [lr] if isinstance(lr, (int, float)) else lr
+    decays = [weight_decay] if isinstance(weight_decay, (int, float)) else weight_decay
+    rule = momentum, dampening, nesterov, decoupled, maximize, norm_squared, max_norm
+    mix = mixture_arguments(mixture, offsets)
+    _mix_sgd_step(params, grads, momentum_buffers, steps, scratch, sizes, rates, decays, device_lr, *rule, *mix)

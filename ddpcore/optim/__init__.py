@@ -1,5 +1,6 @@
 """Fused optimizers: drop-in for ``torch.optim``, on CPU and CUDA, in anyone's loop."""
 
+from .adamw import FusedAdamW
 from .base import FusedOptimizer
 from .groups import param_groups
 from .lamb import FusedLAMB
@@ -10,6 +11,7 @@ from .sgd import FusedSGD
 from .trust import TrustRatio
 
 __all__ = [
+    "FusedAdamW",
     "FusedLAMB",
     "FusedLARS",
     "FusedOptimizer",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import reduce
 from operator import is_
 from typing import Any, ClassVar
 
@@ -20,11 +19,12 @@ from torch.autograd import profiler
 from typing_extensions import override
 
 from ddpcore import ops
-from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing
-from ddpcore.optim.checks import check_common, check_one_norm, check_state, options_of, overlaps_itself
+from ddpcore.ops import Mixture
+from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing, norm_squared_of
+from ddpcore.optim.checks import check_common, check_one_norm, check_state, check_tensors, options_of
 from ddpcore.optim.shards import Shards, check_shards, is_dtensor, local, local_gradients
 from ddpcore.optim.states import create_states, restore_bits, split_steps
-from ddpcore.optim.weight_step import ColumnRule, WeightStep
+from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
 
 PER_GROUP = ("lr", "weight_decay", "always_adapt", "max_grad_norm")  # one call may have groups that differ in these
@@ -49,6 +49,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     uses_norms: ClassVar[bool] = False  # whether the step of a tensor depends on its norms
     buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)  # states of a parameter besides step and master
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # states that are fp32 for parameters of all dtypes
+    by_element: ClassVar[bool] = False  # each element is stepped alone: a call may take columns of a flat buffer
 
     def __init__(self, params: Iterable[Any], defaults: Group) -> None:
         self._kept: dict[str, BatchPlan] = {}
@@ -74,11 +75,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
-        """The operator's arguments besides tensors and :func:`common_arguments`, for one call with these groups."""
+        """The operator's arguments besides tensors and :func:`common_arguments`, for one call with these groups.
 
-    def column_rule(self, group: Group) -> ColumnRule | None:
-        """The rule that steps columns of a flat buffer for this group; None if there is none."""
-        return None
+        A rule ``by_element`` must not use the batch.
+        """
 
     # ---- torch.optim.Optimizer ----
 
@@ -212,11 +212,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ---- a step ----
 
-    def step_lists(self, groups: Sequence[Group]) -> None:
-        """Step every parameter of the groups that has a gradient."""
+    def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
+        """Step every parameter of the groups that has a gradient.
+
+        Args:
+            groups: some of ``param_groups``.
+            mixture: an average of the row that the parameters are views of, computed in the same pass over it.
+        """
         rows = 1 if self._flat is None else self._flat.num_rows
         if rows == 1 or groups[0]["max_grad_norm"] is None:
-            self._step_lists("plan", groups)
+            self._step_lists("plan", groups, mixture=mixture)
         else:  # each learner has its own norm of all gradients
             assert self._flat is not None
             num = len(self._flat.segments)
@@ -224,7 +229,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 mine = set(map(id, self._flat.parameters[row * num : (row + 1) * num]))
                 self._step_lists(f"plan of learner {row}", groups, mine)
 
-    def _step_lists(self, name: str, groups: Sequence[Group], members: Container[int] | None = None) -> None:
+    def _step_lists(
+        self,
+        name: str,
+        groups: Sequence[Group],
+        members: Container[int] | None = None,
+        mixture: Mixture | None = None,
+    ) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         sizes: list[int] = []
@@ -241,7 +252,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         shards = local_gradients(params, grads, self.named_parameters) if any(map(is_dtensor, params)) else grads
         plan = self._plan_of(name, groups, params, grads, sizes)
         states = [self.state.get(param, _NO_STATE) for param in params]
-        self._step_batches(plan, groups, params, shards, states)
+        self._step_batches(plan, groups, params, shards, states, mixture)
         if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
             if is_capturing(params[0]):
@@ -254,18 +265,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: list[Tensor],
         grads: list[Tensor],
         states: list[State],
+        mixture: Mixture | None,
     ) -> None:
         max_norm = groups[0]["max_grad_norm"]
-        norm_squared = None if max_norm is None else self._norm_squared(plan, grads)
+        norm_squared = None if max_norm is None else norm_squared_of(plan, grads)
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
         if plan.shards is None or not self.uses_norms or plan.shards.num_reductions == 0:
-            self._run(plan, groups, (params, grads, states), scaling)
+            self._run(plan, groups, (params, grads, states), scaling, mixture)
         else:
-            self._run(plan, groups, (params, grads, states), scaling, passes="first")
+            self._run(plan, groups, (params, grads, states), scaling, None, passes="first")
             plan.shards.add_()
-            self._run(plan, groups, (params, grads, states), scaling, passes="second")
+            self._run(plan, groups, (params, grads, states), scaling, None, passes="second")
 
-    def _run(self, plan: BatchPlan, groups: Sequence[Group], lists: Any, scaling: Any, **passes: str) -> None:
+    def _run(
+        self, plan: BatchPlan, groups: Sequence[Group], lists: Any, scaling: Any, mixture: Mixture | None, **passes: str
+    ) -> None:
         params, grads, states = lists
         for batch in plan.batches:
             options = [groups[index] for index in batch.groups]
@@ -273,14 +287,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             members = batch.of(states)
             buffers = [[state[name] for state in members] if name in names else [] for name in self.buffers]
             masters = [state["master"] for state in members] if batch.masters else []
-            tensors = [batch.of(params), batch.of(grads), *buffers, masters]
+            tensors = [batch.of(params), batch.of(grads), *buffers]
             if plan.shards is not None:
-                tensors = [list(map(local, column)) for column in tensors]
-            common = common_arguments(options, batch, scaling) | passes
+                tensors, masters = [list(map(local, column)) for column in tensors], list(map(local, masters))
+            arguments = self.arguments(batch, options) | common_arguments(options, batch, scaling) | passes
             if passes:
-                common["squares"] = plan.shards.squares(batch)
-            operator = getattr(batch.kernels, self.operator)
-            operator(*tensors, batch.steps, batch.scratch, **self.arguments(batch, options), **common)
+                arguments["squares"] = plan.shards.squares(batch)
+            if mixture is None:
+                getattr(batch.kernels, self.operator)(*tensors, masters, batch.steps, batch.scratch, **arguments)
+            else:
+                assert self._flat is not None
+                of_mix = {"mixture": mixture, "offsets": self._flat.offsets_of(tensors[0])}
+                del arguments["grad_scale"], arguments["found_inf"]
+                getattr(ops, f"mix_{self.operator}")(*tensors, batch.steps, batch.scratch, **of_mix, **arguments)
 
     def _plan_of(
         self, name: str, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
@@ -289,7 +308,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan = self._kept.get(name)
         same = plan is not None and plan.known == known and all(map(is_, plan.params, params))
         if plan is None or not same or not all(map(is_, plan.steps, self._steps_of(params))):
-            self._check(params, grads)
+            check_one_norm(self.param_groups)
+            check_tensors(type(self).__name__, params, grads)  # before anything is written
             batches = self._batches(groups, params, sizes, known[0])
             known = self._known(groups, params, grads, sizes)
             shards = Shards(params, batches) if any(map(is_dtensor, params)) else None
@@ -298,19 +318,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _steps_of(self, params: list[Tensor]) -> list[Tensor | None]:
         return [self.state.get(param, _NO_STATE).get("step") for param in params]
-
-    def _check(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Raise before anything is written, so that an error leaves all parameters unchanged."""
-        check_one_norm(self.param_groups)
-        if True in [grad.is_sparse for grad in grads]:
-            raise RuntimeError(
-                f"{type(self).__name__} needs dense gradients: use nn.Embedding(sparse=False), "
-                "or another optimizer for this parameter"
-            )
-        if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
-            raise RuntimeError(f"{type(self).__name__}: a gradient must have the dtype and device of its parameter")
-        if True in [overlaps_itself(local(param)) for param in params]:
-            raise RuntimeError(f"{type(self).__name__}: a parameter overlaps itself in memory: pass a clone of it")
 
     def _known(
         self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
@@ -386,12 +393,3 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             )
         return batches
-
-    def _norm_squared(self, plan: BatchPlan, grads: list[Tensor]) -> Tensor:
-        if plan.shards is not None:
-            return plan.shards.norm_squared(plan.batches, grads)
-        norms = []
-        for batch in plan.batches:
-            batch.kernels.total_norm_(batch.of(grads), batch.norm)
-            norms.append(batch.norm[:1])
-        return reduce(lambda total, norm: total + norm.to(total.device), norms)

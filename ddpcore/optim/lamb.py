@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.optim.adamw import check_moments, moment_arguments
 from ddpcore.optim.batch import Batch, Group
-from ddpcore.optim.checks import check_differentiable, check_flag, check_number, is_number
+from ddpcore.optim.checks import check_differentiable, check_flag, is_number
 from ddpcore.optim.trust import AdaptiveOptimizer
 from ddpcore.options.typed import check_choice
 
@@ -107,11 +108,7 @@ class FusedLAMB(AdaptiveOptimizer):
     @override
     def check_group(self, group: Group) -> None:
         super().check_group(group)
-        if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
-            raise ValueError(f"betas is {group['betas']}: it must be two numbers")
-        for index, beta in enumerate(group["betas"]):
-            check_number(f"betas[{index}]", beta, below=1.0)
-        check_number("eps", group["eps"])
+        check_moments(group)
         check_choice("variant", group["variant"], VARIANTS)
         check_choice("decay_mode", group["decay_mode"], DECAY_MODES)
         if group["always_adapt"] is not None:
@@ -130,9 +127,7 @@ class FusedLAMB(AdaptiveOptimizer):
         return {
             "trust": batch.trust,
             "adapt": [int(self._adapts(group)) for group in groups],
-            "beta1": options["betas"][0],
-            "beta2": options["betas"][1],
-            "eps": options["eps"],
+            **moment_arguments(options),
             "debias": options["variant"] != "undebiased",
             "decay_mode": options["decay_mode"],
             "min_ratio": min_ratio,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcore.optim.adamw import FusedAdamW
 from ddpcore.optim.groups import param_groups
 from ddpcore.optim.lamb import FusedLAMB
 from ddpcore.optim.lars import FusedLARS
@@ -24,10 +25,11 @@ OPTIMIZERS: Registry[torch.optim.Optimizer] = Registry(
         "sgd": FusedSGD,
         "lars": FusedLARS,
         "lamb": FusedLAMB,
+        "adamw": FusedAdamW,
         "muon": Muon,
         "torch_sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
+        "torch_adamw": torch.optim.AdamW,
         "nadam": torch.optim.NAdam,
         "radam": torch.optim.RAdam,
         "rmsprop": torch.optim.RMSprop,

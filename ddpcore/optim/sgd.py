@@ -1,4 +1,4 @@
-"""FusedSGD: ``torch.optim.SGD`` in one launch for all tensors, and in one pass with gossip averaging."""
+"""FusedSGD: ``torch.optim.SGD`` in one launch for all tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore import ops
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import Batch, Group
 from ddpcore.optim.checks import check_differentiable, check_momentum
-from ddpcore.optim.weight_step import ColumnRule
 
 
 class FusedSGD(FusedOptimizer):
@@ -46,6 +44,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     operator: ClassVar[str] = "sgd_step_"
+    by_element = True
 
     def __init__(
         self,
@@ -84,13 +83,6 @@ class FusedSGD(FusedOptimizer):
     def check_group(self, group: Group) -> None:
         super().check_group(group)
         check_momentum(group)
-
-    @override
-    def column_rule(self, group: Group) -> ColumnRule:
-        scalars = {name: group[name] for name in ("lr", "weight_decay", "maximize")} | momentum_arguments(group)
-        return ColumnRule(
-            states=self.state_names(group), step=ops.sgd_step_, mix_step=ops.mix_sgd_step_, scalars=scalars
-        )
 
     @override
     def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:

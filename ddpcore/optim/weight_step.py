@@ -1,23 +1,23 @@
 """One step of the weights: it averages them, steps them, and switches the flat buffer. No other code does.
 
-A strategy describes the average as a :class:`ddpcore.ops.WeightAverage`, and an optimizer its rule as a
-:class:`ColumnRule`. :class:`WeightStep` runs both: in one pass over the weights if there is a kernel for that, else one
-after the other. Both ways give the same bits.
+A strategy describes the average as a :class:`ddpcore.ops.WeightAverage`, and an optimizer its rule by an operator and
+its arguments. :class:`WeightStep` runs both: in one pass over the weights if there is a kernel for that, else one after
+the other. Both ways give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ddpcore.ops import Mixture, WeightAverage
-from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore import ops
+from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
+from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.optim.batch import Group
 from ddpcore.optim.states import Stateful, create_states
 from ddpcore.parameters.flat import FlatParameters, Segment
@@ -26,32 +26,18 @@ _gradient_of = attrgetter("grad")
 LARGE = 2**16  # a gradient with more elements gets its own kernel call, which is cheaper than a copy into grad_LP
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnRule:
-    """The rule that steps the parameters of a group as columns of the flat buffer.
-
-    Attributes:
-        states: names of the state buffers, each with the layout of the weights.
-        step: the kernel for lists of tensors: ``step(weights, grads, *states, masters, steps, scratch, **scalars)``.
-        mix_step: the kernel that averages one column and steps it in the same pass:
-            ``mix_step(weights, peers, self_weight, peer_weights, grad, *states, step, noise=, out=, **scalars)``.
-        scalars: the other arguments of both.
-    """
-
-    states: tuple[str, ...]
-    step: Callable[..., Any]
-    mix_step: Callable[..., Any]
-    scalars: dict[str, Any]
-
-
 class Stepped(Stateful, Protocol):
     """The parts of a fused optimizer that :class:`WeightStep` uses."""
 
-    def column_rule(self, group: Group) -> ColumnRule | None:
-        """The rule of a group; None if it cannot step columns."""
+    operator: ClassVar[str]
+    buffers: ClassVar[tuple[str, ...]]
+    by_element: ClassVar[bool]
 
-    def step_lists(self, groups: Sequence[Group]) -> None:
-        """Step the groups tensor by tensor."""
+    def arguments(self, batch: Any, groups: list[Group]) -> dict[str, Any]:
+        """The operator's arguments for a call with these groups."""
+
+    def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
+        """Step the groups tensor by tensor; average the tensors in the same pass."""
 
 
 class WeightStep:
@@ -83,27 +69,48 @@ class WeightStep:
     def run(self) -> None:
         """Average the weights and step all groups of the fused optimizer."""
         assert self._optimizer is not None
-        flat, groups = self.flat, self._optimizer.param_groups
-        if self._columns is None or self._columns.layout is not flat.segments:
-            self._columns = _Columns(flat)  # the layout has changed: states are copied into new buffers
-        own = flat.own_grads(LARGE)
-        flat.gather_grads(left=own)
+        average, groups = self._average, self._optimizer.param_groups
+        if isinstance(average, Mixture) and self._is_one_pass(average, groups):
+            self._average = None
+            self._optimizer.step_lists(groups, average)
+            self.flat.move_to(average.out)
+            return
+        self._apply_average()
+        if self._optimizer.by_element:
+            self._run_columns(groups)
+        else:
+            self._optimizer.step_lists(groups)
+
+    def _is_one_pass(self, mixture: Mixture, groups: Sequence[Group]) -> bool:
+        """Whether the optimizer's kernel takes the mixture, and steps every parameter of the flat buffer."""
+        optimizer, flat = self._optimizer, self.flat
+        scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
+        if (
+            scaled
+            or flat.param_LP.dtype not in KERNEL_DTYPES
+            or len(mixture.peers) > MAX_STEP_PEERS
+            or flat.num_rows > 1
+        ):
+            return False
+        if any(group["master_weights"] for group in groups) and flat.param_LP.dtype != torch.float32:
+            return False
+        stepped = [id(p) for group in groups for p in group["params"] if p.grad is not None]
+        return len(stepped) == len(flat.parameters) and self._members.issuperset(stepped)
+
+    def _run_columns(self, groups: Sequence[Group]) -> None:
+        """Step the groups, where possible by columns of the buffers ``[L, P]``, which are fewer tensors."""
+        assert self._optimizer is not None
+        if self._columns is None or self._columns.layout is not self.flat.segments:
+            self._columns = _Columns(self.flat)  # the layout has changed: states are copied into new buffers
+        own = self.flat.own_grads(LARGE)
+        self.flat.gather_grads(left=own)
         self._ready.clear()
-        rules = [self._column_rule(group) for group in groups]
-        num_params = sum(len(group["params"]) for group in groups)
-        is_whole = None not in rules and num_params >= len(flat.parameters)  # no group was removed to freeze it
-        mixture = self._average if is_whole and isinstance(self._average, Mixture) else None
-        if mixture is None:
-            self._apply_average()
-        self._average = None
         rest = []
-        for group, rule in zip(groups, rules, strict=True):
-            if rule is None:
+        for group in groups:
+            if (names := self._column_states(group)) is None:
                 rest.append(group)
             else:
-                self._step_columns(group, rule, mixture, own)
-        if mixture is not None:
-            flat.move_to(mixture.out)
+                self._step_columns(group, names, own)
         if rest:
             self._optimizer.step_lists(rest)
 
@@ -112,8 +119,8 @@ class WeightStep:
             self.flat.average_(self._average)
             self._average = None
 
-    def _column_rule(self, group: Group) -> ColumnRule | None:
-        """The rule of a group; None if a gradient is missing or scaled, or if the parameters' states differ."""
+    def _column_states(self, group: Group) -> tuple[str, ...] | None:
+        """The states of a group that columns can step: no gradient is missing or scaled, and states agree."""
         optimizer, params = self._optimizer, group["params"]
         assert optimizer is not None
         scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
@@ -125,16 +132,16 @@ class WeightStep:
             return None
         if any(map(is_, map(_gradient_of, params), repeat(None))) or not self._is_of_all_learners(params):
             return None
-        rule = optimizer.column_rule(group)
-        if rule is None or not rule.states:
-            return rule
+        names = optimizer.state_names(group)
+        if not names:
+            return names
         assert self._columns is not None
         states = [optimizer.state.get(p, {}) for p in params]
-        if self._columns.hold(rule.states, params, states):
+        if self._columns.hold(names, params, states):
             self._ready.add(id(group))
-            return rule
-        points = [(id(state.get("step")), *(state.get(name) is None for name in rule.states)) for state in states]
-        return rule if all(point == points[0] for point in points) else None
+            return names
+        points = [(id(state.get("step")), *(state.get(name) is None for name in names)) for state in states]
+        return names if all(point == points[0] for point in points) else None
 
     def _is_of_all_learners(self, params: list[Tensor]) -> bool:
         """Whether all parameters are members, and cover the same segments for each learner."""
@@ -149,41 +156,32 @@ class WeightStep:
         ]
         return all(row == rows[0] for row in rows)
 
-    def _step_columns(self, group: Group, rule: ColumnRule, mixture: Mixture | None, own: dict[int, Tensor]) -> None:
-        assert self._optimizer is not None
-        assert self._columns is not None
-        flat, params = self.flat, group["params"]
-        if id(group) in self._ready:
-            buffers = self._columns.buffers(rule.states)
-        else:
-            buffers = self._columns.take_states(rule.states, group, self._optimizer) if rule.states else []
-        step = self._optimizer.state[params[0]]["step"] if rule.states else None
-        pieces = self._columns.pieces_of(params, own)
-        if mixture is None:
-            weights, *states = (
-                [row for begin, end, _ in pieces for row in tensor_LP[:, begin:end].unbind(0)]
-                for tensor_LP in (flat.param_LP, *buffers)
-            )
-            grads = [row for _, _, grad in pieces for row in grad.unbind(0)]
-            steps, scratch = ([], None) if step is None else ([step], self._columns.scratch)
-            rule.step(weights, grads, *(states or [[]]), [], steps, scratch, **rule.scalars)
-        else:
-            for index, (begin, end, grad) in enumerate(pieces):
-                part = mixture.columns(begin, end)
-                columns: list[Tensor | None] = [buffer[0, begin:end] for buffer in buffers] or [None]
-                count = step if step is None or index == len(pieces) - 1 else step.clone()
-                rule.mix_step(
-                    flat.param_LP[0, begin:end],
-                    part.peers,
-                    part.self_weight,
-                    part.peer_weights,
-                    grad[0],
-                    *columns,
-                    count,  # counted once, with the last piece
-                    noise=part.noise,
-                    out=part.out,
-                    **rule.scalars,
-                )
+    def _step_columns(self, group: Group, names: tuple[str, ...], own: dict[int, Tensor]) -> None:
+        optimizer, columns, flat, params = self._optimizer, self._columns, self.flat, group["params"]
+        assert optimizer is not None
+        assert columns is not None
+        if id(group) not in self._ready and names:
+            columns.take_states(names, group, optimizer)
+        pieces = columns.pieces_of(params, own)
+
+        def rows_of(buffer_LP: Tensor) -> list[Tensor]:
+            return [row for begin, end, _ in pieces for row in buffer_LP[:, begin:end].unbind(0)]
+
+        weights = rows_of(flat.param_LP)
+        buffers = [rows_of(columns.buffer(name)) if name in names else [] for name in optimizer.buffers]
+        getattr(ops, optimizer.operator)(
+            weights,
+            [row for _, _, grad in pieces for row in grad.unbind(0)],
+            *buffers,
+            [],
+            [optimizer.state[params[0]]["step"]] if names else [],
+            columns.scratch if names else None,
+            lr=[group["lr"]],
+            weight_decay=[group["weight_decay"]],
+            group_sizes=[len(weights)],
+            maximize=group["maximize"],
+            **optimizer.arguments(None, [group]),
+        )
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(params)
 
@@ -203,12 +201,14 @@ class _Columns:
         self._held: dict[tuple[Any, ...], list[tuple[list[Tensor], list[int]]]] = {}
         self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
 
-    def take_states(self, names: tuple[str, ...], group: Group, optimizer: Stepped) -> list[Tensor]:
-        """The buffers ``[L, P]`` of these states. The states of the group's parameters become views of them."""
+    def take_states(self, names: tuple[str, ...], group: Group, optimizer: Stepped) -> None:
+        """The states of the group's parameters become views of buffers ``[L, P]``."""
         self._forget_moved()
         for name in names:
             if name not in self._states:
-                buffer_LP = torch.zeros_like(self._flat.param_LP)
+                weights_LP = self._flat.param_LP
+                dtype = wide(weights_LP.dtype) if name in optimizer.float_states else weights_LP.dtype
+                buffer_LP = torch.zeros_like(weights_LP, dtype=dtype)
                 views = zip(self._flat.parameters, self._flat.views_of(buffer_LP), strict=True)
                 self._states[name] = buffer_LP, {id(param): (view, view.data_ptr()) for param, view in views}
         fresh: dict[tuple[torch.device, float], Tensor] = {}
@@ -221,11 +221,10 @@ class _Columns:
             for name, view in views_of_state.items():
                 if state[name] is not view:
                     state[name] = view.copy_(state[name])  # a state that is new, was loaded, or has an older layout
-        return self.buffers(names)
 
-    def buffers(self, names: tuple[str, ...]) -> list[Tensor]:
-        """The buffers ``[L, P]`` of these states."""
-        return [self._states[name][0] for name in names]
+    def buffer(self, name: str) -> Tensor:
+        """The buffer ``[L, P]`` of this state."""
+        return self._states[name][0]
 
     def hold(self, names: tuple[str, ...], params: list[Tensor], states: list[Any]) -> bool:
         """Whether these states are views of the buffers already, with one counter of steps."""

@@ -29,6 +29,7 @@ def option(
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    most: float | None = None,
     is_file: bool = False,
     positional: bool = False,
     **more: Any,
@@ -40,12 +41,12 @@ def option(
         help: one clause; choices and default are added to it.
         choices: values that :func:`check` allows, for a list each of its items.
         parts: the value is the name of a part of this kind, or a list of such names.
-        least, above, below: bounds of a number, for :func:`check`.
+        least, above, below, most: bounds of a number, for :func:`check`.
         is_file: the value is a file that will be written; :func:`check` tests that this is possible.
         positional: a word of the command line without a flag.
         more: arguments of ``argparse.ArgumentParser.add_argument`` in place of those that follow from the field's type.
     """
-    bounds = {"least": least, "above": above, "below": below}
+    bounds = {"least": least, "above": above, "below": below, "most": most}
     allowed = {"choices": tuple(choices), "parts": parts, "bounds": bounds, "is_file": is_file}
     return field(default=default, metadata={"help": help, **allowed, "positional": positional, "more": more})
 

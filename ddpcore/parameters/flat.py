@@ -116,6 +116,11 @@ class FlatParameters:
             buffer_LP.as_strided((len(buffer_LP), *s.shape), (step, *s.stride), start + s.offset) for s in self.segments
         )
 
+    def offsets_of(self, parameters: Sequence[Tensor]) -> list[int]:
+        """The index in its row of the first element of each of these parameters."""
+        num = len(self.segments)
+        return [self.segments[self.index[id(parameter)] % num].offset for parameter in parameters]
+
     def average_(self, average: WeightAverage) -> None:
         """Average the rows. If the average has another output row, the parameters become views of that row."""
         average.apply_(self.param_LP)

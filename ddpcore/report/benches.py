@@ -21,8 +21,9 @@ from ddpcore.report.runs import MOST_DRAWN, network
 from ddpcore.report.sources import Bench
 from ddpcore.report.stats import stats_parts
 from ddpcore.report.strategies import strategy_parts
-from ddpcore.report.table import plain, size_name
+from ddpcore.report.table import size_name
 from ddpcore.report.topology import topology_parts
+from ddpcore.storage.limits import plain
 
 Parts = Sequence[Table | str]
 

@@ -12,8 +12,8 @@ from ddpcore.options.command_line import check, option, parse
 from ddpcore.report.page import check_report, page_with, sections_of
 from ddpcore.report.serve import serve
 from ddpcore.report.sources import Sources, read_sources
-from ddpcore.report.table import plain
 from ddpcore.storage.files import replace_file
+from ddpcore.storage.limits import plain
 
 _RUNS = "folders of runs or of studies, and JSON files of benches"
 
@@ -94,7 +94,7 @@ def _write(options: ReportOptions) -> int:
 
 def _serve(options: ServeOptions) -> int:
     for problem in read_sources(options.runs).problems:
-        print(f"ddpcore.report: {problem}", file=sys.stderr)
+        print(f"ddpcore.report: {plain(problem)}", file=sys.stderr)
     serve(options.runs, options.port, options.every)
     return 0
 

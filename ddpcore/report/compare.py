@@ -21,6 +21,7 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
         For each study: study, title, question, source, notes, metrics, configs (of each row), and
 
         - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
+        - problems: a sentence for each damaged line of the results, which are compared without it;
         - curves, one mapping per folder: row -> :func:`ddpcore.experiments.results.curves_of` of each seed;
         - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
           folder (see :func:`_spread`; None if the row was not run);
@@ -52,13 +53,15 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                 raise ValueError(
                     f"{path}: row {name} has other published numbers than in {first}: compare it separately"
                 )
-    results = [read_results(path) for path, _ in entries]
+    read = [read_results(path) for path, _ in entries]
+    results = [found for found, _ in read]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
         "configs": {name: row["config"] for name, row in rows.items()},
         "notes": _each_once(other["notes"] for _, other in entries),
         "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
         "curves": [_curves(rows, found) for found in results],
+        "problems": [problem for _, problems in read for problem in problems],
         "lines": list(_lines(rows, manifest["metrics"], results)),
         "claims": list(_claims(_each_once(other["claims"] for _, other in entries), manifest, published, results)),
     }

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from ddpcore.report.table import plain, print_parts
+from ddpcore.report.table import cell_of, print_parts
+from ddpcore.storage.limits import plain
 
 _WARNINGS = {
     "smoke": "only shows that the rows run; its numbers say nothing of the study",
@@ -115,14 +115,10 @@ def _verdict(verdict: dict[str, str]) -> str:
 def _table(heading: list[str], rows: list[list[str]], num_left: int) -> Table:
     table = Table()
     for number, cell in enumerate(heading):
-        table.add_column(_cell(cell), justify="left" if number < num_left else "right")
+        table.add_column(cell_of(cell), justify="left" if number < num_left else "right")
     for row in rows:
-        table.add_row(*map(_cell, row))
+        table.add_row(*map(cell_of, row))
     return table
-
-
-def _cell(text: str) -> str:
-    return escape(plain(text))
 
 
 def _markdown_table(heading: list[str], rows: list[list[str]]) -> str:

@@ -25,6 +25,7 @@ METRICS = {
     "seconds_to_target": "seconds, of a run that reached its target accuracy; other runs have none",
     "steps": "steps of the optimizer",
     "parameters_mb": "trained parameters in fp32, in units of 2^20 bytes",
+    "total_variation": "total variation distance of the learners' classes from those of all",
     "consensus_distance": "consensus distance of the learners at the end",
     "recoveries": "how often a rank died and the run resumed from its checkpoint",
     "effective_lr_early": "a_e / a of the measured steps in the first fifth of the run, sum of g_a.g over sum of |g|^2",

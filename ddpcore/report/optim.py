@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ddpcore.report.table import interval, number, plain, print_parts, spread, table_of
+from ddpcore.report.table import cell_of, interval, number, print_parts, spread, table_of
 
 
 def print_optimizers(result: dict[str, Any], console: Console | None = None) -> None:
@@ -35,7 +35,7 @@ def _ratios(result: dict[str, Any]) -> Table:
     )
     table.add_column("left / right", no_wrap=True)
     for about in result["lists"]:
-        heading = f"{escape(plain(about['title']))}\n{about['parameters']:,} in {about['num_tensors']}"
+        heading = f"{cell_of(about['title'])}\n{about['parameters']:,} in {about['num_tensors']}"
         table.add_column(heading, justify="right", no_wrap=True)
     found = {(row["comparison"], row["list"], row["implementation"]): row for row in result["rows"]}
     for comparison in result["comparisons"]:
@@ -44,7 +44,7 @@ def _ratios(result: dict[str, Any]) -> Table:
         for about in result["lists"]:
             pair = [found.get((comparison, about["list"], side)) for side in (left, right)]
             cells.append("-" if pair[0] is None or pair[1] is None else _cell(pair[0], pair[1]))
-        table.add_row(escape(plain(comparison)), *map(escape, cells))
+        table.add_row(cell_of(comparison), *map(escape, cells))
     return table
 
 

@@ -19,8 +19,9 @@ from ddpcore.report.runs import labels, run_sections
 from ddpcore.report.sources import Sources
 from ddpcore.report.static_chart import Figure, svg_of
 from ddpcore.report.studies import compare_all, study_section
-from ddpcore.report.table import plain, plain_lines
+from ddpcore.report.table import plain_lines
 from ddpcore.report.timeline import timeline_sections
+from ddpcore.storage.limits import plain
 
 try:
     import jinja2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddpcore.report.chart import GREY, Chart, Series, band_parts, color_of, dash_of, distances, finite
-from ddpcore.report.table import plain
+from ddpcore.storage.limits import plain
 
 HEAT = "Cividis"  # readable with every colour blindness, and in grey
 

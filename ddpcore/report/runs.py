@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
 from ddpcore.report.sources import Run
-from ddpcore.report.table import plain
+from ddpcore.storage.limits import plain
 
 # Field of an epoch, or of the part of a statistics line, and the title and y label of its chart.
 _OF_EPOCHS = {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ddpcore.report.study_folder import MANIFEST, RESULTS
-from ddpcore.report.table import plain
-from ddpcore.storage.json_lines import rows
+from ddpcore.storage.json_lines import read_json, read_lines
+from ddpcore.storage.limits import plain, shown
 
 RECORD = "record.jsonl"
 STEPS = "steps"  # a folder with the files rank-N.jsonl
@@ -93,10 +94,12 @@ def read_run(path: Path) -> Run:
     """A run, as far as its record can be read.
 
     Raises:
-        ValueError: the record has no readable first line.
+        ValueError: the record has no readable line.
     """
     lines, problems = _lines(path / RECORD)
     headers = [line for line in lines if line.get("kind") == "run" and isinstance(line.get("config"), dict)]
+    if not headers and lines and problems:
+        headers = [{"config": {}}]  # damaged, and a problem says so: the other lines are shown
     if not headers:
         reason = problems[0] if problems else f"{path / RECORD}: no line is of kind run: train into this folder first"
         raise ValueError(reason)
@@ -105,7 +108,7 @@ def read_run(path: Path) -> Run:
         return [line for line in lines if line.get("kind") == kind and _has_step(line)]
 
     steps: dict[int, list[dict[str, Any]]] = {}
-    for file in sorted((path / STEPS).glob("rank-*.jsonl")):
+    for file in _files_of_steps(path / STEPS, problems):
         number = file.stem.removeprefix("rank-")
         if number.isascii() and number.isdigit():
             of_rank, more = _lines(file)
@@ -125,19 +128,28 @@ def read_run(path: Path) -> Run:
     )
 
 
+def _files_of_steps(folder: Path, problems: list[str]) -> list[Path]:
+    try:
+        names = sorted(os.listdir(folder))  # not glob, which skips a folder that it may not read
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{plain(str(folder))} cannot be read ({error.strerror}): its steps are not shown")
+        return []
+    return [folder / name for name in names if fnmatchcase(name, "rank-*.jsonl")]
+
+
 def _has_step(line: dict[str, Any]) -> bool:
     return isinstance(line.get("step"), int) and abs(line["step"]) < 2**53
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The lines before the first damaged one, and what is wrong with that one."""
-    lines: list[dict[str, Any]] = []
+    """The lines that are not damaged, and a sentence for each that is."""
     try:
-        for line in rows(path):
-            lines.append(line)  # an error later on loses no line
-    except (ValueError, OSError) as error:
-        return lines, [f"{plain(str(error))}: the report shows the {len(lines)} lines before it"]
-    return lines, []
+        found = read_lines(path)
+    except OSError as error:
+        return [], [plain(f"{path} cannot be read ({error.strerror}): it is not shown")]
+    return found.rows, [f"{plain(problem)}: the report shows the other lines" for problem in found.problems]
 
 
 def read_bench(path: Path) -> Bench:
@@ -147,9 +159,12 @@ def read_bench(path: Path) -> Bench:
         ValueError: the file is not what a bench writes.
     """
     try:
-        result = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is no JSON file: name a folder, or a file that a bench wrote with --json") from None
+        result = read_json(path)
+    except ValueError as error:
+        if "checksum" in str(error):
+            raise ValueError(f"{shown(path)} is damaged: {error}") from None
+        advice = "name a folder, or a file that a bench wrote with --json"
+        raise ValueError(f"{shown(path)} is no JSON file: {advice}") from None
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
-        raise ValueError(f"{path} is not the result of a bench: it has no list of rows: name another file")
+        raise ValueError(f"{shown(path)} is not the result of a bench: it has no list of rows: name another file")
     return Bench(name=str(path), result=result)

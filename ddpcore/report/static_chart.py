@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from ddpcore.report.chart import Chart, band_parts, color_of, dash_of, distances
-from ddpcore.report.table import plain
+from ddpcore.storage.limits import plain
 
 try:
     import matplotlib

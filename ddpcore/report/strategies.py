@@ -41,6 +41,8 @@ def seen(rows: list[dict[str, Any]]) -> list[str]:
         errors = ", ".join(f"{_name(row)} {row['test_error_pct']:.1f} %" for row in known)
         lines.append(f"test error after equally many steps, one seed: {errors}")
     lines += [f"{_name(row)} diverged: take a smaller --lr" for row in rows if row["loss_last"] is None]
+    left_out = [row for row in rows if row.get("num_nonfinite") and row["loss_last"] is not None]
+    lines += [f"{_name(row)}: {row['num_nonfinite']} steps of a learner were not finite, left out" for row in left_out]
     return lines
 
 

@@ -10,7 +10,7 @@ from ddpcore.report.chart import Chart, Section, Series, TableData, finite
 from ddpcore.report.compare import compare
 from ddpcore.report.experiments import about_runs, claim_cells, comparison_cells, run_label
 from ddpcore.report.study_charts import study_charts
-from ddpcore.report.table import plain
+from ddpcore.storage.limits import plain
 
 _CURVES = {
     "effective_lr": "Effective / set learning rate",
@@ -70,7 +70,13 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     charts = [*study_charts(comparison, labels), *_curve_charts(comparison, labels)]
     folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
     return Section(
-        title=comparison["title"], lines=lines, tables=tables, folded=folded, charts=charts, charts_first=True
+        title=comparison["title"],
+        lines=lines,
+        tables=tables,
+        folded=folded,
+        charts=charts,
+        charts_first=True,
+        problems=[plain(f"{problem}: the rest is shown") for problem in comparison["problems"]],
     )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from ddpcore.options.typed import check_table
 from ddpcore.report import claims
+from ddpcore.report.chart import finite
 from ddpcore.report.claims import Claim
 from ddpcore.report.metrics import METRICS
-from ddpcore.storage.json_lines import rows
+from ddpcore.storage.json_lines import read_json, read_lines
+from ddpcore.storage.limits import plain, shown
 
 CLAIM = get_type_hints(Claim)
 FORMAT = 1
@@ -20,6 +21,7 @@ FINISHED, FAILED = "finished", "failed"
 Results = Mapping[tuple[str, int], dict[str, Any]]
 """The last line of each run, by (row, seed)."""
 
+CURVES = ("effective_lr", "loss", "noise")
 _TEXTS = tuple[str, ...]
 _TABLE = Mapping[str, Any]
 _NUMBERS = Mapping[str, float | None]
@@ -45,7 +47,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = read_json(path)
         if isinstance(values, dict):
             values.setdefault("published", {})  # older manifests have none
         check_table("it", values, _MANIFEST, _MANIFEST, more_keys=True)
@@ -59,27 +61,44 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             check_table("a claim", claim, CLAIM, CLAIM, more_keys=True)
             claims.check(claim["predicate"], None, tuple(METRICS))
     except OSError:
-        raise ValueError(f"{folder}: there is no study in this folder: run one into it first") from None
+        raise ValueError(f"{shown(folder)}: there is no study in this folder: run one into it first") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): take another folder") from None
+        raise ValueError(f"{shown(path)} is damaged ({plain(str(error))}): take another folder") from None
     return values
 
 
-def read_results(folder: Path) -> Results:
-    """The last line of each (row, seed); a failed run does not replace a finished one.
+def read_results(folder: Path) -> tuple[Results, list[str]]:
+    """The last line of each (row, seed), and a sentence for each line, or each part of one, that is damaged.
 
-    Raises:
-        ValueError: the file is damaged.
+    A failed run does not replace a finished one. Damaged curves cost only the curves of their line.
     """
     path = folder / RESULTS
+    lines = read_lines(path)
+    problems = list(lines.problems)
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in rows(path):
+    for line in lines.rows:
         try:
             hints = _RESULTS.get(str(line.get("status")), _ENDED)
             check_table("a line", line, hints, hints, more_keys=True)
         except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): take another folder") from None
+            problems.append(f"{shown(path)} is damaged ({plain(str(error))})")
+            continue
+        if not _are_curves(line.get("curves", {})):
+            problems.append(
+                f"{shown(path)} is damaged (the curves of row {plain(str(line['row']))}, seed {line['seed']})"
+            )
+            line["curves"] = {}
         key = line["row"], line["seed"]
         if line["status"] == FINISHED or found.get(key, {}).get("status") != FINISHED:
             found[key] = line
-    return found
+    return found, problems
+
+
+def _are_curves(curves: Any) -> bool:
+    """Whether they are what :func:`ddpcore.experiments.results.curves_of` returns: lists of numbers of one length."""
+    if not isinstance(curves, dict) or (curves and not curves.keys() >= {"step", *CURVES}):
+        return False
+    lists = list(curves.values())
+    return all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists) and all(
+        finite(value) is not None or value is None for one in lists for value in one
+    )

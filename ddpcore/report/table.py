@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ddpcore.storage.limits import plain
+
 WIDE = 400  # columns of a console that shows whole tables
 PADDING = 3  # columns of a table's column besides its text
 
@@ -76,7 +78,7 @@ def table_of(
         group: a key of rows; a rule separates rows with different values.
         more: arguments of ``rich.table.Table``.
     """
-    texts = {key: escape(plain(text)) for key, text in more.items() if isinstance(text, str)}
+    texts = {key: cell_of(text) for key, text in more.items() if isinstance(text, str)}
     table = RecordTable(title_justify="left", **{**more, **texts})
     for heading in columns:
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
@@ -84,21 +86,18 @@ def table_of(
     for row in rows:
         if group is not None and before is not None and row[group] != before[group]:
             table.add_section()
-        table.add_row(*(escape(plain(cell(row))) for cell in columns.values()))
+        table.add_row(*(cell_of(cell(row)) for cell in columns.values()))
         before = row
     return table
 
 
-def plain(text: str) -> str:
-    """The text with every character that is not printable as an escape, such as ``\\x1b`` or ``\\n``.
-
-    So a name from a file cannot add lines, move the cursor or change colours.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def cell_of(text: str) -> str:
+    """The text for a cell of a rich table, where it is neither markup nor escape codes."""
+    return escape(plain(text))
 
 
 def plain_lines(text: str) -> str:
-    """The same line by line: text of ours may have several lines."""
+    """The text with escapes as :func:`plain` writes them, line by line: text of ours may have several lines."""
     return "\n".join(map(plain, text.split("\n")))
 
 

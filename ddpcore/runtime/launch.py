@@ -1,7 +1,8 @@
 """Starts ranks on one machine, or joins the ranks of torchrun. No other module reads environment variables.
 
-The parent process hosts the rendezvous store, so the system chooses a free port. If a rank dies, the others are ended;
-if the parent dies, even by SIGKILL, its ranks end.
+The parent process hosts the rendezvous store, so the system chooses a free port. Store and ranks listen on loopback
+only: other machines cannot reach them. If a rank dies, the others are ended; if the parent dies, even by SIGKILL, its
+ranks end. So do ranks of torchrun whose agent dies.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 from typing import Any
@@ -26,8 +29,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+TIMEOUT_SECONDS = 300.0  # that a living rank may let the others wait; rank 0 may be writing a checkpoint
+MOST_SECONDS = 1e6  # of a timeout: what the backends can count
+START_SECONDS = 60.0  # the least time for ranks to come up: they import torch, on a busy machine
+WATCH_SECONDS = 1.0  # between two checks that torchrun's agent lives
 GRACE_SECONDS = 1.0  # wait for the reports of ranks that fail together, so that the first cause is shown
 KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
+
+LOOPBACK = "127.0.0.1"
+_watching = threading.Event()  # whether end_with_torchrun() has started its thread
 
 before_exit: list[Callable[[], None]] = []
 """Functions that a rank calls before it ends, because it ends without the interpreter's clean-up."""
@@ -77,7 +87,21 @@ def threads_per_rank(local_world_size: int) -> int:
     return max(1, num_cores() // local_world_size)
 
 
-def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, backend: str) -> None:
+def check_timeout(seconds: float) -> None:
+    """Raise ValueError unless ranks can wait for so long."""
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"timeout is {seconds:g}: it must be above 0 and at most {MOST_SECONDS:.0f} seconds")
+
+
+def run(
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
+    *,
+    world_size: int,
+    backend: str,
+    timeout: float = TIMEOUT_SECONDS,
+    on_failure: str = "raise",
+) -> None:
     """Run ``worker(world, *args)`` on every rank.
 
     SIGINT and SIGTERM are forwarded to the ranks as SIGTERM, and this process waits for them: a worker may save its
@@ -88,12 +112,17 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, 
         args: picklable.
         world_size: number of processes to start; torchrun must have started as many.
         backend: of the process group; ``none``: no process group; ``virtual``: the worker runs in this process.
+        timeout: seconds that a call of the process group may wait for a rank.
+        on_failure: ``raise``: the others are ended when a rank fails. ``shrink``: they go on, and this process says who
+            failed. torchrun ends all ranks of its agent when one of them fails.
 
     Raises:
-        RankFailed: a rank failed; the first one, with its traceback. All ranks have ended.
+        RankFailed: a rank failed (with ``shrink``: all of them), with its traceback. All ranks have ended.
         Stopped: the ranks stopped after a signal.
         UsageError: torchrun started another number of ranks.
+        ValueError: ``timeout`` is 0 or less, or too long. Nothing was started.
     """
+    check_timeout(timeout)
     joined = torchrun_world()
     if backend == "virtual":
         if joined is not None and joined.world_size > 1:
@@ -102,13 +131,19 @@ def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int, 
     elif joined is not None:
         if joined.world_size != world_size:
             raise UsageError(f"torchrun started {joined.world_size} ranks, not {world_size}: leave --world-size out")
-        _run_rank(worker, args, joined, backend, store=None)
+        end_with_torchrun()
+        _run_rank(worker, args, joined, backend, timeout, store=None)
     else:
-        _start(worker, args, world_size, backend)
+        _start(worker, args, world_size, backend, timeout, on_failure)
 
 
 def _run_rank(
-    worker: Callable[..., None], args: tuple[Any, ...], world: World, backend: str, store: dist.Store | None
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
+    world: World,
+    backend: str,
+    timeout: float,
+    store: dist.Store | None,
 ) -> None:
     torch.set_num_threads(threads_per_rank(world.local_world_size))
     if backend == "nccl":
@@ -116,45 +151,64 @@ def _run_rank(
     if backend == "none":
         worker(world, *args)
         return
+    start = timedelta(seconds=max(timeout, START_SECONDS))
     if store is None:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=start)
     else:
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size)
+        dist.init_process_group(backend, timeout=start, store=store, rank=world.rank, world_size=world.world_size)
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=timeout))
     worker(world, *args)
     dist.destroy_process_group()  # not after a failure: other ranks would fail before this one reports its error
 
 
-def _start(worker: Callable[..., None], args: tuple[Any, ...], world_size: int, backend: str) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _start(
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
+    world_size: int,
+    backend: str,
+    timeout: float,
+    on_failure: str,
+) -> None:
+    listener = socket.create_server((LOOPBACK, 0))  # a TCPStore by itself would listen on every address
+    store = dist.TCPStore(
+        LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     context = multiprocessing.get_context("spawn")
     ranks: list[BaseProcess] = []
     reports: list[Connection] = []
     try:
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child, args=(worker, args, World(rank, world_size, rank, world_size), backend, store.port, send)
-            )
+            world = World(rank, world_size, rank, world_size)
+            process = context.Process(target=_child, args=(worker, args, world, backend, timeout, store.port, send))
             process.start()
             send.close()
             ranks.append(process)
             reports.append(receive)
         with signals_passed_on(ranks):
-            _wait(ranks, reports)
+            _wait(ranks, reports, on_failure)
     finally:
         _end(ranks)
 
 
 def _child(
-    worker: Callable[..., None], args: tuple[Any, ...], world: World, backend: str, port: int, report: Connection
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
+    world: World,
+    backend: str,
+    timeout: float,
+    port: int,
+    report: Connection,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent forwards it
     _die_with_parent()
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not resolve
+    if sys.platform == "linux":  # else they listen on the address of the machine's name, or of a network card
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        _run_rank(worker, args, world, backend, store)
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
+        _run_rank(worker, args, world, backend, timeout, store)
         code = 0
     except BaseException as error:
         stopped = isinstance(error, Stopped)
@@ -221,20 +275,69 @@ def _die_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="ddpcore-parent-watch").start()
 
 
-def _wait(ranks: list[BaseProcess], reports: list[Connection]) -> None:
-    """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped."""
+def end_with_torchrun() -> None:
+    """End this process soon after torchrun's agent, which started it, has died, even by SIGKILL.
+
+    Without this, the ranks of the dead agent would train on beside those of the next one. Does nothing in a process
+    that torchrun did not start.
+
+    Raises:
+        UsageError: the agent has died already.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or _watching.is_set():
+        return
+    agent = os.getppid()
+    if agent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():  # init inherits the ranks of a dead agent
+        raise UsageError("torchrun's agent has died: start the ranks again")
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(WATCH_SECONDS)
+        with suppress(OSError):  # standard error may be a pipe to the agent
+            os.write(2, b"ddpcore: torchrun's agent has died, so its ranks end\n")
+        os._exit(1)
+
+    _watching.set()
+    threading.Thread(target=watch, daemon=True, name="ddpcore-agent-watch").start()
+
+
+def _wait(ranks: list[BaseProcess], reports: list[Connection], on_failure: str) -> None:
+    """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped.
+
+    With ``shrink``, raise RankFailed only if no rank has finished.
+    """
     running = list(ranks)
     causes: list[Exception] = []
     while running:
         wait([process.sentinel for process in running])
         for process in [process for process in running if process.exitcode is not None]:
             running.remove(process)
-            if process.exitcode != 0 and not causes:
+            is_last = not running and all(one.exitcode for one in ranks)
+            if process.exitcode == 0:
+                continue
+            if on_failure == "shrink" and not is_last:
+                stopped = _go_on_without(ranks, reports, process)
+                causes += [] if stopped is None else [stopped]
+            elif not causes:
                 causes.append(_first_cause(ranks, reports, process))
         if causes and not isinstance(causes[0], Stopped):  # ranks that stop get time to save their work
             break
     if causes:
         raise causes[0]
+
+
+def _go_on_without(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Stopped | None:
+    """Say that the others go on without a rank. If it stopped after a signal, as all others do, return that."""
+    rank, code = ranks.index(died), died.exitcode or 0
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
+    with suppress(EOFError):
+        if reports[rank].poll():
+            _, stopped, text = reports[rank].recv()
+            if stopped:
+                return Stopped(text)
+            how = f"failed ({text.rstrip().splitlines()[-1]})"
+    print(f"ddpcore: rank {rank} {how}: the others go on", file=sys.stderr, flush=True)
+    return None
 
 
 def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Exception:

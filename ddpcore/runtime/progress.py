@@ -44,7 +44,12 @@ class ProgressReport:
         self._shown = shown
         self._bar: Any = None
         if shown and Progress is not None and self._out.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(file=self._out), transient=True)
             self._task = self._bar.add_task(what, total=total, completed=completed)
 

@@ -41,11 +41,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and return once it is on the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file and return once it is on the disk. OSError names the file, also if the disk is full."""
+    try:
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:

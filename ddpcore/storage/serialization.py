@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,11 +48,24 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return visit(state, ""), tensors
 
 
+def tensors_of(state: Any) -> Iterator[Tensor]:
+    """All tensors of a state that :func:`pack` takes."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from tensors_of(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from tensors_of(value)
+
+
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:
     """The state that :func:`pack` converted; tensors from an accelerator are moved to ``device``.
 
     Raises:
-        ValueError: two entries have one tensor. Version 0.1.0 gave such entries one name and kept only the last tensor.
+        ValueError: the shape of an entry does not fit its tensor, or two entries have one tensor. Version 0.1.0 gave
+            such entries one name and kept only the last tensor.
     """
     seen: set[str] = set()
 
@@ -68,6 +82,8 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str)
                     "their tensors: rename a key, and train from the beginning"
                 )
             seen.add(name)
+            if math.prod(value["shape"]) != tensors[name].numel():
+                raise ValueError(f"{name.lstrip('.')} has another number of elements than its tensor")
             tensor = tensors[name].as_strided(value["shape"], value["stride"])
             return tensor if value["on"] == "cpu" else tensor.to(device)
         if _TUPLE in value:

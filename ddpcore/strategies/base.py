@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.options.typed import check_choice
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.topology.base import Topology
 
 
@@ -30,6 +33,7 @@ class Strategy:
     in_use: bool = False  # whether a distribute() call owns the object
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
+    can_quarantine: bool = False  # whether a learner can take the average of its neighbours, without its own weights
 
     def __repr__(self) -> str:
         """The class and its public attributes: a checkpoint is loaded into a strategy with the same text."""
@@ -66,7 +70,18 @@ class Strategy:
         return None
 
     def after_step(self, learner: Learner) -> None:
-        """Called after the optimizer's step. ``learner.step`` includes that step."""
+        """Called after the optimizer's step. ``learner.step`` includes that step.
+
+        Call ``learner.check_sent()`` before weights are sent, here or in another method.
+        """
+
+    def quarantine(self, learners: Set[int]) -> None:
+        """Called before :meth:`before_step` if ``can_quarantine``: some learners take no step, and in the next average
+        that of their neighbours without their own weights.
+
+        Args:
+            learners: some of those held here. None of them: the call before training, if a learner may be quarantined.
+        """
 
     @property
     def learners_stay_identical(self) -> bool:
@@ -87,6 +102,17 @@ class Strategy:
     def averages_weights_at(self, step: int) -> bool:
         """Whether the step that sets ``learner.step`` to ``step`` averages weights or gradients. Policies act then."""
         return True
+
+    def check_shrink(self) -> None:
+        """Raise ValueError if the strategy cannot go on when a learner dies."""
+
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
+        """Called when learners are gone, in the middle of the operation that finds it out, or when one has joined.
+
+        Args:
+            learner: its connection has the new number of learners already.
+            before: the number that each learner had until now; None for one that is new.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a checkpoint, without weights, optimizer and step count: tensors, numbers, and dicts of them."""
@@ -117,6 +143,26 @@ def check_topology(name: str, topology: object) -> None:
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
+
+
+def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:
+    """Check the option ``on_nonfinite``, for a number of learners if it is known.
+
+    Raises:
+        ValueError: there is no such value, or a learner has no neighbours whose average it could take.
+    """
+    check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
+    if on_nonfinite != "quarantine":
+        return
+    if strategy.topology is None:
+        raise ValueError(f"on_nonfinite is 'quarantine': {strategy.name} has no neighbours: take 'skip'")
+    if not strategy.can_quarantine:
+        raise ValueError(
+            f"on_nonfinite is 'quarantine': {strategy.name} averages no weights of neighbours alone: take 'skip', or "
+            "dpsgd without staleness and compression"
+        )
+    if num_learners == 1:
+        raise ValueError("on_nonfinite is 'quarantine': one learner has no neighbours: take 'skip', or more learners")
 
 
 class Baseline(ABC):

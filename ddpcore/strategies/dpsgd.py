@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -16,8 +17,10 @@ from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_choice
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
 from ddpcore.strategies.compression import Codec, Published
+from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
+from ddpcore.topology.damped import Damped
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.stale import check_stale
 
@@ -79,6 +82,9 @@ class DPSGD(Strategy):
     roots of ``z^2 - z + (1-l)/2``, whose magnitude is below one for all l in (-1, 1). For other W, :meth:`setup` checks
     the stability.
 
+    With ``consensus`` learners average less as the learning rate falls (:class:`AdaptiveConsensus`): W(t) becomes
+    ``(1 - c_t) I + c_t W(t)``.
+
     With ``compression`` learners move by differences of published rows q: ``sum_k W_jk w_k`` becomes
     ``w_j + gamma sum_k W_jk (q_k - q_j)``, which does not move the mean over learners.
 
@@ -89,6 +95,7 @@ class DPSGD(Strategy):
         order: one of ``ORDERS``.
         staleness: 0, or 1 for ``average_while_computing``.
         compression: None, or a codec of :mod:`ddpcore.strategies.compression`.
+        consensus: None, or an :class:`AdaptiveConsensus`, which needs staleness 0.
 
     Raises:
         ValueError: an unknown value, or a combination of options that is not supported.
@@ -105,6 +112,7 @@ class DPSGD(Strategy):
         order: str = ORDERS[0],
         staleness: int = 0,
         compression: Codec | None = None,
+        consensus: AdaptiveConsensus | None = None,
     ) -> None:
         check_topology(self.name, topology)
         check_choice("dpsgd: order", order, ORDERS)
@@ -114,18 +122,27 @@ class DPSGD(Strategy):
             raise ValueError(f"dpsgd: staleness 1 is for {ORDERS[0]}: {order} waits for its neighbours in each step")
         if staleness and compression is not None and compression.differences:
             raise ValueError(f"dpsgd: {compression.name} sends differences, which need staleness 0")
+        if not isinstance(consensus, AdaptiveConsensus | None):
+            raise ValueError(f"dpsgd: consensus is {consensus!r}: pass an AdaptiveConsensus, or None")
+        if staleness and consensus is not None:
+            raise ValueError("dpsgd: consensus sets the share of an average in its own step: take staleness 0")
         self.topology = RandomPair() if topology is None else topology
         self.order = order
         self.staleness = staleness
         self.compression = compression
+        self.consensus = consensus
+        self._reference_lr: float | None = None  # of the consensus
         self._published = None if compression is None else Published(compression)
         self._versions: list[int] = []  # of the parameters, when neighbours began to read them
         self._under_way: list[_Pending] = []  # oldest first
         self._begun = False  # whether before_forward ran in this step
         self._remainder_LP: Tensor | None = None  # the rounding error of 16-bit weights
+        self._quarantined: set[int] | None = None  # until the next average; None if no learner ever is
 
     def __repr__(self) -> str:
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
+        if self.consensus is not None:
+            options += f", consensus={self.consensus}"
         return f"DPSGD({self.topology!r}, {options})"
 
     @override
@@ -140,6 +157,14 @@ class DPSGD(Strategy):
             )
         if self.staleness:
             check_stale(self.topology, num_learners)
+
+    @override
+    def check_shrink(self) -> None:
+        if self.compression is not None and self.compression.differences:
+            raise ValueError(
+                f"dpsgd: {self.compression.name} sends differences, which need fixed neighbours, and "
+                "on_failure='shrink' changes them: take bf16 or int8 without error feedback"
+            )
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -171,15 +196,28 @@ class DPSGD(Strategy):
         if self.order == ORDERS[1]:
             self._combine(learner, learner.step - 1)
 
+    @property
+    @override
+    def can_quarantine(self) -> bool:  # type: ignore[override]
+        # Their averages need the learner's own weights.
+        return self.staleness == 0 and self.compression is None and self.consensus is None
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        self._quarantined = (self._quarantined or set()) | learners
+
     def _combine(self, learner: Learner, step: int) -> None:
         """Exchange and average without overlap."""
-        if self._published is None and not is_narrow(learner.flat.param_LP.dtype):
-            learner.comm.mix_(learner.flat.param_LP, self.topology, step)
+        is_plain = self._published is None and not is_narrow(learner.flat.param_LP.dtype)
+        if is_plain and self._quarantined is None:  # an average in pairs is not of one learner alone
+            learner.check_sent()
+            learner.comm.mix_(learner.flat.param_LP, self._mixing(learner, step), step)
         else:
             self._start(learner, step)
             learner.flat.average_(self._finish(learner))
 
     def _start(self, learner: Learner, step: int) -> None:
+        learner.check_sent()
         weights_LP = learner.flat.param_LP
         rows, published = weights_LP, None
         if self._published is not None:
@@ -190,8 +228,25 @@ class DPSGD(Strategy):
         else:
             self._versions = [parameter._version for parameter in learner.flat.parameters]
         in_place = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
-        exchange = (learner.comm.exchange_in_place if in_place else learner.comm.exchange)(rows, self.topology, step)
+        exchange = (learner.comm.exchange_in_place if in_place else learner.comm.exchange)(
+            rows, self._mixing(learner, step), step
+        )
         self._under_way.append(_Pending(exchange, rows, published))
+
+    def _mixing(self, learner: Learner, step: int) -> Topology:
+        """The topology, or the part of it that counts at the learning rate of the step."""
+        if self.consensus is None:
+            return self.topology
+        lr = float(learner.optimizer.param_groups[0]["lr"])
+        if self._reference_lr is None and step >= self.consensus.start:
+            if lr <= 0:
+                raise ValueError(
+                    f"dpsgd: consensus compares with the learning rate of step {step}, which is {lr}: let consensus "
+                    "start where the schedule is above 0"
+                )
+            self._reference_lr = lr
+        share = 1.0 if self._reference_lr is None else self.consensus.share(lr / self._reference_lr)
+        return self.topology if share == 1 else Damped(self.topology, share)
 
     def _neighbors(self, learner: Learner) -> set[int]:
         """The learners of other processes that a learner held here reads from. For topologies that do not change."""
@@ -203,6 +258,9 @@ class DPSGD(Strategy):
         """Return the average of the oldest exchange, after waiting for it."""
         pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
         exchange, published = pending.exchange, pending.published_LP
+        if self._quarantined:
+            exchange.quarantine(self._quarantined)
+            self._quarantined = set()
         if published is None and self._versions != [parameter._version for parameter in learner.flat.parameters]:
             raise RuntimeError(
                 "weights were changed between a forward pass and the next step, while neighbours read them: "
@@ -225,7 +283,14 @@ class DPSGD(Strategy):
             : len(self._under_way) - self._begun
         ]  # the next forward pass begins the last one again
         stale = [(pending.sent, pending.published_LP) for pending in earlier]
-        return {"published": published, "stale": stale, "remainder": self._remainder_LP}
+        quarantined = None if self._quarantined is None else sorted(self._quarantined)
+        return {
+            "published": published,
+            "stale": stale,
+            "remainder": self._remainder_LP,
+            "quarantined": quarantined,
+            "reference_lr": self._reference_lr,
+        }
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
@@ -235,6 +300,9 @@ class DPSGD(Strategy):
         for pending in self._under_way:
             pending.exchange.abandon()
         self._under_way, self._begun = [], False
+        self._reference_lr = state.get("reference_lr")  # version 0.1.0 had none
+        if self._quarantined is not None:
+            self._quarantined = set(state.get("quarantined") or ())  # older states have none
         self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()
         for sent, published in state["stale"][: self.staleness]:  # version 0.1.0 could save one more
             rows = sent.clone()

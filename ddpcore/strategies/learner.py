@@ -12,6 +12,7 @@ from ddpcore import ops
 from ddpcore.comm.base import Communicator
 from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, first_nonfinite, is_capturing, suspect_rows
 
 
 @dataclass
@@ -25,7 +26,8 @@ class Learner:
         models: one per learner held here.
         step: optimizer steps taken so far, the t of the equations.
         hooks_paused: whether forward passes call no strategy and no observer, as in passes of diagnostics.
-        shares: float64 ``[n]``, the weight of each learner in averages, with mean 1; None for equal weights.
+        shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
+        share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
     """
 
     flat: FlatParameters
@@ -35,6 +37,32 @@ class Learner:
     step: int = 0
     hooks_paused: bool = False
     shares: Tensor | None = None
+    share_mean: float = 1.0
+
+    @torch.no_grad()
+    def check_sent(self, columns_LX: Tensor | None = None) -> None:
+        """Check that weights which are about to be sent are finite. It costs one sum over them.
+
+        Args:
+            columns_LX: those columns of the weights that are sent; None for all.
+
+        Raises:
+            NonFiniteError: they are not, such as after a step that overflowed. Nothing was sent.
+        """
+        weights_LX = self.flat.param_LP if columns_LX is None else columns_LX
+        if self.comm.num_learners == 1 or is_capturing(weights_LX):
+            return
+        rows = suspect_rows(weights_LX)
+        named = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=False))}
+        if named:
+            raise NonFiniteError(
+                [
+                    NonFinite(
+                        step=self.step, learner=self.comm.learners[row], parameter=name, what="weights", action="raise"
+                    )
+                    for row, name in named.items()
+                ]
+            )
 
     @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:
@@ -43,7 +71,7 @@ class Learner:
         if self.shares is not None:
             average_LX.mul_(self.shares[list(self.comm.learners), None].to(average_LX))
         self.comm.average_(average_LX).wait()
-        return average_LX
+        return average_LX if self.share_mean == 1.0 else average_LX.div_(self.share_mean)
 
     @torch.no_grad()
     def squared_distances(self) -> Tensor:

@@ -91,6 +91,8 @@ class LocalSGD(SSGD):
         due = [index for index in range(self.fragments) if self._is_due(learner.step, index)]
         columns = self._columns(learner.flat.numel)
         parts = [learner.flat.param_LP[:, slice(*columns[index])] for index in due]
+        for part in parts:
+            learner.check_sent(part)
         works = [learner.comm.average_(part, learner.step - 1) for part in parts]
         for index, work in zip(due, works, strict=True):
             work.wait()

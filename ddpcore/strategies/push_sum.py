@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ class PushSum(Strategy):
         check_topology(self.name, topology)
         self.topology = topology
         self._push_weights: Tensor | None = None  # p of all learners, float64 [n]
+        self._share_mean = 1.0  # of p: mixing keeps it, and a death changes it
         self._is_biased = False  # whether the flat buffer holds x
 
     def __repr__(self) -> str:
@@ -67,11 +69,22 @@ class PushSum(Strategy):
     def after_step(self, learner: Learner) -> None:
         """Exchange x and p, and change the weights to z."""
         step = learner.step - 1
+        learner.check_sent()
         learner.comm.mix_(learner.flat.param_LP, self.topology, step)
         assert self._push_weights is not None
-        matrix = self.topology.mixing_matrix(step, learner.comm.num_learners)  # the same on every rank
+        drawn = learner.comm.redrawn(self.topology)
+        matrix = drawn.mixing_matrix(step, learner.comm.num_learners)  # the same on every rank
         self._push_weights = learner.shares = torch.from_numpy(matrix @ self._push_weights.numpy())
         self.restore_weights(learner)
+
+    @override
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
+        """Lose the push weights of the dead: ``sum_j p_j`` of the living is what they held. A new learner has 1."""
+        old = self._push_weights
+        assert old is not None
+        held = [1.0 if number is None else float(old[number]) for number in before]
+        self._push_weights = learner.shares = torch.tensor(held, dtype=torch.float64)
+        self._share_mean = learner.share_mean = float(self._push_weights.mean())
 
     def _held(self, learner: Learner) -> Tensor:
         """p of the learners held here, ``[L, 1]``, with the dtype and the device of the weights."""
@@ -81,9 +94,10 @@ class PushSum(Strategy):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"push_weights": self._push_weights}
+        return {"push_weights": self._push_weights, "share_mean": self._share_mean}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         self._push_weights = learner.shares = state["push_weights"].clone()
+        self._share_mean = learner.share_mean = state.get("share_mean", 1.0)  # older states have none
         self._is_biased = False

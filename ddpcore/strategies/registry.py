@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 
 from ddpcore.options.registry import Registry
 from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import check_choice
+from ddpcore.options.typed import check_choice, check_keys
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.compression import CODECS, Codec
+from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.dpsgd import DPSGD, ORDERS
+from ddpcore.strategies.exact_diffusion import ExactDiffusion
+from ddpcore.strategies.gradient_tracking import GradientTracking
 from ddpcore.strategies.local_sgd import LocalSGD, MakeOptimizer
 from ddpcore.strategies.noisy_ssgd import NoisySSGD
 from ddpcore.strategies.push_sum import PushSum
@@ -29,9 +33,14 @@ def _dpsgd(
     order: str = ORDERS[0],
     staleness: int = 0,
     compression: str | Mapping[str, Any] = "none",
+    consensus: Mapping[str, Any] | None = None,
 ) -> DPSGD:
-    """``compression`` is ``"none"``, a name of ``CODECS``, or ``{"name": ..., **settings}``."""
-    return DPSGD(topology, order=order, staleness=staleness, compression=_codec(compression))
+    """``compression`` is ``"none"``, a name of ``CODECS``, or ``{"name": ..., **settings}``.
+
+    ``consensus`` has the settings of ``AdaptiveConsensus``, such as ``{"power": 3, "start": 500}``.
+    """
+    adaptive = None if consensus is None else _consensus(consensus)
+    return DPSGD(topology, order=order, staleness=staleness, compression=_codec(compression), consensus=adaptive)
 
 
 def _local_sgd(
@@ -72,6 +81,8 @@ STRATEGIES: Registry[Strategy | Baseline] = Registry(
         NoisySSGD.name: NoisySSGD,
         SlowMo.name: _slowmo,
         PushSum.name: PushSum,
+        ExactDiffusion.name: ExactDiffusion,
+        GradientTracking.name: GradientTracking,
         Single.name: Single,
         DDP.name: DDP,
     },
@@ -88,6 +99,13 @@ def _outer(settings: Mapping[str, Any]) -> MakeOptimizer:
     except (TypeError, ValueError) as error:
         raise ValueError(f"local_sgd: outer: {error}") from error
     return make
+
+
+def _consensus(settings: Mapping[str, Any]) -> AdaptiveConsensus:
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"dpsgd: consensus is {settings!r}: it must be a mapping, settings of an AdaptiveConsensus")
+    check_keys("dpsgd: consensus", settings, (item.name for item in fields(AdaptiveConsensus)))
+    return AdaptiveConsensus(**settings)
 
 
 def _codec(wanted: str | Mapping[str, Any]) -> Codec | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +53,7 @@ class SlowMo(Strategy):
         self.takes_closure = base is None or base.takes_closure
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
+        self.can_quarantine = base is not None and base.can_quarantine
         self._anchor_P: Tensor | None = None  # w(t-H)
         self._momentum_P: Tensor | None = None  # u
 
@@ -63,6 +65,16 @@ class SlowMo(Strategy):
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         if self.base is not None:
             self.base.setup(num_learners, dtype)
+
+    @override
+    def check_shrink(self) -> None:
+        if self.base is not None:
+            self.base.check_shrink()
+
+    @override
+    def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
+        if self.base is not None:
+            self.base.members_changed(learner, before)
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -83,6 +95,7 @@ class SlowMo(Strategy):
         if learner.step % self.period:
             return
         weights_LP = learner.flat.param_LP
+        learner.check_sent()
         learner.comm.average_(weights_LP, learner.step - 1).wait()
         assert self._anchor_P is not None
         assert self._momentum_P is not None
@@ -92,6 +105,11 @@ class SlowMo(Strategy):
         self._momentum_P.mul_(self.slow_momentum).add_((self._anchor_P - weights_LP[0]) / lr)
         self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))
         weights_LP.copy_(self._anchor_P)
+
+    @override
+    def quarantine(self, learners: Set[int]) -> None:
+        assert self.base is not None
+        self.base.quarantine(learners)
 
     @override
     def averages_weights_at(self, step: int) -> bool:

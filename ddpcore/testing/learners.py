@@ -47,6 +47,7 @@ class Scenario:
         batch_norm: whether the model has running statistics.
         resume_at: number of steps after which everything is made again and goes on from the saved state; None does not.
         bucket_bytes: size of a bucket of averaged gradients.
+        lr_decay: factor of the learning rate after each step.
     """
 
     name: str = "plain"
@@ -57,6 +58,7 @@ class Scenario:
     batch_norm: bool = False
     resume_at: int | None = None
     bucket_bytes: int = 128  # several buckets, cut inside tensors
+    lr_decay: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,8 @@ class SmallRun:
                 losses = torch.stack([F.cross_entropy(*pair) for pair in zip(outputs, labels, strict=True)])
                 losses.sum().backward()
         optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= self._scenario.lr_decay
         return losses.detach()
 
     def _result(self, handle: Distributed, losses: Tensor) -> Result:

@@ -12,8 +12,10 @@ import numpy as np
 
 from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Matrix, Topology, check
+from ddpcore.topology.keyed import KeyedPermutation
 from ddpcore.topology.rounds import Round, uniform
 
+MOST_DRAWN = 4096  # learners of a matching that is drawn whole: faster, and what recorded runs have used
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -23,6 +25,8 @@ class RandomPair(Topology):
 
     The matching is a function of (seed, step, n), so all ranks compute the same one without communication. If each
     learner drew its own partner, columns of W would not sum to one, and the mean over learners would change.
+
+    Up to 4096 learners the order is drawn whole. Beyond, a keyed permutation gives a rank its partner in constant time.
     """
 
     seed: int = 0
@@ -33,7 +37,17 @@ class RandomPair(Topology):
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         """The partner, with weights 1/2; an idle learner keeps its weights."""
         check(step, rank, num_learners)
+        if num_learners > MOST_DRAWN:
+            return _with_partner(rank, _partner(_order(self.seed, step, num_learners), rank))
         return _with_partner(rank, random_matching(self.seed, step, num_learners)[rank])
+
+    def rounds(self, step: int, num_learners: int) -> list[Round]:
+        """The rounds of all learners at a step."""
+        check(step, 0, num_learners)
+        if num_learners <= MOST_DRAWN:
+            return super().rounds(step, num_learners)
+        partners = _paired(_order(self.seed, step, num_learners).values().astype(np.int64))
+        return list(map(_with_partner, range(num_learners), partners))
 
     def period(self, num_learners: int) -> None:
         """None: the rounds do not repeat."""
@@ -112,9 +126,24 @@ def random_matching(seed: int, step: int, num_learners: int) -> tuple[int, ...]:
     higher-level samplers (permutation, shuffle) may change, and ranks with different matchings would average wrongly.
     """
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(step,))).random_raw(num_learners)
-    order = np.argsort(bits, kind="stable")
-    paired = num_learners - num_learners % 2
+    return _paired(np.argsort(bits, kind="stable"))
+
+
+def _paired(order: np.ndarray) -> tuple[int, ...]:
+    """The partner of each learner if those at places 2 i and 2 i + 1 of the order are pairs; the last may be idle."""
+    paired = len(order) - len(order) % 2
     left, right = order[0:paired:2], order[1:paired:2]
-    partner = np.arange(num_learners)
+    partner = np.arange(len(order))
     partner[left], partner[right] = right, left
     return tuple(partner.tolist())
+
+
+@lru_cache(maxsize=16)
+def _order(seed: int, step: int, num_learners: int) -> KeyedPermutation:
+    """The random order of more than MOST_DRAWN learners."""
+    return KeyedPermutation(num_learners, f"random pair {seed} {step}".encode())
+
+
+def _partner(order: KeyedPermutation, rank: int) -> int:
+    place = order.inverse(rank) ^ 1
+    return order(place) if place < order.size else rank

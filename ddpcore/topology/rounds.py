@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,13 @@ class Round:
     sources: tuple[int, ...]  # learners it reads from, ascending, never itself
     weights: tuple[float, ...]  # weight of each source
     destinations: tuple[int, ...]  # learners that read from it, ascending, never itself
+
+    def without_self(self) -> Round:
+        """The round in which the learner takes the average of its sources alone. Without sources it keeps its own."""
+        total = sum(self.weights)
+        if total == 0:
+            return self
+        return replace(self, self_weight=0.0, weights=tuple(weight / total for weight in self.weights))
 
 
 def uniform(sources: Iterable[int], destinations: Iterable[int]) -> Round:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore.comm import Choice, choose_backend
-from ddpcore.data import Dataset, ShardedBatches, load_dataset
+from ddpcore.comm.errors import time_limit
+from ddpcore.comm.process import barrier, default_group
+from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
@@ -71,10 +74,14 @@ class LearnerPlacement:
         each = self.config.learners // self.world.world_size
         return list(range(self.world.rank * each, (self.world.rank + 1) * each))
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
+    def barrier(self, what: str) -> None:
+        """Wait for all ranks; ``what`` names the wait in an error."""
         if self.real:
-            dist.barrier()
+            barrier(what)
+
+    def time_limit(self) -> AbstractContextManager[None]:
+        """Inside, a rank may let the others wait as long as the config says, in any call of the process group."""
+        return time_limit(default_group(None), self.config.timeout) if self.real else nullcontext()
 
 
 def build_dataset(placement: LearnerPlacement) -> Dataset:
@@ -85,10 +92,10 @@ def build_dataset(placement: LearnerPlacement) -> Dataset:
     """
     first = placement.world.local_rank == 0
     if not first:
-        placement.barrier()
+        placement.barrier("the wait for the files of the data set")
     dataset = read_dataset(placement.config, first=first)
     if first:
-        placement.barrier()
+        placement.barrier("the wait for the files of the data set")
     return dataset
 
 
@@ -129,9 +136,17 @@ def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
 
 
 def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
-    """Which samples each learner takes at a step."""
+    """Which samples each learner takes at a step.
+
+    Raises:
+        ValueError: the shards do not fit the data set, or the batch does not.
+    """
+    parts = None
+    if config.shards != SHARDS[0]:
+        labels = dataset.train.labels.cpu()
+        parts = split(config.shards, labels, config.learners, seed=config.seed, **config.shards_options)
     return ShardedBatches(
-        len(dataset.train), config.batch_size, config.learners, config.seed, config.sampler, config.drop_last
+        len(dataset.train), config.batch_size, config.learners, config.seed, config.sampler, config.drop_last, parts
     )
 
 
@@ -219,9 +234,13 @@ def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any)
         "group": dist.group.WORLD if placement.real else None,
         "transport": config.transport,
         "link": config.make_link(),
+        "on_failure": config.on_failure,
         "policies": Policies(**config.policies) if config.policies else None,
+        **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
         **options,
     }
+    if isinstance(strategy, Strategy):  # all ranks end the run together, see Loop
+        arguments["on_nonfinite"] = "skip" if config.on_nonfinite == "raise" else config.on_nonfinite
     handle = distribute(model, optimizer, strategy, **arguments)
     torch.manual_seed(config.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
     return Trainer(

@@ -14,13 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpcore.comm.base import Communicator
+from ddpcore.comm.errors import Call
+from ddpcore.comm.process import barrier, default_group
 from ddpcore.options.extras import extra
 from ddpcore.storage.files import sync_folder, write_file
+from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file, shown
 from ddpcore.storage.serialization import pack, unpack
 
 FORMAT = 2
 READABLE = (1, 2)  # format 1 differs only in what it lost: see ddpcore.storage.serialization.unpack
 MANIFEST = "manifest.json"
+_DIGEST_BYTES = 512  # room for the names and digests of the two files of a rank
+_FILES = re.compile(r"rank-[0-9]+\.(safetensors|json)")  # so a manifest names no file outside its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +43,14 @@ class Checkpoints:
         config: the config of the run as plain values; stored in every checkpoint.
         rank: of this process.
         num_ranks: number of processes of the run.
+        comm: for ranks that may die, their connection: a checkpoint is complete only if none has died.
     """
 
     folder: Path
     config: dict[str, Any]
     rank: int = 0
     num_ranks: int = 1
+    comm: Communicator | None = None
 
     def path(self, step: int) -> Path:
         """The folder of a step."""
@@ -69,8 +77,11 @@ class Checkpoints:
         if self.rank == 0:
             self._clean_up()
             partial.mkdir(parents=True)
-        if self.num_ranks > 1:
-            dist.barrier()
+        if self.comm is None:
+            if self.num_ranks > 1:
+                barrier(f"the checkpoint of step {step}")
+        elif len(self.comm.gather(torch.zeros(1, 1))) < self.num_ranks:
+            return
         tree, tensors = pack(state)
         safetensors = load_safetensors()
         mine = {
@@ -79,15 +90,24 @@ class Checkpoints:
         }
         for name, content in mine.items():
             write_file(partial / name, content)
-        digests = [{name: _digest(content) for name, content in mine.items()}] * self.num_ranks
-        if self.num_ranks > 1:
-            dist.all_gather_object(digests, digests[0])
-        if self.rank == 0:
+        digests = self._everyone({name: _digest(content) for name, content in mine.items()})
+        if self.rank == 0 and len(digests) == self.num_ranks:
             self._publish(partial, step, {name: digest for one in digests for name, digest in one.items()})
             kept = {*[other for other in self.steps() if other <= step][-keep_last:], best}
             for other in set(self.steps()) - kept:
                 self.path(other).rename(self.folder / f"partial-{other:08d}")
             self._clean_up()
+
+    def _everyone(self, digests: dict[str, str]) -> list[dict[str, str]]:
+        """The digests of all ranks that are left."""
+        if self.comm is not None:
+            text = json.dumps(digests).ljust(_DIGEST_BYTES).encode()
+            return [json.loads(bytes(row.tolist())) for row in self.comm.gather(torch.tensor([list(text)]))]
+        everyone = [digests] * self.num_ranks
+        if self.num_ranks > 1:
+            with Call(default_group(None), "a checkpoint"):
+                dist.all_gather_object(everyone, digests)
+        return everyone
 
     def _publish(self, partial: Path, step: int, files: dict[str, str]) -> None:
         """Write the manifest, and give the folder its final name."""
@@ -136,7 +156,8 @@ class Checkpoints:
             found = self._find_last(steps, warn)
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
-            dist.broadcast_object_list(answer, src=0)
+            with Call(default_group(None), "the search for the last checkpoint"):
+                dist.broadcast_object_list(answer, src=0)
             found, steps = answer
         if found < 0 and steps:
             raise ValueError(f"{self.folder}: every checkpoint is damaged: remove {self.folder.parent} to begin anew")
@@ -148,13 +169,18 @@ class Checkpoints:
                 f"checkpoint {self.path(found)} was written by {manifest['num_ranks']} processes and these are "
                 f"{self.num_ranks}: resume with as many"
             )
-        tree = json.loads((self.path(found) / f"rank-{self.rank}.json").read_bytes())
-        tensors = load_safetensors().torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
-        return found, unpack(tree, tensors, device)
+        try:
+            path = self.path(found) / f"rank-{self.rank}.json"
+            tree = json.loads(read_file(path, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
+            tensors = load_safetensors().torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
+            return found, unpack(tree, tensors, device)
+        except Exception as error:  # its checksums fit, so somebody has made it: any error can occur
+            reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__
+            raise ValueError(f"checkpoint {shown(self.path(found))} cannot be read ({reason}): remove it") from error
 
     def manifest(self, step: int) -> dict[str, Any]:
         """The manifest of a complete checkpoint: format, step, num_ranks, config, files."""
-        manifest: dict[str, Any] = json.loads((self.path(step) / MANIFEST).read_bytes())["manifest"]
+        manifest: dict[str, Any] = json.loads(read_file(self.path(step) / MANIFEST))["manifest"]
         return manifest
 
     def _find_last(self, steps: list[int], warn: Callable[[str], None]) -> int:
@@ -169,7 +195,7 @@ class Checkpoints:
                     self.path(later).rename(renamed)
                 return step
             then = "there is none before it" if step == steps[0] else "taking the one before it"
-            warn(f"checkpoint {self.path(step)} is damaged ({problem}): {then}")
+            warn(f"checkpoint {shown(self.path(step))} is damaged ({plain(problem)}): {then}")
             damaged.append(step)
         return -1
 
@@ -177,7 +203,7 @@ class Checkpoints:
         """What is wrong with a checkpoint; None if it is complete."""
         folder, safetensors = self.path(step), load_safetensors()
         try:
-            outer = json.loads((folder / MANIFEST).read_bytes())
+            outer = json.loads(read_file(folder / MANIFEST))
             if outer["sha256"] != _digest(_canonical(outer["manifest"])):
                 return f"{MANIFEST} does not match its checksum"
             if outer["manifest"]["format"] not in READABLE:
@@ -185,12 +211,15 @@ class Checkpoints:
                     f"format {outer['manifest']['format']} where this version reads {' and '.join(map(str, READABLE))}"
                 )
             for name, digest in outer["manifest"]["files"].items():
-                if _digest((folder / name).read_bytes()) != digest:
+                if not _FILES.fullmatch(name):
+                    return f"{shown(name)} is no file of a checkpoint"
+                if _digest_of_file(folder / name) != digest:
                     return f"{name} does not match its checksum"
             for path in folder.glob("*.safetensors"):
+                open_file(path).close()
                 with safetensors.safe_open(path, framework="pt"):
                     pass
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        except Exception as error:  # damaged bytes can cause any error
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -204,6 +233,14 @@ def load_safetensors() -> Any:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while piece := file.read(MiB):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _canonical(manifest: dict[str, Any]) -> bytes:

@@ -13,7 +13,8 @@ import torch
 from ddpcore.comm import choose_backend
 from ddpcore.options.command_line import check, option, parse
 from ddpcore.runtime import launch
-from ddpcore.runtime.launch import World
+from ddpcore.runtime.launch import TIMEOUT_SECONDS, World
+from ddpcore.storage.limits import plain, shown
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.run import Interrupted, train
 from ddpcore.training.settings import settings
@@ -33,6 +34,9 @@ class TrainOptions:
     )
     out: Path | None = option(None, "folder of record, checkpoints and model", metavar="DIR")
     world_size: int = option(1, "start this many ranks; with 1 all learners are virtual", least=1)
+    timeout: float | None = option(
+        None, f"timeout=SECONDS: how long a living rank may let the others wait ({TIMEOUT_SECONDS:g})"
+    )
     resume: bool = option(False, "continue from the last checkpoint in --out", action="store_true")
     tensorboard: bool = option(False, "also write numbers for TensorBoard", action="store_true")
 
@@ -49,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(TrainOptions, argv, prog=f"python -m {program}", description=TrainOptions.__doc__ or "")
         torchrun = launch.torchrun_world()
         world_size = options.world_size if torchrun is None else torchrun.world_size
-        config = TrainConfig(**{"learners": world_size, **settings(options.fields)})
+        given = {} if options.timeout is None else {"timeout": options.timeout}
+        config = TrainConfig(**{"learners": world_size, **settings(options.fields), **given})
         device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
         backend = "virtual"
         if world_size > 1:
@@ -60,7 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(
                     f"{world_size} ranks would share {num_gpus} GPU: leave --world-size out, or device=cpu"
                 )
-        launch.run(_run_rank, (config, options), world_size=world_size, backend=backend)
+        launch.run(
+            _run_rank,
+            (config, options),
+            world_size=world_size,
+            backend=backend,
+            timeout=config.timeout,
+            on_failure=config.on_failure,
+        )
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -71,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = 130, str(error).replace("resume=True", "--resume")
     else:
         return 0
-    print(f"{program}: {message}", file=sys.stderr)
+    print(f"{program}: {plain(message)}", file=sys.stderr)
     return code
 
 
@@ -79,7 +91,7 @@ def _run_rank(world: World, config: TrainConfig, options: TrainOptions) -> None:
     assert options.out is not None
     record = train(config, out=options.out, world=world, resume=options.resume, tensorboard=options.tensorboard)
     if world.rank == 0:
-        print(_summary(record.final), "-", options.out)
+        print(_summary(record.final), "-", shown(options.out))
 
 
 def _summary(final: dict[str, Any]) -> str:

@@ -9,7 +9,9 @@ from typing import Any, get_type_hints
 
 from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.data import DATASETS, SAMPLERS
+from ddpcore.comm.membership import LEAST, ON_FAILURE
+from ddpcore.data import DATASETS, SAMPLERS, SHARDS
+from ddpcore.data.uneven import check_options as check_shards
 from ddpcore.distributed.averaging import BATCH_NORM
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
@@ -18,7 +20,9 @@ from ddpcore.optim.schedules import SCHEDULES
 from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
+from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
+from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
 from ddpcore.topology.registry import TOPOLOGIES
@@ -28,7 +32,10 @@ DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
 EVALUATION_SPLITS = ("test", "validation")
 # Fields that change no result: they may change when a run is resumed.
-BOOKKEEPING = ("data_dir", "download", "checkpoint_every", "keep_last", "keep_best", "record_steps")
+BOOKKEEPING = (
+    *("data_dir", "download", "timeout", "checkpoint_every", "keep_last", "keep_best", "save_nonfinite"),
+    "record_steps",
+)
 
 # Fields that name a part of the run, and the registry of such parts. The options of `model` are in `model_options`.
 REGISTRIES: Mapping[str, Registry[Any]] = {
@@ -40,7 +47,7 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
     "topology": TOPOLOGIES,
 }
 # Fields that hold options, and the field that names the part with these options.
-OPTIONS = {f"{name}_options": name for name in REGISTRIES} | {"policies": ""}
+OPTIONS = {f"{name}_options": name for name in REGISTRIES} | {"policies": "", "shards_options": "shards"}
 
 
 def _field(default: Any, about: str, choices: Sequence[str] = (), **bounds: float) -> Any:
@@ -77,12 +84,22 @@ class TrainConfig:
     num_test: int | None = _field(None, "use only this many test samples", least=1)
     random_labels: bool = _field(False, "replace training labels by random ones, which can only be memorized")
     sampler: str = _field(SAMPLERS[0], "how learners get samples, see :class:`ddpcore.data.ShardedBatches`", SAMPLERS)
+    shards: str = _field(
+        SHARDS[0],
+        "samples that a learner keeps for the whole run, see :func:`ddpcore.data.split`; ``even``: as ``sampler`` says",
+        SHARDS,
+    )
+    shards_options: Mapping[str, Any] = _field(
+        dict, '``{"alpha": 0.1}`` of ``dirichlet``, ``{"parts": [[0, 2], [1, 3]]}`` of ``given``'
+    )
     drop_last: bool = _field(True, "skip the incomplete batch at the end of an epoch")
     batch_size: int = _field(128, "samples of one optimizer step, over all learners", least=1)
     accumulation: int = _field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
     epochs: int | None = _field(None, "length of the run in epochs; set either ``epochs`` or ``steps``", least=1)
     steps: int | None = _field(None, "length of the run in optimizer steps", least=1)
-    optimizer: str = _field("sgd", "``sgd``, ``lars``, ``lamb`` are ddpcore's; the other short names are torch's")
+    optimizer: str = _field(
+        "sgd", "``sgd``, ``adamw``, ``lars``, ``lamb`` are ddpcore's; other short names are torch's"
+    )
     optimizer_options: Mapping[str, Any] = _field(dict, 'its options, such as ``{"momentum": 0.9}``')
     param_groups: bool = _field(False, "no weight decay and no layer-wise adaptation of biases and norms")
     lr: float = _field(0.1, "peak learning rate; with ``reference_batch_size``, that of the reference batch", least=0)
@@ -106,7 +123,7 @@ class TrainConfig:
     strategy_options: Mapping[str, Any] = _field(dict, "its options, see :mod:`ddpcore.strategies.registry`")
     topology: str = _field("random_pair", "the neighbours, for strategies that have neighbours")
     topology_options: Mapping[str, Any] = _field(dict, "its options")
-    policies: Mapping[str, str] = _field(dict, "fields of :class:`ddpcore.Policies`")
+    policies: Mapping[str, Any] = _field(dict, "fields of :class:`ddpcore.Policies`")
     learners: int = _field(1, "learners, virtual in one process or the same number on each rank", least=1)
     device: str = _field(DEVICES[0], "where to train", DEVICES)
     transport: str = _field(TRANSPORTS[0], "how ranks exchange bytes, see :func:`ddpcore.distribute`", TRANSPORTS)
@@ -114,6 +131,14 @@ class TrainConfig:
         None,
         "a network to emulate between real ranks, ``10Gb/s,50us``, see :meth:`ddpcore.comm.Link.parse`; the seconds of "
         "the run are then those on this network",
+    )
+    on_failure: str = _field(
+        ON_FAILURE[0],
+        "when a rank dies: ``raise`` ends all ranks, ``shrink`` goes on with the others, see docs/reliability.md",
+        ON_FAILURE,
+    )
+    timeout: float = _field(
+        TIMEOUT_SECONDS, "seconds that a living rank may let the others wait", above=0, most=MOST_SECONDS
     )
     target: float | None = _field(None, "end the run at an evaluation with this accuracy", above=0, most=1)
     evaluate_every: int = _field(1, "epochs between evaluations of the averaged model; 0: only at the end", least=0)
@@ -127,9 +152,16 @@ class TrainConfig:
     record_steps: bool = _field(False, "also record loss and times of every step, a file for each rank in ``steps/``")
     seed: int = _field(0, "of weights, dropout, batches, augmentation, gossip pairs and noise", **SEED_RANGE)
     diverged_above: float | None = _field(None, "stop above this multiple of the first loss; None: at NaN", above=1)
+    on_nonfinite: str = _field(
+        ON_NONFINITE[0],
+        "a gradient that is not finite ends the run as diverged (``raise``), or the learner leaves out its step "
+        "(``skip``), or takes the average of its neighbours (``quarantine``), see :func:`ddpcore.distribute`",
+        ON_NONFINITE,
+    )
     checkpoint_every: int | None = _field(None, "steps between checkpoints; None: each epoch; 0: none", least=0)
     keep_last: int = _field(2, "how many of the last checkpoints to keep", least=1)
     keep_best: bool = _field(True, "also keep the checkpoint with the best accuracy")
+    save_nonfinite: bool = _field(False, "also save checkpoints and models with numbers that are not finite")
 
     def __new__(cls, *values: Any, **given: Any) -> TrainConfig:
         """Refuse unknown fields with a suggestion, before ``__init__`` raises TypeError."""
@@ -154,10 +186,17 @@ class TrainConfig:
                 f"batch_size is {self.batch_size}: it must be a multiple of learners x accumulation, "
                 f"{self.learners} x {self.accumulation}"
             )
+        if self.shards != SHARDS[0] and (self.sampler != SAMPLERS[0] or not self.drop_last):
+            raise ValueError(
+                f"shards is '{self.shards}' and learners keep their parts: leave sampler at '{SAMPLERS[0]}' and "
+                "drop_last on"
+            )
         if self.strategy == "single" and self.learners > 1:
             raise ValueError(f"learners is {self.learners}: single trains one learner, take the strategy ssgd for more")
         if self.link is not None and self.learners == 1:
             raise ValueError(f"link is {self.link!r} and learners is 1: one learner sends nothing, leave it out")
+        if self.on_failure != ON_FAILURE[0]:
+            self._check_shrink()
         if self.evaluate_on == "validation" and not self.num_validation:
             raise ValueError("evaluate_on is 'validation': set num_validation to the samples to hold out")
         if bool(self.milestones) != (self.schedule == "step"):
@@ -180,16 +219,37 @@ class TrainConfig:
         if self.policies.get("scaler", "keep") != "keep":
             raise ValueError("policies has a scaler: bf16 and fp32 need none, leave it out")
 
+    def _check_shrink(self) -> None:
+        """Check what a run needs to go on when a rank dies."""
+        needed = f"on_failure is {self.on_failure!r}: "
+        if self.learners <= LEAST:
+            raise ValueError(f"{needed}{LEAST} learners must be left, and learners is {self.learners}: take more")
+        if self.statistics_every or self.link is not None:
+            raise ValueError(f"{needed}statistics and an emulated link need a fixed number of ranks: leave them out")
+        if self.sampler != SAMPLERS[0] or not self.drop_last:
+            raise ValueError(f"{needed}samples are dealt again with sampler {SAMPLERS[0]!r} and drop_last: take these")
+        strategy = self.make_strategy()
+        if isinstance(strategy, Baseline):
+            raise ValueError(f"{needed}{strategy.name} ends when a rank dies: take 'raise', or another strategy")
+        strategy.check_shrink()
+
     def _check_options(self) -> None:
         """Check the options of each part. Strategy, topology and link are built, which checks the values too."""
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
         for name, registry in REGISTRIES.items():
             registry.check_options(getattr(self, name), getattr(self, f"{name}_options"))
+        check_shards(self.shards, self.shards_options)
         check_keys("policies", self.policies, (item.name for item in fields(Policies)))
         Policies(**self.policies)
         self.make_link()
-        self.make_strategy()
+        strategy = self.make_strategy()
+        if isinstance(strategy, Strategy):
+            check_on_nonfinite(self.on_nonfinite, strategy)
+        elif self.on_nonfinite != "raise":
+            raise ValueError(
+                f"on_nonfinite is {self.on_nonfinite!r}: {strategy.name} checks no gradients, leave it out"
+            )
 
     def make_strategy(self) -> Strategy | Baseline:
         """A new strategy with its topology. Raises ValueError if an option is wrong."""

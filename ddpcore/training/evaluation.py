@@ -54,7 +54,7 @@ def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicato
         comm: the learners that take part.
     """
     device, num_rows = split.labels.device, len(comm.learners)
-    samples = torch.arange(len(split), device=device).tensor_split(comm.num_learners // num_rows)
+    samples = torch.arange(len(split), device=device).tensor_split(max(1, comm.num_learners // num_rows))
     mine = samples[comm.learners[0] // num_rows]
     # gather takes one row per learner: the first row holds the sums of this process, and the others stay zero.
     loss = torch.zeros(num_rows, dtype=torch.float64, device=device)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.signals import StopSignal
+from ddpcore.storage.serialization import tensors_of
+from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, is_finite
 from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors
 from ddpcore.training.progress import Progress
@@ -35,6 +37,7 @@ class Loop:
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
         steps: records every step; None without ``record_steps``.
+        take_over: makes a writer in a rank that becomes the first one, because the first one has died.
     """
 
     placement: LearnerPlacement
@@ -44,6 +47,7 @@ class Loop:
     checkpoints: Checkpoints
     writer: RunWriter | None
     steps: StepRecorder | None = None
+    take_over: Callable[[], RunWriter | None] | None = None
 
     def __post_init__(self) -> None:
         self.config = self.placement.config
@@ -51,22 +55,36 @@ class Loop:
         self.steps_per_epoch = self.trainer.batches.steps_per_epoch
         self.total_steps = total_steps(self.config, self.steps_per_epoch)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
+        self._num_changes = 0  # of the members, that are written
         self._num_records = 0  # records of the statistics that are written
+        self.is_saved = True  # whether the last checkpoint that was due was written
 
     def run(self, stop_signal: StopSignal) -> bool:
         """Train to the end. False: ``stop_signal`` came first, and the run is saved in a checkpoint."""
         trainer, progress = self.trainer, self.progress
         self._resumed_at = self.comm.now()
         while trainer.num_steps < self.total_steps and not (progress.diverged or self._has_reached_target()):
-            losses_L = trainer.step()
-            progress.add(losses_L)
+            try:
+                losses_L = trainer.step()
+            except NonFiniteError as error:  # weights; see _collect for gradients
+                if self.placement.real:
+                    raise
+                progress.diverged, progress.reason = True, str(error)
+                break
+            progress.add(losses_L, only_finite=self.config.on_nonfinite != "raise")
             if self.steps is not None:
                 self.steps.add(losses_L)
             step = trainer.num_steps
             epoch_ends = step % self.steps_per_epoch == 0 or step == self.total_steps
             stop = stop_signal.asked and not self.placement.real
             if epoch_ends or step == 1 or step % CHECK_EVERY == 0:
-                loss, stop = progress.check(self.comm, stop_signal.asked, self.config.diverged_above)
+                num_found = len(trainer.handle.nonfinite)
+                loss, stop, num_found = progress.check(
+                    self.comm, stop_signal.asked, self.config.diverged_above, num_found
+                )
+                if num_found:
+                    self._collect(num_found)
+                self._note_changes()
                 self._show(loss)
                 self._write_statistics()
                 if self.steps is not None:
@@ -74,7 +92,7 @@ class Loop:
             is_best = self._end_epoch() if epoch_ends or progress.diverged else False
             stop = stop and step < self.total_steps
             if stop or self._needs_checkpoint(step, epoch_ends, is_best):
-                self._save()
+                self.is_saved = self._save()
             if stop:
                 return False
         self._end()
@@ -84,6 +102,46 @@ class Loop:
         """Whether an evaluation has reached the config's target."""
         target, best = self.config.target, self.progress.best
         return target is not None and best is not None and best["accuracy"] >= target
+
+    def _collect(self, num_found: int) -> None:
+        """Gather and write what was found since the last check, at most ``num_found`` on each rank. Collective.
+
+        With ``raise``, the run has diverged: so all ranks end it at the same step, as virtual learners do. Until then a
+        learner whose gradients are not finite takes no step.
+        """
+        found, names = self.trainer.handle.nonfinite, [name for name, _ in self.trainer.module.named_parameters()]
+        mine = torch.full((len(self.comm.learners), num_found, 3), -1, dtype=torch.int64)
+        for index, one in enumerate(found):
+            learner = -1 if one.learner is None else one.learner
+            mine[0, index] = torch.tensor([one.step, learner, names.index(one.parameter)])
+        found.clear()
+        everyone = self.comm.gather(mine.to(self.placement.device)).flatten(0, 1).tolist()
+        events = [
+            NonFinite(
+                step=step,
+                learner=None if learner < 0 else learner,
+                parameter=names[index],
+                what="gradient",
+                action=self.config.on_nonfinite,
+            )
+            for step, learner, index in sorted({(*row,) for row in everyone if row[0] >= 0})
+        ]
+        if self.config.on_nonfinite == "raise":
+            self.progress.diverged, self.progress.reason = True, str(events[0])
+        if self.writer is not None:
+            for event in events:
+                self.writer.write({"kind": "nonfinite", **asdict(event)})
+
+    def _note_changes(self) -> None:
+        """Write who has died. If that was the rank that writes, the first one that is left takes over."""
+        changes = self.trainer.handle.changes[self._num_changes :]
+        self._num_changes += len(changes)
+        if changes and self.writer is None and self.take_over is not None and self.comm.learners[0] == 0:
+            self.writer = self.take_over()
+        if self.writer is not None:
+            for change in changes:
+                row = {**asdict(change), "kind": "members", "step": self.trainer.num_steps, "text": str(change)}
+                self.writer.write(row)
 
     def _show(self, loss: float) -> None:
         if self.writer is not None:
@@ -102,8 +160,8 @@ class Loop:
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.checkpoint_every
-        if every == 0 or self.progress.diverged:
-            return False
+        if every == 0 or self.progress.diverged or self.trainer.handle.changes:
+            return False  # a run with fewer ranks cannot be resumed: the last checkpoint of all ranks stays
         return (epoch_ends if every is None else step % every == 0) or (is_best and self.config.keep_best)
 
     def _end_epoch(self) -> bool:
@@ -113,6 +171,7 @@ class Loop:
             before = progress.total_seconds
             epoch = -(-step // self.steps_per_epoch)
             num = min(progress.epoch_steps * config.batch_size, trainer.batches.samples_per_learner * config.learners)
+            num = num * self.comm.num_learners // config.learners  # of the learners that are left
             seconds = progress.epoch_seconds
             row: dict[str, Any] = {
                 "kind": "epoch",
@@ -146,15 +205,18 @@ class Loop:
         model, test = self._evaluation_model(), None
         if self.config.evaluate_on == "validation" and not progress.diverged:
             test = self.trainer.evaluate(model, "test")
+        self._note_changes()  # also of a death in this evaluation
         if self.writer is None:
             return
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        self.writer.write_model(load_safetensors().torch.save(tensors))
+        if self.config.save_nonfinite or is_finite(tensors.values()):
+            self.writer.write_model(load_safetensors().torch.save(tensors))
         self.writer.write(
             {
                 "kind": "end",
                 "step": self.trainer.num_steps,
                 "diverged": progress.diverged,
+                "diverged_reason": progress.reason,
                 "accuracy": progress.accuracy,
                 "best_accuracy": best.get("accuracy"),
                 "best_epoch": best.get("epoch"),
@@ -176,8 +238,17 @@ class Loop:
                 reason = f"{type(error).__name__}: {error}"
         return {"flatness": flat, "flatness_reason": reason}
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Save a checkpoint, unless a number on any rank is not finite, so that good ones stay. Collective."""
         with self._paused():
+            state = self.trainer.state_dict()
+            if not self.config.save_nonfinite:
+                is_bad = not is_finite(tensors_of(state))
+                bad_L = torch.full((len(self.comm.learners),), float(is_bad), device=self.placement.device)
+                if bool(self.comm.gather(bad_L).any()):
+                    if self.writer is not None:
+                        self.writer.warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
+                    return False
             self._write_statistics()  # a run that resumes here does not compute these records again
             if self.writer is not None:
                 self.writer.sync()
@@ -185,13 +256,14 @@ class Loop:
             self.checkpoints.save(
                 self.trainer.num_steps,
                 {
-                    **self.trainer.state_dict(),
+                    **state,
                     "progress": self.progress.state_dict(),
                     "statistics": None if self.statistics is None else self.statistics.state_dict(),
                 },
                 keep_last=self.config.keep_last,
                 best=best["step"] if best is not None and self.config.keep_best else None,
             )
+        return True
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

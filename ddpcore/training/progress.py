@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ddpcore.comm.base import Communicator
 
+NOTHING = torch.zeros(0)
+
 
 @dataclass
 class Progress:
@@ -31,6 +33,9 @@ class Progress:
         epoch_seconds: seconds of training in this epoch.
         seconds: :attr:`total_seconds` when this object was made: 0, or the value of a checkpoint.
         diverged: whether the run has diverged.
+        reason: why, if a number that is not finite is the reason.
+        epoch_lost_L: steps of this epoch whose loss is not in ``epoch_loss_L``, because it was not finite.
+        window_lost_L: the same for ``window_loss_L``.
     """
 
     epoch_loss_L: Tensor
@@ -43,8 +48,14 @@ class Progress:
     epoch_seconds: float = 0.0
     seconds: float = 0.0
     diverged: bool = False
+    reason: str | None = None
+    epoch_lost_L: Tensor = NOTHING
+    window_lost_L: Tensor = NOTHING
 
     def __post_init__(self) -> None:
+        for name in ("epoch_lost_L", "window_lost_L"):
+            if getattr(self, name) is NOTHING:
+                setattr(self, name, torch.zeros_like(self.epoch_loss_L))
         self._started = time.perf_counter() - self.seconds
 
     @classmethod
@@ -58,8 +69,13 @@ class Progress:
         """Seconds of the whole run, with evaluations and checkpoints, and without the time between two processes."""
         return time.perf_counter() - self._started
 
-    def add(self, losses_L: Tensor) -> None:
-        """Add the losses of one step."""
+    def add(self, losses_L: Tensor, *, only_finite: bool = False) -> None:
+        """Add the losses of one step; with ``only_finite``, those that are not finite do not count."""
+        if only_finite:
+            is_lost_L = ~losses_L.isfinite()
+            losses_L = losses_L.masked_fill(is_lost_L, 0)
+            self.epoch_lost_L += is_lost_L
+            self.window_lost_L += is_lost_L
         self.epoch_loss_L += losses_L
         self.window_loss_L += losses_L
         self.epoch_steps += 1
@@ -69,32 +85,39 @@ class Progress:
         """Add seconds of training."""
         self.epoch_seconds += seconds
 
-    def check(self, comm: Communicator, stop: bool, diverged_above: float | None) -> tuple[float, bool]:
+    def check(
+        self, comm: Communicator, stop: bool, diverged_above: float | None, num_found: int = 0
+    ) -> tuple[float, bool, int]:
         """Compute the loss since the last check, detect divergence, and agree on whether to stop. Collective.
 
         Args:
             comm: the learners.
             stop: whether this rank must stop.
             diverged_above: see ``TrainConfig``.
+            num_found: a number of this rank.
 
         Returns:
-            The mean loss over steps and learners, and whether any rank must stop.
+            The mean loss over steps and learners, whether any rank must stop, and the largest ``num_found``.
         """
-        mine_L2 = torch.stack([self.window_loss_L, torch.full_like(self.window_loss_L, stop)], dim=1)
-        losses_n, stops_n = comm.gather(mine_L2).cpu().unbind(dim=1)
-        loss = losses_n.mean().item() / self.window_steps
+        numbers = (torch.full_like(self.window_loss_L, number) for number in (stop, num_found))
+        mine_L4 = torch.stack([self.window_loss_L, self.window_lost_L, *numbers], dim=1)
+        losses_n, lost_n, stops_n, found_n = comm.gather(mine_L4).cpu().unbind(dim=1)
+        loss = _mean(losses_n, lost_n, self.window_steps)
         if self.first_loss is None:
             self.first_loss = loss
         too_high = diverged_above is not None and loss > diverged_above * self.first_loss
         self.diverged = too_high or not math.isfinite(loss)
         self.window_loss_L.zero_()
+        self.window_lost_L.zero_()
         self.window_steps = 0
-        return loss, bool(stops_n.any())
+        return loss, bool(stops_n.any()), int(found_n.max())
 
     def end_epoch(self, comm: Communicator) -> float:
         """The mean training loss of the epoch over steps and learners; sets the sums of the epoch to 0. Collective."""
-        loss = comm.gather(self.epoch_loss_L).mean().item() / self.epoch_steps
+        both_n2 = comm.gather(torch.stack([self.epoch_loss_L, self.epoch_lost_L], dim=1))
+        loss = _mean(both_n2[:, 0], both_n2[:, 1], self.epoch_steps)
         self.epoch_loss_L.zero_()
+        self.epoch_lost_L.zero_()
         self.epoch_steps, self.epoch_seconds = 0, 0.0
         return loss
 
@@ -112,3 +135,9 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """The arguments that make an equal object."""
         return {item.name: getattr(self, item.name) for item in fields(self)} | {"seconds": self.total_seconds}
+
+
+def _mean(losses_n: Tensor, lost_n: Tensor, num_steps: int) -> float:
+    """The mean loss over steps and learners, of which each learner has lost some; NaN if all are lost."""
+    counted = num_steps - float(lost_n.mean())
+    return float(losses_n.mean()) / counted if counted else math.nan

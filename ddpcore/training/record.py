@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.json_lines import rows
+from ddpcore.storage.json_lines import read_lines
 
 FILE = "record.jsonl"
-KINDS = ("run", "resume", "epoch", "statistics", "end")
+KINDS = ("run", "resume", "epoch", "statistics", "nonfinite", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +19,9 @@ class RunRecord:
     Attributes:
         path: the file.
         header: ``kind`` "run": config, num_parameters, num_samples, num_classes, dataset_digest
-            (:meth:`ddpcore.data.Dataset.digest`), device, versions, commit, date.
+            (:meth:`ddpcore.data.Dataset.digest`), total_variation (:func:`ddpcore.data.total_variation`, how uneven the
+            ``shards`` are; None for the shards ``even``), device, versions, commit, date. Empty
+            if its line is damaged.
         resumed: ``kind`` "resume", one line each time that the run was resumed: step, device, versions, commit, date.
         epochs: ``kind`` "epoch", one line per epoch: epoch (from 1), step, train_loss, lr, seconds (of training; with
             ``link``, seconds on the emulated network), samples_per_s, consensus_distance, evaluation_seconds,
@@ -29,10 +29,12 @@ class RunRecord:
             that split, the last five from 0 to 1.
         statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
             :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
-        final: ``kind`` "end": step, diverged, accuracy (of the last evaluation), best_accuracy, best_epoch,
-            total_seconds; test, the scores on the test split if the run was evaluated on the validation split;
-            flatness, the values of :class:`ddpcore.diagnostics.Flatness`, if the config requests it; flatness_reason,
-            why flatness is missing. Empty if the run has not ended.
+        nonfinite: ``kind`` "nonfinite": the values of :class:`ddpcore.NonFinite`, one line for each learner and step.
+        final: ``kind`` "end": step, diverged, diverged_reason (the first number that was not finite), accuracy (of the
+            last evaluation), best_accuracy, best_epoch, total_seconds; test, the scores on the test split if the run
+            was evaluated on the validation split; flatness, the values of :class:`ddpcore.diagnostics.Flatness`, if the
+            config requests it; flatness_reason, why flatness is missing. Empty if the run has not ended.
+        problems: a sentence for each line that is damaged; the attributes above have the others.
     """
 
     path: Path
@@ -41,33 +43,33 @@ class RunRecord:
     epochs: list[dict[str, Any]]
     statistics: list[dict[str, Any]]
     final: dict[str, Any]
+    nonfinite: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, out: Path) -> RunRecord:
         """The record in a run's folder.
 
         Raises:
-            ValueError: there is no record, or it is damaged.
+            ValueError: there is no record, or nothing of it is left.
         """
         path = Path(out) / FILE
-        lines = list(rows(path))
+        found = read_lines(path)
+        lines = found.rows
         kinds = {kind: [row for row in lines if row.get("kind") == kind] for kind in KINDS}
-        if lines and not kinds["run"]:
+        if not lines and found.problems:
+            raise ValueError(found.problems[0])
+        if lines and not kinds["run"] and not found.problems:
             raise ValueError(f"{path}: no line is of kind run: the file is damaged")
         if not lines:
             raise ValueError(f"{path}: there is no record of a run: train into this folder first")
         return cls(
             path=path,
-            header=kinds["run"][0],
+            header=kinds["run"][0] if kinds["run"] else {},
             resumed=kinds["resume"],
             epochs=kinds["epoch"],
             statistics=kinds["statistics"],
             final=(kinds["end"] or [{}])[-1],
+            nonfinite=kinds["nonfinite"],
+            problems=found.problems,
         )
-
-
-def mend(path: Path) -> None:
-    """Remove an incomplete last line, so that the next line can be appended."""
-    content = path.read_bytes() if path.is_file() else b""
-    if content and not content.endswith(b"\n"):
-        replace_file(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows(path)))

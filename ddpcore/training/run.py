@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import Dataset
+import torch
+
+from ddpcore.data import Dataset, total_variation
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
+from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
@@ -72,16 +75,16 @@ def train(
     finished = _check_folder(config, out, resume, dataset)
     if finished is not None:
         return finished
-    with StopSignal() as stop_signal:
+    with StopSignal() as stop_signal, placement.time_limit():
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
         statistics = noise_statistics(config, trainer)
         with locked(out) if placement.world.rank == 0 else nullcontext():
-            placement.barrier()  # rank 0 holds the lock for all
+            placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
             finished = _check_folder(config, out, resume, trainer.dataset)
-            placement.barrier()  # every rank has read the folder before rank 0 writes
+            placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
                 finished = _train(placement, trainer, statistics, out, resume, outputs, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
@@ -99,12 +102,24 @@ def _train(
 ) -> RunRecord:
     """Train in a locked folder."""
     config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
+    shrinks = config.on_failure == "shrink" and placement.real
     checkpoints = Checkpoints(
-        folder=out / "checkpoints", config=config.to_dict(), rank=world.rank, num_ranks=world.world_size
+        folder=out / "checkpoints",
+        config=config.to_dict(),
+        rank=world.rank,
+        num_ranks=world.world_size,
+        comm=trainer.handle.comm if shrinks else None,
     )
     progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
     recorder = StepRecorder(out, world.rank, trainer) if config.record_steps else nullcontext()
-    with _writer(placement, trainer, out, outputs) as writer, recorder as steps:
+
+    def take_over() -> RunWriter | None:
+        stack.enter_context(locked(out))
+        return stack.enter_context(_writer(placement, trainer, out, outputs, is_first=True))
+
+    with ExitStack() as stack, recorder as steps:
+        is_first = world.rank == 0
+        writer = stack.enter_context(_writer(placement, trainer, out, outputs, is_first=is_first))
         loop = Loop(
             placement=placement,
             trainer=trainer,
@@ -113,13 +128,18 @@ def _train(
             checkpoints=checkpoints,
             writer=writer,
             steps=steps,
+            take_over=take_over,
         )
         ended = loop.run(stop_signal)
-    placement.barrier()  # rank 0 has closed its files
+    if shrinks:  # only those that are left can wait for each other
+        trainer.handle.comm.gather(torch.zeros(1, 1))
+    else:
+        placement.barrier("the end of the run")  # rank 0 has closed its files
     if not ended:
         raise Interrupted(
             f"stopped{' by ' + stop_signal.name if stop_signal.name else ''} after step {trainer.num_steps} of "
-            f"{loop.total_steps} and saved: go on with resume=True"
+            f"{loop.total_steps} and {'saved' if loop.is_saved else 'not saved, because it is not finite'}: go on with "
+            "resume=True"
         )
     return RunRecord.read(out)
 
@@ -133,8 +153,8 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     path, checkpoints = out / record.FILE, out / "checkpoints"
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
-    if not any(True for _ in record.rows(path)):
-        return None  # a new folder, or a run that ended before its first line
+    if not any(row.get("kind") == "run" for row in read_lines(path).rows):
+        return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])
     if differences:
@@ -163,13 +183,14 @@ def _resume(
 
 
 def _writer(
-    placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any]
+    placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any], *, is_first: bool
 ) -> AbstractContextManager[RunWriter | None]:
     """The writer of the first rank; None on the other ranks."""
-    if placement.world.rank:
+    if not is_first:
         return nullcontext()
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     steps_per_epoch, here = trainer.batches.steps_per_epoch, machine(placement.device.type)
+    parts = trainer.batches.parts
     num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
         "kind": "run",
@@ -179,6 +200,7 @@ def _writer(
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
         "num_classes": dataset.num_classes,
+        "total_variation": None if parts is None else total_variation(dataset.train.labels.cpu(), parts),
         "steps_per_epoch": steps_per_epoch,
         "total_steps": total_steps(config, steps_per_epoch),
         "ranks": placement.world.world_size,

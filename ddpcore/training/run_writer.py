@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from ddpcore.options.extras import extra
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
-from ddpcore.storage.json_lines import JsonLines, to_json
+from ddpcore.storage.json_lines import JsonLines, read_lines, to_json, write_lines
 from ddpcore.training import record
 
 OnRecord = Callable[[dict[str, Any]], None]
@@ -41,12 +41,15 @@ class RunWriter:
         on_record: OnRecord | None = None,
     ) -> None:
         path = out / record.FILE
-        rows = [] if resumed is None else [row for row in record.rows(path) if row.get("step", 0) <= step]
+        known = read_lines(path)
+        for problem in known.problems:
+            self.warn(f"{problem}: the run goes on without it")
+        rows = [] if resumed is None else [row for row in known.rows if row.get("step", 0) <= step]
         if not any(row.get("kind") == "run" for row in rows):
             rows.insert(0, header)
         out.mkdir(parents=True, exist_ok=True)
         rows += [] if resumed is None else [resumed]
-        replace_file(path, b"".join(json.dumps(to_json(row)).encode() + b"\n" for row in rows))
+        write_lines(path, rows)
         self._out = out
         self._record = JsonLines(path)
         self._on_record = on_record
@@ -79,6 +82,10 @@ class RunWriter:
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(name, value, row["step"])
             self._board.flush()
+
+    def warn(self, line: str) -> None:
+        """Print a line beside the progress bar."""
+        print(f"ddpcore: {line}", file=sys.stderr, flush=True)
 
     def sync(self) -> None:
         """Wait until all rows are on the disk; a checkpoint must not be newer than the record."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.json_lines import JsonLines, rows
+from ddpcore.storage.json_lines import JsonLines, read_lines, write_lines
 from ddpcore.training.trainer import Trainer
 
 FOLDER = "steps"
@@ -36,10 +35,12 @@ class StepRecorder:
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
         path = out / FOLDER / f"rank-{rank}.jsonl"
-        known = (line for line in rows(path) if isinstance(line.get("step"), int))
-        kept = [line for line in known if line["step"] <= trainer.num_steps]
+        known = read_lines(path)
+        for problem in known.problems:
+            print(f"ddpcore: {problem}: the run goes on without it", file=sys.stderr, flush=True)
+        steps = (line for line in known.rows if isinstance(line.get("step"), int))
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, b"".join(json.dumps(line).encode() + b"\n" for line in kept))
+        write_lines(path, [line for line in steps if line["step"] <= trainer.num_steps])
         self._file = JsonLines(path)
         self._trainer = trainer
         self._spans = trainer.handle.spans

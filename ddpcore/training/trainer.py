@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
-from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.data import Dataset, Redealt, ShardedBatches
 from ddpcore.distributed.handle import Distributed
 from ddpcore.optim.schedules import Schedule
 from ddpcore.training.evaluation import Evaluation, evaluate
@@ -80,7 +80,11 @@ class Trainer:
 
     def indices(self) -> Tensor:
         """The training samples of the next step, int64 ``[L, B]``."""
-        return self.batches.indices(self.num_steps)[self.learners]
+        deals = self.handle.deals
+        if not deals:
+            return self.batches.indices(self.num_steps)[self.learners]
+        dealt = Redealt(self.batches, deals)
+        return torch.stack([dealt.indices(self.num_steps, learner) for learner in self.learners])
 
     def parts(self) -> tuple[Tensor, ...]:
         """:meth:`indices` divided among the backward passes of the step."""
@@ -88,7 +92,8 @@ class Trainer:
 
     def losses(self, model: Callable[..., Tensor], indices_LB: Tensor) -> Tensor:
         """Mean training loss ``[L]`` of each learner's samples, computed with ``model``."""
-        epoch = self.batches.epoch(self.num_steps)
+        deals = self.handle.deals
+        epoch = (Redealt(self.batches, deals) if deals else self.batches).epoch(self.num_steps)
         inputs, labels = self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             logits = model(inputs)

@@ -95,7 +95,27 @@ def test_settings_that_differ_are_named(trial: tuple[Any, ...], outcome: Callabl
         assert output.startswith(f"ValueError: ranks do not train the same: {trials.DIFFERENCES[trial[2]]}")
 
 
-def test_the_timeout_of_distribute(outcome: Callable[..., Outcome]) -> None:
-    assert "rank 1 did not arrive within 0.5 s" in outcome(trials.is_late, 2, 0.5)[0][1]
-    for _, output in outcome(trials.is_late, 2, -1.0):
-        assert output == "ValueError: timeout is -1.0: it must be above 0 seconds\n"
+@pytest.mark.parametrize("strategy", trials.LATE)
+@pytest.mark.parametrize("transport", ["shm", "pg"])
+def test_a_late_rank_is_named_with_its_step(transport: str, strategy: str, outcome: Callable[..., Outcome]) -> None:
+    """After distribute(timeout=), which the error repeats: what waited, for whom, at which step."""
+    output = outcome(trials.is_late, 2, transport, strategy, 1.5)[0][1]
+    what = {"ssgd": "an average of 32 float32 at step 2", "dpsgd": "the exchange of 32 float32 at step 2"}[strategy]
+    whom = "rank 1 did not arrive within 1.5 s" if transport == "shm" else "a rank of [1] did not come within 1.5 s"
+    assert output.startswith("RuntimeError: ")
+    assert what in output
+    assert whom in output
+    assert output.count("\n") == 1
+
+
+def test_a_rank_that_does_not_call_distribute(outcome: Callable[..., Outcome]) -> None:
+    output = outcome(trials.does_not_come, 2, 0.5)[0][1]
+    text = "the check that all ranks train the same failed on rank 0: a rank of [1] did not come within 0.5 s"
+    assert output.startswith(f"RuntimeError: {text}")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0])
+@pytest.mark.parametrize("transport", ["shm", "pg"])
+def test_a_timeout_that_is_none(transport: str, seconds: float, outcome: Callable[..., Outcome]) -> None:
+    for _, output in outcome(trials.is_late, 2, transport, "ssgd", seconds):
+        assert output == f"ValueError: timeout is {seconds:g}: it must be above 0 and at most 1000000 seconds\n"

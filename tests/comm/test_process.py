@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from ddpcore import Complete, RandomPair
 from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
+from ddpcore.comm.errors import time_limit
 from helpers import ranks
 from helpers.communicator_ranks import MEAN, NO_MEAN
 
@@ -44,6 +46,26 @@ def test_a_world_of_one(alone: Communicator) -> None:
         assert (list(mixture.peers), mixture.self_weight) == ([], 1.0)
     assert torch.equal(rows, before)
     assert alone.bytes_sent == 0
+
+
+def test_other_calls_keep_the_timeout_of_the_group(tmp_path: Path) -> None:
+    """A timeout is for calls of ddpcore, which leave the group as it was also after an error."""
+    hour = timedelta(hours=1)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=hour)
+    try:
+        comm = ProcessGroupCommunicator(timeout=7.0)
+        options = comm.group._get_backend(torch.device("cpu")).options
+        with pytest.raises(RuntimeError, match="a call failed on rank 0"), comm._call("a call"):
+            assert options._timeout == timedelta(seconds=7)
+            raise RuntimeError("no matter what")
+        assert options._timeout == hour
+        with time_limit(comm.group, 3.0):
+            comm.broadcast_(torch.zeros(1, 4))
+            assert options._timeout == timedelta(seconds=3)
+        assert options._timeout == hour
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

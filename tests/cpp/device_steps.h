@@ -2,6 +2,8 @@
 #pragma once
 
 #include "device.h"
+#include "device_problems.h"
+#include "settings.h"
 
 #ifdef DDPCORE_FEW_ELEMENTS
 #include "cuda_on_cpu.h"
@@ -9,15 +11,18 @@
 
 namespace ddpcore::test {
 
-// A TensorList on the device; each tensor in a buffer of its own.
+// A TensorList on the device; each tensor in a buffer of its own, or all in one if they are so on the host.
 template <typename T>
 struct DeviceList {
     DeviceList(const TensorList<T>& host, int64_t offset) {
-        for (size_t s = 0; s < host.size(); ++s) {
-            buffers.push_back(std::make_unique<DeviceBuffer<T>>(host.data(s), host.numel(s), offset));
+        const bool flat = host.flat() && host.size() > 0;
+        for (size_t s = 0; s < (flat ? 1 : host.size()); ++s) {
+            const int64_t numel = flat ? host.total() : host.numel(s);
+            buffers.push_back(std::make_unique<DeviceBuffer<T>>(host.data(s), numel, offset));
         }
+        for (size_t s = 0; s < host.size(); ++s) places.push_back(buffers[flat ? 0 : s]->data() + host.start(s));
     }
-    T* data(size_t s) const { return buffers[s]->data(); }
+    T* data(size_t s) const { return places[s]; }
     void upload(const TensorList<T>& host) const {
         for (size_t s = 0; s < buffers.size(); ++s) buffers[s]->upload(host.data(s));
     }
@@ -31,6 +36,7 @@ struct DeviceList {
     }
 
     std::vector<std::unique_ptr<DeviceBuffer<T>>> buffers;
+    std::vector<T*> places;
 };
 
 template <typename T>
@@ -61,6 +67,12 @@ struct DeviceStep {
             if (groups[g].device_lr != nullptr) groups[g].device_lr = lrs.data() + g;
             if (groups[g].step != nullptr) groups[g].step = steps.data() + g;
         }
+        if (host.mix == nullptr) return;
+        // Three peers are aligned where the params are not, and the reverse.
+        mix = std::make_unique<DeviceMix<T>>(*host.mix, host.mix->peers.size() == 3 ? 1 - offset : offset);
+        if (host.mix_args.source != nullptr) mix->args.source = mix->weights.data();
+        mix->args.weights = params.data(0);
+        mix->args.partials = mix->args.sums = nullptr;
     }
 
     // What SgdArgs and LambArgs have in common; their segments are filled in by the caller.
@@ -71,6 +83,7 @@ struct DeviceStep {
         if (args.scaling.found_inf != nullptr) args.scaling.found_inf = found_inf.data();
         if (args.scaling.norm_squared != nullptr) args.scaling.norm_squared = norm_squared.data();
         args.tickets = tickets.data();
+        if (mix != nullptr) args.mix = &mix->args;
     }
 
     // What a training loop changes between steps; the norm of the gradients is for whoever forms it.
@@ -102,6 +115,7 @@ struct DeviceStep {
     DeviceBuffer<Trust> trust;
     DeviceBuffer<uint64_t> tickets;
     std::vector<StepGroup> groups;
+    std::unique_ptr<DeviceMix<T>> mix;
 };
 
 template <typename Kind>
@@ -142,8 +156,8 @@ struct DeviceSgd : DeviceStep<Kind> {
 };
 
 template <typename Kind>
-struct DeviceLamb : DeviceStep<Kind> {
-    DeviceLamb(const LambProblem<Kind>& host, int64_t offset)
+struct DeviceAdam : DeviceStep<Kind> {
+    DeviceAdam(const AdamProblem<Kind>& host, int64_t offset)
         : DeviceStep<Kind>(host, host.num_blocks, offset),
           exp_avgs(host.exp_avgs, offset),
           exp_avg_sqs(host.exp_avg_sqs, offset),
@@ -161,30 +175,35 @@ struct DeviceLamb : DeviceStep<Kind> {
         }
     }
 
-    LambArgs args(LambProblem<Kind>& host) const {
-        LambArgs result = host.args();
+    AdamArgs args(const AdamProblem<Kind>& host) const {
+        AdamArgs result = host.args();
         result.segments = segments.data();
-        result.partials = this->partials.data();
-        result.trust = this->trust.data();
         this->place(result);
         return result;
     }
+    LambArgs args(LambProblem<Kind>& host) const {
+        const StepArgs<AdamSegment>& step = args(static_cast<const AdamProblem<Kind>&>(host));
+        return {step, host.lamb, this->partials.data(), this->trust.data(), nullptr, 0};
+    }
 
-    void download(LambProblem<Kind>& host) const {
+    void download(AdamProblem<Kind>& host) const {
         DeviceStep<Kind>::download(host);
         exp_avgs.download(host.exp_avgs);
         exp_avg_sqs.download(host.exp_avg_sqs);
+    }
+    void download(LambProblem<Kind>& host) const {
+        download(static_cast<AdamProblem<Kind>&>(host));
         host.trust = this->trust.download();
     }
 
-    void expect_same_bits(const LambProblem<Kind>& host) const {
+    void expect_same_bits(const AdamProblem<Kind>& host) const {
         ASSERT_NO_FATAL_FAILURE(DeviceStep<Kind>::expect_same_bits(host));
         ASSERT_NO_FATAL_FAILURE(exp_avgs.expect_same_bits(host.exp_avgs, "exp_avg"));
         ASSERT_NO_FATAL_FAILURE(exp_avg_sqs.expect_same_bits(host.exp_avg_sqs, "exp_avg_sq"));
     }
 
     DeviceList<float> exp_avgs, exp_avg_sqs;
-    std::vector<LambSegment> segments;
+    std::vector<AdamSegment> segments;
 };
 
 template <typename Kind>
@@ -193,8 +212,8 @@ DeviceSgd<Kind> on_device(const SgdProblem<Kind>& host, int64_t offset) {
 }
 
 template <typename Kind>
-DeviceLamb<Kind> on_device(const LambProblem<Kind>& host, int64_t offset) {
-    return DeviceLamb<Kind>(host, offset);
+DeviceAdam<Kind> on_device(const AdamProblem<Kind>& host, int64_t offset) {
+    return DeviceAdam<Kind>(host, offset);
 }
 
 template <typename Kind>
@@ -208,27 +227,13 @@ cudaError_t enqueue_step(const DeviceSgd<Kind>& device, LarsProblem<Kind>& host,
 }
 
 template <typename Kind>
-cudaError_t enqueue_step(const DeviceLamb<Kind>& device, LambProblem<Kind>& host, cudaStream_t stream = nullptr) {
-    return cuda::lamb_step_(device.args(host), stream);
+cudaError_t enqueue_step(const DeviceAdam<Kind>& device, AdamProblem<Kind>& host, cudaStream_t stream = nullptr) {
+    return cuda::adamw_step_(device.args(host), stream);
 }
 
-// Calls expect(problem) with a problem of each optimizer; `turn` picks its hyperparameters.
-template <typename Kind, typename Expect>
-void for_each_optimizer(
-    const std::vector<GroupSetting>& groups, const ScalingSetting& scaling, size_t turn, Expect&& expect) {
-    const std::vector<SgdSetting> settings = all_settings();
-    const SgdSetting& setting = settings[turn % settings.size()];
-    SCOPED_TRACE(::testing::Message() << "turn " << turn << ": " << setting.name());
-    SgdProblem<Kind> sgd(groups, setting.rule, scaling);
-    ASSERT_NO_FATAL_FAILURE(expect(sgd)) << "SGD";
-    LarsProblem<Kind> lars(groups, setting.rule, {kVariants[turn % 3], 0.02f, 1e-8f}, scaling);
-    ASSERT_NO_FATAL_FAILURE(expect(lars)) << "LARS";
-    const float bound = turn % 4 < 2 ? INFINITY : 2.0f;
-    std::vector<GroupSetting> counted = groups;
-    for (GroupSetting& group : counted) group.steps = group.steps.value_or(0.0f);
-    LambProblem<Kind> lamb(
-        counted, {0.9, 0.999, 1e-6f, turn % 2 == 0, kDecays[turn % 3], 0.0f, bound, 0.0f, bound}, scaling);
-    ASSERT_NO_FATAL_FAILURE(expect(lamb)) << "LAMB";
+template <typename Kind>
+cudaError_t enqueue_step(const DeviceAdam<Kind>& device, LambProblem<Kind>& host, cudaStream_t stream = nullptr) {
+    return cuda::lamb_step_(device.args(host), stream);
 }
 
 template <typename Kind>

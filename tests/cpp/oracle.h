@@ -2,7 +2,7 @@
 #pragma once
 
 #include "rounding.h"
-#include "steps.h"
+#include "take_steps.h"
 
 namespace ddpcore::test {
 
@@ -116,17 +116,17 @@ ExactTrust exact_lars_trust(const Problem& problem, size_t s) {
     return {ratio, in_double(weight_norm, norm_tolerance(numel)), in_double(grad_norm, of_grad)};
 }
 
-// ---- LAMB ----
+// ---- Adam and LAMB ----
 
-struct LambElement {
+struct AdamElement {
     Real weight, exp_avg, exp_avg_sq, update;
 };
 
-// All but the weight, which waits for the trust ratio. beta^step by repeated multiplication.
-inline LambElement exact_lamb_update(
-    const LambElement& from, const Real& grad, const GroupSetting& group, const LambRule& rule, int step) {
+// All but the weight, which in LAMB waits for the trust ratio. beta^step by repeated multiplication.
+inline AdamElement exact_adam_update(
+    const AdamElement& from, const Real& grad, const GroupSetting& group, const AdamRule& rule, int step) {
     const Real decay{group.weight_decay};
-    const Real g = rule.decay == LambDecay::kCoupled ? grad + decay * from.weight : grad;
+    const Real g = rule.decay == AdamDecay::kCoupled ? grad + decay * from.weight : grad;
     const Real m = constant(rule.beta1) * from.exp_avg + constant(1.0 - rule.beta1) * g;
     const Real v = constant(rule.beta2) * from.exp_avg_sq + constant(1.0 - rule.beta2) * (g * g);
     long double power1 = 1.0L, power2 = 1.0L;
@@ -135,11 +135,17 @@ inline LambElement exact_lamb_update(
     const Real m_hat = rule.debias ? constant(static_cast<double>(1.0L / (1.0L - power1))) * m : m;
     const Real v_hat = rule.debias ? constant(static_cast<double>(1.0L / (1.0L - power2))) * v : v;
     const Real adam = m_hat / (square_root(v_hat) + Real{rule.eps});
-    return {from.weight, m, v, rule.decay == LambDecay::kInUpdate ? adam + decay * from.weight : adam};
+    return {from.weight, m, v, rule.decay == AdamDecay::kInUpdate ? adam + decay * from.weight : adam};
+}
+
+inline Real exact_adam_weight(
+    const AdamElement& element, const GroupSetting& group, const AdamRule& rule, const Real& ratio) {
+    const Real kept = rule.decay == AdamDecay::kDecoupled ? left_by_decay(group) * element.weight : element.weight;
+    return kept - rounded(group.lr * ratio.value, group.lr * ratio.error) * element.update;
 }
 
 inline ExactTrust exact_lamb_trust(
-    const std::vector<LambElement>& elements, const GroupSetting& group, const LambRule& rule) {
+    const std::vector<AdamElement>& elements, const GroupSetting& group, const LambRule& rule) {
     const auto numel = static_cast<int64_t>(elements.size());
     const auto at = [&](int64_t i) { return elements[static_cast<size_t>(i)]; };
     const Real weight_norm =
@@ -159,12 +165,6 @@ inline ExactTrust exact_lamb_trust(
         (weight_norm.error + ratio * update_norm.error) / (update_norm.value - update_norm.error) + ratio * 0x1p-52;
     return {
         {std::min<double>(std::max<double>(ratio, rule.min_ratio), rule.max_ratio), error}, weight_norm, update_norm};
-}
-
-inline Real exact_lamb_weight(
-    const LambElement& element, const GroupSetting& group, const LambRule& rule, const Real& ratio) {
-    const Real kept = rule.decay == LambDecay::kDecoupled ? left_by_decay(group) * element.weight : element.weight;
-    return kept - rounded(group.lr * ratio.value, group.lr * ratio.error) * element.update;
 }
 
 inline void expect_trust(const Trust& trust, const ExactTrust& exact, size_t s) {

@@ -55,52 +55,6 @@ inline Noise some_noise(int64_t first) {
     return {0.3f, 0x123456789abcdef0, (uint64_t{5} << 32) + 7, (int64_t{3} << 40) + first};
 }
 
-// The hyperparameters of a mix_sgd_step_ and the tensors that it has beside the mix.
-template <typename T>
-struct MixSgdProblem {
-    MixSgdProblem(
-        int64_t numel, int64_t num_peers, int64_t offset, const SgdRule& rule_, float weight_decay, bool maximize_)
-        : mix(numel, num_peers, offset),
-          grad(numel, offset),
-          momentum(numel, offset),
-          rule(rule_),
-          group{0.135f, weight_decay, nullptr, &steps, false},
-          maximize(maximize_) {
-        grad.randomize(11);
-        momentum.randomize(12);
-    }
-    MixSgdProblem(const MixSgdProblem&) = delete;
-
-    MixSgdArgs args() {
-        return {mix.args(), grad.data(), rule.momentum != 0.0f ? momentum.data() : nullptr, rule, group, maximize};
-    }
-
-    // The same in two passes.
-    void mix_then_step() {
-        cpu::mix_(mix.args(), 0, mix.num_blocks());
-        const MixSgdArgs both = args();
-        const SgdSegment segment{both.mix.weights, both.grad, both.momentum, nullptr, both.mix.numel, 0, 0};
-        const GradScaling scaling{nullptr, nullptr, nullptr, 0.0f, maximize};
-        const int64_t num_blocks = mix.num_blocks();
-        const SgdArgs step{&segment, 1, num_blocks, &group, 1, both.mix.dtype, false, rule, scaling, nullptr};
-        cpu::sgd_step_(step, 0, num_blocks);
-    }
-
-    void expect_same_bits(const MixSgdProblem& other) const {
-        ASSERT_TRUE(mix.weights.same_bits(other.mix.weights));
-        ASSERT_TRUE(momentum.same_bits(other.momentum));
-        ASSERT_EQ(mix.partials, other.mix.partials);
-        ASSERT_TRUE(mix.weights.guards_untouched() && momentum.guards_untouched());
-    }
-
-    MixProblem<T> mix;
-    Buffer<T> grad, momentum;
-    SgdRule rule;
-    float steps = 0.0f;
-    StepGroup group;
-    bool maximize;
-};
-
 // A stack of learners, rows held elsewhere, and the matrix [num_learners, num_learners + num_others] that mixes them.
 template <typename T>
 struct StackedProblem {

@@ -57,6 +57,9 @@ class TensorList {
     size_t size() const { return sizes_.size(); }
     int64_t numel(size_t s) const { return sizes_[s]; }
     T* data(size_t s) const { return buffers_[flat_ ? 0 : s]->data() + starts_[s]; }
+    bool flat() const { return flat_; }
+    int64_t start(size_t s) const { return starts_[s]; }
+    int64_t total() const { return std::accumulate(sizes_.begin(), sizes_.end(), int64_t{0}); }
     float at(size_t s, int64_t i) const { return cpu::load(data(s)[i]); }
     void set(size_t s, int64_t i, float value) { data(s)[i] = cpu::store<T>(value); }
 
@@ -139,6 +142,45 @@ struct StepProblem {
             scaling.norm_squared ? &*scaling.norm_squared : nullptr, scaling.max_norm, scaling.maximize};
     }
 
+    template <typename Segment>
+    StepArgs<Segment> step_args(const std::vector<Segment>& segments, int64_t num_blocks) const {
+        return {
+            segments.data(),
+            static_cast<int64_t>(segments.size()),
+            num_blocks,
+            groups.data(),
+            static_cast<int64_t>(groups.size()),
+            dtype_of<T>(),
+            Kind::kMaster,
+            grad_scaling(),
+            nullptr,
+            mix == nullptr ? nullptr : &mix_args};
+    }
+
+    // From now on a step begins with a mix of the params, which are one row (Placement::flat), with rows of others.
+    // `elsewhere`: the weights are read from another row than the params.
+    void mix_with(int64_t num_peers, const Noise& noise = {}, bool elsewhere = false) {
+        mix = std::make_unique<MixProblem<T>>(params.total(), num_peers, 0);
+        mix->noise = noise;
+        mix_args = mix->args();
+        mix_args.partials = nullptr;
+        std::copy_n(params.data(0), params.total(), mix->weights.data());
+        if (elsewhere) {
+            mix_args.source = mix->weights.data();
+            std::fill_n(params.data(0), params.total(), cpu::store<T>(7.0f));
+        }
+        mix_args.weights = params.data(0);
+    }
+
+    // The mix alone, by the kernel that tests compare with the equations. The next step has none.
+    void mix_now() {
+        std::vector<double> partials(static_cast<size_t>(num_blocks_of(params.total()) * mix_args.num_peers));
+        MixArgs args = mix_args;
+        args.partials = partials.data();
+        cpu::mix_(args, 0, num_blocks_of(args.numel));
+        mix.reset();
+    }
+
     // The weight that a step starts from: a master counts as long as it rounds to the param.
     double weight(size_t s, int64_t i) const {
         if constexpr (Kind::kMaster) {
@@ -179,6 +221,8 @@ struct StepProblem {
     TensorList<T> params, grads;
     TensorList<float> masters;
     std::vector<size_t> group_of;  // a segment
+    std::unique_ptr<MixProblem<T>> mix;
+    MixArgs mix_args{};
     std::vector<float> lrs, steps;
     std::vector<StepGroup> groups;
 };
@@ -201,19 +245,7 @@ struct SgdProblem : StepProblem<Kind> {
         num_blocks = number_blocks(segments);
     }
 
-    SgdArgs args() const {
-        return {
-            segments.data(),
-            static_cast<int64_t>(segments.size()),
-            num_blocks,
-            Base::groups.data(),
-            static_cast<int64_t>(Base::groups.size()),
-            dtype_of<typename Kind::Param>(),
-            Kind::kMaster,
-            rule,
-            Base::grad_scaling(),
-            nullptr};
-    }
+    SgdArgs args() const { return {Base::step_args(segments, num_blocks), rule}; }
 
     bool same_bits(const SgdProblem& other) const {
         return Base::weights_same_bits(other) && momenta.same_bits(other.momenta) && Base::steps == other.steps;
@@ -247,11 +279,11 @@ struct LarsProblem : SgdProblem<Kind> {
 };
 
 template <typename Kind>
-struct LambProblem : StepProblem<Kind> {
+struct AdamProblem : StepProblem<Kind> {
     using Base = StepProblem<Kind>;
 
-    LambProblem(
-        const std::vector<GroupSetting>& settings, const LambRule& rule_, const ScalingSetting& scaling = {},
+    AdamProblem(
+        const std::vector<GroupSetting>& settings, const AdamRule& rule_, const ScalingSetting& scaling = {},
         const Placement& placement = {})
         : Base(settings, scaling, placement),
           rule(rule_),
@@ -264,29 +296,20 @@ struct LambProblem : StepProblem<Kind> {
                  static_cast<int64_t>(Base::group_of[s])});
         }
         num_blocks = number_blocks(segments);
-        partials.assign(static_cast<size_t>(num_blocks), {NAN, NAN});
-        trust.assign(segments.size(), {NAN, NAN, NAN});
     }
 
-    LambArgs args() {
-        return {
-            segments.data(),
-            static_cast<int64_t>(segments.size()),
-            num_blocks,
-            Base::groups.data(),
-            static_cast<int64_t>(Base::groups.size()),
-            dtype_of<typename Kind::Param>(),
-            Kind::kMaster,
-            rule,
-            Base::grad_scaling(),
-            partials.data(),
-            trust.data(),
-            nullptr,
-            nullptr,
-            0};
+    AdamArgs args() const { return {Base::step_args(segments, num_blocks), rule}; }
+
+    // Moments as earlier steps leave them.
+    void randomize_moments() {
+        exp_avgs.randomize(4000, 0.5f);
+        exp_avg_sqs.randomize(5000);
+        for (size_t s = 0; s < Base::sizes.size(); ++s) {
+            for (int64_t i = 0; i < Base::sizes[s]; ++i) exp_avg_sqs.set(s, i, std::abs(exp_avg_sqs.at(s, i)));
+        }
     }
 
-    bool same_bits(const LambProblem& other) const {
+    bool same_bits(const AdamProblem& other) const {
         return Base::weights_same_bits(other) && exp_avgs.same_bits(other.exp_avgs) &&
                exp_avg_sqs.same_bits(other.exp_avg_sqs) && Base::steps == other.steps;
     }
@@ -295,81 +318,31 @@ struct LambProblem : StepProblem<Kind> {
                exp_avgs.guards_untouched() && exp_avg_sqs.guards_untouched();
     }
 
-    LambRule rule;
+    AdamRule rule;
     TensorList<float> exp_avgs, exp_avg_sqs;
-    std::vector<LambSegment> segments;
-    std::vector<NormPartials> partials;
-    std::vector<Trust> trust;
+    std::vector<AdamSegment> segments;
     int64_t num_blocks = 0;
 };
 
-// ---- the driver: what csrc/bindings/cpu.cpp does with the kernels ----
+template <typename Kind>
+struct LambProblem : AdamProblem<Kind> {
+    using Base = AdamProblem<Kind>;
 
-// Blocks [begin, end) in one call, or, with a seed, in ranges cut and ordered by it.
-template <typename Args>
-void over_blocks(
-    void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t begin, int64_t end, uint32_t seed) {
-    if (seed == 0) return kernel(args, begin, end);
-    for (const auto& [first, last] : random_ranges(end - begin, seed)) kernel(args, begin + first, begin + last);
-}
+    LambProblem(
+        const std::vector<GroupSetting>& settings, const LambRule& lamb_, const ScalingSetting& scaling = {},
+        const Placement& placement = {})
+        : Base(settings, lamb_, scaling, placement),
+          lamb(lamb_),
+          partials(static_cast<size_t>(this->num_blocks), {NAN, NAN}),
+          trust(this->segments.size(), {NAN, NAN, NAN}) {}
 
-// Calls batch(begin, end, begin_block, end_block) for all segments at once, or, with a seed, in batches.
-template <typename Segment, typename Batch>
-void in_batches(const std::vector<Segment>& segments, int64_t num_blocks, uint32_t seed, Batch&& batch) {
-    const auto num_segments = static_cast<int64_t>(segments.size());
-    const auto block_of = [&](int64_t s) {
-        return s < num_segments ? segments[static_cast<size_t>(s)].first_block : num_blocks;
-    };
-    if (seed == 0) return batch(int64_t{0}, num_segments, int64_t{0}, num_blocks);
-    for (const auto& [begin, end] : random_ranges(num_segments, seed)) {
-        batch(begin, end, block_of(begin), block_of(end));
+    LambArgs args() {
+        return {Base::step_args(Base::segments, Base::num_blocks), lamb, partials.data(), trust.data(), nullptr, 0};
     }
-}
 
-template <typename Kind>
-void take_step(SgdProblem<Kind>& problem, uint32_t seed = 0) {
-    const SgdArgs args = problem.args();
-    if (skips_step(args.scaling)) return;
-    over_blocks(cpu::sgd_step_, args, 0, args.num_blocks, seed);
-    problem.count_step();
-}
-
-// The second pass uses `trust` if given, so that a test can compare two kernels with the same ratios.
-template <typename Kind>
-void take_step(LarsProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust = nullptr) {
-    LarsArgs args = problem.args();
-    if (skips_step(args.sgd.scaling)) return;
-    LarsArgs second = args;
-    if (trust != nullptr) second.trust = const_cast<Trust*>(trust);
-    in_batches(
-        problem.segments, problem.num_blocks, seed,
-        [&](int64_t begin, int64_t end, int64_t begin_block, int64_t end_block) {
-            over_blocks(cpu::lars_norms, args, begin_block, end_block, seed);
-            cpu::lars_trust(args, begin, end);
-            over_blocks(cpu::lars_step_, second, begin_block, end_block, seed == 0 ? 0 : seed + 1);
-        });
-    problem.count_step();
-}
-
-// Without a seed the second pass forms the updates anew, with one it finds them where the first pass has kept them.
-template <typename Kind>
-void take_step(LambProblem<Kind>& problem, uint32_t seed = 0, const Trust* trust = nullptr) {
-    LambArgs args = problem.args();
-    if (skips_step(args.scaling)) return;
-    in_batches(
-        problem.segments, problem.num_blocks, seed,
-        [&](int64_t begin, int64_t end, int64_t begin_block, int64_t end_block) {
-            Buffer<float> updates(seed == 0 ? 0 : (end_block - begin_block) * kBlock);
-            args.updates = seed == 0 ? nullptr : updates.data();
-            args.updates_block = begin_block;
-            over_blocks(cpu::lamb_moments_, args, begin_block, end_block, seed);
-            cpu::lamb_trust(args, begin, end);
-            LambArgs second = args;
-            if (trust != nullptr) second.trust = const_cast<Trust*>(trust);
-            over_blocks(cpu::lamb_step_, second, begin_block, end_block, seed == 0 ? 0 : seed + 1);
-            EXPECT_TRUE(updates.guards_untouched());
-        });
-    problem.count_step();
-}
+    LambRule lamb;
+    std::vector<NormPartials> partials;
+    std::vector<Trust> trust;
+};
 
 }  // namespace ddpcore::test

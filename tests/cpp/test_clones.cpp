@@ -2,15 +2,16 @@
 // loader has picked one. CMakeLists.txt compiles them in namespaces of their own.
 #include "settings.h"
 
-#define DDPCORE_DECLARE_KERNELS(name)                        \
-    namespace ddpcore::name {                                \
-    void sgd_step_(const SgdArgs&, int64_t, int64_t);        \
-    void lars_norms(const LarsArgs&, int64_t, int64_t);      \
-    void lars_step_(const LarsArgs&, int64_t, int64_t);      \
-    void lamb_moments_(const LambArgs&, int64_t, int64_t);   \
-    void lamb_step_(const LambArgs&, int64_t, int64_t);      \
-    void mix_(const MixArgs&, int64_t, int64_t);             \
-    void mix_sgd_step_(const MixSgdArgs&, int64_t, int64_t); \
+#define DDPCORE_DECLARE_KERNELS(name)                      \
+    namespace ddpcore::name {                              \
+    void sgd_step_(const SgdArgs&, int64_t, int64_t);      \
+    void adamw_step_(const AdamArgs&, int64_t, int64_t);   \
+    void lars_norms(const LarsArgs&, int64_t, int64_t);    \
+    void lars_step_(const LarsArgs&, int64_t, int64_t);    \
+    void lamb_moments_(const LambArgs&, int64_t, int64_t); \
+    void lamb_step_(const LambArgs&, int64_t, int64_t);    \
+    void mix_(const MixArgs&, int64_t, int64_t);           \
+    void mix_elements(const MixArgs&, int64_t, int64_t);  \
     }
 DDPCORE_DECLARE_KERNELS(x86_64)
 DDPCORE_DECLARE_KERNELS(x86_64_v3)
@@ -23,18 +24,19 @@ struct Clone {
     const char* name;
     bool runs_here;
     void (*sgd_step)(const SgdArgs&, int64_t, int64_t);
+    void (*adamw_step)(const AdamArgs&, int64_t, int64_t);
     void (*lars_norms)(const LarsArgs&, int64_t, int64_t);
     void (*lars_step)(const LarsArgs&, int64_t, int64_t);
     void (*lamb_moments)(const LambArgs&, int64_t, int64_t);
     void (*lamb_step)(const LambArgs&, int64_t, int64_t);
     void (*mix)(const MixArgs&, int64_t, int64_t);
-    void (*mix_sgd_step)(const MixSgdArgs&, int64_t, int64_t);
+    void (*mix_elements)(const MixArgs&, int64_t, int64_t);
 };
 
-#define DDPCORE_CLONE(name, runs_here)                                                                                 \
-    Clone {                                                                                                            \
-        #name, static_cast<bool>(runs_here), name::sgd_step_, name::lars_norms, name::lars_step_, name::lamb_moments_, \
-            name::lamb_step_, name::mix_, name::mix_sgd_step_                                                          \
+#define DDPCORE_CLONE(name, runs_here)                                                                               \
+    Clone {                                                                                                          \
+        #name, static_cast<bool>(runs_here), name::sgd_step_, name::adamw_step_, name::lars_norms, name::lars_step_, \
+            name::lamb_moments_, name::lamb_step_, name::mix_, name::mix_elements                                    \
     }
 
 std::vector<Clone> clones() {
@@ -69,7 +71,13 @@ TYPED_TEST(CloneTest, EveryInstructionSetHasTheSameBits) {
             own_lars.count_step();
             ASSERT_TRUE(own_lars.same_bits(lars));
 
-            const auto decay = static_cast<LambDecay>(turn++ % 3);
+            const auto decay = static_cast<AdamDecay>(turn++ % 3);
+            AdamProblem<TypeParam> adamw(groups, rule_of(decay, true)), own_adamw(groups, rule_of(decay, true));
+            take_step(adamw);
+            clone.adamw_step(own_adamw.args(), 0, own_adamw.num_blocks);
+            own_adamw.count_step();
+            ASSERT_TRUE(own_adamw.same_bits(adamw));
+
             const LambRule lamb_rule{0.9, 0.999, 1e-6f, true, decay, 0.0f, INFINITY, 0.0f, INFINITY};
             LambProblem<TypeParam> lamb(groups, lamb_rule), own_lamb(groups, lamb_rule);
             take_step(lamb);
@@ -87,7 +95,6 @@ class MixCloneTest : public ::testing::Test {};
 TYPED_TEST_SUITE(MixCloneTest, Storages);
 
 TYPED_TEST(MixCloneTest, EveryInstructionSetHasTheSameBitsAndNoise) {
-    const SgdRule rule{0.9f, 0.7f, true, false};
     for (const Clone& clone : clones()) {
         if (!clone.runs_here) continue;
         for (const int64_t num_peers : {0, 1, 3}) {
@@ -100,12 +107,11 @@ TYPED_TEST(MixCloneTest, EveryInstructionSetHasTheSameBitsAndNoise) {
                 ASSERT_TRUE(own_mix.weights.same_bits(mix.weights));
                 ASSERT_EQ(own_mix.partials, mix.partials);
 
-                MixSgdProblem<TypeParam> both(9001, num_peers, 0, rule, 0.03f, false);
-                MixSgdProblem<TypeParam> own_both(9001, num_peers, 0, rule, 0.03f, false);
-                both.mix.noise = own_both.mix.noise = noise;
-                cpu::mix_sgd_step_(both.args(), 0, both.mix.num_blocks());
-                clone.mix_sgd_step(own_both.args(), 0, own_both.mix.num_blocks());
-                ASSERT_NO_FATAL_FAILURE(own_both.expect_same_bits(both));
+                MixProblem<TypeParam> parts(9001, num_peers, 1), own_parts(9001, num_peers, 1);
+                parts.noise = own_parts.noise = noise;
+                cpu::mix_elements(parts.args(), 3, 9001);
+                clone.mix_elements(own_parts.args(), 3, 9001);
+                ASSERT_TRUE(own_parts.weights.same_bits(parts.weights));
             }
         }
     }

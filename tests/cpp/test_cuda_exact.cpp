@@ -49,8 +49,8 @@ void expect_exact_sgd_steps(Problem& problem, int64_t offset, int num_steps = 2)
     ASSERT_EQ(problem.steps[0], static_cast<float>(num_steps));
 }
 
-template <typename Kind>
-void expect_exact_lamb_steps(LambProblem<Kind>& problem, int64_t offset, int num_steps = 2) {
+template <typename Problem>
+void expect_exact_adam_steps(Problem& problem, int64_t offset, int num_steps = 2) {
     DeviceRun run(problem, offset);
     for (int step = 1; step <= num_steps; ++step) {
         if (step > 2) problem.grads.randomize(static_cast<uint32_t>(step));
@@ -83,6 +83,17 @@ TYPED_TEST(CudaExactSteps, LarsOfEveryVariantSettingSizeAndAlignment) {
     }
 }
 
+TYPED_TEST(CudaExactSteps, AdamwOfEverySettingSizeAndAlignment) {
+    size_t turn = 0;
+    for (const AdamSetting& setting : all_adam_settings()) {
+        for (const bool maximize : {false, true}) {
+            AdamProblem<TypeParam> problem(
+                {{.sizes = kDeviceSizes, .weight_decay = setting.weight_decay}}, setting.rule, {.maximize = maximize});
+            ASSERT_NO_FATAL_FAILURE(expect_exact_adam_steps(problem, kOffsets[turn++ % kOffsets.size()]));
+        }
+    }
+}
+
 TYPED_TEST(CudaExactSteps, LambOfEverySettingSizeAndAlignment) {
     const std::vector<LambSetting> settings = all_lamb_settings();
     for (size_t turn = 0; turn < settings.size(); ++turn) {
@@ -90,7 +101,7 @@ TYPED_TEST(CudaExactSteps, LambOfEverySettingSizeAndAlignment) {
         SCOPED_TRACE(name_of(setting));
         LambProblem<TypeParam> problem(
             {{.sizes = kDeviceSizes, .weight_decay = setting.weight_decay, .adapt = setting.adapt}}, setting.rule);
-        ASSERT_NO_FATAL_FAILURE(expect_exact_lamb_steps(problem, kOffsets[turn % kOffsets.size()]));
+        ASSERT_NO_FATAL_FAILURE(expect_exact_adam_steps(problem, kOffsets[turn % kOffsets.size()]));
     }
 }
 
@@ -112,10 +123,12 @@ TYPED_TEST(CudaExactSteps, TwentyStepsUnderEveryScaling) {
             ASSERT_NO_FATAL_FAILURE(expect_exact_sgd_steps(sgd, 0, 20)) << "SGD";
             LarsProblem<TypeParam> lars(groups, setting.rule, {kVariants[turn % 3], 0.5f, 0.25f}, scaling);
             ASSERT_NO_FATAL_FAILURE(expect_exact_sgd_steps(lars, 0, 20)) << "LARS";
+            AdamProblem<TypeParam> adamw(groups, rule_of(kDecays[1 + turn % 2], true), scaling);
+            ASSERT_NO_FATAL_FAILURE(expect_exact_adam_steps(adamw, 0, 20)) << "AdamW";
             LambProblem<TypeParam> lamb(
                 {{.sizes = sizes, .weight_decay = lamb_setting.weight_decay, .adapt = lamb_setting.adapt}},
                 lamb_setting.rule, scaling);
-            ASSERT_NO_FATAL_FAILURE(expect_exact_lamb_steps(lamb, 0, 20)) << "LAMB";
+            ASSERT_NO_FATAL_FAILURE(expect_exact_adam_steps(lamb, 0, 20)) << "LAMB";
         }
     }
 }

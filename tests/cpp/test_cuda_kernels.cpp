@@ -14,7 +14,7 @@ void expect_near(const std::vector<double>& device, const std::vector<double>& h
 
 TYPED_TEST_SUITE(CudaTest, Storages);
 
-// ---- mix_ and mix_sgd_step_ ----
+// ---- mix_ ----
 
 // Leaves the sums of the device in `sums`.
 template <typename T>
@@ -40,9 +40,8 @@ TYPED_TEST(CudaTest, Mix) {
     }
 }
 
-// A first number of every place in its four; more peers than mix_sgd_step_ takes in one pass.
+// A first number of every place in its four.
 TYPED_TEST(CudaTest, Noise) {
-    const SgdRule rule{0.9f, 1.0f, false, false};
     for (const int64_t numel : kDeviceSizes) {
         for (const int64_t num_peers : {0, 1, 9}) {
             for (const int64_t first : {0, 1, 2, 3}) {
@@ -53,55 +52,26 @@ TYPED_TEST(CudaTest, Noise) {
                 ASSERT_CUDA(cuda::mix_(device.args, nullptr));
                 cpu::mix_(host.args(), 0, host.num_blocks());
                 ASSERT_TRUE(device.weights.same_bits(host.weights));
-
-                MixSgdProblem<TypeParam> step(numel, num_peers, 0, rule, 0.03f, false);
-                step.mix.noise = some_noise(first);
-                const DeviceMix<TypeParam> mix(step.mix, first % 2);
-                const DeviceBuffer<TypeParam> grad(step.grad, 0), momentum(step.momentum, 0);
-                MixSgdArgs args = step.args();
-                args.mix = mix.args;
-                args.grad = grad.data();
-                args.momentum = momentum.data();
-                args.group.step = nullptr;
-                step.group.step = nullptr;
-                ASSERT_CUDA(cuda::mix_sgd_step_(args, nullptr));
-                cpu::mix_sgd_step_(step.args(), 0, step.mix.num_blocks());
-                ASSERT_TRUE(mix.weights.same_bits(step.mix.weights));
-                ASSERT_TRUE(momentum.same_bits(step.momentum));
             }
         }
     }
 }
 
-// With few peers, and with more than mix_sgd_step_ takes in one pass; aligned and not.
+// Aligned and not.
 TYPED_TEST(CudaTest, WeightsMayComeFromElsewhere) {
-    const SgdRule rule{0.9f, 1.0f, true, false};
     for (const int64_t numel : kDeviceSizes) {
         for (const int64_t num_peers : {0, 1, 9}) {
             for (const int64_t offset : {0, 1}) {
                 SCOPED_TRACE(::testing::Message() << "numel " << numel << " peers " << num_peers << " at " << offset);
-                MixSgdProblem<TypeParam> host(numel, num_peers, 0, rule, 0.03f, false);
-                const Buffer<TypeParam> before = host.mix.weights;
-                host.group.step = nullptr;
-                DeviceMix<TypeParam> mix(host.mix, 0);
-                const DeviceBuffer<TypeParam> grad(host.grad, 0), momentum(host.momentum, 0);
-                const DeviceBuffer<TypeParam> out(host.grad, offset);
+                MixProblem<TypeParam> host(numel, num_peers, 0);
+                const Buffer<TypeParam> before = host.weights;
+                DeviceMix<TypeParam> mix(host, 0);
+                const DeviceBuffer<TypeParam> out(numel, offset);
                 mix.args.source = mix.args.weights;
                 mix.args.weights = out.data();
                 ASSERT_CUDA(cuda::mix_(mix.args, nullptr));
-                cpu::mix_(host.mix.args(), 0, host.mix.num_blocks());
-                ASSERT_TRUE(out.same_bits(host.mix.weights));
-                ASSERT_TRUE(mix.weights.same_bits(before));
-
-                std::copy_n(before.data(), numel, host.mix.weights.data());
-                MixSgdArgs args = host.args();
-                args.mix = mix.args;
-                args.grad = grad.data();
-                args.momentum = momentum.data();
-                ASSERT_CUDA(cuda::mix_sgd_step_(args, nullptr));
-                cpu::mix_sgd_step_(host.args(), 0, host.mix.num_blocks());
-                ASSERT_TRUE(out.same_bits(host.mix.weights));
-                ASSERT_TRUE(momentum.same_bits(host.momentum));
+                cpu::mix_(host.args(), 0, host.num_blocks());
+                ASSERT_TRUE(out.same_bits(host.weights));
                 ASSERT_TRUE(mix.weights.same_bits(before));
             }
         }
@@ -120,78 +90,6 @@ TYPED_TEST(CudaTest, TooManyPeersOrLearnersIsAnError) {
     stack.num_learners = 1;
     stack.num_others = cuda::max_peers() + 1;
     ASSERT_EQ(cuda::mix_stacked_(stack, nullptr), cudaErrorInvalidValue);
-}
-
-// Calls launch() on the stream: at once on the default stream, else from a graph that is captured and launched.
-template <typename Launch>
-void run_or_capture(cudaStream_t stream, Launch&& launch) {
-    if (stream == nullptr) {
-        ASSERT_CUDA(launch());
-        return;
-    }
-    cudaGraph_t graph;
-    cudaGraphExec_t executable;
-    ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    ASSERT_CUDA(launch());
-    ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
-    ASSERT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-    ASSERT_CUDA(cudaGraphLaunch(executable, stream));
-    ASSERT_CUDA(cudaStreamSynchronize(stream));
-    ASSERT_CUDA(cudaGraphExecDestroy(executable));
-    ASSERT_CUDA(cudaGraphDestroy(graph));
-}
-
-template <typename T>
-void expect_cpu_mix_sgd(
-    int64_t numel, int64_t num_peers, int64_t offset, const SgdSetting& setting, float steps, cudaStream_t stream) {
-    MixSgdProblem<T> host(numel, num_peers, 0, setting.rule, setting.weight_decay, setting.maximize);
-    host.steps = steps;
-    const DeviceMix<T> mix(host.mix, offset);
-    const DeviceBuffer<T> grad(host.grad, offset), momentum(host.momentum, offset);
-    const DeviceBuffer<float> counted(&steps, 1), lr(&host.group.lr, 1);
-    MixSgdArgs args = host.args();
-    args.mix = mix.args;
-    args.grad = grad.data();
-    args.momentum = args.momentum ? momentum.data() : nullptr;
-    args.group.step = counted.data();
-    if (numel % 2 != 0) {
-        args.group.lr = NAN;
-        args.group.device_lr = lr.data();
-    }
-    ASSERT_NO_FATAL_FAILURE(run_or_capture(stream, [&] { return cuda::mix_sgd_step_(args, stream); }));
-    cpu::mix_sgd_step_(host.args(), 0, host.mix.num_blocks());
-    ASSERT_TRUE(mix.weights.same_bits(host.mix.weights));
-    ASSERT_TRUE(momentum.same_bits(host.momentum));
-    ASSERT_EQ(counted.download()[0], steps + 1.0f);
-    ASSERT_NO_FATAL_FAILURE(expect_near(mix.sums.download(), summed(host.mix.partials, num_peers)));
-}
-
-TYPED_TEST(CudaTest, MixSgdStep) {
-    const std::vector<SgdSetting> settings = all_settings();
-    for (size_t k = 0; k < settings.size(); k += kSettingStep) {
-        for (const int64_t numel : kDeviceSizes) {
-            for (const int64_t num_peers : {0, 1, 9}) {
-                for (const int64_t offset : {0, 1}) {
-                    SCOPED_TRACE(
-                        ::testing::Message()
-                        << settings[k].name() << " numel " << numel << "+" << offset << " peers " << num_peers);
-                    const auto steps = static_cast<float>((numel + num_peers + offset) % 2);
-                    ASSERT_NO_FATAL_FAILURE(
-                        expect_cpu_mix_sgd<TypeParam>(numel, num_peers, offset, settings[k], steps, nullptr));
-                }
-            }
-        }
-    }
-}
-
-TYPED_TEST(CudaTest, CanBeCapturedIntoAGraph) {
-    constexpr int64_t kNumel = kManyElements / 10 + kBlock;
-    const SgdSetting plain{{0.9f, 0.7f, false, false}, 0.0f, false}, nesterov{{0.9f, 1.0f, true, false}, 0.03f, true};
-    cudaStream_t stream;
-    ASSERT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    ASSERT_NO_FATAL_FAILURE(expect_cpu_mix_sgd<TypeParam>(kNumel, 2, 0, plain, 0.0f, stream));
-    ASSERT_NO_FATAL_FAILURE(expect_cpu_mix_sgd<TypeParam>(kNumel, 20, 1, nesterov, 1.0f, stream));
-    ASSERT_CUDA(cudaStreamDestroy(stream));
 }
 
 // ---- mix_stacked_ ----

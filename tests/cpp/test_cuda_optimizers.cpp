@@ -36,7 +36,13 @@ void launch(const DeviceSgd<Kind>& device, LarsProblem<Kind>& host) {
 }
 
 template <typename Kind>
-void launch(const DeviceLamb<Kind>& device, LambProblem<Kind>& host) {
+void launch(const DeviceAdam<Kind>& device, AdamProblem<Kind>& host) {
+    ASSERT_CUDA(enqueue_step(device, host));
+    take_step(host);
+}
+
+template <typename Kind>
+void launch(const DeviceAdam<Kind>& device, LambProblem<Kind>& host) {
     ASSERT_CUDA(enqueue_step(device, host));
     const std::vector<Trust> trust = device.trust.download();
     take_step(host, 0, trust.data());
@@ -60,7 +66,7 @@ void expect_same_as_cpu(Problem& host, int64_t offset, const std::vector<float>&
     }
 }
 
-// ---- what all three go through ----
+// ---- what all go through ----
 
 TYPED_TEST_SUITE(CudaOptimizers, Kinds);
 
@@ -170,7 +176,7 @@ TYPED_TEST(CudaOptimizers, ZeroNorms) {
 TYPED_TEST(CudaOptimizers, LambWithoutEps) {
     LambProblem<TypeParam> host(
         {{.sizes = {4097, 17}, .steps = 0.0f}},
-        {0.9, 0.999, 0.0f, true, LambDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY}, {});
+        {0.9, 0.999, 0.0f, true, AdamDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY}, {});
     ASSERT_NO_FATAL_FAILURE(expect_same_as_cpu(host, 0));
 }
 
@@ -180,6 +186,34 @@ TYPED_TEST(CudaOptimizers, GroupsOfWholeBlocks) {
     for (int g = 0; g < 12; ++g) groups.push_back({.sizes = {4097}, .lr = 0.1f + static_cast<float>(g)});
     ASSERT_NO_FATAL_FAILURE(
         (for_each_optimizer<TypeParam>(groups, {}, 31, [](auto& problem) { expect_same_as_cpu(problem, 0); })));
+}
+
+// A mix in front of the step: aligned and not, in place and elsewhere, with noise; blocks that are whole and others.
+TYPED_TEST(CudaOptimizers, MixAndStep) {
+    if constexpr (!TypeParam::kMaster) {
+        size_t turn = 0;
+        for (const int64_t num_peers : {0, 1, 3, 8}) {
+            for (const int64_t offset : {0, 1}) {
+                for (const bool elsewhere : {false, true}) {
+                    SCOPED_TRACE(::testing::Message() << num_peers << " peers at " << offset << " turn " << turn);
+                    const Noise noise = turn % 3 == 1 ? some_noise(static_cast<int64_t>(turn)) : Noise{};
+                    for_each_optimizer<TypeParam>(
+                        {{.sizes = {8192, 0, 16, 4096 * 3 + 5, 7}}, {.sizes = {4096}, .lr = 0.5f}}, {}, turn++,
+                        [&](auto& problem) {
+                            problem.mix_with(num_peers, noise, elsewhere);
+                            expect_same_as_cpu(problem, offset, {0.0f});
+                        },
+                        {.flat = true});
+                }
+            }
+        }
+    }
+}
+
+TYPED_TEST(CudaOptimizers, MixWithMastersOrTooManyPeersIsAnError) {
+    SgdProblem<TypeParam> host({{.sizes = {17}}}, {0.9f, 1.0f, false, false}, {}, {.flat = true});
+    host.mix_with(TypeParam::kMaster ? 1 : cuda::kMaxStepPeers + 1);
+    ASSERT_EQ(enqueue_step(on_device(host, 0), host), cudaErrorInvalidValue);
 }
 
 #ifdef DDPCORE_FEW_ELEMENTS

@@ -138,7 +138,7 @@ TEST(MathTest, LarsTrust) {
 
 TEST(MathTest, TrustIsOneWhereNothingAdapts) {
     const LarsRule lars{LarsVariant::kYou2017, 0.02f, 0.0f};
-    const LambRule lamb{0.9, 0.999, 1e-6f, true, LambDecay::kInUpdate, 2.0f, 3.0f, 4.0f, 5.0f};
+    const LambRule lamb{0.9, 0.999, 1e-6f, true, AdamDecay::kInUpdate, 2.0f, 3.0f, 4.0f, 5.0f};
     const SgdRule sgd{0.9f, 1.0f, false, false};
     for (const bool adapt : {false, true}) {
         for (const NormPartials squares : {NormPartials{0.0, 1.0}, {1.0, 0.0}, {0.0, 0.0}, {1.0, 1.0}}) {
@@ -152,7 +152,7 @@ TEST(MathTest, TrustIsOneWhereNothingAdapts) {
 }
 
 TEST(MathTest, LambTrustBetweenItsBounds) {
-    LambRule rule{0.9, 0.999, 1e-6f, true, LambDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY};
+    LambRule rule{0.9, 0.999, 1e-6f, true, AdamDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY};
     const auto ratio = [&](double weight_norm, double update_norm) {
         const Trust trust = lamb_trust(rule, group_of(nullptr), {weight_norm * weight_norm, update_norm * update_norm});
         EXPECT_EQ(trust.weight_norm, weight_norm);
@@ -194,15 +194,15 @@ TEST(MathTest, LarsScalesOfEveryVariant) {
     }
 }
 
-TEST(MathTest, LambScalesOfEveryModeAndStep) {
-    for (const LambDecay decay : {LambDecay::kInUpdate, LambDecay::kCoupled, LambDecay::kDecoupled}) {
+TEST(MathTest, AdamScalesOfEveryModeAndStep) {
+    for (const AdamDecay decay : {AdamDecay::kInUpdate, AdamDecay::kCoupled, AdamDecay::kDecoupled}) {
         for (const bool debias : {false, true}) {
             const LambRule rule{0.9, 0.999, 1e-6f, debias, decay, 0.0f, INFINITY, 0.0f, INFINITY};
             long double power1 = 1.0L, power2 = 1.0L;
             for (int taken = 0; taken < 2000; ++taken) {
                 float step = static_cast<float>(taken);
                 power1 *= rule.beta1, power2 *= rule.beta2;
-                const LambScales scales = lamb_scales(rule, group_of(&step), -0.5f);
+                const AdamScales scales = adam_scales(rule, group_of(&step), -0.5f);
                 // 1 - beta^step loses what cancels: beta^step / (1 - beta^step) <= 999 times the error of the power,
                 // which is at most `step` roundings and 11 for the bits.
                 const int roundings = debias ? 1000 * (taken + 12) + 3 : 0;
@@ -212,9 +212,9 @@ TEST(MathTest, LambScalesOfEveryModeAndStep) {
                     expect_float_near(scales.debias2, debias ? 1.0L / (1.0L - power2) : 1.0L, roundings));
                 ASSERT_EQ(scales.grad, -0.5f);
                 ASSERT_EQ(scales.eps, rule.eps);
-                ASSERT_EQ(scales.coupled_decay, decay == LambDecay::kCoupled ? kWeightDecay : 0.0f);
-                ASSERT_EQ(scales.update_decay, decay == LambDecay::kInUpdate ? kWeightDecay : 0.0f);
-                ASSERT_EQ(scales.keep, decay == LambDecay::kDecoupled ? kept_share(group_of(&step)) : 1.0f);
+                ASSERT_EQ(scales.coupled_decay, decay == AdamDecay::kCoupled ? kWeightDecay : 0.0f);
+                ASSERT_EQ(scales.update_decay, decay == AdamDecay::kInUpdate ? kWeightDecay : 0.0f);
+                ASSERT_EQ(scales.keep, decay == AdamDecay::kDecoupled ? kept_share(group_of(&step)) : 1.0f);
             }
         }
     }
@@ -222,8 +222,8 @@ TEST(MathTest, LambScalesOfEveryModeAndStep) {
 
 TEST(MathTest, LambBetasAreRoundedOnce) {
     float step = 0.0f;
-    const LambRule rule{0.9, 0.999, 1e-6f, true, LambDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY};
-    const LambScales scales = lamb_scales(rule, group_of(&step), 1.0f);
+    const LambRule rule{0.9, 0.999, 1e-6f, true, AdamDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY};
+    const AdamScales scales = adam_scales(rule, group_of(&step), 1.0f);
     ASSERT_NO_FATAL_FAILURE(expect_float_near(scales.beta1, 0.9, 0));
     ASSERT_NO_FATAL_FAILURE(expect_float_near(scales.one_minus_beta1, 1.0L - static_cast<long double>(0.9), 1));
     ASSERT_NO_FATAL_FAILURE(expect_float_near(scales.beta2, 0.999, 0));

@@ -37,7 +37,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"set data_dir \(--data-dir\)"):
         load_dataset("mnist")
     for option, value in (("input_shape", (10,)), ("num_classes", 2)):
-        with pytest.raises(ValueError, match=f"data set mnist has no option '{option}': it takes none, leave it out"):
+        with pytest.raises(ValueError, match=f"data set mnist has no option '{option}': choose from max_bytes"):
             load_dataset("mnist", data_dir="anywhere", **{option: value})
     with pytest.raises(ValueError, match="anywhere/MNIST/raw"):
         load_dataset("mnist", data_dir="anywhere")
@@ -51,16 +51,16 @@ def test_an_option_of_another_kind_is_refused() -> None:
 
 
 def test_options_of_each_data_set() -> None:
-    assert DATASETS.options("mnist") == {}
+    assert DATASETS.options("mnist") == {"max_bytes": 64 * 2**20}
     assert DATASETS.options("synthetic") == {"input_shape": (10,), "num_classes": 2}
-    assert DATASETS.options("features") == {"num_classes": None}
+    assert DATASETS.options("features") == {"num_classes": None, "max_bytes": 4 * 2**30}
     speech = {"num_classes": 32, "num_frames": 21, "num_features": 40, "num_samples": 10_000}
     assert DATASETS.options("synthetic_speech") == speech
-    assert DATASETS.hints("mnist") == {}
+    assert DATASETS.hints("mnist") == {"max_bytes": int}
     assert DATASETS.hints("synthetic") == {"input_shape": tuple[int, ...], "num_classes": int}
-    assert DATASETS.hints("features") == {"num_classes": int | None}
+    assert DATASETS.hints("features") == {"num_classes": int | None, "max_bytes": int}
     assert DATASETS.hints("saddle") == {"dimension": int, "num_samples": int, "slope": float, "coupling": float}
-    with pytest.raises(ValueError, match="data set mnist has no option 'num_frames': it takes none"):
+    with pytest.raises(ValueError, match="data set mnist has no option 'num_frames': choose from max_bytes"):
         load_dataset("mnist", data_dir="anywhere", num_frames=3)
     with pytest.raises(ValueError, match="synthetic_speech has no option 'input_shape': did you mean 'num_samples'"):
         load_dataset("synthetic_speech", input_shape=(3, 4))

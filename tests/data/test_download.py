@@ -122,6 +122,36 @@ def test_a_file_with_another_sum_or_none_at_all_is_one_line(tmp_path: Path, serv
     assert not (tmp_path / "cifar-10-batches-py").exists(), "nothing of it was unpacked"
 
 
+def test_an_archive_writes_only_the_files_of_its_data_set(tmp_path: Path, server: None) -> None:
+    """Members outside the folder, links and devices are left out, whatever names they have."""
+    variant, packed = cifar.CIFAR10, io.BytesIO(gzip.decompress(archive(cifar.CIFAR10)))
+    first, second = (f"{variant.python_folder}/{name}" for name in variant.train[:2])
+    with tarfile.open(fileobj=packed, mode="a") as tar:
+        for name in ("../evil", f"{variant.python_folder}/../../evil", str(tmp_path / "evil"), "evil"):
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            tar.addfile(member, io.BytesIO(b"evil"))
+        for name, kind, target in (
+            (first, tarfile.SYMTYPE, "/etc/passwd"),
+            (second, tarfile.LNKTYPE, "../../evil"),
+            (variant.python_folder, tarfile.SYMTYPE, "/tmp"),
+            (first, tarfile.FIFOTYPE, ""),
+            (first, tarfile.CHRTYPE, ""),
+        ):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, target
+            tar.addfile(member)
+    file = "cifar-10-python.tar.gz"
+    FILES[file] = gzip.compress(packed.getvalue())
+    (source,) = download.SOURCES["cifar10"]
+    download.SOURCES["cifar10"] = (replace(source, md5=hashlib.md5(FILES[file]).hexdigest()),)
+    root = tmp_path / "one" / "two"
+    assert len(load_dataset("cifar10", data_dir=root, download=True, verify=False).train) == 10
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir() or path.is_symlink()}
+    assert found == {f"one/two/{name}" for name in (file, *variant.layouts[0])}
+    assert not any(path.is_symlink() for path in root.rglob("*"))
+
+
 def test_without_pooch_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(ValueError, match=r"^pooch is not installed: pip install 'ddpcore\[train\]'$"):

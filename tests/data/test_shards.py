@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddpcore.data import SAMPLERS, ShardedBatches
+from ddpcore.data import SAMPLERS, Redealt, ShardedBatches
 from ddpcore.data.shards import _order, permutation
 
 
@@ -78,6 +81,20 @@ def test_impossible_batches(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         ShardedBatches(*arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_what_an_error_says_to_take_is_accepted() -> None:
+    refused = 0
+    for samples, learners in [(1, 1), (11, 4), (11, 11), (14, 6), (30, 7)]:
+        for batch in range(1, samples + 9):
+            try:
+                ShardedBatches(samples, batch, learners)
+            except ValueError as error:
+                refused += 1
+                ShardedBatches(samples, int(str(error).split()[-1]), learners)
+    assert refused > 50
+    with pytest.raises(ValueError, match="take at most 14 learners, and a batch size of at most 14 that they divide"):
+        ShardedBatches(14, 2, 20)
 
 
 def test_a_step_before_the_first() -> None:
@@ -172,3 +189,38 @@ def test_permutations_of_other_keys_are_others() -> None:
     orders = {tuple(permutation(50, 3, *key).tolist()) for key in keys}
     assert len(orders) == len(keys)
     assert all(sorted(order) == list(range(50)) for order in orders)
+
+
+@given(
+    samples=st.integers(40, 200),
+    changes=st.lists(st.tuples(st.integers(1, 9), st.sets(st.integers(0, 6), min_size=2, max_size=6)), max_size=6),
+    seed=st.integers(0, 5),
+)
+def test_redealt_samples_are_used_at_most_once_an_epoch(
+    samples: int, changes: list[tuple[int, set[int]]], seed: int
+) -> None:
+    """Whoever dies and joins: every sample at most once an epoch, and no epoch is left out."""
+    batches = ShardedBatches(samples, 12, 4, seed)
+    begins = np.cumsum([gap for gap, _ in changes]).tolist()
+    deals = tuple((begin, tuple(sorted(who))) for begin, (_, who) in zip(begins, changes, strict=True))
+    dealt = Redealt(batches, deals)
+    used: dict[int, list[int]] = {}
+    for step in range(sum(begins[-1:]) + 20):
+        members = next((who for begin, who in reversed(deals) if begin <= step), (0, 1, 2, 3))
+        for learner in members:
+            used.setdefault(dealt.epoch(step), []).extend(dealt.indices(step, learner).tolist())
+    assert sorted(used) == list(range(max(used) + 1))
+    for epoch, numbers in used.items():
+        assert len(numbers) == len(set(numbers)), epoch
+        assert set(numbers) <= set(range(samples))
+
+
+def test_redealt_without_changes_is_the_global_sampler() -> None:
+    batches = ShardedBatches(50, 12, 4, 3)
+    dealt = Redealt(batches)
+    for step in range(9):
+        rows = torch.stack([dealt.indices(step, learner) for learner in range(4)])
+        assert torch.equal(rows, batches.indices(step))
+        assert dealt.epoch(step) == batches.epoch(step)
+    with pytest.raises(ValueError, match="learner 4 takes no samples in step 0"):
+        dealt.indices(0, 4)

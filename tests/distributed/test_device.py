@@ -19,11 +19,12 @@ from torch.nn import Parameter
 
 from ddpcore import ops
 from ddpcore.bench.__main__ import main as bench
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from ddpcore.parameters.flat import FlatParameters
 
 KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(FusedSGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": partial(FusedAdamW, weight_decay=0.01),
     "lars": partial(FusedLARS, momentum=0.9, weight_decay=0.01, max_grad_norm=1.0),
     "lamb": partial(FusedLAMB, weight_decay=0.01),
 }
@@ -206,7 +207,8 @@ def test_averages_of_very_long_tensors(device):
     for length in (PERIOD, None):
         weights, peer, grad, buffer = (repeated(device, seed)[:length].clone() for seed in range(4))
         distances = ops.mix_(weights, [peer], 0.5, [0.5])
-        ops.mix_sgd_step_(weights, [peer], 0.75, [0.25], grad, buffer, lr=0.1, momentum=0.9)
+        mixture = ops.Mixture([peer], 0.75, [0.25])
+        ops.mix_sgd_step_([weights], [grad], [buffer], [], None, mixture, [0], lr=0.1, momentum=0.9)
         ends.append((weights, buffer, distances))
     (short, short_buffer, short_distance), (long, long_buffer, distance) = ends
     assert_repeated(long, short)

@@ -83,6 +83,13 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         assert not loaded, (path, loaded)
 
 
+def test_every_page_names_its_icon(site: Path) -> None:
+    """A browser asks the server for ``/favicon.ico`` otherwise, and prints an error into its console."""
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    assert all(re.search('<link rel="shortcut icon" href="[^"]*icon.svg', path.read_text()) for path in pages)
+
+
 def exported() -> Iterator[str]:
     """``package.name`` for every name of the ``__all__`` of every package."""
     for module in [ddpcore.__name__, *(f"ddpcore.{found.name}" for found in pkgutil.iter_modules(ddpcore.__path__))]:

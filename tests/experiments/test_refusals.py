@@ -27,6 +27,11 @@ REFUSED = {
     "run TINY --seeds 0": "--seeds is 0",
     "run TINY --seed -1": "--seed is -1",
     "run TINY --seeds many": "--seeds",
+    "run TINY --seeds 1..100000000": "--seeds",
+    "run TINY --seeds 100000000": "100,000,000 seeds of 3 rows are more than 10,000 runs: take fewer",
+    "run TINY --seeds 4 --max-runs 11": "4 seeds of 3 rows are more than 11 runs",
+    "run TINY --max-runs 0": "--max-runs is 0",
+    "run no\x1b[31m/such.toml": r"no\x1b[31m/such.toml': cannot be read",
     "run TINY --world-size 3": "--world-size is 3: these rows have 1, 2 learners",
     "run TINY --set optimiser=adam": "did you mean 'optimizer'?",
     "run TINY --set lr": "KEY=VALUE",
@@ -140,8 +145,6 @@ def test_damaged_folders(main: Main, tiny: Path, done: Path) -> None:
         *(result | {"metrics": wrong} for wrong in (3, {"train_loss": "x"})),
     ]
     damages = (
-        *(("results.jsonl", text) for text in (b"{\n", b"3\n", b"\xff\xfe\n")),
-        *(("results.jsonl", json.dumps(line).encode() + b"\n") for line in results),
         *(("manifest.json", text) for text in (b"{", b"[]", b"\xff")),
         *(("manifest.json", json.dumps(values).encode()) for values in manifests),
     )
@@ -153,16 +156,24 @@ def test_damaged_folders(main: Main, tiny: Path, done: Path) -> None:
             check(main(*words), name)
         assert files(done) == before
         (done / name).write_bytes(kept)
+    lines = [b"{\n", b"3\n", b"\xff\xfe\n", *(json.dumps(line).encode() + b"\n" for line in results)]
+    for line in lines:  # a damaged result costs its run alone, which --resume repeats
+        (done / "results.jsonl").write_bytes(line)
+        code, _, error = main("compare", done)
+        assert code == 0 and error.count("\n") == 1 and "results.jsonl" in error
+    assert main("run", tiny, "--out", done, "--rows", "a", "--seeds", 1, "--resume")[0] == 0
+    assert Folder(done).finished() == {("a", 0)}
 
 
 def test_a_damaged_record_of_a_run(main: Main, tiny: Path, done: Path) -> None:
     (done / "results.jsonl").write_text("")
     record = Folder(done).run_path("a", 0) / "record.jsonl"
     header, *lines = record.read_text().splitlines(keepends=True)
-    record.write_text(json.dumps(json.loads(header) | {"config": [3]}) + "\n" + "".join(lines))
-    before = files(done)
-    check(main("run", tiny, "--out", done, "--rows", "a", "--seeds", 1, "--resume"), "line 1 has config [3]")
-    assert files(done) == before
+    record.write_text(header.replace('"model"', '"modem"') + "".join(lines))
+    code, _, error = main("run", tiny, "--out", done, "--rows", "a", "--seeds", 1, "--resume")
+    assert code == 0
+    assert f"{record}: line 1 is damaged: it does not match its checksum: the run goes on without it" in error
+    assert Folder(done).finished() == {("a", 0)}
 
 
 def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path, tmp_path: Path) -> None:

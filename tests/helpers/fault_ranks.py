@@ -160,14 +160,24 @@ DIFFERENCES = {
 }
 
 
-def is_late(rank: int, seconds: float) -> None:
+def is_late(rank: int, transport: str, strategy: str, seconds: float) -> None:
     """Rank 1 takes longer than distribute(timeout=) lets the others wait."""
     model = nn.Linear(5, 3)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), timeout=seconds)
+    ddpcore.distribute(model, optimizer, STRATEGIES[strategy](), transport=transport, timeout=seconds)
+    for step in range(3):
+        if rank == 1 and step == 2:
+            time.sleep(seconds + 2)
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+
+def does_not_come(rank: int, seconds: float) -> None:
+    """Rank 1 calls distribute later than its timeout lets the others wait."""
     if rank == 1:
         time.sleep(seconds + 2)
-    loss_of(model, 0, rank).backward()
+    model = nn.Linear(5, 3)
+    ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), timeout=seconds)
 
 
 COMMUNICATORS = {
@@ -206,7 +216,9 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "local_sgd": lambda: ddpcore.LocalSGD(1),
     "slowmo": lambda: ddpcore.SlowMo(period=1),
     "ssgd": ddpcore.SSGD,
+    "dpsgd": lambda: ddpcore.DPSGD(ddpcore.Ring()),
 }
+DYING, LATE = ("local_sgd", "slowmo", "ssgd"), ("ssgd", "dpsgd")
 
 
 def dies_in_training(rank: int, transport: str, strategy: str) -> None:
@@ -248,10 +260,11 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (backward_dies_on_one, 2),
     *((trains_something_else, 2, what, "auto") for what in DIFFERENCES),
     (trains_something_else, 2, "policies", "pg"),
-    (is_late, 2, 0.5),
-    (is_late, 2, -1.0),
+    *((is_late, 2, transport, strategy, 1.5) for transport in ("shm", "pg") for strategy in LATE),
+    *((is_late, 2, transport, "ssgd", seconds) for transport in ("shm", "pg") for seconds in (-1.0, 0.0)),
+    (does_not_come, 2, 0.5),
     *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
-    *((dies_in_training, 2, transport, strategy) for transport in ("shm", "pg") for strategy in STRATEGIES),
+    *((dies_in_training, 2, transport, strategy) for transport in ("shm", "pg") for strategy in DYING),
     *((goes_on_backwards, 2, transport) for transport in ("shm", "pg")),
     *((abandons, 2, make) for make in COMMUNICATORS),
 ]

@@ -27,7 +27,8 @@ import torch
 from ddpcore.runtime import launch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PRELOADED = ["ddpcore.bench.run", "ddpcore.bench.predict", "ddpcore.report.compare", "networkx"]
+# torch imports its compiler in the first step of an optimizer: four seconds that each process would spend again.
+PRELOADED = ["torch._dynamo", "ddpcore.bench.run", "ddpcore.bench.predict", "ddpcore.report.compare", "networkx"]
 
 
 @functools.cache

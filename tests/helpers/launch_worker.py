@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcore
+from ddpcore.comm.process import barrier
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
@@ -78,6 +79,44 @@ def hangs(world: World, folder: str) -> None:
     time.sleep(600)
 
 
+def listens(world: World, folder: str) -> None:
+    """Where this rank, and rank 0's parent too, listen on TCP, after the ranks have connected."""
+    dist.all_reduce(torch.zeros(4))
+    found = {"rank": listening(os.getpid()), "parent": listening(os.getppid())}
+    Path(folder, f"{world.rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses on which a process listens, as /proc writes them: 0100007F is 127.0.0.1."""
+    files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    sockets = {name[len("socket:[") : -1] for name in files if name.startswith("socket:[")}
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()]
+    return [line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets]
+
+
+def comes_late(world: World, folder: str) -> None:
+    """Rank 1 lets rank 0 wait longer than run(timeout=) allows."""
+    dist.barrier()
+    if world.rank == 1:
+        time.sleep(600)
+    barrier("the barrier of this test")
+
+
+def orphans(folder: str) -> None:
+    """Two ranks of torchrun: one began with launch.run, the other only with distribute."""
+    if os.environ["RANK"] == "0":
+        launch.run(hangs, (folder,), world_size=2, backend="gloo")
+        return
+    dist.init_process_group("gloo")
+    group = dist.new_group([1], use_local_synchronization=True)
+    model = nn.Linear(2, 2)
+    ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), group=group)
+    Path(folder, "1.there").touch()
+    time.sleep(600)
+
+
 def ignores_sigterm(world: World, folder: str) -> None:
     """Rank 0 cannot be asked to end; rank 1 fails."""
     if world.rank == 0:
@@ -95,6 +134,15 @@ def unconnected(world: World, folder: str) -> None:
     Path(folder, f"{world.rank}.json").write_text(json.dumps(place))
 
 
+def goes_on(world: World, folder: str) -> None:
+    """Rank 0 dies by SIGKILL, rank 1 fails, and rank 2 has something to write."""
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 1:
+        raise LookupError("no such luck")
+    Path(folder, "finished").touch()
+
+
 def stops(world: World, folder: str) -> None:
     """Rank 0 stops at once, rank 1 long after, and has something to write."""
     if world.rank == 1:
@@ -105,9 +153,15 @@ def stops(world: World, folder: str) -> None:
 
 def main() -> int:
     folder, trial, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    backend = "none" if trial in ("unconnected", "stops") else "gloo"
+    if trial == "orphans":
+        orphans(folder)
+        return 0
+    timeout = 2.0 if trial == "comes_late" else launch.TIMEOUT_SECONDS
+    backend = "none" if trial in ("unconnected", "stops", "goes_on") else "gloo"
+    on_failure = "shrink" if trial == "goes_on" else "raise"
     try:
-        launch.run(globals()[trial], (folder,), world_size=world_size, backend=backend)
+        function, options = globals()[trial], {"backend": backend, "timeout": timeout, "on_failure": on_failure}
+        launch.run(function, (folder,), world_size=world_size, **options)
     except (launch.RankFailed, launch.Stopped) as error:
         print(error, file=sys.stderr)
         return 3 if isinstance(error, launch.Stopped) else 1

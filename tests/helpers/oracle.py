@@ -42,6 +42,10 @@ MAKERS: dict[str, Any] = {
     "dpsgd_stale": lambda topology: ddpcore.DPSGD(topology, staleness=1),
     "dpsgd_int8_stale": lambda topology: ddpcore.DPSGD(topology, compression=Int8(), staleness=1),
     "push_sum": lambda topology: ddpcore.PushSum(topology),
+    "exact_diffusion": lambda topology: ddpcore.ExactDiffusion(topology),
+    "d2": lambda topology: ddpcore.ExactDiffusion(topology, lazy=False),
+    "tracking": lambda topology: ddpcore.GradientTracking(topology),
+    "dpsgd_consensus": lambda topology: ddpcore.DPSGD(topology, consensus=ddpcore.AdaptiveConsensus(least=0.2)),
 }
 ORDERS = {"awc": "average_while_computing", "atc": "adapt_then_combine", "cta": "combine_then_adapt"}
 CODECS = {"bf16": BFloat16, "int8": Int8, "topk": partial(TopK, ratio=0.2)}
@@ -54,7 +58,11 @@ MAKERS |= {
 }
 ALL_REDUCING = ("ssgd", "local_sgd")  # run with gathered and with reduced averages
 UNBALANCED = "digraph"  # for push_sum alone
-GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd")), "push_sum")
+UNEVEN = {
+    "exact_diffusion": ("ring", "star"), "d2": ("ring", "complete"), "tracking": ("ring", "random_pair", "from_matrix"),
+    "dpsgd_consensus": ("ring", "random_pair"),
+}  # fmt: skip
+GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd") or name in UNEVEN), "push_sum")
 FIXED = ("complete", "ring", "from_matrix")
 
 
@@ -71,6 +79,8 @@ class Case(NamedTuple):
 
 def _topologies(strategy: str) -> tuple[str, ...]:
     if strategy in GOSSIP:
+        if strategy in UNEVEN:
+            return UNEVEN[strategy]
         if strategy == "push_sum":
             return *TOPOLOGIES, UNBALANCED
         if strategy == "dpsgd_awc_topk":
@@ -81,8 +91,10 @@ def _topologies(strategy: str) -> tuple[str, ...]:
     return AVERAGES if strategy in ALL_REDUCING else AVERAGES[:1]
 
 
-def fits(topology: str, n: int) -> bool:
-    """Some need factors."""
+def fits(topology: str, n: int, strategy: str = "") -> bool:
+    """Some need factors, and D2 a least eigenvalue above -1/3."""
+    if (strategy, topology) == ("d2", "ring") and n in (4, 6):
+        return False
     numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6), UNBALANCED: range(3, LARGEST + 1)}
     return n in numbers.get(topology, range(1, LARGEST + 1))
 
@@ -93,11 +105,12 @@ CASES = [
     for topology in _topologies(strategy)
     for world_size in range(1, LARGEST + 1)
     for optimizer in (("fused", "torch") if strategy in ("ssgd", "local_sgd", "dpsgd") else ("fused",))
-    if fits(topology, world_size)
+    if fits(topology, world_size, strategy)
 ] + [
     Case(strategy, _topologies(strategy)[0], world_size, "fused", "batch_norm")
     for strategy in MAKERS
     for world_size in (1, 2, 3, LARGEST)
+    if fits(_topologies(strategy)[0], world_size, strategy)
 ]
 CASES += [
     Case(strategy, AVERAGES[0], world_size, optimizer, "backwards")
@@ -168,7 +181,8 @@ def train(
     Without a group all are virtual, with one each rank is one, or with ``num_rows`` so many.
     """
     traffic.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
-    scenario = replace(MODELS[case.model], make_optimizer=OPTIMIZERS[case.optimizer])
+    decay = 0.7 if case.strategy == "dpsgd_consensus" else 1.0
+    scenario = replace(MODELS[case.model], make_optimizer=OPTIMIZERS[case.optimizer], lr_decay=decay)
     options = {"transport": transport} if num_rows is None and group is not None else {}
     run = SmallRun(
         lambda: MAKERS[case.strategy](topology_of(case)),

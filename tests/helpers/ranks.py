@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,15 @@ def python(*words: object, cwd: Path, timeout: float = 240.0, **more: str) -> su
     return forked.run([*map(str, words)], cwd=cwd, env=environment() | more, timeout=timeout)
 
 
-def run(script: str, world_size: int, timeout: float = 300.0) -> list[Any]:
-    """What ``script`` saves on each rank. A rank that fails, or a run that lasts too long, is a RuntimeError."""
+def run(script: str, world_size: int, timeout: float = 300.0, more: Sequence[Sequence[object]] = ()) -> list[Any]:
+    """What ``script`` saves on each rank. A rank that fails, or a run that lasts too long, is a RuntimeError.
+
+    ``more`` are further words for each rank.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder, ranks = Path(name), []
         for rank in range(world_size):
-            words = ["-m", f"helpers.{script}", name, str(world_size), str(rank)]
+            words = ["-m", f"helpers.{script}", name, str(world_size), str(rank), *map(str, more[rank] if more else ())]
             ranks.append(forked.start(words, log_folder(folder, rank), environment(), Path.cwd()))
         try:
             deadline = time.monotonic() + timeout

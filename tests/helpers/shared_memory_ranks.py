@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # before the forks: else each rank imports it in its first step, which takes four seconds
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -16,8 +16,9 @@ from ddpcore.ops import reference
 
 # One row of lanes and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
 SIZES = [0, 1, 15, 16, 17, 4095, 4096, 4097, 100_003]
-RULES = ["sgd", "lars", "lamb"]
+RULES = ["sgd", "adamw", "lars", "lamb"]
 ADAPTIVE = ["lars", "lamb"]
+MOMENTS = ["adamw", "lamb"]
 # How the weights are stored, and whether fp32 masters stand behind them.
 KINDS = {
     "fp32": (torch.float32, False),
@@ -28,6 +29,7 @@ KINDS = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "decoupled": False},
+    "adamw": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "decoupled": True},
     "lars": {
         "adapt": [1], "variant": "you2017", "trust_coefficient": 0.02, "eps": 1e-8,
         "momentum": 0.9, "dampening": 0.0, "nesterov": False, "decoupled": False,
@@ -58,7 +60,7 @@ class Step:
         self.trust = ops.new_trust(params)
 
     def run(self, where: Any = ops) -> Step:
-        rows = [] if self.rule == "sgd" else [self.trust]
+        rows = [self.trust] if self.rule in ADAPTIVE else []
         lists = [self.params, self.grads, *self.buffers, self.masters, self.steps]
         getattr(where, f"{self.rule}_step_")(*lists, self.scratch, *rows, **self.options)
         return self
@@ -112,7 +114,7 @@ class Step:
 
     def scales(self) -> list[float]:
         """What the trust ratio of each tensor becomes in the arithmetic of its elements."""
-        if self.rule == "sgd":
+        if self.rule not in ADAPTIVE:
             return [1.0] * len(self.params)
         lr = [float(tensor) for tensor in self.options["device_lr"]] or self.options["lr"]
         alone = self.options.get("variant") == "scaled_grad"
@@ -131,10 +133,10 @@ def new_step(
 ) -> Step:
     """A step on the weights with gradients and buffers that ``make`` draws like them; ``counted``: after three."""
     params = list(weights)
-    wide = masters or rule == "lamb"
+    wide = masters or rule in MOMENTS
     like = [param.float() if wide else param for param in params]
     buffers = [[make(tensor) for tensor in like]]
-    if rule == "lamb":  # second moments well above zero, so that the root keeps its digits
+    if rule in MOMENTS:  # second moments well above zero, so that the root keeps its digits
         buffers.append([make(tensor).clamp_(-1, 1).mul_(0.5).add_(1.0) for tensor in like])
     step = Step(rule, params, [make(param) for param in params], buffers)
     step.options.update(options)
@@ -158,7 +160,7 @@ def assert_same_step(got: Step, want: Step, assert_same_bits: Callable[..., None
     the product of that ratio: at most eps of the largest number of the tensor before or after, and eps/2 for each of
     the four roundings that follow.
     """
-    if got.rule != "sgd":
+    if got.rule in ADAPTIVE:
         torch.testing.assert_close(got.trust.cpu(), want.trust, rtol=1e-12, atol=0.0, equal_nan=True)
     same = [a == b or (a != a and b != b) for a, b in zip(got.scales(), want.scales(), strict=True)]
     for name, tensors in got.written().items():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddpcore.runtime.launch import World
-from ddpcore.storage.json_lines import rows
+from ddpcore.storage.json_lines import read_lines
 from ddpcore.training import train
 from ddpcore.training.trainer import Trainer
 from helpers import images
@@ -30,7 +30,7 @@ def main() -> None:
     world = World(rank=rank, world_size=world_size, local_rank=rank)
     config = images.config(learners=2, strategy="dpsgd", topology="ring", record_steps=True)
     train(config, out=out, world=world, dataset=images.images())
-    torch.save(list(rows(out / "steps" / f"rank-{rank}.jsonl")), path)
+    torch.save(read_lines(out / "steps" / f"rank-{rank}.jsonl").rows, path)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def results() -> dict[str, Any]:
     found["mix_stacked_"] = ops.mix_stacked_(stack, [elsewhere], *rows)
     count = torch.zeros(1)
     rule = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
-    found["mix_sgd_step_"] = ops.mix_sgd_step_(weights, [peer], 0.5, [0.5], grad, buffer, count, **rule)
+    mixture, scratch = ops.Mixture([peer], 0.5, [0.5]), ops.new_scratch([weights])
+    ops.mix_sgd_step_([weights], [grad], [buffer], [count], scratch, mixture, [0], **rule)
     found["segment_norms"] = ops.segment_norms([weights, peer])
     total = torch.zeros(9, dtype=torch.float64)
     ops.total_norm_([weights, peer], total)
@@ -47,7 +48,7 @@ def train(name: str, dtype: torch.dtype) -> list[float]:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to(dtype)
-    lr = {"FusedSGD": 0.1, "FusedLARS": 5.0, "FusedLAMB": 0.05}[name]
+    lr = {"FusedSGD": 0.1, "FusedLARS": 5.0, "FusedLAMB": 0.05, "FusedAdamW": 0.05}[name]
     optimizer = getattr(optim, name)(model.parameters(), lr=lr, weight_decay=0.01, max_grad_norm=1.0)
     inputs = torch.randn(64, 5, dtype=dtype)
     targets = inputs.sum(dim=1, keepdim=True)
@@ -93,7 +94,7 @@ def main() -> dict[str, Any]:
     ddpcore.ops.sgd_step_([leaf], [torch.ones(3)], lr=0.5)
     losses = {
         f"{name} {dtype}": train(name, dtype)
-        for name in ("FusedSGD", "FusedLARS", "FusedLAMB")
+        for name in ("FusedSGD", "FusedAdamW", "FusedLARS", "FusedLAMB")
         for dtype in (torch.float32, torch.float64, torch.bfloat16)
     }
     return {

@@ -1,4 +1,4 @@
-"""Noise of ``mix_`` and ``mix_sgd_step_``: against the reference, and the same for any part of a buffer."""
+"""Noise of ``mix_``: against the reference, and the same for any part of a buffer."""
 
 from __future__ import annotations
 
@@ -87,27 +87,6 @@ def test_no_deviation_is_no_noise(dtype, num_peers, std, randn, assert_same_bits
     reference.mix_(expected, [peer.cpu() for peer in peers], 0.5, [0.25] * num_peers, **noise_arguments(noise))
     assert_same_bits(weights, silent)
     assert_same_bits(expected, silent)
-
-
-@pytest.mark.parametrize("num_peers", [0, 1, 2, 9])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}], ids=["plain", "all"])
-def test_step_is_mix_with_noise_and_then_sgd(rule, dtype, num_peers, randn, assert_same_bits):
-    weights, grad, buffer = (randn(9001, dtype) for _ in range(3))
-    momentum, peers = buffer if rule else None, [randn(9001, dtype) for _ in range(num_peers)]
-    apart, expected = [weights.clone(), buffer.clone()], [weights.cpu().clone(), buffer.cpu().clone()]
-    share = [0.5 / max(num_peers, 1)] * num_peers
-    ops.mix_sgd_step_(weights, peers, 0.5, share, grad, momentum, lr=0.1, noise=NOISE, **rule)
-    ops.mix_(apart[0], peers, 0.5, share, NOISE)
-    ops.sgd_step_([apart[0]], [grad], [apart[1]] if rule else [], lr=0.1, **rule)
-    assert_same_bits(weights, apart[0], "weights")
-    assert_same_bits(buffer, apart[1], "momentum")
-
-    full = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False} | rule
-    full |= {"lr": 0.1, "decoupled": False, "maximize": False} | noise_arguments(NOISE)
-    on_cpu = [peer.cpu() for peer in peers]
-    reference.mix_sgd_step_(expected[0], on_cpu, 0.5, share, grad.cpu(), expected[1] if rule else None, None, **full)
-    assert_same_bits(weights, expected[0], "weights against the reference")
 
 
 def test_seed_step_and_index_all_count(device):

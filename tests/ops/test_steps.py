@@ -1,4 +1,4 @@
-"""What ``sgd_step_``, ``lars_step_`` and ``lamb_step_`` share: each against its reference and against itself."""
+"""What the steps of all optimizers share: each against its reference and against itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_groups(rule, kind, device, assert_same_bits):
         "lr": [9.0, 0.05, 9.0, 9.0, 0.7, 0.0, 9.0],
         "weight_decay": [9.0, 0.0, 9.0, 9.0, 0.1, 0.02, 9.0],
     }
-    if rule != "sgd":
+    if rule in steps.ADAPTIVE:
         options["adapt"] = [1, 1, 0, 1, 0, 1, 0]
     step = new_step(rule, device, [5000, 17, 4096, 0, 33, 8200], kind, **options)
     for group, count in enumerate([1.0, 0.0, 2.0, 3.0, 7.0, 1.0, 4.0]):
@@ -104,7 +104,7 @@ def test_groups(rule, kind, device, assert_same_bits):
                 assert_same_bits(step.params[index], part.params[place], f"param {index} of its own call")
                 assert_same_bits(step.buffers[0][index], part.buffers[0][place])
                 assert_same_bits(step.trust[index], part.trust[place])
-    if rule != "sgd":
+    if rule in steps.ADAPTIVE:
         assert step.trust[2, 0] == 1.0 and (step.trust[[0, 1, 4, 5], 0] != 1.0).all()
 
 
@@ -163,7 +163,7 @@ def test_the_first_step_begins_the_buffers(rule, device, assert_same_bits):
     """Dampening starts with the second step; the first step does not read the buffer."""
     step = new_step(rule, device, [5000, 17], group_sizes=[1, 1])
     step.steps[0].zero_()
-    if rule == "lamb":
+    if rule in steps.MOMENTS:
         for buffers in step.buffers:
             buffers[0].zero_()
     else:
@@ -173,7 +173,7 @@ def test_the_first_step_begins_the_buffers(rule, device, assert_same_bits):
     plain = step.on_cpu()
     steps.assert_same_step(step.run(), expected, assert_same_bits)
     assert [count.item() for count in step.steps] == [1.0, 4.0]
-    if rule != "lamb":
+    if rule not in steps.MOMENTS:
         plain.options["momentum"] = 0.0
         plain.run()
         assert_same_bits(step.params[0], plain.params[0], "momentum at the first step is the direction")

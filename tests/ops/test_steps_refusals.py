@@ -44,7 +44,7 @@ def buffer(tensor: Tensor) -> Callable[[steps.Step], None]:
 
 def one_element_short(step: steps.Step) -> None:
     """SGD needs no sums, only the counters."""
-    step.scratch = step.scratch[: -5 if step.rule == "sgd" else -1]
+    step.scratch = step.scratch[: -1 if step.rule in steps.ADAPTIVE else -5]
 
 
 REFUSED: dict[str, tuple[Callable[[steps.Step], None], str]] = {
@@ -154,9 +154,10 @@ def test_counting_needs_scratch_or_steps(assert_same_bits):
     with pytest.raises(RuntimeError, match="steps need scratch"):
         ops.sgd_step_(step.params, step.grads, *step.buffers, [], step.steps, None, **step.options)
     assert step.steps[0] == 3.0
-    lamb = make("lamb")
-    lamb.steps = []
-    assert_refused(lamb, "steps must have the length of group_sizes", assert_same_bits)
+    for rule in steps.MOMENTS:
+        step = make(rule)
+        step.steps = []
+        assert_refused(step, "steps must have the length of group_sizes", assert_same_bits)
 
 
 @pytest.mark.parametrize(

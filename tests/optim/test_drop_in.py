@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, param_groups
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, param_groups
 
 MAKES: dict[str, Any] = {
     "sgd": lambda p, **more: FusedSGD(p, **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **more}),
+    "adamw": lambda p, **more: FusedAdamW(p, **{"lr": 0.1, "weight_decay": 0.01, **more}),
     "lars": lambda p, **more: FusedLARS(p, **{"lr": 0.1, "weight_decay": 0.01, "trust_coefficient": 0.5, **more}),
     "lamb": lambda p, **more: FusedLAMB(p, **{"lr": 0.1, "weight_decay": 0.01, **more}),
 }
@@ -117,7 +118,7 @@ def test_closures_names_and_hooks(make):
     assert seen == ["before", "closure", "after"] * 3
     assert optimizer.state_dict()["extra"] == 1
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
-    if not isinstance(optimizer, FusedSGD):
+    if isinstance(optimizer, (FusedLARS, FusedLAMB)):
         assert list(optimizer.trust_ratios()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
@@ -209,21 +210,23 @@ def test_parameters_that_are_none(make):
 
 
 NUMBERS: dict[str, tuple[tuple[str, ...], list[Any]]] = {
-    "lr": (("sgd", "lars", "lamb"), [-0.1, math.nan, math.inf, "0.1", None, torch.tensor(-1.0), torch.tensor(1j)]),
-    "weight_decay": (("sgd", "lars", "lamb"), [-0.1, math.nan, math.inf, "0", None]),
-    "max_grad_norm": (("sgd", "lars", "lamb"), [-0.1, 0.0, math.nan, math.inf, "1"]),
+    "lr": (tuple(MAKES), [-0.1, math.nan, math.inf, "0.1", None, torch.tensor(-1.0), torch.tensor(1j)]),
+    "weight_decay": (tuple(MAKES), [-0.1, math.nan, math.inf, "0", None]),
+    "max_grad_norm": (tuple(MAKES), [-0.1, 0.0, math.nan, math.inf, "1"]),
     "momentum": (("sgd", "lars"), [-0.1, math.nan, math.inf, None]),
     "dampening": (("sgd", "lars"), [math.nan, math.inf, None]),
     "trust_coefficient": (("lars",), [-0.1, math.nan, math.inf, None]),
-    "eps": (("lars", "lamb"), [-0.1, math.nan, math.inf, None]),
+    "eps": (("adamw", "lars", "lamb"), [-0.1, math.nan, math.inf, None]),
     "variant": (("lars", "lamb"), ["best", None, ["paper"]]),
     "always_adapt": (("lars", "lamb"), ["yes", 0.5]),
     "decay_mode": (("lamb",), ["none", None]),
-    "betas": (("lamb",), [0.9, (0.9,), (1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), ("a", 0.9)]),
+    "decoupled_weight_decay": (("sgd", "adamw", "lars"), ["yes", 0.5]),
+    "amsgrad": (("adamw",), [True]),
+    "betas": (("adamw", "lamb"), [0.9, (0.9,), (1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), ("a", 0.9)]),
     "trust_clip": (("lamb",), [0.0, -1.0, math.nan, (2.0, 1.0), (-1.0, 1.0), (0.0, 0.0), (1.0,), (1, 2, 3), "x"]),
     "weight_norm_clip": (("lamb",), [0.0, math.nan, (math.inf, math.inf), (0.0, math.nan), (None, 1.0)]),
-    "master_weights": (("sgd", "lars", "lamb"), ["yes"]),
-    "maximize": (("sgd", "lars", "lamb"), ["yes"]),
+    "master_weights": (tuple(MAKES), ["yes"]),
+    "maximize": (tuple(MAKES), ["yes"]),
 }
 CASES = [(kind, name, value) for name, (kinds, values) in NUMBERS.items() for kind in kinds for value in values]
 
@@ -278,7 +281,7 @@ def test_autograd_hears_of_a_step(make):
         loss.backward()
 
 
-ROSENBROCK = {"sgd": {"lr": 1e-3}, "lars": {"lr": 0.02}, "lamb": {"lr": 0.05}}
+ROSENBROCK = {"sgd": {"lr": 1e-3}, "adamw": {"lr": 0.05}, "lars": {"lr": 0.02}, "lamb": {"lr": 0.05}}
 
 
 @every

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD, param_groups
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, param_groups
 
 
 def net() -> nn.Module:
@@ -46,6 +46,8 @@ FOREIGN: dict[str, tuple[Any, Any, str]] = {
     "sgd into lamb": (FusedSGD, FusedLAMB, "parameter 0 has momentum_buffer, .* keeps exp_avg, exp_avg_sq"),
     "adam into sgd": (torch.optim.Adam, FusedSGD, "parameter 0 has exp_avg, exp_avg_sq, .* keeps momentum_buffer"),
     "amsgrad into lamb": (torch.optim.Adam, FusedLAMB, "parameter 0 has max_exp_avg_sq"),
+    "amsgrad into adamw": (torch.optim.Adam, FusedAdamW, "parameter 0 has max_exp_avg_sq"),
+    "sgd into adamw": (FusedSGD, FusedAdamW, "parameter 0 has momentum_buffer, .* keeps exp_avg, exp_avg_sq"),
     "sgd into lars": (torch.optim.SGD, FusedLARS, "variant 'scaled_lr' and not 'you2017'"),
 }
 
@@ -56,17 +58,17 @@ def test_a_state_of_another_rule_is_refused(case: str) -> None:
     more = {"amsgrad": True} if "amsgrad" in case else {"momentum": 0.9} if "sgd" in case.split()[0] else {}
     model = net()
     saved = stepped(model, theirs(model.parameters(), lr=0.1, **more))
-    optimizer = ours(model.parameters(), lr=0.2, **({} if ours is FusedLAMB else {"momentum": 0.5}))
+    optimizer = ours(model.parameters(), lr=0.2, **({"momentum": 0.5} if ours in (FusedSGD, FusedLARS) else {}))
     with pytest.raises(ValueError, match=says):
         optimizer.load_state_dict(saved)
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.2
 
 
-@pytest.mark.parametrize("ours", [FusedSGD, FusedLARS, FusedLAMB])
+@pytest.mark.parametrize("ours", [FusedSGD, FusedAdamW, FusedLARS, FusedLAMB])
 def test_options_of_torch_alone_are_left_out(ours: Any) -> None:
     """Those that say how torch computes a step; a group of a loaded state has the keys of a new group."""
     model = net()
-    theirs = torch.optim.Adam if ours is FusedLAMB else torch.optim.SGD
+    theirs = torch.optim.SGD if ours in (FusedSGD, FusedLARS) else torch.optim.Adam
     saved = stepped(model, theirs(model.parameters(), lr=0.1, foreach=True))
     optimizer = ours(model.parameters())
     expected = {*optimizer.param_groups[0], *saved["param_groups"][0]}

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.ops import reference
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from ddpcore.optim.batch import Batch
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install -e .[dev]")
 st = hypothesis.strategies
 
-KINDS = {"sgd": FusedSGD, "lars": FusedLARS, "lamb": FusedLAMB}
+KINDS = {"sgd": FusedSGD, "adamw": FusedAdamW, "lars": FusedLARS, "lamb": FusedLAMB}
 # The same examples in every run: bits are compared, and a rare rounding difference would make the tests random.
 fixed = hypothesis.settings(
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
@@ -29,10 +29,13 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 def rules(draw: Any, kind: str) -> dict[str, Any]:
     """Options of the optimizer."""
     options: dict[str, Any] = {"lr": draw(numbers), "weight_decay": draw(numbers), "maximize": draw(st.booleans())}
+    if kind in ("adamw", "lamb"):
+        options["betas"] = draw(st.sampled_from([0.0, 0.9])), draw(st.sampled_from([0.0, 0.99]))
+        options["eps"] = draw(st.sampled_from([1e-6, 0.1]))
+    if kind == "adamw":
+        return options | {"decoupled_weight_decay": draw(st.booleans())}
     if kind == "lamb":
         options |= {
-            "betas": (draw(st.sampled_from([0.0, 0.9])), draw(st.sampled_from([0.0, 0.99]))),
-            "eps": draw(st.sampled_from([1e-6, 0.1])),
             "variant": draw(st.sampled_from(["paper", "nvlamb", "undebiased"])),
             "decay_mode": draw(st.sampled_from(["in_update", "coupled", "decoupled"])),
             "trust_clip": draw(st.sampled_from([None, 0.5, (0.9, 2.0)])),

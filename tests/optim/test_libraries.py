@@ -4,6 +4,7 @@ In float64, where both compute their equation to 1e-15, so that a difference in 
 ``s`` stands for any learning rate, momentum, betas and decay. Ours, and what it equals:
 
 - ``FusedSGD(s)`` = ``torch.optim.SGD(s)``
+- ``FusedAdamW(s)`` = ``torch.optim.AdamW(s)``; with ``decoupled_weight_decay=False``, ``torch.optim.Adam(s)``
 - ``FusedLAMB(s, always_adapt=False, eps=1e-8)`` = ``torch.optim.Adam(s)`` without decay
 - ``FusedLAMB(s, trust_clip=(1, 1), decay_mode="coupled", eps=1e-8)`` = ``torch.optim.Adam(s)``
 - ``FusedLAMB(s, trust_clip=(1, 1), decay_mode="decoupled", eps=1e-8)`` = ``torch.optim.AdamW(s)``
@@ -33,7 +34,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD, param_groups
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, param_groups
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 STEPS = 12
@@ -102,8 +103,14 @@ def test_adam_of_torch(extra):
     assert_equal_rules(free, made(torch.optim.Adam, **ADAM, **extra))
     assert_equal_rules(free, made(torch.optim.AdamW, weight_decay=0.0, **ADAM, **extra))
     for mode, kind in (("coupled", torch.optim.Adam), ("decoupled", torch.optim.AdamW)):
-        ours = made(FusedLAMB, trust_clip=(1.0, 1.0), decay_mode=mode, weight_decay=0.1, **ADAM, **eps)
-        assert_equal_rules(ours, made(kind, weight_decay=0.1, **ADAM, **extra))
+        theirs = made(kind, weight_decay=0.1, **ADAM, **extra)
+        assert_equal_rules(
+            made(FusedLAMB, trust_clip=(1.0, 1.0), decay_mode=mode, weight_decay=0.1, **ADAM, **eps), theirs
+        )
+        decoupled = mode == "decoupled"
+        ours = made(FusedAdamW, decoupled_weight_decay=decoupled, weight_decay=0.1, **ADAM, **extra)
+        assert_equal_rules(ours, theirs)
+    assert_equal_rules(made(FusedAdamW, **ADAM, **extra), made(torch.optim.AdamW, **ADAM, **extra))
 
 
 def test_adam_of_torch_in_fp32():

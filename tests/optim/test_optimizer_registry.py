@@ -30,9 +30,9 @@ def test_options_groups_and_clipping_arrive() -> None:
     assert [(g["weight_decay"], g["always_adapt"]) for g in optimizer.param_groups] == [(0.5, None), (0.0, False)]
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert optimizer.param_groups[0]["max_grad_norm"] == 2.0
-    plain = build_optimizer("adamw", model, lr=0.1, options={}, max_grad_norm=2.0)
+    plain = build_optimizer("torch_adamw", model, lr=0.1, options={}, max_grad_norm=2.0)
     assert "max_grad_norm" not in plain.param_groups[0], "the trainer clips"
-    assert [clips_itself(name) for name in ("sgd", "lars", "lamb", "torch_sgd")] == [True] * 3 + [False]
+    assert [clips_itself(name) for name in ("sgd", "adamw", "lars", "lamb", "torch_sgd")] == [True] * 4 + [False]
 
 
 def test_a_frozen_parameter_is_left_out() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD
 
 MAKES: dict[str, Any] = {
     "sgd": lambda p, **more: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.4, weight_decay=0.01, **more),
+    "adamw": lambda p, **more: FusedAdamW(p, lr=0.01, weight_decay=0.01, **more),
     "lars": lambda p, **more: FusedLARS(p, lr=0.1, dampening=0.4, weight_decay=0.01, trust_coefficient=0.5, **more),
     "lamb": lambda p, **more: FusedLAMB(p, lr=0.01, weight_decay=0.01, **more),
 }

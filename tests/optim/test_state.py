@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD
 from ddpcore.parameters.flat import FlatParameters
 
 MAKES: dict[str, Any] = {
@@ -157,6 +157,31 @@ def test_adam_to_lamb_and_back(kind, mode):
     assert all(float(back.state[param]["step"]) == 9 for param in crossed.parameters())
     assert all(lamb.state[param]["step"].item() == 6 for param in crossed.parameters()), "Adam counts on its own"
     assert_same(straight, crossed, ulps=9 * 20)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["indices", "names"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_and_adamw_cross_both_ways(kind, named):
+    """The file of torch says whether decay is decoupled, and torch reads ours: groups with and without decay."""
+    straight, crossed = net(torch.float64), net(torch.float64)
+
+    def groups(model):
+        (weights, biases) = ([p for p in model.named_parameters() if (p[1].ndim > 1) == many] for many in (True, False))
+        rows = [weights, biases] if named else [[param for _, param in row] for row in (weights, biases)]
+        return [{"params": rows[0], "weight_decay": 0.1}, {"params": rows[1], "weight_decay": 0.0, "lr": 0.02}]
+
+    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-7}
+    reference, now = kind(groups(straight), **options), kind(groups(crossed), **options)
+    for leg, following in enumerate((FusedAdamW, kind, FusedAdamW, None)):
+        steps(straight, reference, range(3 * leg, 3 * leg + 3))
+        steps(crossed, now, range(3 * leg, 3 * leg + 3))
+        if following is not None:
+            new = following(groups(crossed), lr=77.0)
+            new.load_state_dict(copy.deepcopy(now.state_dict()))
+            now = new
+    assert now.param_groups[0]["decoupled_weight_decay"] == (kind is torch.optim.AdamW)
+    assert [group["weight_decay"] for group in now.param_groups] == [0.1, 0.0]
+    assert_same(straight, crossed, ulps=12 * 20)
 
 
 @pytest.mark.parametrize("kind", [FusedSGD, FusedLARS])

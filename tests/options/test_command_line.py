@@ -46,3 +46,11 @@ def test_help_begins_with_an_example_that_is_right(options: Any, capsys: pytest.
     words = first.split()[4:]
     own = {"list", "run", "compare", "serve", *bench.COMMANDS}
     options(**vars(parser.parse_args(words[words[0] in own :])))
+
+
+def test_the_help_of_all_studies_begins_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        experiments.parse(["--help"])
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("example: python -m ddpcore.experiments run ")
+    experiments.parse(first.split()[4:])

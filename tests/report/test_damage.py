@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,7 @@ def test_lines_that_the_parser_refuses(make_run: Make, line: str) -> None:
         file.write(line + "\n")
     (problem,) = problems(read_sources([folder]))
     assert problem == (
-        f"{folder / 'record.jsonl'}: line 9 is no JSON object: the file is damaged: the report shows the 8 lines "
-        "before it"
+        f"{folder / 'record.jsonl'}: line 9 is no JSON object: the file is damaged: the report shows the other lines"
     )
 
 
@@ -90,7 +90,40 @@ def test_a_damaged_study(tmp_path: Path) -> None:
         shutil.copytree(RESULTS / "batch-size-cifar10", tmp_path / name)
         (tmp_path / name / file).write_text("[" * 100_000 + "\n")
     first, second = problems(read_sources([tmp_path / "one", tmp_path / "two"]))
-    assert "line 1 is no JSON object" in first and "manifest.json is damaged" in second
+    assert "manifest.json is damaged" in first and "line 1 is no JSON object" in second
+
+
+def test_damaged_curves_cost_only_the_curves_of_their_run(tmp_path: Path) -> None:
+    """The other curves, all numbers and all verdicts of the study are shown, and one line names the run."""
+    shutil.copytree(RESULTS / "mnist-effective-lr", tmp_path / "study")
+    path = tmp_path / "study" / "results.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    index = next(index for index, line in enumerate(lines) if line.get("curves"))
+    whole = sections_of(read_sources([tmp_path / "study"]))
+    for curves in ({"step": [1]}, {**lines[index]["curves"], "loss": ["a"]}, {**lines[index]["curves"], "step": []}, 7):
+        path.write_text("".join(json.dumps({**line, "curves": curves} if line is lines[index] else line) + "\n"
+                                for line in lines))  # fmt: skip
+        sections = sections_of(read_sources([tmp_path / "study"]))
+        where = f"the curves of row {lines[index]['row']}, seed {lines[index]['seed']}"
+        assert [p for one in sections for p in one.problems] == [f"{path} is damaged ({where}): the rest is shown"]
+        assert [(one.title, one.tables) for one in sections] == [(one.title, one.tables) for one in whole]
+        assert [len(one.charts) for one in sections] == [len(one.charts) for one in whole]
+
+
+def test_an_unreadable_folder_of_steps(make_run: Make, recorded_steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run is shown without them, and a line says so."""
+    folder = make_run(steps=recorded_steps)
+    listdir = os.listdir
+
+    def refused(path: Any) -> list[str]:
+        if Path(path).name == "steps":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    sources = read_sources([folder])
+    assert problems(sources) == [f"{folder / 'steps'} cannot be read (Permission denied): its steps are not shown"]
+    assert "Training loss, over steps" in titles(sources)
 
 
 def test_numbers_of_a_bench_that_json_does_not_have(tmp_path: Path, make_run: Make) -> None:
@@ -128,14 +161,14 @@ def test_an_unreadable_folder_beside_a_run(
 
 def test_unreadable_results_of_a_study(make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(RESULTS / "batch-size-cifar10", tmp_path / "study")
-    read_text = Path.read_text
+    read_bytes = Path.read_bytes
 
-    def refused(path: Path, *more: Any, **other: Any) -> str:
+    def refused(path: Path) -> bytes:
         if path.name == "results.jsonl":
             raise PermissionError(13, "Permission denied", str(path))
-        return read_text(path, *more, **other)
+        return read_bytes(path)
 
-    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr(Path, "read_bytes", refused)
     sources = read_sources([tmp_path / "study", make_run()])
     assert "Training loss, over steps" in titles(sources) and "Permission denied" in problems(sources)[0]
 
@@ -170,14 +203,14 @@ def test_the_recorded_steps_of_another_run(make_run: Make, recorded_steps: Any) 
 
 def test_unreadable_steps_of_one_rank(make_run: Make, recorded_steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(steps=recorded_steps)
-    read_text = Path.read_text
+    read_bytes = Path.read_bytes
 
-    def refused(path: Path, *more: Any, **other: Any) -> str:
+    def refused(path: Path) -> bytes:
         if path.name == "rank-1.jsonl":
             raise PermissionError(13, "Permission denied", str(path))
-        return read_text(path, *more, **other)
+        return read_bytes(path)
 
-    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr(Path, "read_bytes", refused)
     sources = read_sources([folder])
     assert "Loss of each learner: run" in titles(sources)
     assert "Permission denied" in problems(sources)[0] and "rank-1.jsonl" in problems(sources)[0]
@@ -196,3 +229,16 @@ def test_a_loop_of_links(make_run: Make, tmp_path: Path, capsys: pytest.CaptureF
     loop.symlink_to(loop)
     assert main([str(make_run()), str(loop), "--out", str(loop)]) == 1
     assert capsys.readouterr().err.count("\n") == 1 and "ddpcore report" in loop.read_text()
+
+
+def test_a_damaged_header_costs_only_what_it_holds(make_run: Make) -> None:
+    """The curves of the run are shown, beside those of others."""
+    folder = make_run("damaged")
+    path = folder / "record.jsonl"
+    path.write_text("{" + path.read_text())
+    sources = read_sources([folder, make_run()])
+    page_of(sources)
+    chart = next(one for section in sections_of(sources) for one in section.charts if one.title.startswith("Training"))
+    assert [len(series.x) for series in chart.series] == [3, 3]
+    what = "line 1 is no JSON object: the file is damaged"
+    assert problems(sources) == [f"{path}: {what}: the report shows the other lines"]

@@ -22,6 +22,7 @@ from helpers import ranks
 WORKER = Path(__file__).parents[1] / "helpers" / "launch_worker.py"
 MARK = "DDPCORE_TEST_MARK"
 TIMEOUT = 90
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc to find processes")
 
@@ -141,14 +142,21 @@ def test_a_world_that_torchrun_did_not_start(monkeypatch: pytest.MonkeyPatch) ->
         launch.run(print, (), world_size=2, backend="virtual")
 
 
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_that_no_rank_can_keep(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error before anything starts."""
+    monkeypatch.setattr(launch, "_start", lambda *args: pytest.fail("ranks were started"))
+    with pytest.raises(ValueError, match="it must be above 0 and at most 1000000 seconds"):
+        launch.run(print, (), world_size=2, backend="gloo", timeout=timeout)
+
+
 # --- both ways of starting ---------------------------------------------------------------------------------------
 
 
 def test_self_started_and_torchrun_are_the_same(tmp_path: Path) -> None:
     """Bit for bit: the same losses and weights on every rank, and the same place in the world."""
     seen = []
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for way, start in (("self", ()), ("torchrun", torchrun)):
+    for way, start in (("self", ()), ("torchrun", TORCHRUN)):
         folder = tmp_path / way
         folder.mkdir()
         one = Launcher(folder)
@@ -206,6 +214,18 @@ def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
     assert not launcher.alive()
 
 
+def test_the_others_go_on_if_they_may(launcher: Launcher) -> None:
+    """``on_failure="shrink"``: no failed rank ends the others; all ranks failing is an error."""
+    code, errors = launcher.run("goes_on", 3)
+    assert code == 0, errors
+    assert (launcher.folder / "finished").exists()
+    assert "ddpcore: rank 0 was ended by SIGKILL: the others go on" in errors
+    assert "ddpcore: rank 1 failed (LookupError: no such luck): the others go on" in errors
+    code, errors = launcher.run("goes_on", 1)
+    assert code == 1
+    assert "rank 0 was ended by SIGKILL" in errors
+
+
 def test_all_are_waited_for_once_one_has_stopped(launcher: Launcher) -> None:
     """Each saves what it did, however long it takes."""
     code, errors = launcher.run("stops", 2)
@@ -221,8 +241,10 @@ def test_a_rank_that_ignores_sigterm_is_ended_all_the_same(launcher: Launcher) -
     assert not launcher.alive()
 
 
-def started_and_hanging(launcher: Launcher, world_size: int) -> subprocess.Popen[str]:
-    process = launcher.start("hangs", world_size)
+def started_and_hanging(
+    launcher: Launcher, world_size: int, trial: str = "hangs", start: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    process = launcher.start(trial, world_size, *start)
     deadline = time.monotonic() + TIMEOUT
     while len(list(launcher.folder.glob("*.there"))) < world_size:
         assert process.poll() is None, process.communicate()[1]
@@ -239,6 +261,46 @@ def test_ranks_die_with_their_parent(launcher: Launcher) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=TIMEOUT)  # not communicate(): a rank left behind would hold its pipes open
     assert not launcher.wait_until_gone(5)
+
+
+@needs_proc
+def test_ranks_of_torchrun_die_with_their_agent(launcher: Launcher) -> None:
+    """Both of them: torchrun leaves them behind when it is killed, and they would train on."""
+    process = started_and_hanging(launcher, 2, "orphans", TORCHRUN)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=TIMEOUT)
+    assert not launcher.wait_until_gone(10)
+
+
+def test_a_rank_whose_agent_has_died_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent is then the first process of the machine, which is no torchrun."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(launch.os, "getppid", lambda: 1)
+    monkeypatch.setattr(launch.Path, "read_bytes", lambda path: b"/sbin/init")
+    with pytest.raises(ValueError, match="torchrun's agent has died"):
+        launch.end_with_torchrun()
+    assert not launch._watching.is_set()
+
+
+@needs_proc
+def test_nothing_listens_beyond_this_machine(launcher: Launcher) -> None:
+    """Neither the store of the parent nor gloo's sockets of the ranks, in IPv4 or IPv6."""
+    code, errors = launcher.run("listens", 2)
+    assert code == 0, errors
+    found = launcher.results(2)
+    assert found[0]["parent"], "the parent has no store: this tests nothing"
+    for one in found:
+        assert one["rank"], "gloo has no socket: this tests nothing"
+        assert {*one["parent"], *one["rank"]} == {"0100007F"}, "another address than 127.0.0.1"
+
+
+@needs_proc
+def test_a_late_rank_ends_the_wait(launcher: Launcher) -> None:
+    """After run(timeout=), for calls of the process group that have no timeout of their own."""
+    code, errors = launcher.run("comes_late", 2)
+    assert code == 1
+    assert "RuntimeError: the barrier of this test failed on rank 0: a rank of [1] did not come within 2 s" in errors
+    assert not launcher.alive()
 
 
 @needs_proc

@@ -62,7 +62,7 @@ def test_record_appends_a_line_that_is_there_at_once(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "one.jsonl"
     with metrics.JsonLines(path) as record:
         record.append(Row(math.nan, (3,)))
-        assert path.read_text() == '{"loss": null, "shape": [3]}\n'  # before close
+        assert metrics.read_lines(path).rows == [{"loss": None, "shape": [3]}]  # before close
         record.append({"step": 1, "text": "two\nlines"})
         with metrics.JsonLines(path) as second:
             second.append({"step": 2})
@@ -79,21 +79,124 @@ def test_a_row_that_cannot_be_written_leaves_no_trace(tmp_path: Path) -> None:
         with pytest.raises(TypeError):
             record.append({"fine": 1, "bad": object()})
         record.append({"fine": 2})
-    assert (tmp_path / "one.jsonl").read_text() == '{"fine": 2}\n'
+    assert metrics.read_lines(tmp_path / "one.jsonl") == metrics.Lines([{"fine": 2}])
 
 
 def test_the_file_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     metrics.write_json(path, {"a": float("nan"), "b": [1, 2.5]})
-    assert json.loads(path.read_text()) == {"a": None, "b": [1, 2.5]}
+    assert metrics.read_json(path) == {"a": None, "b": [1, 2.5]}
+    assert list(json.loads(path.read_text())) == ["a", "b", "checksum"]
     with pytest.raises(TypeError):
         metrics.write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": None, "b": [1, 2.5]}, "the old file survives a failed write"
+    assert metrics.read_json(path) == {"a": None, "b": [1, 2.5]}, "the old file survives a failed write"
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_rows_end_at_newlines_alone(tmp_path: Path) -> None:
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
     """JSON allows other characters inside a text at which Python would split lines."""
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": "one\u2028two\x85"}\n{"b": 2}\n{"c": ')
-    assert list(metrics.rows(path)) == [{"a": "one\u2028two\x85"}, {"b": 2}]
+    seen = metrics.read_lines(path)
+    assert seen.rows == [{"a": "one\u2028two\x85"}, {"b": 2}]
+    assert seen.problems == [f"{path}: line 3 is incomplete, as after a crash"]
+
+
+def written(path: Path, num: int) -> list[bytes]:
+    """A file of rows ``{"step": 0}`` and so on; its lines."""
+    metrics.write_lines(path, [{"step": step} for step in range(num)])
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def steps(path: Path) -> list[int]:
+    return [row["step"] for row in metrics.read_lines(path).rows]
+
+
+def test_each_byte_of_a_line_is_covered(tmp_path: Path) -> None:
+    """Whichever byte of the middle line changes, it is named and all other lines are read."""
+    path = tmp_path / "rows.jsonl"
+    lines = written(path, 5)
+    for place in range(len(lines[2])):
+        for flip in (1, 2, 128):
+            middle = bytearray(lines[2])
+            middle[place] ^= flip
+            path.write_bytes(b"".join([*lines[:2], bytes(middle), *lines[3:]]))
+            seen = metrics.read_lines(path)
+            kept = [row["step"] for row in seen.rows]
+            assert seen.problems, (place, flip)
+            assert all(problem.startswith(f"{path}: line ") for problem in seen.problems)
+            assert kept == ([0, 1, 2, 3, 4] if place == len(lines[2]) - 1 else [0, 1, 3, 4]), (place, flip, seen)
+
+
+def test_a_checksum_that_was_changed_in_a_file_of_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    (line,) = written(path, 1)
+    path.write_bytes(line.replace(b"checksum", b"chacksum"))
+    assert metrics.read_lines(path).problems == [f"{path}: line 1 is damaged: its checksum was changed"]
+
+
+def test_missing_and_moved_lines(tmp_path: Path) -> None:
+    """All lines that are there are read, and the sentence says where lines are missing."""
+    path = tmp_path / "rows.jsonl"
+    lines = written(path, 5)
+    path.write_bytes(b"".join(lines[:1] + lines[3:]))
+    assert steps(path) == [0, 3, 4]
+    gap = "does not follow the line before it: lines in between are missing"
+    assert metrics.read_lines(path).problems == [f"{path}: line 2 {gap}"]
+    path.write_bytes(b"".join(lines[1:]))
+    assert metrics.read_lines(path).problems == [f"{path}: line 1 {gap}"]
+    path.write_bytes(b"".join([lines[0], lines[2], lines[1], *lines[3:]]))
+    assert metrics.read_lines(path).problems == [f"{path}: line {number} {gap}" for number in (2, 3, 4)]
+
+
+def test_files_without_checksums_and_those_that_go_on(tmp_path: Path) -> None:
+    """A file of an older version is read, and continued with checksums."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+    assert metrics.read_lines(path) == metrics.Lines([{"step": 0}, {"step": 1}])
+    with metrics.JsonLines(path) as file:
+        file.append({"step": 2})
+        file.append({"step": 3})
+    assert metrics.read_lines(path) == metrics.Lines([{"step": step} for step in range(4)])
+    with path.open("a") as stranger:
+        stranger.write('{"step": 9}\n')
+    seen = metrics.read_lines(path)
+    assert [row["step"] for row in seen.rows] == [0, 1, 2, 3]
+    assert seen.problems == [f"{path}: line 5 is damaged: it has no checksum, and others have one"]
+
+
+def test_a_line_that_was_cut_is_ended_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = written(path, 2)
+    path.write_bytes(b"".join(lines)[:-9])
+    with metrics.JsonLines(path) as file:
+        file.append({"step": 7})
+    assert steps(path) == [0, 7]
+    assert len(metrics.read_lines(path).problems) == 1
+    said: list[str] = []
+    metrics.mend(path, said.append)
+    assert len(said) == 1 and said[0].startswith(f"{path}: line 2 is") and said[0].endswith(": it is left out")
+    assert metrics.read_lines(path) == metrics.Lines([{"step": 0}, {"step": 7}])
+
+
+@pytest.mark.parametrize("flip", [1, 64])
+def test_each_byte_of_a_json_file_is_covered(tmp_path: Path, flip: int) -> None:
+    """Or what is read is what was written: a changed space between two entries changes no value."""
+    path, value = tmp_path / "one.json", {"rows": [{"ms": 12.5}, {"ms": 7}], "name": "digits"}
+    metrics.write_json(path, value)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= flip
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(ValueError, match=r"checksum|Expecting|Invalid|Extra|decode|Unterminated"):
+            metrics.read_json(path)
+
+
+def test_json_files_without_a_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text('{"a": 1}')
+    assert metrics.read_json(path) == {"a": 1}
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="too many brackets"):
+        metrics.read_json(path)

@@ -7,7 +7,21 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import DDP, DPSGD, SSGD, STRATEGIES, LocalSGD, NoisySSGD, PushSum, Ring, Single, SlowMo, Strategy
+from ddpcore import (
+    DDP,
+    DPSGD,
+    SSGD,
+    STRATEGIES,
+    ExactDiffusion,
+    GradientTracking,
+    LocalSGD,
+    NoisySSGD,
+    PushSum,
+    Ring,
+    Single,
+    SlowMo,
+    Strategy,
+)
 
 
 def test_single_is_the_model_itself() -> None:
@@ -22,8 +36,9 @@ def test_ddp_needs_real_ranks() -> None:
 
 
 def test_by_name() -> None:
-    assert STRATEGIES.names() == ("ssgd", "dpsgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "single", "ddp")
-    kinds = (SSGD, DPSGD, LocalSGD, NoisySSGD, SlowMo, PushSum, Single, DDP)
+    names = "ssgd dpsgd local_sgd noisy_ssgd slowmo push_sum exact_diffusion gradient_tracking single ddp"
+    assert STRATEGIES.names() == tuple(names.split())
+    kinds = (SSGD, DPSGD, LocalSGD, NoisySSGD, SlowMo, PushSum, ExactDiffusion, GradientTracking, Single, DDP)
     for name, kind in zip(STRATEGIES.names(), kinds, strict=True):
         strategy = STRATEGIES.build(name, topology=Ring())
         assert type(strategy) is kind

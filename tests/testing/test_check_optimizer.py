@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from ddpcore.testing import check_optimizer
 from helpers import own_parts
 
@@ -17,13 +17,14 @@ from helpers import own_parts
     "factory",
     [
         partial(FusedSGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+        partial(FusedAdamW, lr=0.01, weight_decay=0.1),
         partial(FusedLARS, lr=0.5, momentum=0.9),
         partial(FusedLAMB, lr=0.01, weight_decay=0.1),
         partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
         partial(torch.optim.AdamW, lr=0.01),
         own_parts.SignSGD,
     ],
-    ids=["sgd", "lars", "lamb", "torch_sgd", "adamw", "own"],
+    ids=["sgd", "fused_adamw", "lars", "lamb", "torch_sgd", "adamw", "own"],
 )
 def test_right_ones_pass(factory: Any) -> None:
     check_optimizer(factory)

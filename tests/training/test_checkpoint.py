@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import torch
 
 from ddpcore.storage.files import replace_file
 from ddpcore.training.checkpoint import Checkpoints
+from helpers.bounded import refused
 
 
 def checkpoints(folder: Path) -> Checkpoints:
@@ -177,6 +181,8 @@ def test_a_changed_manifest_is_damage(tmp_path: Path) -> None:
 def test_of_another_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints(tmp_path).save(1, {}, keep_last=1)
     monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: None)
+    monkeypatch.setattr("ddpcore.training.checkpoint.Call", lambda group, what: nullcontext())
+    monkeypatch.setattr("ddpcore.training.checkpoint.default_group", lambda group: None)
     ranks = Checkpoints(folder=tmp_path, config={}, rank=0, num_ranks=2)
     with pytest.raises(ValueError, match="was written by 1 processes and these are 2: resume with as many"):
         ranks.load_last("cpu", no_warning)
@@ -191,3 +197,52 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
             replace_file(path, b"another")
     assert path.read_bytes() == b"one"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def with_manifest(saved: Checkpoints, **changes: object) -> None:
+    """Change the manifest of step 1, and its checksum with it, as a stranger would."""
+    path = saved.path(1) / "manifest.json"
+    manifest = json.loads(path.read_text())["manifest"] | changes
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"manifest": manifest, "sha256": digest}))
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../../dev/zero", "/dev/zero", "rank-0.json/../../x", "\x1b[31m", "manifest.json"]
+)
+def test_a_manifest_names_no_other_files(tmp_path: Path, name: str) -> None:
+    saved = checkpoints(tmp_path)
+    saved.save(1, {"x": torch.ones(1)}, keep_last=1)
+    with_manifest(saved, files={name: "0"})
+    lines: list[str] = []
+    with pytest.raises(ValueError, match="every checkpoint is damaged"):
+        saved.load_last("cpu", lines.append)
+    assert len(lines) == 1 and "is no file of a checkpoint" in lines[0] and lines[0].isprintable()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.json", "rank-0.safetensors"])
+def test_a_fifo_in_place_of_a_file(tmp_path: Path, name: str) -> None:
+    saved = checkpoints(tmp_path)
+    saved.save(1, {"x": torch.ones(1)}, keep_last=1)
+    (saved.path(1) / name).unlink()
+    os.mkfifo(saved.path(1) / name)
+    assert "every checkpoint is damaged" in refused(lambda: saved.load_last("cpu", lambda line: None))
+
+
+def test_a_state_that_fits_its_checksums_and_not_its_tensors(tmp_path: Path) -> None:
+    """A tensor of one element as one of 4 TB, a tree that names another tensor or is too deep."""
+    for tree in (
+        '{"x": {"__tensor__": ".x", "shape": [1000000000000], "stride": [0], "on": "cpu"}}',
+        '{"x": {"__tensor__": ".x", "shape": [1], "stride": [-1], "on": "cpu"}}',
+        '{"x": {"__tensor__": ".y", "shape": [1], "stride": [1], "on": "cpu"}}',
+        '{"x": {"__tensor__": ".x"}}',
+        "[" * 100_000,
+    ):
+        saved = checkpoints(tmp_path)
+        saved.save(1, {"x": torch.ones(1)}, keep_last=1)
+        (saved.path(1) / "rank-0.json").write_text(tree)
+        names = ("rank-0.json", "rank-0.safetensors")
+        files = {name: hashlib.sha256((saved.path(1) / name).read_bytes()).hexdigest() for name in names}
+        with_manifest(saved, files=files)
+        message = refused(lambda saved=saved: saved.load_last("cpu", no_warning))  # type: ignore[misc]
+        assert str(saved.path(1)) in message and "cannot be read (" in message

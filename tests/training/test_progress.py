@@ -18,10 +18,10 @@ def progress() -> tuple[Progress, VirtualCommunicator]:
 def test_means_over_steps_and_learners() -> None:
     made, comm = progress()
     made.add(torch.tensor([1.0, 3.0]))
-    assert made.check(comm, False, None) == (2.0, False)
+    assert made.check(comm, False, None) == (2.0, False, 0)
     made.add(torch.tensor([4.0, 6.0]))
     made.add(torch.tensor([6.0, 8.0]))
-    assert made.check(comm, False, None) == (6.0, False), "since the last check"
+    assert made.check(comm, False, None) == (6.0, False, 0), "since the last check"
     assert made.first_loss == 2.0
     assert made.end_epoch(comm) == pytest.approx(14 / 3)
     made.add(torch.tensor([1.0, 1.0]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.storage.files import locked
-from ddpcore.storage.json_lines import JsonLines
+from ddpcore.storage.json_lines import JsonLines, read_lines
 from ddpcore.training import RunRecord, record, train
 from ddpcore.training import run as run_module
 from ddpcore.training.trainer import _take_first_buffers
@@ -51,6 +51,26 @@ def test_a_record_that_a_crash_has_cut(damage: str, stopped: Path, tmp_path: Pat
     assert seen.header["config"] == through.header["config"]
     assert [row["step"] for row in seen.resumed] == [4] and seen.resumed[0]["device"] == through.header["device"]
     assert seen.final["accuracy"] == through.final["accuracy"]
+    ends = [(out / "model.safetensors").read_bytes() for out in (stopped, tmp_path / "through")]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_resumed_run_says_which_lines_it_dropped(
+    number: int, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A digit of the header, or of the first epoch, has changed. The weights are those of a run through."""
+    path = stopped / record.FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[number] = lines[number].replace(b'"kind": "', b'"kind": "x', 1)
+    path.write_bytes(b"".join(lines))
+    seen = run(stopped, resume=True, checkpoint_every=4)
+    said = f"ddpcore: {path}: line {number + 1} is damaged: it does not match its checksum: the run goes on without it"
+    assert said in capsys.readouterr().err.splitlines()
+    assert not RunRecord.read(stopped).problems
+    through = run(tmp_path / "through", checkpoint_every=4)
+    assert seen.header["config"] == through.header["config"]
+    assert [row["step"] for row in seen.epochs] == ([4, 6] if number == 0 else [6])
     ends = [(out / "model.safetensors").read_bytes() for out in (stopped, tmp_path / "through")]
     assert ends[0] == ends[1]
 
@@ -100,7 +120,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, handler)
         rows.append({"step": 3})
-    assert [row["step"] for row in record.rows(path)] == [1, 3]
+    assert [row["step"] for row in read_lines(path).rows] == [1, 3]
 
 
 def test_weights_that_blow_up_in_the_last_step_are_a_divergence(tmp_path: Path) -> None:

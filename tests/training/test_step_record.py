@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpcore.distributed.spans import NAMES
-from ddpcore.storage.json_lines import rows
+from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import edges_of
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement, build_trainer
@@ -23,7 +23,7 @@ def config(**fields: Any) -> Any:
 
 
 def steps_of(out: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return list(rows(out / "steps" / f"rank-{rank}.jsonl"))
+    return read_lines(out / "steps" / f"rank-{rank}.jsonl").rows
 
 
 def test_virtual_learners(tmp_path: Path) -> None:
@@ -75,6 +75,33 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Trainer, "step", step)
     train(config(), out=tmp_path, dataset=helper.images(), resume=True)  # from the checkpoint after step 3 or 4
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_says_which_steps_were_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All other steps stay, and it writes the ones after its checkpoint."""
+    step = Trainer.step
+
+    def failing(self: Trainer) -> torch.Tensor:
+        if self.num_steps == 5:
+            raise RuntimeError("the machine fails")
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    with pytest.raises(RuntimeError, match="the machine fails"):
+        train(config(), out=tmp_path, dataset=helper.images())
+    monkeypatch.setattr(Trainer, "step", step)
+    path = tmp_path / "steps" / "rank-0.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b"0", b"1", 1), *lines[2:-1], lines[-1][:-20]]))
+    train(config(), out=tmp_path, dataset=helper.images(), resume=True)
+    assert [line["step"] for line in steps_of(tmp_path)] == [1, 3, 4, 5, 6]
+    said = [line for line in capsys.readouterr().err.splitlines() if "rank-0.jsonl" in line]
+    assert [line.partition(str(path))[2] for line in said] == [
+        ": line 2 is damaged: it does not match its checksum: the run goes on without it",
+        ": line 5 is incomplete, as after a crash: the run goes on without it",
+    ]
 
 
 def test_a_line_with_a_damaged_step_is_dropped(tmp_path: Path) -> None:

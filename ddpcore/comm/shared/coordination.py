@@ -14,9 +14,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -36,11 +37,13 @@ class Unreachable(ValueError):
     """The ranks of a group cannot reach each other's memory. It is raised on every rank."""
 
 
-class _ControlAddress(NamedTuple):
+class ControlAddress(NamedTuple):
+    """Where another process finds the control segment of a rank."""
+
     host: str
     pid: int
     descriptor: int
-    token: bytes
+    token: str
 
 
 def host_id() -> str:
@@ -63,51 +66,88 @@ class Coordinator:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self._descriptors: dict[int, int] = {}  # of the control files, by rank
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        self.timeout = timeout
-        self.num_operations = 0
-        self.waited = dict.fromkeys(self.others, 0.0)  # seconds
-        self._fault = ""
-        token = secrets.token_bytes(16)
-        why, address = "", _ControlAddress(host_id(), os.getpid(), -1, token)
+        self._begin(dist.get_rank(group), timeout)
+        self.num_ranks = dist.get_world_size(group)
+        why = ""
         try:
-            address = self._create(address)
+            self._create()
         except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
             why = f"rank {self.rank} cannot make shared memory ({error})"
-        addresses = gather_objects(group, address)
+        addresses = gather_objects(group, self.address, "the set-up of shared memory", timeout)
         hosts = {other.host for other in addresses}
         if len(hosts) > 1 and not why:
             why = f"the {self.num_ranks} ranks are on {len(hosts)} hosts"
-        self.pids = [other.pid for other in addresses]
-        self._controls: list[mmap.mmap] = []
         try:
             if not why:
-                self._controls = [self._open(rank, other) for rank, other in enumerate(addresses)]
-                self._flags = [Flags(control) for control in self._controls]
+                self.meet(dict(enumerate(addresses)))
         except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
-        reasons = [reason for reason in gather_objects(group, why) if reason]
+        answers = gather_objects(group, why, "the set-up of shared memory", timeout)
+        reasons = [reason for reason in answers if reason]
         if reasons:
             self.close()
             raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
 
-    def _create(self, address: _ControlAddress) -> _ControlAddress:
+    def _begin(self, rank: int, timeout: float) -> None:
+        self._descriptors: dict[int, int] = {}  # of the control files, by rank
+        self._controls: dict[int, mmap.mmap] = {}
+        self._flags: dict[int, Any] = {}
+        self.pids: dict[int, int] = {}
+        self.rank, self.timeout = rank, timeout
+        self.others: list[int] = []
+        self.num_operations = 0
+        self.waited: dict[int, float] = {}  # seconds
+        self._fault = ""
+        self.address = ControlAddress(host_id(), os.getpid(), -1, secrets.token_bytes(16).hex())
+
+    @classmethod
+    def of_newcomer(cls, timeout: float) -> Coordinator:
+        """The coordinator of a rank that joins later. It has no number before :meth:`join`. OSError: no memory."""
+        made = cls.__new__(cls)
+        made._begin(-1, timeout)
+        made._create()
+        return made
+
+    def join(self, rank: int, addresses: Mapping[int, ControlAddress], num_operations: int) -> None:
+        """Become a rank, between two operations of the others. OSError: one of them cannot be reached."""
+        self._descriptors[rank] = self._descriptors.pop(self.rank)
+        self.rank, self.num_operations = rank, num_operations
+        self.num_ranks = len(addresses) + 1
+        self.meet({**addresses, rank: self.address})
+
+    def admit(self, rank: int, address: ControlAddress) -> None:
+        """Meet a rank that joins. If it has died already, it never comes to an operation."""
+        self._flags.pop(rank, None)  # of a rank that died, whose number is given again
+        with suppress(OSError):
+            self.meet({rank: address})
+
+    def meet(self, addresses: Mapping[int, ControlAddress]) -> None:
+        """Open the control segments of ranks. OSError: one cannot be reached."""
+        for rank, address in addresses.items():
+            self._controls[rank] = self._open(rank, address)
+            self._flags[rank] = Flags(self._controls[rank])
+            self.pids[rank] = address.pid
+            self.waited.setdefault(rank, 0.0)
+        self.others = sorted(set(self._flags).difference([self.rank]))
+
+    def _create(self) -> None:
         descriptor = memory.create_file(_CONTROL_BYTES)
         self._descriptors[self.rank] = descriptor
         self._own = mmap.mmap(descriptor, _CONTROL_BYTES)
-        self._own[_TOKEN : _TOKEN + len(address.token)] = address.token
+        token = self.address.token.encode()
+        self._own[_TOKEN : _TOKEN + len(token)] = token
         memory.hold(descriptor)
-        return address._replace(descriptor=descriptor)
+        self.address = self.address._replace(descriptor=descriptor)
 
-    def _open(self, rank: int, address: _ControlAddress) -> mmap.mmap:
+    def _open(self, rank: int, address: ControlAddress) -> mmap.mmap:
         if rank == self.rank:
             return self._own
         descriptor = memory.open_file(address.pid, address.descriptor)
+        if rank in self._descriptors:  # of a rank that died, whose number is given again
+            os.close(self._descriptors[rank])
         self._descriptors[rank] = descriptor
         control = mmap.mmap(descriptor, _CONTROL_BYTES)
-        if control[_TOKEN : _TOKEN + len(address.token)] != address.token:  # in another PID namespace
+        if control[_TOKEN : _TOKEN + len(address.token)] != address.token.encode():  # in another PID namespace
             raise OSError(f"process {address.pid} is not rank {rank}: another container?")
         return control
 
@@ -135,7 +175,7 @@ class Coordinator:
 
     def have_arrived(self, number: int) -> bool:
         """Return whether all ranks have begun this operation."""
-        return all(flags.wait(ARRIVED, number + 1, 0.0) for flags in self._flags)
+        return all(flags.wait(ARRIVED, number + 1, 0.0) for flags in self._flags.values())
 
     def await_arrived(self, ranks: Iterable[int], number: int) -> None:
         """Wait until these ranks have begun this operation, and check that it is the same operation.
@@ -167,17 +207,56 @@ class Coordinator:
         """Wait until these ranks, or for None all, have finished this operation."""
         self._wait(self.others if ranks is None else ranks, FINISHED, number)
 
+    def await_living(
+        self, ranks: Iterable[int], number: int, *, finished: bool = False, same: bool = True
+    ) -> list[int]:
+        """Wait until each of these ranks has begun (or finished) this operation or is dead. Returns those that have.
+
+        The result is the same on every rank that lives, see :mod:`ddpcore.comm.shared.elastic`.
+
+        Raises:
+            RuntimeError: a living rank does not arrive in time or, with ``same``, calls another operation.
+        """
+        flag = FINISHED if finished else ARRIVED
+        come = [rank for rank in ranks if self._has_come_before_death(rank, flag, number)]
+        if same and not finished:
+            self.await_arrived([rank for rank in come if rank != self.rank], number)  # compares the texts
+        return come
+
+    def _has_come_before_death(self, rank: int, flag: int, number: int) -> bool:
+        if rank not in self._flags:
+            return False
+        began = time.perf_counter()
+        deadline = time.monotonic() + self.timeout
+        try:
+            while not self._flags[rank].wait(flag, number + 1, SLICE_SECONDS):
+                if not memory.is_held(self._descriptors[rank]):
+                    return self._flags[rank].wait(flag, number + 1, 0.0)  # it may have come just before it died
+                self._check_others((), lambda _: True, number)
+                if time.monotonic() > deadline:
+                    self._fail_late(rank, number)
+            return True
+        finally:
+            if rank != self.rank:
+                self.waited[rank] += time.perf_counter() - began
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether the process of a rank has not died, waiting for one that is about to die."""
+        deadline = time.monotonic() + DYING_SECONDS
+        while memory.is_held(self._descriptors[rank]):  # a process that is being killed loses its files one by one
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+        return False
+
     def handle_of(self, rank: int) -> bytes:
         """Return the last handle that a rank passed to :meth:`arrive`."""
         return _read(self._controls[rank], _HANDLE)
 
     def fail_to_read(self, rank: int, number: int, error: Exception) -> NoReturn:
         """Raise on all ranks that the memory of a rank cannot be opened, usually because the rank died."""
-        deadline = time.monotonic() + DYING_SECONDS
-        while memory.is_held(self._descriptors[rank]):  # a process that is being killed loses its files one by one
-            if time.monotonic() > deadline:
-                self._fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
-            time.sleep(0.01)
+        if self.is_alive(rank):
+            self._fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
         self._fail(self._gone(rank, number))
 
     # --- waiting and faults --------------------------------------------------------------------------------------
@@ -193,10 +272,7 @@ class Coordinator:
             while not self._flags[rank].wait(flag, number + 1, SLICE_SECONDS):
                 self._check_others(ranks, lambda other: self._flags[other].wait(flag, number + 1, 0.0), number)
                 if time.monotonic() > deadline:
-                    self._fail(
-                        f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
-                        f"{self._text(self.rank, number)}"
-                    )
+                    self._fail_late(rank, number)
             began, before = time.perf_counter(), began
             if rank != self.rank:
                 self.waited[rank] += began - before
@@ -211,6 +287,12 @@ class Coordinator:
                 self._fail(_read(self._controls[rank], _WHY).decode(errors="replace"))
         if gone:
             self._fail(self._gone(gone[0], number))
+
+    def _fail_late(self, rank: int, number: int) -> NoReturn:
+        self._fail(
+            f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
+            f"{self._text(self.rank, number)}"
+        )
 
     def _gone(self, rank: int, number: int) -> str:
         what = self._text(self.rank, number)

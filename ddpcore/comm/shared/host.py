@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from ddpcore.comm.errors import TIMEOUT_SECONDS
 from ddpcore.comm.shared.memory import HostMemory
 from ddpcore.comm.shared.segments import SegmentCommunicator
-
-TIMEOUT_SECONDS = 600.0
 
 
 class SharedMemoryCommunicator(SegmentCommunicator):

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
-from ddpcore.comm.errors import at, check_has_average, size_of
+from ddpcore.comm.errors import at, check_has_average, check_timeout, size_of
 from ddpcore.comm.process import default_group
 from ddpcore.comm.reductions import average_half_, average_share_
 from ddpcore.comm.shared.coordination import NUM_TEXTS, Coordinator
@@ -80,8 +80,7 @@ class SegmentCommunicator(Communicator):
 
     def __init__(self, group: dist.ProcessGroup | None, memory: Memory, timeout: float, transport: str) -> None:
         group = default_group(group)
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
+        check_timeout(timeout)
         self._coordinator = Coordinator(group, timeout)
         self._memory = memory
         self.rank, self.num_learners = self._coordinator.rank, self._coordinator.num_ranks

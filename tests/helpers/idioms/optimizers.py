@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from helpers.idioms.run import STEPS, Run, add, idiom, net, one_step, sgd, start, train
 
 O = torch.optim  # noqa: E741
@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": partial(O.Adafactor, lr=0.01),
     "fused_sgd": partial(FusedSGD, lr=0.1, momentum=0.9, nesterov=True),
     "fused_sgd_max_grad_norm": partial(FusedSGD, lr=0.1, momentum=0.9, max_grad_norm=0.1),
+    "fused_adamw": partial(FusedAdamW, lr=0.01),
     "fused_lars": partial(FusedLARS, lr=0.1, momentum=0.9),
     "fused_lamb": partial(FusedLAMB, lr=0.01),
 }

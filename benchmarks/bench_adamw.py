@@ -1,0 +1,31 @@
+"""``adamw_step_`` against the step of ``torch.optim.AdamW(fused=True)``."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from common import Case, itemsize, main, pieces, torch_step
+
+from ddpcore import ops
+from ddpcore.ops.traffic import bytes_per_param
+
+
+def adamw(numel: int, options: argparse.Namespace) -> Case:
+    """A list of tensors: 28 bytes an element in fp32."""
+    params, grads = pieces(numel, options), pieces(numel, options)
+    moments = [[torch.zeros_like(param, dtype=torch.float32) for param in params] for _ in range(2)]
+    steps = [torch.zeros(1, device=options.device)]
+    scratch = ops.new_scratch(params)
+    group = {"lr": [1e-3], "weight_decay": [1e-4], "group_sizes": [len(params)]}
+    return Case(
+        f"adamw_step_, {len(params)} tensors",
+        lambda: ops.adamw_step_(params, grads, *moments, [], steps, scratch, **group),
+        torch_step(torch.optim.AdamW, numel, options, lr=1e-3, weight_decay=1e-4),
+        "torch fused AdamW",
+        bytes_per_param("adamw", itemsize(options))[0] * numel,
+    )
+
+
+if __name__ == "__main__":
+    main(__doc__, [adamw])

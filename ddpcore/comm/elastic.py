@@ -1,0 +1,232 @@
+"""Learners on real ranks that may die: each operation is done by the members that are left, and the run goes on.
+
+Every operation between ranks is one step of one protocol: a member publishes a row, waits until every other member has
+published its own or is dead, and reads the rows that it needs. Nothing of a member changes before that. So the members
+of an operation are those that published, all of them see the same ones, and an operation that a death interrupts is
+done again by the members that are left, from the same rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
+from ddpcore.comm.door import Door
+from ddpcore.comm.errors import at, check_has_average, size_of
+from ddpcore.comm.fabric import Fabric, Members, Operation
+from ddpcore.comm.membership import Membership
+from ddpcore.comm.reductions import CHUNK, sum_of
+from ddpcore.ops import Mixture, WeightAverage
+from ddpcore.topology.base import Topology
+from ddpcore.topology.rounds import Round
+
+
+class ElasticCommunicator(Communicator):
+    """Connects the ranks that are left. Learner j is member j, in the order of ids.
+
+    A death costs nothing that the living hold: the operation that it interrupts is done again without the dead. Each
+    operation waits for all members, not only for neighbours: that is how all of them agree on who is left.
+
+    Averages add the rows of all members on each rank, in ascending order: the bits are those of virtual learners.
+    """
+
+    membership: Membership
+
+    def __init__(self, fabric: Fabric, *, num_operations: int = 0, first: int | None = None) -> None:
+        self._fabric = fabric
+        self.membership = Membership(fabric.members, first=first or len(fabric.members))
+        self.num_operations = self.num_agreed = num_operations
+        self.door = Door(fabric)
+
+    @property
+    def num_learners(self) -> int:  # type: ignore[override]
+        """How many members are left."""
+        return len(self.membership.members)
+
+    @property
+    def learners(self) -> Sequence[int]:  # type: ignore[override]
+        """The position of this rank among the members."""
+        return (self.membership.members.index(self._fabric.rank),)
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        """The transport, as text for people."""
+        return f"{self._fabric.description}, goes on if ranks die"
+
+    @property
+    def rank(self) -> int:
+        """The id of this rank."""
+        return self._fabric.rank
+
+    @property
+    @override
+    def waited(self) -> Mapping[int, float]:
+        return self._fabric.waited
+
+    @override
+    def redrawn(self, topology: Topology) -> Topology:
+        return self.membership.topology(topology)
+
+    # ---- ranks that join ----
+
+    @override
+    def admit(self, step: int) -> int | None:
+        """At the end of a step: let a rank in that has asked to join. All members call it. Returns the id of the rank.
+
+        All members take the same decision: the first of them writes into the store after which operation a rank joins,
+        before it begins that operation, so all others read it when the operation is over.
+        """
+        new = self.door.open(self.membership, self.num_operations, self.num_agreed)
+        if new is not None:
+            members = tuple(sorted((*self.membership.members, new)))
+            self.membership.change(members, self.num_operations, step)
+        return new
+
+    def hand_over(self, new: int, make: Callable[[], Tensor]) -> Tensor | None:
+        """Send the result of ``make``, bytes, from a neighbour of a new member to it. Collective; others get None."""
+        while True:
+            source = self.membership.source_for(new)
+            blob = make() if self._fabric.rank == source else torch.empty(0, dtype=torch.uint8)
+            sizes = self.gather(torch.tensor([[len(blob)]]))
+            if source not in self.membership.members:
+                continue  # it has died
+            if self._fabric.rank != source:
+                blob = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+
+            def round_of(members: Members, source: int = source) -> Round:
+                gives, takes = source in members, new in members
+                sources = (source,) if gives and self._fabric.rank == new else ()
+                readers = (new,) if takes and self._fabric.rank == source else ()
+                return Round(0.0, sources, (0.0,) * len(sources), readers)
+
+            operation = self._begin(f"the state of learner {source} for learner {new}", blob, None, round_of=round_of)
+            members = self._agree(operation)
+            if source not in members:
+                self._fabric.done(operation)
+                continue
+            result = self._fabric.rows(operation, [source])[source].clone() if self._fabric.rank == new else None
+            self._fabric.done(operation)
+            return result
+
+    # ---- operations ----
+
+    def _begin(self, what: str, row: Tensor, step: int | None, **more: Any) -> Operation:
+        operation = Operation(
+            number=self.num_operations,
+            what=what,
+            step=step,
+            row=row,
+            members=self.membership.members,
+            **{"round_of": self._round_of_all, **more},
+        )
+        self.num_operations += 1
+        self._fabric.begin(operation)
+        return operation
+
+    def _agree(self, operation: Operation) -> Members:
+        """Wait for all members, and take note of those that are gone."""
+        members = self._fabric.agree(operation)
+        self.num_agreed += 1
+        left = tuple(one for one in self.membership.members if one in members)
+        if left != self.membership.members:
+            self.membership.change(left, operation.number, operation.step)
+            if self._fabric.rank == left[0]:
+                print(f"ddpcore: {self.membership.changes[-1]}", file=sys.stderr, flush=True)
+        return members
+
+    def _round_of_all(self, members: Members) -> Round:
+        others = tuple(one for one in members if one != self._fabric.rank)
+        return Round(0.0, others, (0.0,) * len(others), others)
+
+    def _rows_of(self, operation: Operation) -> list[Tensor]:
+        """The rows of all members, in order, this rank's own among them."""
+        members = self._agree(operation)
+        rows = self._fabric.rows(operation, [one for one in members if one != self._fabric.rank])
+        return [operation.row if one == self._fabric.rank else rows[one] for one in members]
+
+    def _exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool) -> Exchange:
+        row, rank = weights_LP[0], self._fabric.rank
+
+        def round_of(members: Members) -> Round:
+            return self.membership.round(topology, step, rank, members)
+
+        what = f"the exchange of {size_of(row)} at step {step}"
+        operation = self._begin(what, row, step, round_of=round_of, in_place=in_place)
+        self.bytes_sent += len(round_of(operation.members).destinations) * row.nbytes
+        return _ElasticExchange(self, operation)
+
+    @override
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        return self._exchange(weights_LP, topology, step, in_place=False)
+
+    @override
+    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        return self._exchange(weights_LP, topology, step, in_place=True)
+
+    @override
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+        check_has_average(rows)
+        self.bytes_sent += (self.num_learners - 1) * rows.nbytes
+        operation = self._begin(f"an average of {size_of(rows)}{at(step)}", rows[0], step)
+        return _ElasticAverage(self, operation, rows)
+
+    @override
+    def broadcast_(self, rows: Tensor) -> None:
+        operation = self._begin(f"the broadcast of {size_of(rows)}", _bytes_of(rows), None)
+        first = self._rows_of(operation)[0]
+        if first is not operation.row:
+            _bytes_of(rows).copy_(first)
+        self._fabric.done(operation)
+
+    @override
+    def gather(self, values: Tensor) -> Tensor:
+        values = values.contiguous()
+        operation = self._begin(f"the gathering of {size_of(values)}", _bytes_of(values), None)
+        gathered = torch.stack(self._rows_of(operation))
+        self._fabric.done(operation)
+        return gathered.view(-1).view(values.dtype).view(len(gathered), *values.shape[1:])
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    return values.view(-1).view(torch.uint8)
+
+
+class _ElasticAverage(Work):
+    def __init__(self, comm: ElasticCommunicator, operation: Operation, rows: Tensor) -> None:
+        self._comm, self._operation, self._row = comm, operation, rows[0]
+
+    @override
+    def wait(self) -> None:
+        members = self._comm._rows_of(self._operation)
+        for begin in range(0, len(self._row), CHUNK):
+            columns = [row[begin : begin + CHUNK] for row in members]
+            self._row[begin : begin + CHUNK].copy_(sum_of(columns).div_(len(members)))
+        self._comm._fabric.done(self._operation)
+
+
+class _ElasticExchange(PeerExchange):
+    def __init__(self, comm: ElasticCommunicator, operation: Operation) -> None:
+        super().__init__((comm._fabric.rank,), lambda _: self._round)
+        self._comm, self._operation = comm, operation
+        self._round = Round(1.0, (), (), ())  # until the members are known
+
+    @override
+    def received(self) -> Mapping[int, Tensor]:
+        members = self._comm._agree(self._operation)
+        self._round = self._operation.round_of(members)
+        rows = self._comm._fabric.rows(self._operation, self._round.sources)
+        self._comm._fabric.done(self._operation)
+        return rows
+
+    @override
+    def mixture(self) -> WeightAverage:
+        mixture = super().mixture()
+        assert isinstance(mixture, Mixture)
+        return replace(mixture, out=self._comm._fabric.next_row(self._operation))

@@ -1,0 +1,176 @@
+"""Ranks of one host that may die: rows are published in shared memory, and the flags of a dead rank stay readable.
+
+A flag never goes back and a dead process writes none. So when every rank has either begun an operation or is dead, all
+ranks see the same set of ranks that have begun it, without another message.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from ddpcore.comm.fabric import Fabric, Members, Operation
+from ddpcore.comm.process import default_group
+from ddpcore.comm.roll_call import RollCall, new_run
+from ddpcore.comm.shared.coordination import ControlAddress, Coordinator
+from ddpcore.comm.shared.memory import HostMemory
+
+_LEAST_BYTES = 4096  # areas have sizes of powers of two, so that few are needed
+
+
+@dataclass
+class _Area:
+    """A buffer on each rank for rows that others read.
+
+    Attributes:
+        views: the buffer of each rank by its id, as bytes. A rank that died while it was made is missing.
+        used: every rank has read its rows before this operation; None while it is in use.
+    """
+
+    views: dict[int, Tensor]
+    used: int | None = -1
+
+
+class SharedMemoryFabric(Fabric):
+    """Publishes rows in areas of shared memory. The members are the ranks of one host.
+
+    An area is written again when all members have begun an operation that comes after the reading. Weights that are
+    exchanged in place lie in such an area, and the step writes the new weights into another one.
+
+    Args:
+        group: a process group, used only for setting up; None is the default group.
+        timeout: seconds that a living rank may let the others wait.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
+        group = default_group(group)
+        coordinator = Coordinator(group, timeout)
+        self._set_up(coordinator, RollCall(new_run(group, timeout), coordinator.rank, timeout))
+        self._take(tuple(range(coordinator.num_ranks)))
+
+    def _set_up(self, coordinator: Coordinator, roll: RollCall) -> None:
+        self._coordinator, self.roll, self._memory = coordinator, roll, HostMemory()
+        self.kind, self.address = "shm", tuple(coordinator.address)
+        self._areas: dict[int, list[_Area]] = {}  # by size
+        self._read: list[_Area] = []  # whose rows are read before the next operation begins
+        self._own: _Area | None = None  # where weights lie that are exchanged in place
+        weakref.finalize(self, roll.close)
+
+    def _take(self, members: Members) -> None:
+        self.rank, self.members = self._coordinator.rank, members
+        self.description = f"shared memory of one host, {len(members)} ranks"
+        self.roll.write(f"address/{self.rank}", self.address)
+
+    @classmethod
+    def of_newcomer(cls, roll: RollCall) -> SharedMemoryFabric:
+        """The fabric of a rank that joins later. It has no rank before :meth:`join`."""
+        made = cls.__new__(cls)
+        made._set_up(Coordinator.of_newcomer(roll.timeout), roll)
+        return made
+
+    @property
+    @override
+    def position(self) -> int:
+        return self._coordinator.num_operations
+
+    @override
+    def join(self, rank: int, members: Members, position: int) -> None:
+        addresses = {one: ControlAddress(*self.roll.read(f"address/{one}")) for one in members if one != rank}
+        self._coordinator.join(rank, addresses, position)
+        self.roll.enter(rank)
+        self._take(members)
+
+    @override
+    def admit(self, one: int, address: Any, members: Members) -> None:
+        self._coordinator.admit(one, ControlAddress(*address))
+        self._areas.clear()  # the new rank has none of them, so all ranks allocate new ones when they need them
+        self._own = None
+        self._read.clear()
+        self._take(members)
+
+    @property
+    @override
+    def waited(self) -> Mapping[int, float]:
+        return self._coordinator.waited
+
+    @override
+    def begin(self, operation: Operation) -> None:
+        row = operation.row.view(torch.uint8)
+        for area in self._read:
+            area.used = self._coordinator.num_operations
+        self._read.clear()
+        mine = self._own if operation.in_place else None
+        area = mine if mine is not None and self._lies_in(mine, row) else self._free_area(row.numel())
+        area.used = None
+        own = area.views[self.rank][: row.numel()]
+        if own.data_ptr() != row.data_ptr():
+            own.copy_(row)
+        operation.place = area, self._coordinator.arrive(f"{operation.what}, number {operation.number}")
+
+    @override
+    def agree(self, operation: Operation) -> Members:
+        _, number = operation.place
+        come = (*self._coordinator.await_living(operation.members, number),)
+        self.members = tuple(one for one in self.members if one in come)  # nobody waits for the dead again
+        return come
+
+    @override
+    def rows(self, operation: Operation, members: Sequence[int]) -> dict[int, Tensor]:
+        area, _ = operation.place
+        num_bytes, dtype = operation.row.nbytes, operation.row.dtype
+        return {one: area.views[one][:num_bytes].view(dtype) for one in members}
+
+    @override
+    def done(self, operation: Operation) -> None:
+        self._read.append(operation.place[0])
+
+    @override
+    def next_row(self, operation: Operation) -> Tensor | None:
+        if not operation.in_place:
+            return None
+        self._own = self._free_area(operation.row.nbytes)
+        self._own.used = None
+        return self._own.views[self.rank][: operation.row.nbytes].view(operation.row.dtype)
+
+    def _lies_in(self, area: _Area, row: Tensor) -> bool:
+        return area.views[self.rank].data_ptr() == row.data_ptr()
+
+    def _free_area(self, num_bytes: int) -> _Area:
+        """An area that no rank reads. All ranks take the same one, because it depends on numbers of operations only."""
+        size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _LEAST_BYTES
+        known = self._areas.setdefault(size, [])
+        free = [area for area in known if area.used is not None and area.used < self._coordinator.num_operations]
+        if not free:
+            free = [self._new_area(size) for _ in range(1 if known else 2)]
+            known += free
+        area = min(free, key=lambda area: area.used or 0)
+        if area.used is not None and area.used >= 0:
+            self._coordinator.await_living(self.members, area.used, same=False)
+        return area
+
+    def _new_area(self, size: int) -> _Area:
+        """Allocate zeros on each rank. Collective."""
+        coordinator = self._coordinator
+        own, handle = self._memory.allocate(size)
+        number = coordinator.arrive(f"the allocation of {size} bytes", handle)
+        views = {self.rank: own}
+        for rank in coordinator.await_living(self.members, number):
+            if rank == self.rank:
+                continue
+            try:
+                views[rank] = self._memory.open(coordinator.pids[rank], coordinator.handle_of(rank), size)
+            except (OSError, ValueError) as error:  # the rank died after it arrived, so it begins no other operation
+                if coordinator.is_alive(rank):
+                    coordinator.fail_to_read(rank, number, error)
+        coordinator.finish(number)
+        coordinator.await_living(self.members, number, finished=True)
+        return _Area(views)

@@ -1,0 +1,187 @@
+"""The Hessian of a loss, and the Gauss-Newton matrix: products with vectors, eigenvalues, trace and density.
+
+Shapes: P elements of all parameters that need a gradient, K vectors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpcore.diagnostics import spectra
+from ddpcore.diagnostics.passes import Loss, as_it_was, part_products, parts_of, twice_differentiable
+from ddpcore.diagnostics.spectra import Eigenvalues, Estimate, SpectralDensity
+from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
+from ddpcore.options.typed import check_range
+
+AT_ONCE = 8  # vectors that vmap takes at a time, which bounds its memory
+
+
+class Hessian:
+    """The Hessian H of a loss at the model's current weights. It is never stored: only its products are computed.
+
+    After each call weights, mode, buffers and random generators are as before, also after an exception. Every
+    evaluation of the loss draws the same random numbers (dropout). Attention runs by matrix products.
+
+    Args:
+        model: the model; its mode (train or eval) is not changed. For learners, ``handle.evaluation_model()``.
+        loss: computes the loss, or yields parts whose sum is the loss. :class:`DataLoss` is the mean over a data set.
+        gauss_newton: take ``G = mean J^T (d^2 loss / d outputs^2) J`` in place of H, with J the derivative of the
+            outputs (Schraudolph 2002). It has no negative eigenvalue if the loss is convex in the outputs. It requires
+            a :class:`DataLoss` and a model that returns one tensor.
+        group: a process group. The loss is the sum of all ranks' losses: give :class:`DataLoss` the same group. A
+            product takes one all-reduce. All ranks must hold the same weights, and call the same methods.
+        vectorize: whether several vectors run in one pass of ``vmap``: True, False, or ``"measure"`` the first time.
+
+    Raises:
+        ValueError: no parameter needs a gradient, or the arguments do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | DataLoss,
+        *,
+        gauss_newton: bool = False,
+        group: dist.ProcessGroup | None = None,
+        vectorize: bool | str = "measure",
+    ) -> None:
+        if vectorize not in (True, False, "measure"):
+            raise ValueError(f"vectorize is {vectorize!r}: it must be True, False or 'measure'")
+        if gauss_newton and not isinstance(loss, DataLoss):
+            raise ValueError("gauss_newton=True needs the outputs of the model: pass loss=DataLoss(...)")
+        if isinstance(loss, DataLoss) and loss.group is not group:
+            raise ValueError("DataLoss and Hessian have different process groups: pass the same group= to both")
+        self.weights = WeightVector(model)
+        self._model, self._loss, self._group = model, loss, group
+        self._gauss_newton = gauss_newton
+        self._vectorize = None if vectorize == "measure" else bool(vectorize)
+
+    @property
+    def numel(self) -> int:
+        """P."""
+        return self.weights.numel
+
+    def product(self, vectors: Tensor) -> Tensor:
+        """``H v`` of one vector ``[P]``, or of K vectors ``[K, P]``. One all-reduce if there is a group.
+
+        The elements have the order of ``model.parameters()``, without those that need no gradient.
+
+        Raises:
+            ValueError: the shape is another one, or the loss is not one number with a graph.
+        """
+        if vectors.dim() not in (1, 2) or vectors.shape[-1] != self.numel:
+            raise ValueError(f"vectors have the shape {list(vectors.shape)}: pass [{self.numel}] or [K, {self.numel}]")
+        rows_KP = vectors.detach().reshape(-1, self.numel).to(self.weights.values_P)
+        return sum_over(self._group, self._products(rows_KP)).view(vectors.shape)
+
+    def eigenvalues(
+        self, largest: int = 1, smallest: int = 1, *, seed: int = 0, tolerance: float = 1e-3, max_products: int = 1000
+    ) -> Eigenvalues:
+        """Eigenvalues and eigenvectors at both ends of the spectrum, with their residuals, by Lanczos's method.
+
+        Args:
+            largest: how many of the largest (not of the largest in magnitude).
+            smallest: how many of the smallest, which are negative at a saddle point.
+            seed: of the start vector.
+            tolerance: the error at which the iteration ends, relative to the largest absolute eigenvalue.
+            max_products: the largest number of products for one end.
+
+        Raises:
+            ValueError: a number is out of its range, or a product is not finite.
+            RuntimeError: no convergence within ``max_products`` products.
+        """
+        check_range("largest", largest, least=0)
+        check_range("smallest", smallest, least=0)
+        check_range("largest + smallest", largest + smallest, least=1, most=self.numel)
+        check_range("tolerance", tolerance, above=0)
+        return spectra.extreme_eigenvalues(
+            self._operator(), largest, smallest, seed=seed, tolerance=tolerance, max_products=max_products
+        )
+
+    def trace(self, num_products: int = 60, *, seed: int = 0) -> Estimate:
+        """The trace by Hutch++ (Meyer et al. 2021), with its error. Exact if ``num_products`` is at least P.
+
+        Raises:
+            ValueError: ``num_products`` is below 6, or a product is not finite.
+        """
+        check_range("num_products", num_products, least=6)
+        return spectra.trace(self._operator(), num_products, seed=seed)
+
+    def density(self, num_probes: int = 4, num_steps: int = 64, *, seed: int = 0) -> SpectralDensity:
+        """The density of all eigenvalues by stochastic Lanczos quadrature: ``num_probes * num_steps`` products.
+
+        Raises:
+            ValueError: a number is below 1, or a product is not finite.
+        """
+        check_range("num_probes", num_probes, least=1)
+        check_range("num_steps", num_steps, least=1)
+        return spectra.spectral_density(self._operator(), num_probes, num_steps, seed=seed)
+
+    def _operator(self) -> spectra.Operator:
+        return spectra.Operator(product=self.product, numel=self.numel, like=self.weights.values_P)
+
+    def _products(self, rows_KP: Tensor) -> Tensor:
+        if self._vectorize is None and len(rows_KP) > 1:
+            return self._measured(rows_KP)
+        return self._products_by(rows_KP, bool(self._vectorize))
+
+    def _measured(self, rows_KP: Tensor) -> Tensor:
+        """Compute the products in both ways, and keep the faster one from then on."""
+        begin = time.perf_counter()
+        looped_KP = self._products_by(rows_KP, False)
+        middle = time.perf_counter()
+        try:
+            self._products_by(rows_KP, True)
+            gained = (middle - begin) - (time.perf_counter() - middle)
+        except RuntimeError:  # an operator that vmap does not support
+            gained = float("-inf")
+        vote = torch.tensor([gained], dtype=torch.float64, device=rows_KP.device)
+        self._vectorize = bool(sum_over(self._group, vote)[0] > 0)  # ranks agree
+        return looped_KP
+
+    def _products_by(self, rows_KP: Tensor, vectorize: bool) -> Tensor:
+        results_KP = torch.zeros_like(rows_KP)
+        views, vectors = self.weights.views(results_KP), self.weights.views(rows_KP)
+        with as_it_was(self._model, rows_KP.device), torch.enable_grad(), twice_differentiable():
+            for found in self._parts(vectors, vectorize):
+                for view, products in zip(views, found, strict=True):
+                    if products is not None:
+                        view += products
+        return results_KP
+
+    def _parts(self, vectors: Sequence[Tensor], vectorize: bool) -> Iterator[Sequence[Tensor | None]]:
+        at_once = AT_ONCE if vectorize else 0
+        if not self._gauss_newton:
+            for part in parts_of(self._loss):
+                gradients = torch.autograd.grad(part, self.weights.parameters, create_graph=True, allow_unused=True)
+                yield part_products(gradients, self.weights.parameters, vectors, at_once)
+            return
+        assert isinstance(self._loss, DataLoss)
+        for share, inputs, targets in self._loss.weighted():
+            yield self._gauss_newton_part(share, self._loss.outputs(inputs), targets, vectors)
+
+    def _gauss_newton_part(
+        self, share: float, outputs: Tensor, targets: object, vectors: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """``J^T (H_out (J v))``. J v is the derivative of ``J^T u`` with respect to u, so no forward mode is needed."""
+        assert isinstance(self._loss, DataLoss)
+        if not isinstance(outputs, Tensor):
+            raise ValueError("gauss_newton=True: the model must return one tensor")
+        parameters = self.weights.parameters
+        dummy = torch.zeros_like(outputs, requires_grad=True)
+        transposed = torch.autograd.grad(outputs, parameters, dummy, create_graph=True, allow_unused=True)
+        leaf = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self._loss.loss_fn(leaf, targets) * share, leaf, create_graph=True)
+        rows = []
+        for index in range(len(vectors[0])):
+            along = [v[index] for v, g in zip(vectors, transposed, strict=True) if g is not None]
+            (change,) = torch.autograd.grad([g for g in transposed if g is not None], dummy, along, retain_graph=True)
+            (curved,) = torch.autograd.grad(slope, leaf, change, retain_graph=True, allow_unused=True)
+            curved = torch.zeros_like(outputs) if curved is None else curved
+            rows.append(torch.autograd.grad(outputs, parameters, curved, retain_graph=True, allow_unused=True))
+        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]

@@ -1,0 +1,213 @@
+"""``HessianStatistics``: the spectrum along a run, and how the learners' disagreement lies in it.
+
+Shapes: L learners held by this process, n in all, P elements of all parameters that are trained, k eigenvectors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ddpcore.diagnostics import passes, spectra
+from ddpcore.diagnostics.passes import Loss
+from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.distributed.observer import Observer
+from ddpcore.options.typed import check_range
+from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.push_sum import PushSum
+
+
+@dataclass(frozen=True, kw_only=True)
+class HessianRecord:
+    """One measurement, at the mean ``w_a`` of the learners' weights before the step.
+
+    Attributes:
+        step: the step that follows, counted from 1.
+        largest: the k largest eigenvalues of the Hessian of the loss, descending; NaN if it was not found.
+        smallest: the smallest eigenvalue.
+        residuals: ``|H v - lambda v|`` of the k largest, and of the smallest.
+        distance: ``1/n sum_j |w_j - w_a|^2``, the trace of the learners' covariance; 0 if they are identical.
+        disagreement: the share of ``distance`` along each of the k top eigenvectors v,
+            ``sum_j (v (w_j - w_a))^2 / sum_j |w_j - w_a|^2``; None if the learners are identical.
+        noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients; None if the strategy has averaged them.
+        noise_shares: the share of ``noise`` along each of the k top eigenvectors; None with it.
+        isotropic: ``1 / P``, the share along one direction if all directions were alike.
+        problem: why there are no eigenvalues; None if all is well.
+        seconds: the time of the measurement.
+    """
+
+    step: int
+    largest: list[float]
+    smallest: float
+    residuals: list[float]
+    distance: float
+    disagreement: list[float] | None
+    noise: float | None
+    noise_shares: list[float] | None
+    isotropic: float
+    problem: str | None
+    seconds: float
+
+
+class HessianStatistics(Observer):
+    """Measures the ends of the Hessian's spectrum every few steps, and what share of the disagreement lies there.
+
+    Create it after ``distribute``. It does not change one bit of the training: passes at the mean weights use other
+    memory, and buffers and random generators are restored. A measurement takes some tens of Hessian-vector products of
+    ``loss``, each with one average over the learners.
+
+    Args:
+        handle: what ``distribute`` returned.
+        loss: computes the loss on all data or on a large fixed batch, each rank its share, with virtual learners the
+            sum over learners: ``lambda: loss_fn(handle.model(x), y)``, as ``full_loss`` of
+            :class:`ddpcore.diagnostics.NoiseStatistics`. It may yield parts whose sum is the loss.
+        every: steps from one record to the next.
+        top: k, the number of largest eigenvalues and of eigenvectors.
+        seed: of the start vectors.
+        tolerance: the error at which an iteration ends, relative to the largest absolute eigenvalue.
+        max_products: the largest number of products for one end. A record without convergence says so.
+
+    Attributes:
+        records: of type :class:`HessianRecord`, one per measurement.
+
+    Raises:
+        ValueError: the arguments do not fit the loop.
+    """
+
+    def __init__(
+        self,
+        handle: Distributed,
+        loss: Loss,
+        *,
+        every: int = 50,
+        top: int = 5,
+        seed: int = 0,
+        tolerance: float = 1e-3,
+        max_products: int = 500,
+    ) -> None:
+        check_range("every", every, least=1)
+        check_range("top", top, least=1)
+        check_range("tolerance", tolerance, above=0)
+        check_range("max_products", max_products, least=1)
+        if not isinstance(handle, HookedDistributed):
+            raise ValueError(
+                f"a {type(handle).__name__} has no learners of a strategy: pass what distribute() returned, or use "
+                "Hessian(model, loss) in your loop"
+            )
+        if isinstance(handle.strategy, PushSum):
+            raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
+        self._handle, self._loss = handle, loss
+        self.every, self.top, self._seed = every, top, seed
+        self._tolerance, self._max_products = tolerance, max_products
+        self.records: list[HessianRecord] = []
+        numel = sum(segment.numel for segment in handle.learner.flat.segments)
+        check_range("top", top, most=numel - 1)
+        handle.observers.append(self)
+
+    def close(self) -> None:
+        """Stop measuring."""
+        if self in self._handle.observers:
+            self._handle.observers.remove(self)
+
+    @override
+    def before_step(self, learner: Learner) -> None:
+        if (learner.step + 1) % self.every:
+            return
+        sent = learner.comm.bytes_sent
+        try:
+            self.records.append(self._measure(learner))
+        finally:
+            learner.comm.bytes_sent = sent
+
+    def _measure(self, learner: Learner) -> HessianRecord:
+        begin, weights_LP = time.perf_counter(), learner.flat.param_LP
+        mean_LP = learner.average_of(weights_LP)
+        operator, problem = self._operator(learner, mean_LP), None
+        try:
+            found = spectra.extreme_eigenvalues(
+                operator, self.top, 1, seed=self._seed, tolerance=self._tolerance, max_products=self._max_products
+            )
+            values, residuals, vectors_kP = found.values.tolist(), found.residuals.tolist(), found.vectors[: self.top]
+        except (spectra.NotFinite, spectra.NotConverged) as error:
+            problem, values = str(error), [float("nan")] * (self.top + 1)
+            residuals, vectors_kP = values, torch.zeros(self.top, operator.numel).to(operator.like)
+        distance, disagreement = self._shares(learner, weights_LP - mean_LP, vectors_kP)
+        noise = noise_shares = None
+        if not self._handle.strategy.averages_gradients_at(learner.step):
+            own_LP = self._local_gradients(learner)
+            average_LP = own_LP.clone()
+            learner.comm.average_(average_LP).wait()
+            noise, noise_shares = self._shares(learner, own_LP - average_LP, vectors_kP)
+        return HessianRecord(
+            step=learner.step + 1,
+            largest=values[: self.top],
+            smallest=values[-1],
+            residuals=residuals,
+            distance=distance,
+            disagreement=disagreement if problem is None and distance else None,
+            noise=noise,
+            noise_shares=noise_shares if problem is None and noise else None,
+            isotropic=1 / operator.numel,
+            problem=problem,
+            seconds=time.perf_counter() - begin,
+        )
+
+    def _operator(self, learner: Learner, mean_LP: Tensor) -> spectra.Operator:
+        """The Hessian of the mean of all learners' losses at the mean weights, without the padding of the rows."""
+        like = _real(learner, mean_LP[:1])[0]
+
+        def product(vectors_KP: Tensor) -> Tensor:
+            rows = []
+            for vector_P in vectors_KP:
+                padded_LP = torch.zeros_like(mean_LP)
+                for view, part in zip(_segments(learner, padded_LP), _split(learner, vector_P), strict=True):
+                    view.copy_(part)
+                padded_LP[:] = padded_LP[0].clone()
+                with passes.at_weights(self._handle.model, learner, mean_LP):
+                    product_LP = passes.hessian_product(learner, self._loss, padded_LP)
+                learner.comm.average_(product_LP).wait()
+                rows.append(_real(learner, product_LP[:1])[0])
+            return torch.stack(rows)
+
+        return spectra.Operator(product=product, numel=len(like), like=like)
+
+    @staticmethod
+    def _shares(learner: Learner, apart_LP: Tensor, vectors_kP: Tensor) -> tuple[float, list[float]]:
+        """The mean over learners of ``|d_j|^2``, and the share of it along each vector."""
+        rows_LP = _real(learner, apart_LP).double()
+        along_Lk = (rows_LP @ vectors_kP.double().T).square()
+        sums = torch.cat([rows_LP.square().sum(dim=1, keepdim=True), along_Lk], dim=1)
+        learner.comm.average_(sums).wait()
+        total, *along = sums[0].tolist()
+        return total, [value / total if total else 0.0 for value in along]
+
+    @staticmethod
+    def _local_gradients(learner: Learner) -> Tensor:
+        rows_LP = torch.zeros_like(learner.flat.grad_LP)
+        for view, parameter in zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+        return rows_LP
+
+
+def _segments(learner: Learner, rows_LP: Tensor) -> Sequence[Tensor]:
+    """The views of the first row, one per segment."""
+    return learner.flat.views_of(rows_LP[:1])
+
+
+def _split(learner: Learner, vector_P: Tensor) -> list[Tensor]:
+    """The parts of a vector without padding, with the shapes of the segments."""
+    segments = learner.flat.segments
+    parts = vector_P.split([segment.numel for segment in segments])
+    return [part.view(segment.shape) for part, segment in zip(parts, segments, strict=True)]
+
+
+def _real(learner: Learner, rows_LP: Tensor) -> Tensor:
+    """Rows ``[L, P]`` without the padding of the buffer."""
+    return torch.cat([stack.reshape(len(rows_LP), -1) for stack in learner.flat.stacks_of(rows_LP)], dim=1)

@@ -1,0 +1,248 @@
+"""The loss over a plane in weight space.
+
+Shapes: X and Y points along the two directions of a plane, P elements of the weights, K points at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddpcore.diagnostics.hessian import Hessian
+from ddpcore.diagnostics.passes import as_it_was
+from ddpcore.diagnostics.planes import Plane
+from ddpcore.diagnostics.spectra import NotConverged, NotFinite
+from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
+from ddpcore.distributed.averaging import recalibrate
+from ddpcore.options.typed import check_choice
+from ddpcore.report.landscapes import Surface, read_surface, write_surface
+from ddpcore.runtime.progress import ProgressReport
+
+BATCH_NORM = ("eval", "batch", "recalibrate")
+CHUNK = 8  # points that vmap takes at a time
+SAVE_SECONDS = 10.0  # from one save of an unfinished landscape to the next
+METRICS = ("train_loss", "train_acc", "max_eig", "min_eig")
+Coordinates = Sequence[float] | npt.NDArray[np.float64]
+
+
+def landscape(
+    data: DataLoss,
+    plane: Plane,
+    *,
+    x: Coordinates,
+    y: Coordinates,
+    batch_norm: str = "eval",
+    curvature: bool = False,
+    out: str | Path | None = None,
+    group: dist.ProcessGroup | None = None,
+    vectorize: bool | str = "measure",
+) -> Surface:
+    """Compute loss and accuracy at each point (x, y) of a plane (Li et al. 2018).
+
+    The model is as before after the call, also after an exception or Ctrl-C. Only a constant number of points is in
+    memory at a time.
+
+    Args:
+        data: model, loss and samples. Accuracy is the percentage of samples whose largest output has the index of the
+            target. It is NaN if the targets are no class numbers.
+        plane: of the same model.
+        x, y: coordinates, ascending, at least two each.
+        batch_norm: ``eval`` takes the model's running statistics at each point, ``batch`` those of each batch, and
+            ``recalibrate`` computes them again at each point from all batches.
+        curvature: also the largest and the smallest eigenvalue of the Hessian at each point, for the map of
+            ``|min / max|``; some tens of products a point.
+        out: an HDF5 file (extra ``train``), saved every ten seconds. If it exists, its finished points are kept.
+        group: ranks that share the points. Each of them must hold all samples.
+        vectorize: whether several points run in one pass of ``vmap``: True, False, or ``"measure"`` at the first
+            points. vmap is not possible with ``batch`` and ``recalibrate``.
+
+    Returns:
+        The surface, on every rank.
+
+    Raises:
+        ValueError: the arguments do not fit together, or ``out`` holds another landscape.
+    """
+    check_choice("batch_norm", batch_norm, BATCH_NORM)
+    if data.group is not None:
+        raise ValueError("the ranks of a landscape share its points, not its samples: make DataLoss without group=")
+    points = _Points(data, plane, batch_norm, curvature, group, vectorize)
+    settings = f"{plane.digest()} batch_norm={batch_norm} curvature={curvature} samples={data.total}"
+    surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)
+    surface.marks.update(plane.marks)
+    path = None if out is None else Path(out)
+    if path is not None and path.exists():
+        surface.resume(read_surface(path), path)
+    _fill(surface, points, path, group)
+    return surface
+
+
+def _checked(name: str, values: Coordinates) -> npt.NDArray[np.float64]:
+    row = np.asarray(values, dtype=np.float64)
+    if row.ndim != 1 or len(row) < 2 or not np.isfinite(row).all() or (np.diff(row) <= 0).any():
+        raise ValueError(f"{name} must be at least 2 ascending numbers, such as numpy.linspace(-1, 1, 25)")
+    return row
+
+
+def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.ProcessGroup | None) -> None:
+    """Compute the points that are missing. Rank r takes every n-th chunk of them."""
+    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    missing = np.flatnonzero(~surface.done.reshape(-1))
+    chunks = [missing[begin : begin + CHUNK] for begin in range(0, len(missing), CHUNK)]
+    saved = time.monotonic()
+    with ProgressReport("landscape", len(missing)) as progress:
+        try:
+            for first in range(0, len(chunks), num_ranks):
+                own = chunks[first + rank] if first + rank < len(chunks) else missing[:0]
+                found = points.at([surface.point(index) for index in own])
+                for indices, values in _of_all_ranks(own.tolist(), found, group):
+                    surface.store(indices, values)
+                    progress.advance(len(indices), "")
+                if path is not None and rank == 0 and time.monotonic() - saved > SAVE_SECONDS:
+                    write_surface(path, surface)
+                    saved = time.monotonic()
+        finally:
+            if path is not None and rank == 0:
+                write_surface(path, surface)
+
+
+def _of_all_ranks(
+    indices: list[int], values: Mapping[str, list[float]], group: dist.ProcessGroup | None
+) -> list[tuple[list[int], Mapping[str, list[float]]]]:
+    if group is None:
+        return [(indices, values)]
+    results: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(results, (indices, values), group=group)
+    return results
+
+
+@dataclass
+class _Points:
+    """Computes the metrics of some points."""
+
+    data: DataLoss
+    plane: Plane
+    batch_norm: str
+    curvature: bool
+    group: dist.ProcessGroup | None
+    vectorize: bool | str
+    weights: WeightVector = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = WeightVector(self.data.model)
+        if self.plane.origin_P.shape != self.weights.values_P.shape:
+            raise ValueError(
+                f"the plane is of a model with {self.plane.origin_P.numel()} parameters, and this one has "
+                f"{self.weights.numel}: make it of the same model"
+            )
+        if self.vectorize not in (True, False, "measure"):
+            raise ValueError(f"vectorize is {self.vectorize!r}: it must be True, False or 'measure'")
+        if self.batch_norm != "eval":
+            if self.vectorize is True:
+                raise ValueError(f"batch_norm={self.batch_norm!r} cannot run in vmap: leave vectorize out")
+            self.vectorize = False
+
+    def at(self, points: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+        """The metrics of each point, by name."""
+        rows = [self.plane.at(*point) for point in points]
+        with _modes(self.data.model, self.batch_norm):
+            found = self._losses(rows)
+            values = {"train_loss": [loss for loss, _ in found], "train_acc": [accuracy for _, accuracy in found]}
+            if self.curvature:
+                ends = [self._ends(row) for row in rows]
+                values |= {"max_eig": [high for high, _ in ends], "min_eig": [low for _, low in ends]}
+        return values
+
+    def _losses(self, rows: list[Tensor]) -> list[tuple[float, float]]:
+        if self.vectorize == "measure":
+            return self._measured(rows)
+        return self._in_vmap(rows) if self.vectorize and rows else [self._alone(row) for row in rows]
+
+    def _measured(self, rows: list[Tensor]) -> list[tuple[float, float]]:
+        begin = time.perf_counter()
+        found = [self._alone(row) for row in rows]
+        middle = time.perf_counter()
+        try:
+            if rows:
+                self._in_vmap(rows)
+            gained = (middle - begin) - (time.perf_counter() - middle)
+        except (RuntimeError, ValueError):  # a model that vmap does not support
+            gained = float("-inf")
+        vote = torch.tensor([gained], dtype=torch.float64, device=self.weights.values_P.device)
+        self.vectorize = bool(sum_over(self.group, vote)[0] > 0)
+        return found
+
+    @torch.no_grad()
+    def _alone(self, row_P: Tensor) -> tuple[float, float]:
+        data, model = self.data, self.data.model
+        with self.weights.at(row_P), as_it_was(model, row_P.device):
+            if self.batch_norm == "recalibrate":
+                recalibrate(model, (inputs for _, inputs, _ in data.weighted()))
+            sums = torch.zeros(2, dtype=torch.float64)
+            for share, inputs, targets in data.weighted():
+                outputs = data.outputs(inputs)
+                sums += (
+                    share * torch.stack([data.loss_fn(outputs, targets).double(), _accuracy(outputs, targets)]).cpu()
+                )
+        return float(sums[0]), float(sums[1])
+
+    @torch.no_grad()
+    def _in_vmap(self, rows: list[Tensor]) -> list[tuple[float, float]]:
+        data, model = self.data, self.data.model
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        stacks = dict(zip(names, self.weights.views(torch.stack(rows)), strict=True))
+        sums = torch.zeros(2, len(rows), dtype=torch.float64)
+        for share, inputs, targets in data.weighted():
+            arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)
+
+            def both(weights: Any, arguments: Any = arguments, targets: Any = targets) -> tuple[Tensor, Tensor]:
+                outputs = torch.func.functional_call(model, weights, tuple(arguments))
+                return data.loss_fn(outputs, targets).double(), _accuracy(outputs, targets)
+
+            with as_it_was(model, stacks[names[0]].device):
+                losses, accuracies = torch.vmap(both, randomness="same")(stacks)
+            sums += share * torch.stack([losses, accuracies]).cpu()
+        return list(zip(sums[0].tolist(), sums[1].tolist(), strict=True))
+
+    def _ends(self, row_P: Tensor) -> tuple[float, float]:
+        """The largest and the smallest eigenvalue of the Hessian; NaN where a product is not finite."""
+        with self.weights.at(row_P):
+            try:
+                values = Hessian(self.data.model, self.data, vectorize=False).eigenvalues().values
+            except (NotFinite, NotConverged):
+                return float("nan"), float("nan")
+        return float(values[0]), float(values[-1])
+
+
+def _accuracy(outputs: Any, targets: Any) -> Tensor:
+    """The percentage of samples with the right class, float64; NaN if these are no classes."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return torch.tensor(float("nan"), dtype=torch.float64)
+    if outputs.dim() != targets.dim() + 1:
+        return torch.tensor(float("nan"), dtype=torch.float64, device=outputs.device)
+    return 100 * (outputs.argmax(dim=1) == targets).double().mean()
+
+
+@contextmanager
+def _modes(model: nn.Module, batch_norm: str) -> Iterator[None]:
+    """Inside, the model is in evaluation mode, with batch norm in training mode for ``batch``."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        for module, _ in before:
+            if batch_norm == "batch" and isinstance(module, _BatchNorm):
+                module.train()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -1,0 +1,252 @@
+"""Eigenvalues, trace and spectral density of a symmetric operator that is known by its products with vectors.
+
+Shapes: P elements of a vector, K vectors of a product, M steps of a Lanczos iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ddpcore.options.extras import extra
+
+Array = npt.NDArray[np.float64]
+DENSE = 32  # operators with at most so many rows are computed whole
+RADIUS_STEPS = 8  # Lanczos steps for a rough spectral radius
+
+
+class NotFinite(ValueError):
+    """A product has NaN or Inf."""
+
+
+class NotConverged(RuntimeError):
+    """An iteration did not end within its number of products."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(
+            f"the Lanczos iteration did not converge within {num} products: eigenvalues at that end lie close to each "
+            "other, so ask for fewer, or pass a larger tolerance or max_products"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """A symmetric matrix ``[P, P]``.
+
+    Attributes:
+        product: returns the products ``[K, P]`` of vectors ``[K, P]``.
+        numel: P.
+        like: a tensor with the dtype and device of the vectors.
+    """
+
+    product: Callable[[Tensor], Tensor]
+    numel: int
+    like: Tensor
+
+    def __call__(self, vectors_KP: Tensor) -> Tensor:
+        """The products. NotFinite: one has NaN or Inf."""
+        products_KP = self.product(vectors_KP)
+        if not bool(products_KP.isfinite().all()):
+            raise NotFinite("a Hessian-vector product is not finite: check the data and the weights for NaN and Inf")
+        return products_KP
+
+    def signs(self, num: int, generator: torch.Generator) -> Tensor:
+        """Random vectors ``[num, P]`` of elements 1 and -1. The same on every device."""
+        draws = torch.randint(2, (num, self.numel), generator=generator, device="cpu")
+        return (draws * 2.0 - 1).to(self.like)
+
+    def dense(self) -> Array:
+        """The whole matrix."""
+        rows = self(torch.eye(self.numel, dtype=self.like.dtype, device=self.like.device)).double().cpu().numpy()
+        return (rows + rows.T) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eigenvalues:
+    """Some eigenvalues of a symmetric operator H.
+
+    Attributes:
+        values: ``[k]``, descending.
+        residuals: ``[k]``, ``|H v - lambda v|`` of the unit vectors v below. An eigenvalue of H is at most so far away.
+        vectors: the unit eigenvectors, ``[k, P]``, with the dtype and device of the operator.
+    """
+
+    values: Array
+    residuals: Array
+    vectors: Tensor
+
+
+def extreme_eigenvalues(
+    operator: Operator, largest: int, smallest: int, *, seed: int, tolerance: float, max_products: int
+) -> Eigenvalues:
+    """The eigenvalues at both ends of the spectrum, each by a Lanczos iteration (ARPACK).
+
+    ARPACK's tolerance is relative to the eigenvalue, which is too strict near zero. So each end is computed of H plus
+    or minus its spectral radius, which makes the tolerance relative to that radius.
+
+    Raises:
+        NotFinite: a product has NaN or Inf.
+        NotConverged: an iteration takes more than ``max_products`` products.
+    """
+    num = operator.numel
+    if num <= max(DENSE, 2 * (largest + smallest)):
+        values, columns = np.linalg.eigh(operator.dense())
+        chosen = [*range(num - 1, num - 1 - largest, -1), *range(smallest - 1, -1, -1)]
+        values, rows = values[chosen], columns.T[chosen]
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        radius = float(abs(_quadrature(operator, 1, RADIUS_STEPS, generator)[0]).max())
+        tops, rows = _arpack(operator, largest, "LA", radius, seed, tolerance, max_products)
+        bottoms, more = _arpack(operator, smallest, "SA", -radius, seed, tolerance, max_products)
+        values, rows = np.concatenate([tops, bottoms]), np.concatenate([rows, more])
+    vectors_KP = torch.from_numpy(np.ascontiguousarray(rows)).to(operator.like)
+    residuals = operator(vectors_KP).double().cpu().numpy() - values[:, None] * rows
+    return Eigenvalues(values=values, residuals=np.linalg.norm(residuals, axis=1), vectors=vectors_KP)
+
+
+def _arpack(
+    operator: Operator, k: int, which: str, shift: float, seed: int, tolerance: float, max_products: int
+) -> tuple[Array, Array]:
+    """The ``k`` largest (LA) or smallest (SA) eigenvalues, descending, and their vectors ``[k, P]``."""
+    shape = (operator.numel, operator.numel)
+    start = np.random.Generator(np.random.PCG64(seed)).standard_normal(operator.numel)
+    if k == 0 or shift == 0:  # a zero operator, for which ARPACK has no start vector
+        return np.zeros(k), np.eye(k, operator.numel)
+    left = [max_products]
+
+    def matvec(vector: Array) -> Array:
+        left[0] -= 1
+        if left[0] < 0:
+            raise NotConverged(max_products)
+        row = torch.from_numpy(vector.reshape(1, -1)).to(operator.like)
+        return np.asarray(operator(row)[0].double().cpu().numpy() + shift * vector.reshape(-1))
+
+    with extra("train"):
+        from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh  # noqa: PLC0415
+    try:
+        shifted = LinearOperator(shape, matvec=matvec, dtype=np.float64)
+        values, columns = eigsh(shifted, k=k, which=which, v0=start, tol=tolerance)
+    except ArpackNoConvergence:
+        raise NotConverged(max_products) from None
+    order = np.argsort(values)[::-1]
+    return values[order] - shift, columns.T[order]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """An estimate with its error.
+
+    Attributes:
+        value: the estimate.
+        error: its standard error; 0 if the value is exact.
+        low, high: the interval of 95 % by Student's t distribution.
+    """
+
+    value: float
+    error: float
+    low: float
+    high: float
+
+
+def trace(operator: Operator, num_products: int, *, seed: int) -> Estimate:
+    """The trace by Hutch++ (Meyer et al. 2021, algorithm 1): a third of the products finds a basis Q of the directions
+    in which H is large, a third gives tr Q^T H Q exactly, and a third estimates the rest by random vectors.
+
+    At most P products: then the trace is exact.
+    """
+    third = num_products // 3
+    if operator.numel <= max(DENSE, num_products):
+        exact = float(np.trace(operator.dense()))
+        return Estimate(value=exact, error=0.0, low=exact, high=exact)
+    generator = torch.Generator().manual_seed(seed)
+    sketch_KP = operator(operator.signs(third, generator))
+    basis_PK = torch.linalg.qr(sketch_KP.double().T).Q
+    found = operator(basis_PK.T.to(operator.like)).double()
+    largest = float((found * basis_PK.T).sum())
+    probes_KP = operator.signs(third, generator).double()
+    probes_KP = (probes_KP - (probes_KP @ basis_PK) @ basis_PK.T).to(operator.like)
+    rest = (operator(probes_KP).double() * probes_KP.double()).sum(dim=1)
+    return _estimate(rest.cpu().numpy(), largest)
+
+
+def _estimate(draws: Array, offset: float) -> Estimate:
+    with extra("train"):
+        from scipy.stats import t  # noqa: PLC0415
+    value, error = offset + float(draws.mean()), float(draws.std(ddof=1) / len(draws) ** 0.5)
+    width = float(t.ppf(0.975, len(draws) - 1)) * error
+    return Estimate(value=value, error=error, low=value - width, high=value + width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectralDensity:
+    """The density of the eigenvalues, by stochastic Lanczos quadrature (Ubaru, Chen, Saad 2017).
+
+    Attributes:
+        nodes: ``[probes, M]``: eigenvalues of each probe's tridiagonal matrix.
+        weights: ``[probes, M]``: the share of all eigenvalues near each node. A row adds up to 1.
+    """
+
+    nodes: Array
+    weights: Array
+
+    def moment(self, power: int) -> Estimate:
+        """The mean of ``lambda^power`` over all P eigenvalues: without quadrature error for powers below 2 M."""
+        draws = (self.weights * self.nodes**power).sum(axis=1)
+        if len(draws) > 1:
+            return _estimate(draws, 0.0)
+        value = float(draws[0])
+        return Estimate(value=value, error=float("nan"), low=float("nan"), high=float("nan"))
+
+    def at(self, points: Array, width: float) -> Array:
+        """The density at some points ``[n]``, with each node as a Gaussian of standard deviation ``width``."""
+        apart = (np.asarray(points, dtype=np.float64)[:, None] - self.nodes.reshape(1, -1)) / width
+        kernel = np.exp(-0.5 * apart**2) / (width * np.sqrt(2 * np.pi))
+        return np.asarray(kernel @ self.weights.reshape(-1) / len(self.weights))
+
+
+def spectral_density(operator: Operator, num_probes: int, num_steps: int, *, seed: int) -> SpectralDensity:
+    """The density from ``num_probes`` random vectors, each with ``num_steps`` Lanczos steps, all orthogonalized again.
+
+    It keeps ``num_probes * num_steps`` vectors of P elements.
+    """
+    nodes, weights = _quadrature(operator, num_probes, num_steps, torch.Generator().manual_seed(seed))
+    return SpectralDensity(nodes=nodes, weights=weights)
+
+
+def _quadrature(operator: Operator, num: int, steps: int, generator: torch.Generator) -> tuple[Array, Array]:
+    """Nodes and weights ``[num, M]`` of ``num`` random probes, from their Lanczos matrices."""
+    with extra("train"):
+        from scipy.linalg import eigh_tridiagonal  # noqa: PLC0415
+    steps = min(steps, operator.numel)
+    nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
+    for probe, (diagonal, beside) in enumerate(zip(*_tridiagonal(operator, num, steps, generator), strict=True)):
+        nodes[probe], columns = eigh_tridiagonal(diagonal, beside)
+        weights[probe] = columns[0] ** 2
+    return nodes, weights
+
+
+def _tridiagonal(operator: Operator, num: int, steps: int, generator: torch.Generator) -> tuple[Array, Array]:
+    """The Lanczos matrices of ``num`` random start vectors: diagonals ``[num, M]``, off-diagonals ``[num, M - 1]``."""
+    vectors_KP = operator.signs(num, generator) / operator.numel**0.5
+    basis: Any = []  # of tensors [K, P]
+    diagonal, beside = np.zeros((num, steps)), np.zeros((num, steps - 1))
+    for step in range(steps):
+        basis.append(vectors_KP)
+        next_KP = operator(vectors_KP)
+        diagonal[:, step] = (next_KP.double() * vectors_KP.double()).sum(dim=1).cpu().numpy()
+        if step == steps - 1:
+            break
+        for _ in range(2):  # twice is enough (Parlett)
+            for known_KP in basis:
+                next_KP = next_KP - known_KP * (known_KP * next_KP).sum(dim=1, keepdim=True)
+        norms_K1 = next_KP.norm(dim=1, keepdim=True)
+        beside[:, step] = norms_K1[:, 0].double().cpu().numpy()
+        # A zero norm: the Krylov space is complete. Any direction may follow, with the weight zero.
+        vectors_KP = torch.where(norms_K1 > 0, next_KP / norms_K1.clamp(min=torch.finfo(next_KP.dtype).tiny), 0.0)
+    return diagonal, beside

@@ -1,0 +1,131 @@
+"""The parameters of a model as one vector, and losses over a data set.
+
+Shapes: P elements of all parameters that need a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""``loss_fn(outputs, targets)`` returns the mean loss of a batch."""
+
+
+class WeightVector:
+    """The parameters of a model that need a gradient, in the order of ``model.parameters()``.
+
+    Attributes:
+        values_P: a copy of the parameters when this object was made, ``[P]``.
+
+    Raises:
+        ValueError: no parameter needs a gradient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self.parameters:
+            raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+        self.model = model
+        self.values_P = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+
+    @property
+    def numel(self) -> int:
+        """P."""
+        return len(self.values_P)
+
+    def views(self, rows: Tensor) -> list[Tensor]:
+        """One view ``[..., *S]`` per parameter of shape S, of ``[..., P]``."""
+        parts = rows.split([parameter.numel() for parameter in self.parameters], dim=-1)
+        lead = rows.shape[:-1]
+        return [part.view(*lead, *parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+    @contextmanager
+    def at(self, weights_P: Tensor) -> Iterator[None]:
+        """Inside, the parameters hold other weights. Their own memory does not change."""
+        own = [parameter.data for parameter in self.parameters]
+        try:
+            for parameter, view in zip(self.parameters, self.views(weights_P), strict=True):
+                parameter.data = view
+            yield
+        finally:
+            for parameter, data in zip(self.parameters, own, strict=True):
+                parameter.data = data
+
+    def loss_at(self, weights_P: Tensor, loss: Loss) -> float:
+        """The loss with these weights. Buffers and random generators are restored."""
+        with self.at(weights_P), as_it_was(self.model, weights_P.device), torch.enable_grad():
+            return sum(part.item() for part in parts_of(loss))
+
+
+class DataLoss:
+    """The mean loss of a model over a data set, as a ``loss`` for :class:`Hessian`, ``flatness`` and ``landscape``.
+
+    Each batch has the weight of its samples, so a smaller last batch does not bias the mean.
+
+    Args:
+        model: called with the inputs of a batch.
+        loss_fn: returns the mean loss of a batch from outputs and targets, as ``torch.nn.functional.cross_entropy``.
+        batches: pairs (inputs, targets) on the model's device. It is read again for each evaluation, so it must hold
+            the same samples each time: a list, or a ``DataLoader`` without random augmentation.
+        group: the process group of ranks that hold different samples. The parts of a rank's loss are then divided by
+            the number of samples of all ranks: the sum over ranks is the mean over all samples.
+
+    Raises:
+        ValueError: there is no batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batches: Iterable[tuple[Any, Any]],
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.model, self.loss_fn, self.batches, self.group = model, loss_fn, batches, group
+        num = sum(self.num_samples(inputs) for inputs, _ in batches)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.total = int(sum_over(group, torch.tensor([num], device=device))[0])
+        if not self.total:
+            raise ValueError("batches holds no sample: pass a list of pairs, or a loader that can be reread")
+
+    @staticmethod
+    def num_samples(inputs: Any) -> int:
+        """The number of samples of a batch: the length of its (first) tensor."""
+        return len(inputs[0] if isinstance(inputs, tuple | list) else inputs)
+
+    def outputs(self, inputs: Any) -> Any:
+        """The outputs of the model for the inputs of a batch, a tensor or a tuple of arguments."""
+        return self.model(*inputs) if isinstance(inputs, tuple | list) else self.model(inputs)
+
+    def weighted(self) -> Iterator[tuple[float, Any, Any]]:
+        """Each batch with its share of all samples: (share, inputs, targets)."""
+        seen = 0
+        for inputs, targets in self.batches:
+            num = self.num_samples(inputs)
+            seen += num
+            yield num / self.total, inputs, targets
+        if self.group is None and seen != self.total:
+            raise ValueError(
+                f"batches held {self.total} samples, and now {seen}: pass a list, or the same loader again"
+            )
+
+    def __call__(self) -> Iterator[Tensor]:
+        """The parts of the loss, one per batch."""
+        for share, inputs, targets in self.weighted():
+            yield self.loss_fn(self.outputs(inputs), targets) * share
+
+
+def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
+    """The sum over the ranks of a group, in place; None is one process. One all-reduce."""
+    if group is not None:
+        dist.all_reduce(values, group=group)
+    return values

@@ -1,0 +1,134 @@
+"""What a handle does about gradients that are not finite: it raises, skips the step, or quarantines the learner."""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor
+
+from ddpcore.comm.base import Communicator
+from ddpcore.optim.base import FusedOptimizer
+from ddpcore.optim.weight_step import LARGE
+from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.nonfinite import (
+    NonFinite,
+    NonFiniteError,
+    first_nonfinite,
+    is_capturing,
+    row_sums,
+    suspect_rows,
+    suspects,
+)
+
+_gradient_of = attrgetter("grad")
+
+
+class NonFiniteGuard:
+    """Checks the gradients of each step before the step changes any weight.
+
+    It costs one sum over the gradients; two if they are averaged, because the average does not tell whose gradient was
+    not finite. Steps of a ``GradScaler`` are left to the scaler, and those with a closure or in a CUDA graph are not
+    checked.
+
+    Args:
+        learner: weights, gradients and optimizer.
+        strategy: the strategy, which quarantines.
+        on_nonfinite: one of ``ON_NONFINITE``, checked.
+
+    Attributes:
+        found: all that was found so far, by step. Averaged gradients are alike on all ranks, and so is this list then;
+            else it has only learners of this process.
+    """
+
+    def __init__(self, learner: Learner, strategy: Strategy, on_nonfinite: str) -> None:
+        self._learner, self._strategy, self._mode = learner, strategy, on_nonfinite
+        self.found: list[NonFinite] = []
+        self._sums: list[Tensor] = []  # [L] for each message, before its average
+        self._has_buffers = any(self._buffers(row) for row in range(len(learner.models)))
+        self._kept: list[list[Tensor]] = []  # copies of each model's floating-point buffers
+        if on_nonfinite == "quarantine":
+            strategy.quarantine(set())
+
+    def begin_step(self) -> None:
+        """Before the first forward pass of a step: copy the models' buffers, which batch norm changes in the pass."""
+        self._sums.clear()
+        if self._mode == "raise" or not self._has_buffers:
+            return
+        rows = range(len(self._learner.models))
+        if not self._kept:
+            self._kept = [[buffer.clone() for buffer in self._buffers(row)] for row in rows]
+        for row in rows:
+            torch._foreach_copy_(self._kept[row], self._buffers(row))
+
+    def note(self, columns: Tensor) -> None:
+        """Before columns ``[L, n]`` of the gradients are averaged."""
+        self._sums.append(row_sums(columns))
+
+    def check(self) -> None:
+        """Before a step, with the gradients that it uses. Collective if averaged gradients are not finite.
+
+        Raises:
+            NonFiniteError: with ``raise``, a gradient is not finite. Nothing has changed.
+        """
+        learner, optimizer = self._learner, self._learner.optimizer
+        sums, self._sums = self._sums, []
+        is_scaled = getattr(optimizer, "found_inf", None) is not None  # the scaler has checked, and the step skips
+        if is_scaled or is_capturing(learner.flat.grad_LP):
+            return
+        named = {
+            row: name for row in self._suspects() if (name := first_nonfinite(learner.models[row], gradients=True))
+        }
+        if not named:
+            return
+        if sums:
+            name = named[min(named)]
+            whose = _all_suspects(sums, learner.comm)
+            found = [self._event(one, name) for one in whose] or [self._event(None, name)]
+        else:
+            found = [self._event(learner.comm.learners[row], name) for row, name in named.items()]
+        if self._mode == "raise":
+            raise NonFiniteError(found)
+        self.found += found
+        self._leave_out(found, range(learner.flat.num_rows) if sums else list(named))
+
+    def _event(self, learner: int | None, name: str) -> NonFinite:
+        return NonFinite(
+            step=self._learner.step + 1, learner=learner, parameter=name, what="gradient", action=self._mode
+        )
+
+    def _suspects(self) -> list[int]:
+        """Rows whose gradients may not be finite."""
+        flat = self._learner.flat
+        own: dict[int, Tensor] = {}
+        if flat.num_rows > 1 or isinstance(self._learner.optimizer, FusedOptimizer):
+            own = flat.own_grads(LARGE)
+            flat.gather_grads(left=own)  # as the step itself begins
+        gradients = list(map(_gradient_of, flat.parameters))
+        if own or all(map(is_, gradients, flat.grad_views)):
+            rows = suspect_rows(flat.grad_LP)  # with older numbers in place of those outside of the buffer
+            return rows or ([0] if any(map(suspect_rows, own.values())) else [])
+        given = [gradient for gradient in gradients if gradient is not None and gradient.layout == torch.strided]
+        return suspects(torch.stack(torch._foreach_norm(given)).sum()[None]) if given else []
+
+    def _leave_out(self, found: list[NonFinite], rows: range | list[int]) -> None:
+        """Remove the gradients of some rows, so that any optimizer leaves these parameters and their states alone."""
+        learner = self._learner
+        for row in rows:
+            for parameter in learner.models[row].parameters():
+                parameter.grad = None
+        held = {one: row for row, one in enumerate(learner.comm.learners)}
+        for row in [held[event.learner] for event in found if event.learner in held]:
+            if self._kept:
+                torch._foreach_copy_(self._buffers(row), self._kept[row])
+        if self._mode == "quarantine":
+            self._strategy.quarantine({event.learner for event in found if event.learner is not None})
+
+    def _buffers(self, row: int) -> list[Tensor]:
+        return [buffer for buffer in self._learner.models[row].buffers() if buffer.is_floating_point()]
+
+
+def _all_suspects(sums: list[Tensor], comm: Communicator) -> list[int]:
+    """The learners whose own gradients were not finite, before the average. Collective."""
+    return suspects(comm.gather(torch.stack(sums).sum(dim=0).double()))

@@ -1,0 +1,111 @@
+"""FusedAdamW: ``torch.optim.AdamW`` and ``Adam`` in one launch for all tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from ddpcore.optim.base import FusedOptimizer
+from ddpcore.optim.batch import Batch, Group
+from ddpcore.optim.checks import check_differentiable, check_flag, check_number
+
+
+class FusedAdamW(FusedOptimizer):
+    """Drop-in for ``torch.optim.AdamW`` (Loshchilov and Hutter 2019) and ``torch.optim.Adam`` (Kingma and Ba 2015).
+
+    ``m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g^2; w = (1 - lr*weight_decay)*w - lr * m_hat/(sqrt(v_hat) + eps)``, with
+    ``m_hat = m/(1-b1^t)`` and ``v_hat = v/(1-b2^t)`` at step t of the parameter.
+
+    The state is torch's (``exp_avg``, ``exp_avg_sq`` and ``step``), so a ``state_dict`` can be exchanged with
+    ``torch.optim.AdamW`` and ``Adam`` in both directions. Both moments are fp32 for parameters of all dtypes.
+
+    Args:
+        params: parameters, named parameters or groups, as for any optimizer.
+        lr: learning rate; a number or a tensor.
+        betas: decay rates of m and v, each in [0, 1).
+        eps: added to the square root.
+        weight_decay: see ``decoupled_weight_decay``.
+        amsgrad: must be False: no kernel keeps the maximum of v.
+        maximize: ascend instead of descend.
+        foreach: accepted for compatibility with torch, and ignored.
+        capturable: accepted and ignored: a CUDA graph can capture every step.
+        differentiable: must be False.
+        fused: accepted for compatibility with torch, and ignored.
+        decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` (AdamW). False: it is added to
+            the gradient, as in ``torch.optim.Adam``, whose ``weight_decay`` is 0 by default.
+        max_grad_norm: see :class:`FusedSGD`.
+        master_weights: keep fp32 weights for bfloat16 and float16 parameters.
+
+    Raises:
+        ValueError: a hyperparameter is negative, not a number, or out of its range; ``amsgrad`` is True; there are no
+            parameters.
+        RuntimeError: in ``step``, a gradient is sparse.
+    """
+
+    operator: ClassVar[str] = "adamw_step_"
+    by_element = True
+    buffers = ("exp_avg", "exp_avg_sq")
+    float_states = ("master", *buffers)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        check_differentiable(differentiable)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "decoupled_weight_decay": decoupled_weight_decay,
+                "max_grad_norm": max_grad_norm,
+                "master_weights": master_weights,
+            },
+        )
+
+    @override
+    def check_group(self, group: Group) -> None:
+        super().check_group(group)
+        check_moments(group)
+        check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
+        if group["amsgrad"]:
+            raise ValueError("amsgrad is True: no kernel keeps the maximum of v; take torch.optim.AdamW(amsgrad=True)")
+
+    @override
+    def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
+        return {**moment_arguments(groups[0]), "decoupled": groups[0]["decoupled_weight_decay"]}
+
+
+def check_moments(group: Group) -> None:
+    """Check the options of Adam's moments."""
+    if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
+        raise ValueError(f"betas is {group['betas']}: it must be two numbers")
+    for index, beta in enumerate(group["betas"]):
+        check_number(f"betas[{index}]", beta, below=1.0)
+    check_number("eps", group["eps"])
+
+
+def moment_arguments(group: Group) -> dict[str, Any]:
+    """The operators' arguments for a group with Adam's moments."""
+    return {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"]}

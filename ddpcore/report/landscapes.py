@@ -1,0 +1,255 @@
+"""Landscapes: losses over a plane in weight space, their files and their pictures.
+
+The HDF5 file has the layout of the loss-landscape project (Li et al. 2018): ``xcoordinates``, ``ycoordinates``,
+``train_loss``, ``train_acc`` (percent) and, with curvature, ``max_eig`` and ``min_eig``. Here rows are y and columns
+are x. ``done`` says which points are computed.
+
+Shapes: X and Y coordinates.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpcore.options.extras import extra
+from ddpcore.options.typed import check_choice
+from ddpcore.report.plot_option import check_plot
+from ddpcore.storage.files import replace_file
+
+Array = npt.NDArray[np.float64]
+KINDS = ("contour", "filled", "3d", "heat")
+_FINE = 16  # linear steps between two points for areas
+
+
+@dataclass(kw_only=True, eq=False)
+class Surface:
+    """Values over a plane.
+
+    Attributes:
+        x, y: coordinates, ``[X]`` and ``[Y]``.
+        values: by metric, ``[Y, X]``: ``train_loss``, ``train_acc`` in percent, ``max_eig``, ``min_eig``. NaN is a
+            value too.
+        done: ``[Y, X]``, which points are computed.
+        about: the plane, as text.
+        settings: what else identifies the landscape. A file with other settings is not continued.
+        marks: named points.
+    """
+
+    x: Array
+    y: Array
+    values: dict[str, Array]
+    done: npt.NDArray[np.bool_]
+    about: str
+    settings: str
+    marks: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, x: Array, y: Array, metrics: Sequence[str], about: str, settings: str) -> Surface:
+        """A surface without values."""
+        shape = len(y), len(x)
+        values = {name: np.full(shape, np.nan) for name in metrics}
+        return cls(x=x, y=y, values=values, done=np.zeros(shape, dtype=bool), about=about, settings=settings)
+
+    @property
+    def loss(self) -> Array:
+        """The mean loss, ``[Y, X]``."""
+        return self.values["train_loss"]
+
+    @property
+    def accuracy(self) -> Array:
+        """The accuracy in percent, ``[Y, X]``."""
+        return self.values["train_acc"]
+
+    def point(self, index: int) -> tuple[float, float]:
+        """The coordinates of a point by its number, row by row."""
+        row, column = divmod(int(index), len(self.x))
+        return float(self.x[column]), float(self.y[row])
+
+    def store(self, indices: Sequence[int], values: Mapping[str, Sequence[float]]) -> None:
+        """Store the values of some points."""
+        for name, found in values.items():
+            self.values[name].reshape(-1)[list(indices)] = found
+        self.done.reshape(-1)[list(indices)] = True
+
+    def resume(self, saved: Surface, path: Path) -> None:
+        """Take the points of a file. ValueError if it is another landscape."""
+        same = saved.settings == self.settings and list(saved.values) == list(self.values)
+        if not (same and np.array_equal(saved.x, self.x) and np.array_equal(saved.y, self.y)):
+            raise ValueError(f"{path} holds another landscape (plane, coordinates or settings): take another file")
+        self.values, self.done = saved.values, saved.done
+
+    def level_radius(self, rise: float) -> float:
+        """The radius of a circle with the area in which the loss is at most ``rise`` above the lowest one.
+
+        Between the points the loss is linear. An area that reaches the border is cut off there, and NaN counts as high.
+
+        Raises:
+            ValueError: no point has a finite loss.
+        """
+        loss = np.where(np.isfinite(self.loss), self.loss, np.inf)
+        if not np.isfinite(loss).any():
+            raise ValueError("no point of the landscape has a finite loss")
+        high = loss.min() + rise
+        area = 0.0
+        weights = (np.arange(_FINE) + 0.5) / _FINE
+        for row, height in enumerate(np.diff(self.y)):
+            with np.errstate(invalid="ignore"):
+                edges = loss[row][None] * (1 - weights)[:, None] + loss[row + 1][None] * weights[:, None]
+                inner = edges[:, :-1, None] * (1 - weights) + edges[:, 1:, None] * weights
+            share = (inner <= high).mean(axis=(0, 2))
+            area += float((share * np.diff(self.x)).sum() * height)
+        return math.sqrt(area / math.pi)
+
+    def sharpness(self, radius: float, center: tuple[float, float] = (0.0, 0.0)) -> float:
+        """``100 (max L - L(center)) / (1 + L(center))`` over the points within ``radius`` (Keskar et al. 2016).
+
+        The loss of the center is that of the nearest point. NaN if a point within the radius has no finite loss.
+        """
+        apart = np.hypot(self.x[None, :] - center[0], self.y[:, None] - center[1])
+        own = float(self.loss.reshape(-1)[int(apart.argmin())])
+        return float(100 * (self.loss[apart <= max(radius, float(apart.min()))].max() - own) / (1 + own))
+
+    def ratio(self) -> Array:
+        """``|min_eig / max_eig|``, ``[Y, X]``: near 0 where the loss is convex. ValueError without curvature."""
+        if "min_eig" not in self.values:
+            raise ValueError("the landscape has no eigenvalues: compute it with curvature=True")
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(np.abs(self.values["min_eig"] / self.values["max_eig"]))
+
+    def csv(self) -> str:
+        """One line a point: x, y and each metric. Points that are missing are left out."""
+        out = io.StringIO()
+        lines = csv.writer(out, lineterminator="\n")
+        lines.writerow(["x", "y", *self.values])
+        for index in np.flatnonzero(self.done.reshape(-1)).tolist():
+            lines.writerow([*self.point(index), *(float(found.reshape(-1)[index]) for found in self.values.values())])
+        return out.getvalue()
+
+
+def write_surface(path: Path, surface: Surface) -> None:
+    """Write an HDF5 file atomically."""
+    with extra("train"):
+        import h5py  # noqa: PLC0415
+    content = io.BytesIO()
+    with h5py.File(content, "w") as file:
+        file["xcoordinates"], file["ycoordinates"], file["done"] = surface.x, surface.y, surface.done
+        for name, found in surface.values.items():
+            file[name] = found
+        file.attrs["about"], file.attrs["settings"] = surface.about, surface.settings
+        for name, point in surface.marks.items():
+            file.attrs[f"mark {name}"] = point
+    replace_file(path, content.getvalue())
+
+
+def read_surface(path: Path) -> Surface:
+    """Read an HDF5 file. ValueError if it is no landscape, or a damaged one."""
+    with extra("train"):
+        import h5py  # noqa: PLC0415
+    try:
+        with h5py.File(path, "r") as file:
+            arrays = {name: np.asarray(file[name][()]) for name in file}
+            attributes = {name: file.attrs[name] for name in file.attrs}
+    except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} is not a landscape, or it is damaged: {error}") from error
+    x, y, done = (arrays.pop(name, None) for name in ("xcoordinates", "ycoordinates", "done"))
+    if x is None or y is None or "train_loss" not in arrays:
+        raise ValueError(f"{path} is not a landscape: xcoordinates, ycoordinates and train_loss must be in it")
+    shape = len(y), len(x)
+    done = np.ones(shape, dtype=bool) if done is None else done.astype(bool)  # a file of the loss-landscape project
+    if any(found.shape != shape or found.dtype.kind not in "fi" for found in arrays.values()) or done.shape != shape:
+        raise ValueError(f"{path} is damaged: its arrays do not have the shape {list(shape)}")
+    order = [name for name in ("train_loss", "train_acc", "max_eig", "min_eig") if name in arrays]
+    return Surface(
+        x=x.astype(np.float64),
+        y=y.astype(np.float64),
+        values={name: arrays[name].astype(np.float64) for name in order},
+        done=done,
+        about=str(attributes.get("about", "")),
+        settings=str(attributes.get("settings", "")),
+        marks={n[5:]: (float(p[0]), float(p[1])) for n, p in attributes.items() if n.startswith("mark ")},
+    )
+
+
+def plot_surfaces(
+    surfaces: Mapping[str, Surface], path: Path, *, kind: str = "contour", metric: str = "train_loss"
+) -> None:
+    """Draw surfaces side by side, with the same scale of colours. The same surfaces give the same file.
+
+    Args:
+        surfaces: by title.
+        path: passes :func:`check_plot`.
+        kind: ``contour`` lines, ``filled`` contours, ``3d``, or ``heat``.
+        metric: a metric of the surfaces, or ``ratio`` for ``|min_eig / max_eig|``.
+
+    Raises:
+        ValueError: an unknown kind or metric, or a surface without finite values.
+    """
+    check_choice("kind", kind, KINDS)
+    check_plot(path)
+    from matplotlib.figure import Figure  # noqa: PLC0415  check_plot has found it
+
+    from ddpcore.report.plot import save  # noqa: PLC0415
+
+    found = {title: _values(surface, metric) for title, surface in surfaces.items()}
+    low, high = (float(f([f(v[np.isfinite(v)]) for v in found.values()])) for f in (np.min, np.max))
+    figure = Figure(figsize=(1 + 4.2 * len(surfaces), 4), layout="constrained")
+    levels = _levels(low, high)
+    drawn: Any = None
+    panels = []
+    for number, (title, values) in enumerate(found.items(), start=1):
+        surface = surfaces[title]
+        axes = figure.add_subplot(1, len(found), number, projection="3d" if kind == "3d" else None)
+        drawn = _draw(axes, surface, values, kind, levels)
+        axes.set_title(title, fontsize="small")
+        axes.set(xlabel="x", ylabel="y")
+        panels.append(axes)
+        if kind != "3d":
+            for name, (x, y) in surface.marks.items():
+                axes.plot([x], [y], "o", color="black", markersize=4)
+                axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), fontsize="x-small")
+    if kind != "contour":
+        figure.colorbar(drawn, ax=panels, label=metric, shrink=0.8)
+    save(figure, path)
+
+
+def _values(surface: Surface, metric: str) -> Array:
+    if metric != "ratio":
+        check_choice("metric", metric, [*surface.values, "ratio"])
+    values = surface.ratio() if metric == "ratio" else surface.values[metric]
+    if not np.isfinite(values).any():
+        raise ValueError(f"no point of the landscape has a finite {metric}: there is nothing to draw")
+    return np.ma.masked_invalid(values)
+
+
+def _levels(low: float, high: float) -> Array:
+    """Contour levels: in equal ratios if the values are positive and differ much, else in equal steps."""
+    if high <= low:
+        return np.asarray([low, low + 1.0])
+    if low > 0 and high / low > 20:
+        return np.geomspace(low, high, 16)
+    return np.linspace(low, high, 16)
+
+
+def _draw(axes: Any, surface: Surface, values: Array, kind: str, levels: Array) -> Any:
+    from matplotlib.colors import BoundaryNorm  # noqa: PLC0415
+
+    norm = BoundaryNorm(levels, 256)
+    if kind == "contour":
+        lines = axes.contour(surface.x, surface.y, values, levels=levels, cmap="viridis", norm=norm)
+        axes.clabel(lines, fontsize="xx-small")
+        return lines
+    if kind == "filled":
+        return axes.contourf(surface.x, surface.y, values, levels=levels, cmap="viridis", norm=norm, extend="both")
+    if kind == "heat":
+        return axes.pcolormesh(surface.x, surface.y, values, cmap="viridis", norm=norm, shading="nearest")
+    grid_x, grid_y = np.meshgrid(surface.x, surface.y)
+    return axes.plot_surface(grid_x, grid_y, values, cmap="viridis", norm=norm)

@@ -1,0 +1,43 @@
+"""A topology whose averages count only in part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from ddpcore.options.typed import check_range
+from ddpcore.topology.base import Topology
+from ddpcore.topology.rounds import Round
+
+
+@dataclass(frozen=True)
+class Damped(Topology):
+    """``(1 - c) I + c W``: a learner keeps the share 1 - c of its weights, and averages the rest.
+
+    With c = 1/2 every eigenvalue of a symmetric W moves from [-1, 1] to [0, 1].
+
+    Args:
+        topology: W.
+        share: c, from 0 to 1.
+    """
+
+    topology: Topology
+    share: float
+
+    def __post_init__(self) -> None:
+        check_range("Damped: share", self.share, least=0, most=1)
+
+    @override
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        whole = self.topology.round(step, rank, num_learners)
+        weights = tuple(self.share * weight for weight in whole.weights)
+        return Round(1 - self.share + self.share * whole.self_weight, whole.sources, weights, whole.destinations)
+
+    @override
+    def period(self, num_learners: int) -> int | None:
+        return self.topology.period(num_learners)
+
+    @override
+    def translations(self, num_learners: int) -> tuple[int, ...] | None:
+        return self.topology.translations(num_learners)

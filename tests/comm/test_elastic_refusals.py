@@ -1,0 +1,101 @@
+"""What ``on_failure`` refuses, and virtual learners that die by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore.comm.membership import Change
+from ddpcore.optim import FusedSGD
+from ddpcore.strategies.compression import TopK
+from ddpcore.topology.redraw import redrawn
+
+
+def start(strategy: Any, **options: Any) -> Any:
+    model = nn.Linear(3, 2)
+    return ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), strategy, **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        (ddpcore.SSGD(), {"learners": 4, "on_failure": "ignore"}, "on_failure is 'ignore': choose from raise, shrink"),
+        (ddpcore.Single(), {"on_failure": "shrink"}, "single does not use these options: leave on_failure= out"),
+        (ddpcore.DDP(), {"on_failure": "shrink"}, "ddp does not use these options: leave on_failure= out"),
+        (ddpcore.SSGD(), {"learners": 2, "on_failure": "shrink"}, "needs 2 learners after a death and there are 2"),
+        (ddpcore.DPSGD(ddpcore.Ring(), compression=TopK()), {"learners": 4, "on_failure": "shrink"}, "topk sends diff"),
+    ],
+)
+def test_refused_in_one_line(strategy: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        start(strategy, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_only_virtual_learners_that_may_die_are_lost_by_hand() -> None:
+    with pytest.raises(ValueError, match="only virtual learners with on_failure='shrink'"):
+        start(ddpcore.SSGD(), learners=4).lose(1)
+    handle = start(ddpcore.DPSGD(), learners=4, on_failure="shrink")
+    with pytest.raises(ValueError, match=r"learner 7 is not among those that are left, \[0, 1, 2, 3\]"):
+        handle.lose(7)
+    with pytest.raises(ValueError, match="operation 0 is over"):
+        handle.play([Change(operation=0, step=0, members=(0, 1, 2), lost=(3,))])
+
+
+def test_the_mass_of_push_sum_is_that_of_the_living() -> None:
+    """What the dead learner held is lost, mixing keeps what is left, and averages weigh by it."""
+    torch.manual_seed(0)
+    graph = ddpcore.OnePeerExponential()
+    handle = start(ddpcore.PushSum(graph), learners=4, on_failure="shrink")
+    strategy = handle.strategy
+    strategy._push_weights = handle.learner.shares = torch.tensor([0.5, 1.5, 0.75, 1.25], dtype=torch.float64)
+    for step in range(3):
+        if step == 1:
+            held = strategy._push_weights[2].item()
+            handle.lose(2)
+        handle.model(torch.randn(4, 5, 3)).sum().backward()
+        handle.learner.optimizer.step()
+    shares = handle.learner.shares
+    assert shares.shape == (3,)
+    assert shares.sum().item() == pytest.approx(4 - held)
+    rows = handle.learner.flat.param_LP[[0, 1, 3]].double()
+    expected = (shares[:, None] * rows).sum(dim=0) / shares.sum()
+    average = handle.learner.average_of(handle.learner.flat.param_LP)[0].double()
+    torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_nothing_reads_a_learner_that_is_gone() -> None:
+    """Its weights become NaN, and all others stay finite, also in evaluation."""
+    torch.manual_seed(0)
+    handle = start(ddpcore.DPSGD(ddpcore.Complete()), learners=5, on_failure="shrink")
+    handle.lose(0)
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in handle.models[0].parameters():
+                parameter.fill_(torch.nan)
+        handle.model(torch.randn(5, 4, 3)).sum().backward()
+        handle.learner.optimizer.step()
+    assert handle.learner.flat.param_LP[1:].isfinite().all()
+    assert all(parameter.isfinite().all() for parameter in handle.evaluation_model().parameters())
+    assert handle.consensus_distance() >= 0
+    assert [change.lost for change in handle.changes] == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("topology", "num", "expected"),
+    [
+        (ddpcore.RandomPair(seed=3), 5, ddpcore.RandomPair(seed=3)),
+        (ddpcore.Hypercube(), 7, ddpcore.Ring()),
+        (ddpcore.Hypercube(), 4, ddpcore.Hypercube()),
+        (ddpcore.Ring(2), 4, ddpcore.Ring()),
+        (ddpcore.Torus2D(), 7, ddpcore.Ring()),
+    ],
+)
+def test_redrawn_topologies_are_doubly_stochastic(topology: Any, num: int, expected: Any) -> None:
+    drawn = redrawn(topology, num)
+    assert drawn == expected
+    drawn.validate(num)

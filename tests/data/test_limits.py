@@ -1,0 +1,221 @@
+"""Bombs, special files and files that refer to others are refused, in 5 s and 500 MB, by limits that can be raised."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpcore.data import load_dataset, mnist
+from ddpcore.experiments.study import load_study
+from ddpcore.storage.limits import STUDY_BYTES
+from helpers.bounded import refused
+
+TEXT = 2_000_000
+DTYPE = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
+ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+ONE_TEXT = b"\x80\x02}U\x01bT" + struct.pack("<i", TEXT) + b"a" * TEXT + b"q\x01s"
+FILL = ARRAY + b"(K\x01J" + struct.pack("<i", TEXT) + b"\x85h\x02\x89h\x01tb"
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def mnist_of(root: Path) -> Path:
+    """A folder of MNIST with one sample in each file. Returns its first file."""
+    for name in mnist.FILES:
+        is_image = "images" in name
+        header = struct.pack(">IIII", 2051, 1, 28, 28) + bytes(784) if is_image else struct.pack(">II", 2049, 1) + b"\1"
+        written(root / "MNIST" / "raw" / name, header)
+    load_dataset("mnist", data_dir=root, verify=False)
+    return root / "MNIST" / "raw" / mnist.FILES[0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(ONE_TEXT + b"U\x01c" + DTYPE + b"q\x02sU\x01a](" + FILL * 2500 + b"es.", id="arrays"),
+        pytest.param(ONE_TEXT + b"U\x01a](" + b"c_codecs\nencode\nh\x01U\x06latin1\x86R" * 2500 + b"es.", id="bytes"),
+        pytest.param(b"\x80\x02}U\x01a](" + b"]" * 2**21 + b"es.", id="lists"),
+        pytest.param(b"\x80\x04}U\x01a](N" + b"\x94" * 2**21 + b"es.", id="memo"),
+    ],
+)
+def test_a_pickle_of_2_mb_that_grows_to_gigabytes(tmp_path: Path, content: bytes) -> None:
+    for name in ("train", "test"):
+        written(tmp_path / "cifar-100-python" / name, content)
+    message = refused(lambda: load_dataset("cifar100", data_dir=tmp_path))
+    assert "it takes more memory than 268,435,456 bytes, the limit dataset_options.max_bytes" in message
+
+
+def test_a_gzip_bomb(tmp_path: Path) -> None:
+    path = mnist_of(tmp_path)
+    path.unlink()
+    packed = written(path.with_name(path.name + ".gz"), gzip.compress(bytes(2**24)) * 64)  # a gigabyte
+    assert packed.stat().st_size < 2**21
+    message = refused(lambda: load_dataset("mnist", data_dir=tmp_path))
+    assert f"{packed}: it unpacks to at least 68,157,440 bytes, more than 67,108,864: raise dataset_options" in message
+    packed.write_bytes(gzip.compress(bytes(2**24)) * 5)
+    raised = refused(lambda: load_dataset("mnist", data_dir=tmp_path, max_bytes=2**27))
+    assert "mislabelled" in raised, "the limit is higher, so the content is what is wrong"
+
+
+def special(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 6 << 30)  # sparse
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "6 GB"])
+@pytest.mark.parametrize("reader", ["mnist", "npz", "h5", "study"])
+def test_special_and_huge_files(tmp_path: Path, kind: str, reader: str) -> None:
+    pytest.importorskip("h5py")
+    path, call = tmp_path / "train" / f"a.{reader}", lambda: load_dataset("features", data_dir=tmp_path)
+    if reader == "mnist":
+        path, call = mnist_of(tmp_path), lambda: load_dataset("mnist", data_dir=tmp_path)
+    elif reader == "study":
+        path, call = tmp_path / "a.toml", lambda: load_study(path)
+    path.parent.mkdir(exist_ok=True)
+    special(path, kind)
+    message = refused(call)
+    assert str(path) in message
+    assert "name a file" in message or kind == "6 GB"
+
+
+def npz_claims(content: bytes, size: int | None = None) -> bytes:
+    """An archive whose array claims 6 GB."""
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1500000000, 1, 1), }".ljust(117) + b"\n"
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("inputs.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + content)
+        labels = io.BytesIO()
+        np.save(labels, np.zeros(1, np.int64))
+        archive.writestr("labels.npy", labels.getvalue())
+        if size is not None:  # the archive's list of contents lies too
+            archive.infolist()[0].file_size = size
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (None, "says 6,000,000,000 bytes, and there are 16"),
+        (
+            6_000_000_128,
+            "the arrays take 6,000,000,008 bytes, more than 4,294,967,296: raise dataset_options.max_bytes",
+        ),
+    ],
+)
+def test_an_npz_header_of_6_gb(tmp_path: Path, size: int | None, words: str) -> None:
+    path = written(tmp_path / "train" / "a.npz", npz_claims(bytes(16), size))
+    message = refused(lambda: load_dataset("features", data_dir=tmp_path))
+    assert str(path) in message and words in message
+
+
+def test_the_files_of_a_folder_share_one_limit(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    arrays: dict[str, Any] = {"inputs": np.zeros((100, 10, 10), np.float32), "labels": np.zeros(100, np.int64)}
+    for name in "ab":
+        np.savez_compressed(tmp_path / "train" / f"{name}.npz", **arrays)
+    message = refused(lambda: load_dataset("features", data_dir=tmp_path, max_bytes=50_000))
+    assert "b.npz: up to this file, the arrays take 81,600 bytes, more than 50,000: raise dataset_options" in message
+    assert len(load_dataset("features", data_dir=tmp_path, max_bytes=81_600).train) == 200
+
+
+def _hdf5(path: Path, make: Callable[[Any, Any], None]) -> None:
+    h5py = pytest.importorskip("h5py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        file["labels"] = np.zeros(2, np.int64)
+        make(h5py, file)
+
+
+def _virtual(h5py: Any, file: Any) -> None:
+    layout = h5py.VirtualLayout((2, 1, 4), np.float32)
+    layout[0] = h5py.VirtualSource("/etc/hostname", "inputs", (1, 4))
+    file.create_virtual_dataset("inputs", layout)
+
+
+SIX_GB = (1_500_000, 100, 10)
+HDF5: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "6 GB": (lambda h5py, file: file.create_dataset("inputs", SIX_GB, "f4"), "says 6,000,000,000 bytes, and there are"),
+    "6 GB in chunks": (
+        lambda h5py, file: file.create_dataset("inputs", SIX_GB, "f4", chunks=(1, 100, 10), compression="gzip"),
+        "the arrays take 6,000,000,016 bytes, more than 4,294,967,296: raise dataset_options.max_bytes",
+    ),
+    "a chunk of 3 GB": (
+        lambda h5py, file: file.create_dataset("inputs", (2, 1, 4), "f4", maxshape=(None,) * 3, chunks=(2**23, 10, 10)),
+        "inputs has chunks that are larger than the array",
+    ),
+    "external storage": (
+        lambda h5py, file: file.create_dataset("inputs", (2, 1, 4), "f4", external=[("/etc/passwd", 0, 32)]),
+        "inputs lies in other files",
+    ),
+    "an external link": (
+        lambda h5py, file: file.__setitem__("inputs", h5py.ExternalLink("/etc/passwd", "/inputs")),
+        "inputs is a link that can lead to another file",
+    ),
+    "a link to a link": (
+        lambda h5py, file: (
+            file.__setitem__("elsewhere", h5py.ExternalLink("other.h5", "/")),
+            file.__setitem__("inputs", h5py.SoftLink("/elsewhere/inputs")),
+        ),
+        "inputs is a link that can lead to another file",
+    ),
+    "a view of another file": (_virtual, "inputs lies in other files"),
+}
+
+
+@pytest.mark.parametrize("case", HDF5)
+def test_hdf5_that_claims_gigabytes_or_reads_other_files(tmp_path: Path, case: str) -> None:
+    make, words = HDF5[case]
+    path = tmp_path / "train" / "a.h5"
+    _hdf5(path, make)
+    message = refused(lambda: load_dataset("features", data_dir=tmp_path))
+    assert str(path) in message and words in message
+
+
+def test_hdf5_that_another_library_would_unpack(tmp_path: Path) -> None:
+    """HDF5 loads such a library from a folder that the environment names."""
+
+    def make(h5py: Any, file: Any) -> None:
+        settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        settings.set_chunk((2, 1, 4))
+        settings.set_filter(32_015, h5py.h5z.FLAG_OPTIONAL, ())  # zstd
+        space = h5py.h5s.create_simple((2, 1, 4))
+        h5py.h5d.create(file.id, b"inputs", h5py.h5t.IEEE_F32LE, space, settings)
+
+    _hdf5(tmp_path / "train" / "a.h5", make)
+    message = refused(lambda: load_dataset("features", data_dir=tmp_path))
+    assert "inputs is compressed in a way that needs another library, use gzip" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a." * 100_000 + b"b = 1", "a line has more than 100 dots"),
+        (b"[" + b"a." * 100_000 + b"b]", "a line has more than 100 dots"),
+        (b"#" * (STUDY_BYTES + 1), "it has 262,145 bytes, more than 262,144: raise max_bytes of load_study"),
+        (b"x = " + b"[" * 100_000, "nested too deeply"),
+        (b"x = " + b"9" * 100_000, "x"),
+    ],
+)
+def test_toml_that_takes_quadratic_time(tmp_path: Path, content: bytes, words: str) -> None:
+    path = written(tmp_path / "a.toml", content)
+    message = refused(lambda: load_study(path))
+    assert str(path) in message and words in message

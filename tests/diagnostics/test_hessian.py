@@ -1,0 +1,290 @@
+"""The Hessian against exact matrices in float64, and what a call leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddpcore.diagnostics import DataLoss, Hessian
+from ddpcore.diagnostics.spectra import Operator, spectral_density, trace
+
+SIZES = (7, 9, 4)
+
+
+def network(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(SIZES[0], SIZES[1]), *more, nn.Tanh(), nn.Linear(SIZES[1], SIZES[2])]
+    return nn.Sequential(*layers).double()
+
+
+def batches(num: int = 25, size: int = 10) -> list[tuple[Tensor, Tensor]]:
+    """The last one is smaller."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num, SIZES[0], generator=generator, dtype=torch.float64)
+    labels = torch.randint(SIZES[2], (num,), generator=generator)
+    return list(zip(inputs.split(size), labels.split(size), strict=True))
+
+
+def exact(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The Hessian of the mean loss over all samples at once, by torch.func."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameters = dict(model.named_parameters())
+    inputs, labels = (torch.cat(parts) for parts in zip(*data, strict=True))
+
+    def loss(row: Tensor) -> Tensor:
+        parts = row.split([parameters[name].numel() for name in names])
+        weights = {name: part.view_as(parameters[name]) for name, part in zip(names, parts, strict=True)}
+        return F.cross_entropy(torch.func.functional_call(model, weights, (inputs,)), labels)
+
+    return torch.func.hessian(loss)(torch.cat([parameters[name].detach().reshape(-1) for name in names]))
+
+
+def random_rows(num: int, numel: int) -> Tensor:
+    return torch.randn(num, numel, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("vectorize", [True, False, "measure"])
+def test_products_are_those_of_the_exact_hessian(vectorize: Any) -> None:
+    """Of one vector and of more vectors than vmap takes at a time; batches of different sizes."""
+    model, data = network(), batches()
+    hessian, expected = Hessian(model, DataLoss(model, F.cross_entropy, data), vectorize=vectorize), exact(model, data)
+    vectors = random_rows(11, hessian.numel)
+    for _ in range(2):
+        torch.testing.assert_close(hessian.product(vectors), vectors @ expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(hessian.product(vectors[0]), vectors[0] @ expected, rtol=1e-10, atol=1e-12)
+
+
+def test_frozen_parameters_have_no_rows() -> None:
+    model, data = network(), batches()
+    model[0].bias.requires_grad_(False)
+    hessian, expected = Hessian(model, DataLoss(model, F.cross_entropy, data)), exact(model, data)
+    vectors = random_rows(2, hessian.numel)
+    assert hessian.numel == len(expected) == sum(p.numel() for p in model.parameters()) - SIZES[1]
+    torch.testing.assert_close(hessian.product(vectors), vectors @ expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gauss_newton() -> None:
+    """``J^T H_out J`` summed over samples, from the Jacobian."""
+    model, data = network(), batches()
+    ours = Hessian(model, DataLoss(model, F.cross_entropy, data), gauss_newton=True)
+    expected = torch.zeros(ours.numel, ours.numel, dtype=torch.float64)
+    inputs, _ = (torch.cat(parts) for parts in zip(*data, strict=True))
+    for one in inputs:
+        outputs = model(one)
+        jacobian = torch.stack(
+            [
+                torch.cat([g.reshape(-1) for g in torch.autograd.grad(o, list(model.parameters()), retain_graph=True)])
+                for o in outputs
+            ]
+        )
+        p = outputs.detach().softmax(0)
+        expected += jacobian.T @ (torch.diag(p) - torch.outer(p, p)) @ jacobian / len(inputs)
+    vectors = random_rows(3, ours.numel)
+    torch.testing.assert_close(ours.product(vectors), vectors @ expected, rtol=1e-9, atol=1e-11)
+    ends = ours.eigenvalues(tolerance=1e-4).values
+    wanted = torch.linalg.eigvalsh(expected)
+    assert ends == pytest.approx([wanted[-1].item(), 0.0], abs=1e-4 * wanted[-1].item())
+
+
+def test_both_ends_of_the_spectrum() -> None:
+    model, data = network(), batches()
+    hessian, expected = Hessian(model, DataLoss(model, F.cross_entropy, data)), exact(model, data)
+    values, columns = torch.linalg.eigh(expected)
+    found = hessian.eigenvalues(3, 2, tolerance=1e-9)
+    wanted = [*values[-3:].flip(0).tolist(), values[1].item(), values[0].item()]
+    assert found.values == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert wanted[-1] < 0 < wanted[0], "an indefinite matrix, or this test compares nothing"
+    assert (found.residuals < 1e-6).all()
+    alignment = (found.vectors[0] @ columns[:, -1]).abs()
+    assert alignment == pytest.approx(1.0, abs=1e-6)
+    only = hessian.eigenvalues(0, 1, tolerance=1e-9)
+    assert only.values == pytest.approx(wanted[-1:], rel=1e-6)
+
+
+def test_a_residual_says_how_good_an_eigenvalue_is() -> None:
+    """With a loose tolerance the true eigenvalue lies within the residual."""
+    model, data = network(), batches()
+    hessian, expected = Hessian(model, DataLoss(model, F.cross_entropy, data)), exact(model, data)
+    found = hessian.eigenvalues(1, 1, tolerance=0.3)
+    apart = np.abs(torch.linalg.eigvalsh(expected).numpy()[None] - found.values[:, None]).min(axis=1)
+    assert (apart <= found.residuals + 1e-12).all()
+
+
+def matrix(num: int = 120) -> tuple[Tensor, Operator]:
+    """A symmetric matrix with a few large eigenvalues, as Hessians have."""
+    rotation = torch.linalg.qr(random_rows(num, num))[0]
+    values = torch.cat([torch.tensor([40.0, 20.0, -10.0]), torch.linspace(-1, 1, num - 3)]).double()
+    full = rotation * values @ rotation.T
+    return full, Operator(product=lambda rows: rows @ full, numel=num, like=full)
+
+
+def test_trace_lies_in_its_interval() -> None:
+    """The interval is of 95 %: of 200 seeds, 190 are expected inside, and fewer than 180 have a chance of 0.1 %."""
+    full, operator = matrix()
+    inside = errors = 0.0
+    for seed in range(200):
+        found = trace(operator, 60, seed=seed)
+        inside += found.low <= float(full.trace()) <= found.high
+        errors += found.error / 200
+    assert inside >= 180
+    assert inside <= 199, "an interval that always holds the trace is too wide"
+    assert errors < 5, "the large eigenvalues are found exactly, and only the small ones leave an error"
+
+
+def test_trace_of_few_weights_is_exact() -> None:
+    model, data = network(), batches()
+    hessian = Hessian(model, DataLoss(model, F.cross_entropy, data))
+    found = hessian.trace(hessian.numel)
+    assert found.value == pytest.approx(float(exact(model, data).trace()), rel=1e-10)
+    assert found.error == 0
+
+
+def test_density_has_the_moments_of_the_matrix() -> None:
+    """Quadrature with M nodes has the moments ``v^T H^p v`` of its probes without error for p < 2 M."""
+    full, operator = matrix(40)
+    found = spectral_density(operator, 3, 6, seed=5)
+    generator = torch.Generator().manual_seed(5)
+    probes = operator.signs(3, generator)
+    powered = probes
+    for power in range(12):
+        moments = ((probes * powered).sum(dim=1) / 40).numpy()
+        assert found.moment(power).value == pytest.approx(moments.mean(), rel=1e-8, abs=1e-8)
+        powered = powered @ full
+    assert found.weights.sum(axis=1) == pytest.approx(1.0)
+
+
+def test_density_of_all_steps_has_the_eigenvalues() -> None:
+    full, operator = matrix(40)
+    found = spectral_density(operator, 1, 40, seed=0)
+    assert np.sort(found.nodes[0]) == pytest.approx(torch.linalg.eigvalsh(full).numpy(), abs=1e-8)
+    points = np.linspace(-60, 90, 3001)
+    assert found.at(points, 2.0).sum() * (points[1] - points[0]) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_density_of_a_matrix_with_few_eigenvalues() -> None:
+    """The iteration ends early: its Krylov space is complete after two steps."""
+    operator = Operator(product=lambda rows: rows * scale, numel=50, like=torch.zeros(1, dtype=torch.float64))
+    scale = torch.tensor([2.0, -1.0], dtype=torch.float64).repeat(25)
+    found = spectral_density(operator, 2, 20, seed=0)
+    assert found.moment(1).value == pytest.approx(0.5, abs=1e-10)
+    assert found.moment(2).value == pytest.approx(2.5, abs=1e-10)
+
+
+class Kept:
+    """Everything that a call must leave as it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.before = model, self.state(model)
+
+    @staticmethod
+    def state(model: nn.Module) -> list[Any]:
+        tensors = [(t.clone(), t.data_ptr()) for t in [*model.parameters(), *model.buffers()]]
+        return [tensors, [m.training for m in model.modules()], torch.get_rng_state(), np.random.get_state()[1].copy()]
+
+    def check(self) -> None:
+        now = self.state(self.model)
+        for (value, pointer), (old, address) in zip(now[0], self.before[0], strict=True):
+            assert torch.equal(value, old)
+            assert pointer == address
+        assert now[1] == self.before[1]
+        assert torch.equal(now[2], self.before[2])
+        assert (now[3] == self.before[3]).all()
+        assert all(parameter.grad is None for parameter in self.model.parameters())
+
+
+def calls(hessian: Hessian) -> list[Callable[[], Any]]:
+    return [
+        lambda: hessian.product(torch.ones(hessian.numel)),
+        lambda: hessian.eigenvalues(tolerance=0.1),
+        lambda: hessian.trace(6),
+        lambda: hessian.density(2, 3),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("raised", [None, RuntimeError, KeyboardInterrupt])
+def test_everything_is_as_before(which: int, raised: type[BaseException] | None) -> None:
+    """Also after an error or Ctrl-C in the middle: batch norm and dropout in training mode."""
+    model, data = network(nn.BatchNorm1d(SIZES[1]), nn.Dropout(0.3)), batches()
+    model.train()
+    num_calls = 0
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if raised is not None and num_calls == 2:
+            raise raised("stop")
+        return F.cross_entropy(outputs, labels)
+
+    hessian, kept = Hessian(model, DataLoss(model, loss, data)), Kept(model)
+    if raised is None:
+        calls(hessian)[which]()
+    else:
+        with pytest.raises(raised, match="stop"):
+            calls(hessian)[which]()
+    assert num_calls >= 2
+    kept.check()
+
+
+def test_dropout_draws_the_same_numbers_each_time() -> None:
+    model = network(nn.Dropout(0.5)).train()
+    hessian = Hessian(model, DataLoss(model, F.cross_entropy, batches()))
+    vector = random_rows(1, hessian.numel)[0]
+    assert torch.equal(hessian.product(vector), hessian.product(vector))
+
+
+def test_loss_without_curvature() -> None:
+    model = nn.Linear(40, 1, bias=False)
+    inputs = torch.randn(5, 40)
+    hessian = Hessian(model, lambda: model(inputs).mean())
+    found = hessian.eigenvalues()
+    assert found.values.tolist() == [0.0, 0.0]
+    assert hessian.trace(6).value == 0
+
+
+def test_nan_is_one_clear_error() -> None:
+    model, data = network(), batches()
+    data[1][0][0, 0] = float("nan")
+    hessian, kept = Hessian(model, DataLoss(model, F.cross_entropy, data)), Kept(model)
+    for call in calls(hessian)[1:]:
+        with pytest.raises(ValueError, match="not finite: check the data"):
+            call()
+    kept.check()
+
+
+def once() -> Iterator[tuple[Tensor, Tensor]]:
+    yield from batches()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda m: Hessian(nn.ReLU(), lambda: torch.ones(())), "no parameter"),
+        (lambda m: Hessian(m, lambda: m(batches()[0][0])).product(torch.ones(112)), "one number with a graph"),
+        (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, batches())).product(torch.ones(5)), r"shape \[5\]"),
+        (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, [])), "holds no sample"),
+        (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, once())).trace(6), "and now 0"),
+        (lambda m: Hessian(m, lambda: m(batches()[0][0]).mean(), gauss_newton=True), "pass loss=DataLoss"),
+        (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, batches())).trace(2), "num_products is 2"),
+        (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, batches())).eigenvalues(0, 0), "at least 1"),
+        (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, batches()), vectorize="yes"), "vectorize is 'yes'"),
+    ],
+)  # fmt: skip
+def test_refused(make: Callable[[nn.Module], Any], text: str) -> None:
+    model = network()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 112
+    with pytest.raises(ValueError, match=text):
+        make(model)
+
+
+def test_no_convergence_says_what_to_do() -> None:
+    model = network()
+    hessian = Hessian(model, DataLoss(model, F.cross_entropy, batches()))
+    with pytest.raises(RuntimeError, match="did not converge within 3 products"):
+        hessian.eigenvalues(max_products=3, tolerance=1e-12)

@@ -1,0 +1,144 @@
+"""Hessians along a run: no bit of the training changes, and ranks say what virtual learners say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore.diagnostics import HessianStatistics
+from ddpcore.optim import FusedSGD
+from helpers import hessian_ranks as training
+from helpers import ranks
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[Any, Any]]:
+    return ranks.run("hessian_ranks", training.NUM_LEARNERS)
+
+
+@pytest.mark.parametrize("strategy", training.STRATEGIES)
+def test_training_has_the_same_bits(strategy: str) -> None:
+    watched, plain = (training.train(strategy, watched=watched) for watched in (True, False))
+    for name in ("weights", "buffers"):
+        for ours, theirs in zip(watched[name], plain[name], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(watched["random"], plain["random"])
+    assert watched["bytes_sent"] == plain["bytes_sent"]
+    assert [record["step"] for record in watched["records"]] == [3, 6]
+    assert all(record["problem"] is None for record in watched["records"])
+
+
+@pytest.mark.parametrize("transport", ["pg", "shm"])
+@pytest.mark.parametrize("strategy", training.STRATEGIES)
+def test_real_ranks_say_what_virtual_learners_say(strategy: str, transport: str, real: list[dict[Any, Any]]) -> None:
+    virtual = training.train(strategy, watched=True)
+    for rank, one in enumerate(real):
+        seen = one[strategy, transport]
+        assert all(torch.equal(a, b) for a, b in zip(seen["weights"][0], virtual["weights"][rank], strict=True))
+        for ours, theirs in zip(seen["records"], virtual["records"], strict=True):
+            for name in ("largest", "smallest", "distance", "disagreement", "noise", "noise_shares"):
+                if theirs[name] is None:
+                    assert ours[name] is None, name
+                else:  # sums of gradients in another order: fp32 rounding of eigenvalues near 1
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+def test_ranks_with_unequal_shares_have_the_hessian_of_all_samples(real: list[dict[Any, Any]]) -> None:
+    alone = training.of_data()
+    for one in real:
+        torch.testing.assert_close(one["data"]["products"], alone["products"], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(one["data"]["values"], alone["values"], rtol=1e-7, atol=1e-9)
+
+
+class Quadratic(nn.Module):
+    """``1/2 w^T H w - b w``, H diagonal; the inputs of a learner are its b."""
+
+    def __init__(self, curvature: torch.Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(len(curvature)))
+        self.curvature = curvature
+
+    def forward(self, b: torch.Tensor) -> torch.Tensor:
+        return (0.5 * self.curvature * self.w.square() - b.mean(0) * self.w).sum()
+
+
+def quadratic(every: int = 1) -> tuple[Any, Any, Any, torch.Tensor]:
+    curvature = torch.cat([torch.tensor([9.0, 6.0, -2.0]), torch.linspace(0.1, 1, 60)])
+    model = Quadratic(curvature)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=100), learners=3, vectorize=False)
+    targets = torch.randn(3, 1, 63, generator=torch.Generator().manual_seed(0))
+    statistics = HessianStatistics(handle, lambda: handle.model(targets).sum(), every=every, top=2, tolerance=1e-6)
+    return handle, optimizer, statistics, targets
+
+
+def test_shares_in_closed_form() -> None:
+    """The eigenvectors are axes, so shares are squares of coordinates. Two steps, then the record of the third."""
+    handle, optimizer, statistics, targets = quadratic(every=3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        handle.model(targets).sum().backward()
+        weights = torch.stack([model.w.detach().clone() for model in handle.models]).double()
+        gradients = torch.stack([model.w.grad.clone() for model in handle.models]).double()
+        optimizer.step()
+    (record,) = statistics.records
+    assert record.largest == pytest.approx([9.0, 6.0], rel=1e-4)
+    assert record.smallest == pytest.approx(-2.0, rel=1e-4)
+    assert max(record.residuals) < 1e-2
+    for rows, total, shares in (
+        (weights, record.distance, record.disagreement),
+        (gradients, record.noise, record.noise_shares),
+    ):
+        squares = (rows - rows.mean(0)).square().mean(0)
+        assert total == pytest.approx(float(squares.sum()), rel=1e-4)
+        assert shares == pytest.approx((squares[:2] / squares.sum()).tolist(), rel=1e-3)
+    assert record.isotropic == pytest.approx(1 / 63)
+
+
+def test_weights_that_are_not_finite_do_not_end_the_run() -> None:
+    handle, optimizer, statistics, targets = quadratic()
+    optimizer.zero_grad()
+    (handle.model(targets) * float("inf")).sum().backward()
+    targets[0, 0, 0] = float("nan")
+    handle.models[0].curvature[5] = float("nan")
+    statistics.before_step(handle.learner)
+    (record,) = statistics.records
+    assert "not finite" in record.problem
+    assert record.disagreement is None
+    assert all(value != value for value in record.largest)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"every": 0}, "every is 0"), ({"top": 63}, "top is 63"), ({"tolerance": 0.0}, "tolerance is 0.0")],
+)  # fmt: skip
+def test_refused(options: dict[str, Any], text: str) -> None:
+    handle, *_ = quadratic()
+    num = len(handle.observers)
+    with pytest.raises(ValueError, match=text):
+        HessianStatistics(handle, lambda: torch.ones(()), **options)
+    assert len(handle.observers) == num
+
+
+def test_push_sum_and_plain_models_are_refused() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="use Hessian"):
+        HessianStatistics(model, lambda: torch.ones(()))  # type: ignore[arg-type]
+    handle = ddpcore.distribute(
+        model, FusedSGD(model.parameters(), lr=0.1), ddpcore.PushSum(ddpcore.Ring()), learners=3
+    )
+    with pytest.raises(ValueError, match="push_sum does not train"):
+        HessianStatistics(handle, lambda: torch.ones(()))

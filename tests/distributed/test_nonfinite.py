@@ -1,0 +1,187 @@
+"""A NaN in one learner of four: it is named, no other learner ever holds it, and ranks do what virtual learners do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore.optim import FusedSGD
+from helpers import nonfinite_ranks as helper
+from helpers import ranks
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[Any, helper.Outcome]]:
+    saved = ranks.run("nonfinite_ranks", helper.NUM_RANKS)
+    return [{case: helper.Outcome(*outcome) for case, outcome in rank.items()} for rank in saved]
+
+
+@pytest.fixture(scope="module")
+def virtual() -> dict[helper.Case, helper.Outcome]:
+    return {case: helper.train(case, learners=helper.NUM_RANKS, vectorize=False) for case in helper.CASES}
+
+
+def averages(case: helper.Case) -> bool:
+    return case.strategy == "ssgd" or (case.strategy == "post_local" and case.bad_step == 0)
+
+
+@pytest.mark.parametrize(("case", "transport"), helper.RUNS, ids=str)
+def test_ranks_do_what_virtual_learners_do(
+    case: helper.Case, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]
+) -> None:
+    """Weights, batch norm and what was found, bit for bit. The runs themselves check every weight after every step."""
+    seen, oracle = [rank[(*case, transport)] for rank in real], virtual[case]
+    assert torch.equal(torch.cat([one.weights for one in seen]), oracle.weights)
+    own = seen[helper.BAD_LEARNER]
+    assert (own.found, own.errors) == (oracle.found, oracle.errors)
+    for rank, one in enumerate(seen):
+        if rank != helper.BAD_LEARNER:
+            assert (one.found, one.errors) == ((own.found, own.errors) if averages(case) else ([], []))
+
+
+@pytest.mark.parametrize("case", helper.CASES, ids=str)
+def test_learner_step_and_parameter_are_named(case: helper.Case, virtual: dict[Any, Any]) -> None:
+    assert case.bad_step is not None
+    found, errors = virtual[case].found, virtual[case].errors
+    if case.mode == "raise":
+        text = f"step {case.bad_step + 1}, learner 2: the gradient of 0.weight is not finite: no weight has changed"
+        assert len(errors) == 1
+        assert errors[0].startswith(text)
+        assert not found
+    else:
+        assert found == [
+            ddpcore.NonFinite(
+                step=case.bad_step + 1, learner=2, parameter="0.weight", what="gradient", action=case.mode
+            )
+        ]
+
+
+@pytest.mark.parametrize("strategy", helper.STRATEGIES)
+def test_after_an_error_the_loop_may_take_the_step_again(strategy: str, virtual: dict[Any, Any]) -> None:
+    """Nothing had changed: the run ends with the bits of a run without the NaN."""
+    clean = helper.train(helper.Case(strategy, "raise", None), learners=helper.NUM_RANKS, vectorize=False)
+    for bad_step in (0, 3):
+        assert torch.equal(virtual[helper.Case(strategy, "raise", bad_step)].weights, clean.weights)
+
+
+def test_quarantine_takes_the_average_of_the_neighbours() -> None:
+    """w_2 <- (w_1 + w_3) / 2 on a ring of four; the others average as always, with w_2 before the step."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = FusedSGD(model.parameters(), lr=0.0)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=4, on_nonfinite="quarantine")
+    assert handle.learner is not None
+    for row, one in enumerate(handle.models):
+        nn.init.constant_(one.weight, float(row**2))
+    inputs = torch.ones(4, 1, 3)
+    inputs[2] = torch.inf
+    handle.model(inputs).square().sum().backward()
+    optimizer.step()
+    third = torch.tensor(1 / 3)
+    expected = [third * 0 + third * 1 + third * 9, third * 1 + third * 0 + third * 4, torch.tensor(5.0)]
+    expected.append(third * 9 + third * 0 + third * 4)
+    for one, value in zip(handle.models, expected, strict=True):
+        torch.testing.assert_close(one.weight, value.expand(2, 3), rtol=1e-6, atol=0)
+    assert torch.equal(handle.models[2].weight, torch.full((2, 3), 5.0))
+
+
+@pytest.mark.parametrize("order", helper.ORDERS.values())
+@pytest.mark.parametrize("mode", ["raise", "skip", "quarantine"])
+def test_weights_that_are_not_finite_are_not_sent(order: str, mode: str) -> None:
+    """Whoever has changed them: a step that overflows, or the program."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    strategy = ddpcore.DPSGD(ddpcore.Ring(), order=order)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=4, on_nonfinite=mode)
+    for _ in range(2):
+        handle.model(torch.ones(4, 2, 3)).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        handle.models[1][1].weight[0, 1] = -torch.inf
+    text = "step 2, learner 1: the weights of 1.weight are not finite: no other learner has got them"
+    if order == "adapt_then_combine":  # sends after the step
+        text = "step 3, learner 1: the gradient of 0.weight is not finite" if mode == "raise" else text[6:]
+    with pytest.raises(ddpcore.NonFiniteError, match=text):
+        handle.model(torch.ones(4, 2, 3)).sum().backward()
+        optimizer.step()
+    assert [all(p.isfinite().all() for p in one.parameters()) for one in handle.models] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "push_sum", "slowmo"])
+def test_a_step_that_overflows_stays_with_its_learner(strategy: str) -> None:
+    """The gradient is finite, and the new weight is not."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    handle = ddpcore.distribute(model, optimizer, helper.STRATEGIES[strategy](), learners=4)
+    with pytest.raises(ddpcore.NonFiniteError, match="learner 3: the weights of weight are not finite"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (handle.model(torch.ones(4, 1, 1)) * torch.tensor([0.0, 0.0, 0.0, 1e20]).view(4, 1, 1)).sum().backward()
+            optimizer.step()
+    assert [bool(one.weight.isfinite()) for one in handle.models] == [True, True, True, False]
+
+
+def test_finite_gradients_whose_sum_overflows_are_finite() -> None:
+    """The sum only selects what is looked at."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = FusedSGD(model.parameters(), lr=1e-38)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=3)
+    (handle.model(torch.ones(3, 1, 2)) * 3e38).sum().backward()
+    optimizer.step()
+    assert not handle.nonfinite
+
+
+def test_a_gradient_of_one_number_is_found_where_it_is() -> None:
+    """Not only NaN that spreads: one infinite number in the last parameter, set after the backward pass."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(), learners=2, vectorize=False)
+    handle.model(torch.ones(2, 2, 3)).sum().backward()
+    for one in handle.models:
+        one[1].bias.grad.mul_(torch.inf if one is handle.models[1] else 1.0)
+    with pytest.raises(ddpcore.NonFiniteError, match=r"step 1, learner 1: the gradient of 1.bias is not finite"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])
+def test_a_scaler_skips_as_before(make: Any) -> None:
+    """An overflow of scaled gradients is the scaler's: no error, the step is skipped and the scale halves."""
+    model = nn.Linear(2, 1)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    handle = ddpcore.distribute(model, optimizer, make(), learners=2, scaler=scaler)
+    before = model.weight.clone()
+    scaler.scale(1e30 * handle.model(torch.ones(2, 1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 2.0**99
+    assert not handle.nonfinite
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "text"),
+    [
+        (ddpcore.SSGD(), {}, "on_nonfinite is 'quarantine': ssgd has no neighbours: take 'skip'"),
+        (ddpcore.LocalSGD(), {}, "on_nonfinite is 'quarantine': local_sgd has no neighbours: take 'skip'"),
+        (ddpcore.SlowMo(), {}, "slowmo has no neighbours"),
+        (ddpcore.PushSum(ddpcore.Ring()), {}, "push_sum averages no weights of neighbours alone: take 'skip'"),
+        (ddpcore.DPSGD(ddpcore.Ring(), staleness=1), {}, "dpsgd averages no weights of neighbours alone"),
+        (ddpcore.DPSGD(ddpcore.Ring()), {"learners": 1}, "one learner has no neighbours: take 'skip'"),
+        (ddpcore.DPSGD(), {"on_nonfinite": "quit"}, "on_nonfinite is 'quit': choose from raise, skip, quarantine"),
+        (ddpcore.Single(), {"learners": None}, "single does not use these options: leave on_nonfinite= out"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(strategy: Any, options: dict[str, Any], text: str) -> None:
+    model = nn.Linear(2, 1)
+    before = model.weight.data_ptr()
+    with pytest.raises(ValueError, match=text) as error:
+        ddpcore.distribute(
+            model, FusedSGD(model.parameters()), strategy, **{"learners": 4, "on_nonfinite": "quarantine", **options}
+        )
+    assert "\n" not in str(error.value)
+    assert model.weight.data_ptr() == before

@@ -1,0 +1,100 @@
+"""Writes the first inputs of each target: small whole files, and files that once were read wrong."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import struct
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+
+
+def npz(compress: bool) -> bytes:
+    file = io.BytesIO()
+    arrays = {"inputs": np.zeros((2, 1, 2), np.float32), "labels": np.array([0, 1])}
+    (np.savez_compressed if compress else np.savez)(file, **arrays)
+    return file.getvalue()
+
+
+def npz_of_header(shape: str) -> bytes:
+    """A header that claims more than follows."""
+    file = io.BytesIO()
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("inputs.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+    return file.getvalue()
+
+
+def hdf5(**how: object) -> bytes:
+    import h5py
+
+    with tempfile.NamedTemporaryFile(suffix=".h5") as file:
+        with h5py.File(file.name, "w", libver=how.pop("libver", None)) as out:
+            out.create_dataset("inputs", data=np.zeros((2, 1, 2), np.float32), **how)
+            out.create_dataset("labels", data=np.array([0, 1]))
+        return Path(file.name).read_bytes()
+
+
+def hdf5_elsewhere() -> bytes:
+    import h5py
+
+    with tempfile.NamedTemporaryFile(suffix=".h5") as file:
+        with h5py.File(file.name, "w") as out:
+            out.create_dataset("inputs", (2, 1, 2), np.float32, external=[("/etc/hostname", 0, 16)])
+            out["labels"] = h5py.ExternalLink("/etc/hostname", "/labels")
+        return Path(file.name).read_bytes()
+
+
+def corpus() -> dict[str, dict[str, bytes]]:
+    text = b"T" + struct.pack("<i", 3000) + b"a" * 3000
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+    dtype = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
+    batch = {"data": np.zeros((1, 3072), np.uint8), "labels": [3], "filenames": ["a.png"]}
+    grows = b"\x80\x02}U\x01b" + text + b"q\x01sU\x01c" + dtype + b"q\x02sU\x01a]("
+    grows += (array + b"(K\x01M\xb8\x0b\x85h\x02\x89h\x01tb") * 400 + b"es."
+    study = b'title = "a"\nquestion = "b"\nsource = "c"\nmetrics = ["error_pct"]\n[shared]\nepochs = 1\n[rows.first]\n'
+    idx = struct.pack(">IIII", 2051, 1, 28, 28) + bytes(784)
+    tree = json.dumps({"a": {"__tensor__": ".a", "shape": [2], "stride": [1], "on": "cpu"}, "b": {"__tuple__": [1]}})
+    tensors = json.dumps({".a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    return {
+        "pickle": {f"batch-{number}": pickle.dumps(batch, protocol=number) for number in range(5)} | {"grows": grows},
+        "idx": {"images": idx, "labels": struct.pack(">II", 2049, 2) + b"\x00\x01", "claims": idx[:4] + b"\xff" * 12},
+        "gzip": {"whole": gzip.compress(idx, mtime=0), "bomb": gzip.compress(bytes(3 << 20), mtime=0)},
+        "npz": {"plain": npz(False), "deflated": npz(True), "claims": npz_of_header("(1500000000, 1, 1)")},
+        "hdf5": {
+            "plain": hdf5(),
+            "gzip": hdf5(compression="gzip", shuffle=True, fletcher32=True),
+            "latest": hdf5(libver="latest", compression="lzf"),
+            "elsewhere": hdf5_elsewhere(),
+        },
+        "toml": {"study": study, "dots": b"a." * 3000 + b"b = 1\n", "seeds": b"seeds = 100000000\n" + study},
+        "record": {"lines": b'{"kind": "run", "config": {}}\n{"kind": "epoch", "step": 1}\n', "deep": b"[" * 3000},
+        "checkpoint": {
+            "json": b"j" + tree.encode(),
+            "tensors": b"s" + struct.pack("<Q", len(tensors)) + tensors + bytes(8),
+            "outside": b'm{"manifest": {"format": 2, "files": {"../../dev/zero": ""}}, "sha256": ""}',
+            "expands": b'j{"a": {"__tensor__": ".a", "shape": [1000000000000], "stride": [0], "on": "cpu"}}',
+            "deep": b"j" + b"[" * 3000,
+        },
+    }
+
+
+def main() -> int:
+    for target, inputs in corpus().items():
+        folder = HERE / "corpus" / target
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in inputs.items():
+            (folder / name).write_bytes(content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Ranks on emulated hosts. Started by torchrun: ``host_ranks.py FOLDER``, two ranks on each of two hosts.
+
+Each of them trains with every strategy, and then counts what leaves its host.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore.experiments import hosts
+from ddpcore.optim import FusedSGD
+from helpers import oracle
+
+PER_HOST, WORLD_SIZE, STEPS = 2, 4, 4
+SIZES = 400, 1000  # of the counted model
+
+
+def case_of(strategy: str) -> oracle.Case:
+    """Every strategy; those that gossip do so between hosts and inside them."""
+    topology = "hierarchical" if strategy in oracle.GOSSIP and "topk" not in strategy else "ring"
+    return oracle.Case(strategy, topology if strategy in oracle.GOSSIP else oracle.AVERAGES[0], WORLD_SIZE, "fused")
+
+
+CASES = [case_of(strategy) for strategy in oracle.MAKERS]
+TOPOLOGIES: dict[str, Any] = {
+    "hierarchical": lambda: ddpcore.Hierarchical(PER_HOST, ddpcore.OnePeerExponential()),
+    "hierarchical_complete": lambda: ddpcore.Hierarchical(PER_HOST, ddpcore.Complete()),
+    "complete": ddpcore.Complete,
+    "ring": lambda: ddpcore.Ring(1),
+    "random_pair": lambda: ddpcore.RandomPair(seed=5),
+}
+
+
+def train(
+    make: Any, num_learners: int, sizes: tuple[int, int], rank: int | None = None, before_step: Any = None, **more: Any
+) -> Tensor:
+    """The weights of the learners here: of one rank, or of as many virtual learners."""
+    torch.manual_seed(0)
+    model = nn.Linear(*sizes)
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = {"learners": num_learners, "vectorize": False} if rank is None else {"transport": "pg"}
+    handle = ddpcore.distribute(model, optimizer, make(), **options, **more)
+    for step in range(STEPS):
+        if before_step is not None:
+            before_step(step)
+        inputs = torch.randn(num_learners, 4, sizes[0], generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        handle.model(inputs if rank is None else inputs[rank]).square().mean(dim=(-2, -1)).sum().backward()
+        optimizer.step()
+    return torch.stack([torch.cat([p.detach().flatten() for p in one.parameters()]) for one in handle.models])
+
+
+def sent_by(device: str) -> int:
+    """Bytes that have left a network device of this namespace, with all headers."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return int(next(line.split(":")[1] for line in lines if line.split(":")[0].strip() == device).split()[8])
+
+
+def count_bytes(rank: int, device: str) -> dict[str, int]:
+    """What this host sends in the steps of a run, by topology."""
+    counted = {}
+
+    def read() -> int:
+        """Between two barriers, so that no rank of this host has begun what follows."""
+        dist.barrier()
+        count = sent_by(device)
+        dist.barrier()
+        return count
+
+    def before_step(step: int) -> None:
+        nonlocal start
+        if step == 0:  # all have the first weights
+            start = read()
+
+    for name, make in TOPOLOGIES.items():
+        start = 0
+        train(lambda make=make: ddpcore.DPSGD(make()), WORLD_SIZE, SIZES, rank, before_step)
+        counted[name] = read() - start
+    return counted
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    device = hosts.device(rank // PER_HOST)
+    results = {tuple(case): oracle.train(case, dist.group.WORLD, transport="pg") for case in CASES}
+    bytes_sent = count_bytes(rank, device)
+    found = {"results": results, "bytes": bytes_sent, "namespace": os.readlink("/proc/self/ns/net")}
+    torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Configs and texts from strangers: each is a config that survives a file, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpcore.training import TrainConfig
+from ddpcore.training.config import OPTIONS
+from ddpcore.training.settings import settings as settings_of
+
+SETTINGS = settings(max_examples=150, deadline=None)
+NAMES = [item.name for item in fields(TrainConfig)]
+TEXT = st.text(max_size=20)
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-2, 9), st.floats(), st.floats(0, 1), TEXT,
+    st.sampled_from(["sgd", "ssgd", "dpsgd", "ring", "validation", "step", "mlp", "digits", "keep", "bf16"]),
+)  # fmt: skip
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
+CONFIGS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4)
+BASE = {"epochs": 1, "model": "mlp", "dataset": "digits"}
+
+
+def one_line(error: ValueError) -> None:
+    assert str(error) and str(error).isprintable(), f"no printable line: {error!r}"
+
+
+@SETTINGS
+@given(CONFIGS, st.booleans())
+def test_any_values_are_a_config_or_one_line(values: dict[str, Any], over_base: bool) -> None:
+    try:
+        config = TrainConfig.from_dict({**BASE, **values} if over_base else values)
+    except ValueError as error:
+        one_line(error)
+        return
+    as_file = json.loads(json.dumps(config.to_dict(), allow_nan=False))
+    assert TrainConfig.from_dict(as_file) == config
+    assert config.difference(as_file) == []
+
+
+@SETTINGS
+@given(
+    st.lists(st.tuples(st.one_of(st.sampled_from(NAMES), TEXT), st.one_of(TEXT, st.integers().map(str))), max_size=4)
+)
+def test_any_settings_are_fields_or_one_line(pairs: list[tuple[str, str]]) -> None:
+    try:
+        found = settings_of([f"{key}={value}" for key, value in pairs])
+    except ValueError as error:
+        assert str(error)
+        return
+    assert set(found) <= set(NAMES)
+    assert all(isinstance(value, dict) == (key in OPTIONS) for key, value in found.items())
