@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, Muon
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, Muon
 from helpers import shard_checkpoint_ranks
 from helpers.ranks import join
 
@@ -22,6 +22,7 @@ from helpers.ranks import join
 SHAPES = {"blocks": (256, 64), "uneven": (5, 7), "one": (1,), "long": (9000, 3), "square": (8, 8)}
 OPTIMIZERS: dict[str, tuple[type[FusedOptimizer], dict[str, Any]]] = {
     "sgd": (FusedSGD, {"momentum": 0.9, "max_grad_norm": 0.5}),
+    "adamw": (FusedAdamW, {"max_grad_norm": 0.5}),
     "lars": (FusedLARS, {"nesterov": True}),
     "lamb": (FusedLAMB, {"max_grad_norm": 0.5, "trust_clip": 2.0}),
 }

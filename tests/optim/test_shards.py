@@ -67,7 +67,8 @@ def test_one_all_reduce_for_each_sharded_dimension(seen):
     """Clipping needs the norm of all gradients before the first pass of LAMB: one more."""
     for rank in seen:
         assert rank["reductions"] == {
-            ("sgd", 1): 1, ("sgd", 2): 2, ("lars", 1): 1, ("lars", 2): 2, ("lamb", 1): 2, ("lamb", 2): 4,
+            ("sgd", 1): 1, ("sgd", 2): 2, ("adamw", 1): 1, ("adamw", 2): 2,
+            ("lars", 1): 1, ("lars", 2): 2, ("lamb", 1): 2, ("lamb", 2): 4,
         }  # fmt: skip
 
 
