@@ -129,6 +129,7 @@ def run_shrink(folder: Path, args: argparse.Namespace, rank: int, joins: bool) -
             job.model, job.optimizer, job.strategy, on_failure="shrink", transport=args.transport
         )
     is_over = False
+    job.write("members", {"pid": os.getpid()})
     while not is_over:
         job.step(handle, handle.learner.step)
         step = handle.learner.step
@@ -149,6 +150,7 @@ def run_restart(folder: Path, args: argparse.Namespace, rank: int, joins: bool) 
         handle.load_state_dict(saved[2])
     job.folder = folder.parent
     is_over = False
+    job.write("members", {"pid": os.getpid()})
     while not is_over:
         job.step(handle, handle.learner.step)
         step = handle.learner.step
@@ -211,10 +213,13 @@ def run(args: argparse.Namespace, mtbf: float) -> dict[str, Any]:
             now = time.time()
             while joins and joins[0][0] <= now:
                 ranks.start(joins.pop(0)[1], joins=True)
-            can = len(ranks.processes) > 2 and (args.kills is None or len(kills) < args.kills)
-            if now >= next_kill and can:
+            if now < next_kill or (args.kills is not None and len(kills) >= args.kills):
+                continue
+            known = {row["pid"] for row in lines(Path(name) / "members.jsonl")}
+            members = [process for process in ranks.processes if process.pid in known]
+            if len(members) > 2:  # two are left, and no rank is killed before it has joined
                 kills.append(now)
-                number = ranks.kill(rng.choice(ranks.processes))
+                number = ranks.kill(rng.choice(members))
                 if args.mode == "restart":
                     for process in list(ranks.processes):
                         ranks.kill(process)
@@ -233,14 +238,20 @@ def run(args: argparse.Namespace, mtbf: float) -> dict[str, Any]:
         return summary(Path(name), args, mtbf, began, kills, codes)
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of the run; the last one may be incomplete."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
 def summary(
     folder: Path, args: argparse.Namespace, mtbf: float, began: float, kills: list[float], codes: list[int | None]
 ) -> dict[str, Any]:
     """What a run did in its time."""
-    curve, slow, joins = (
-        [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        for path in (folder / f"{name}.jsonl" for name in ("curve", "slow", "joins"))
-    )
+    curve, slow, joins = (lines(folder / f"{name}.jsonl") for name in ("curve", "slow", "joins"))
     curve = [row for row in curve if row["time"] <= began + args.seconds]
     pauses = []  # from a kill to the end of the step that it interrupted, on the slowest of the living
     for when in kills:

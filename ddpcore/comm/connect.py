@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ddpcore.comm.agreement import Fact
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
-from ddpcore.comm.door import ask, find_run
+from ddpcore.comm.door import run_in
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.elastic_group import ProcessGroupFabric
 from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
@@ -105,26 +104,21 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
     return comm
 
 
-def join_run(store: dist.Store, facts: list[Fact], device: torch.device, timeout: float) -> ElasticCommunicator:
-    """Join a run with ``on_failure="shrink"`` as a new rank, and return its connection.
+def find_run(store: dist.Store, device: torch.device, timeout: float) -> ElasticCommunicator:
+    """The connection of a new rank to a run with ``on_failure="shrink"``, before :meth:`ElasticCommunicator.enter`.
 
     Args:
         store: that of the process group of the run.
-        facts: what this rank trains, as the ranks of the run compare it.
         device: the device of the model.
         timeout: seconds to wait for the run.
 
     Raises:
-        ValueError: the ranks of the run train something else, or cannot take another rank.
-        RuntimeError: there is no such run, or it does not answer.
+        RuntimeError: there is no such run.
     """
-    roll, kind, first = find_run(store, timeout)
+    roll, kind, first = run_in(store, timeout)
     fabric: Fabric
     if kind == "shm":
         fabric = SharedMemoryFabric.of_newcomer(roll)
     else:
         fabric = ProcessGroupFabric.of_newcomer(roll, kind, device)
-    answer = ask(fabric, facts)
-    comm = ElasticCommunicator(fabric, num_operations=answer["operation"], first=first)
-    comm.door.announce_again(facts, answer["handled"])
-    return comm
+    return ElasticCommunicator(fabric, first=first)

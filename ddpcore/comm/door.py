@@ -96,7 +96,7 @@ class Door:
         return f"{what} is {there} here and {here} in the run"
 
 
-def find_run(store: dist.Store, timeout: float) -> tuple[RollCall, str, int]:
+def run_in(store: dist.Store, timeout: float) -> tuple[RollCall, str, int]:
     """Find the run of a store. Returns its record, the kind of its fabric, and how many learners it began with."""
     roll = RollCall(last_run(store, timeout), -1, timeout)
     run = roll.wait_for("run")

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm.agreement import Fact
 from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
-from ddpcore.comm.door import Door
+from ddpcore.comm.door import Door, ask
 from ddpcore.comm.errors import at, check_has_average, size_of
 from ddpcore.comm.fabric import Fabric, Members, Operation
 from ddpcore.comm.membership import Membership
@@ -39,11 +40,23 @@ class ElasticCommunicator(Communicator):
 
     membership: Membership
 
-    def __init__(self, fabric: Fabric, *, num_operations: int = 0, first: int | None = None) -> None:
+    def __init__(self, fabric: Fabric, *, first: int = 0) -> None:
         self._fabric = fabric
-        self.membership = Membership(fabric.members, first=first or len(fabric.members))
-        self.num_operations = self.num_agreed = num_operations
+        self.membership = Membership(fabric.members, first=first)
+        self.num_operations = self.num_agreed = 0
         self.door = Door(fabric)
+
+    def enter(self, facts: list[Fact]) -> None:
+        """As a new rank: ask to join, and wait until the members let it in. They wait from then on.
+
+        Raises:
+            ValueError: the ranks of the run train something else, or cannot take another rank.
+            RuntimeError: the run does not answer.
+        """
+        answer = ask(self._fabric, facts)
+        self.membership = Membership(self._fabric.members, first=self.membership.first)
+        self.num_operations = self.num_agreed = answer["operation"]
+        self.door.announce_again(facts, answer["handled"])
 
     @property
     def num_learners(self) -> int:  # type: ignore[override]

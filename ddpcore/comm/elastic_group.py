@@ -155,7 +155,7 @@ class ProcessGroupFabric(Fabric):
         """The fabric of a rank that joins later. It has no rank before :meth:`join`."""
         made = cls.__new__(cls)
         made._backend, made._device, made.roll = backend, device, roll
-        made._flying, made._received, made.members, made.rank = {}, -1, (), -1
+        made._flying, made._received, made.members, made.rank = {}, -1, (-1,), -1
         made.description, made.kind = f"torch.distributed, {backend}", backend
         weakref.finalize(made, roll.close)
         return made

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddpcore.comm.agreement import Fact, check_agreement, facts_of
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.connect import connect, join_run
+from ddpcore.comm.connect import connect, find_run
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
 from ddpcore.comm.link import Link
@@ -198,10 +198,11 @@ def join(
     strategy.check_shrink()
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
     facts = _agree(None, model, optimizer, strategy, settings, timeout)
-    comm = join_run(store, facts, _trained(model).device, timeout)
+    comm = find_run(store, _trained(model).device, timeout)
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
         learner = _make_learner(model, optimizer, strategy, comm, 1, buckets, is_newcomer=True)
+        comm.enter(facts)  # after the slow part, because the others wait from here on
         handle = _with_hooks(model, learner, strategy, StateSync(policies, learner, strategy, joins=True), on_nonfinite)
         handle.take_state()
         return handle

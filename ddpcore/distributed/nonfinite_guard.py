@@ -77,9 +77,8 @@ class NonFiniteGuard:
         is_scaled = getattr(optimizer, "found_inf", None) is not None  # the scaler has checked, and the step skips
         if is_scaled or is_capturing(learner.flat.grad_LP):
             return
-        named = {
-            row: name for row in self._suspects() if (name := first_nonfinite(learner.models[row], gradients=True))
-        }
+        rows = learner.living(self._suspects())
+        named = {row: name for row in rows if (name := first_nonfinite(learner.models[row], gradients=True))}
         if not named:
             return
         if sums:

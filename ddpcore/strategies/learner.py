@@ -40,6 +40,13 @@ class Learner:
     share_mean: float = 1.0
 
     @torch.no_grad()
+    def living(self, rows: list[int]) -> list[int]:
+        """Those of these rows whose learners take part: a virtual learner that has died keeps its row."""
+        membership = self.comm.membership
+        if membership is None or len(self.models) == 1:
+            return rows
+        return [row for row in rows if row in membership.members]
+
     def check_sent(self, columns_LX: Tensor | None = None) -> None:
         """Check that weights which are about to be sent are finite. It costs one sum over them.
 
@@ -52,7 +59,7 @@ class Learner:
         weights_LX = self.flat.param_LP if columns_LX is None else columns_LX
         if self.comm.num_learners == 1 or is_capturing(weights_LX):
             return
-        rows = suspect_rows(weights_LX)
+        rows = self.living(suspect_rows(weights_LX))
         named = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=False))}
         if named:
             raise NonFiniteError(

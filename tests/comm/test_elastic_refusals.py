@@ -68,20 +68,21 @@ def test_the_mass_of_push_sum_is_that_of_the_living() -> None:
     torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_nothing_reads_a_learner_that_is_gone() -> None:
-    """Its weights become NaN, and all others stay finite, also in evaluation."""
+@pytest.mark.parametrize("number", [1e20, float("nan")])
+def test_nothing_reads_a_learner_that_is_gone(number: float) -> None:
+    """Its weights become huge, or NaN, and all others stay small, also in evaluation."""
     torch.manual_seed(0)
     handle = start(ddpcore.DPSGD(ddpcore.Complete()), learners=5, on_failure="shrink")
     handle.lose(0)
     for _ in range(3):
         with torch.no_grad():
             for parameter in handle.models[0].parameters():
-                parameter.fill_(torch.nan)
+                parameter.fill_(number)
         handle.model(torch.randn(5, 4, 3)).sum().backward()
         handle.learner.optimizer.step()
-    assert handle.learner.flat.param_LP[1:].isfinite().all()
-    assert all(parameter.isfinite().all() for parameter in handle.evaluation_model().parameters())
-    assert handle.consensus_distance() >= 0
+    assert handle.learner.flat.param_LP[1:].abs().max() < 1e3
+    assert all(parameter.abs().max() < 1e3 for parameter in handle.evaluation_model().parameters())
+    assert handle.consensus_distance() < 1e3
     assert [change.lost for change in handle.changes] == [(0,)]
 
 

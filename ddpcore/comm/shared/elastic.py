@@ -75,6 +75,7 @@ class SharedMemoryFabric(Fabric):
         """The fabric of a rank that joins later. It has no rank before :meth:`join`."""
         made = cls.__new__(cls)
         made._set_up(Coordinator.of_newcomer(roll.timeout), roll)
+        made.rank, made.members, made.description = -1, (-1,), "shared memory of one host"
         return made
 
     @property
