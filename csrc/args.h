@@ -120,6 +120,14 @@ struct NormPartials {
     double update;
 };
 
+// The passes of a call of LARS or LAMB. A step on shards has two calls, and the caller sums the squares of all shards
+// between them.
+enum class Passes : int32_t {
+    kBoth,
+    kFirst,   // writes the sums of squares, in LAMB also the moments
+    kSecond,  // computes the trust ratios from the given sums of squares, and steps
+};
+
 // The place of the learning rate and of the trust ratio R in the step:
 enum class LarsVariant : int32_t {
     kYou2017,     // m = momentum*m + lr*R*(g + decay*w);  w -= m
@@ -138,6 +146,8 @@ struct LarsArgs {
     LarsRule rule;
     NormPartials* partials;  // scratch [num_blocks]
     Trust* trust;            // [num_segments], written
+    Passes passes = Passes::kBoth;
+    NormPartials* squares = nullptr;  // [num_segments], the sums between the passes; null with kBoth
 };
 
 // The place of weight decay in Adam and LAMB.
@@ -184,6 +194,8 @@ struct LambArgs : StepArgs<AdamSegment> {
     Trust* trust;            // [num_segments], written
     float* updates;          // CPU: buffer for the updates of a batch of segments, kBlock a block; null: computed again
     int64_t updates_block;   // first block of that batch
+    Passes passes = Passes::kBoth;    // as in LarsArgs
+    NormPartials* squares = nullptr;  // as in LarsArgs
 };
 
 // weights <- matrix @ [weights; others] for a stack of learners. The matrix [num_learners, num_learners + num_others]

@@ -54,6 +54,14 @@ void count_step(const std::vector<StepGroup>& groups) {
     }
 }
 
+// The sums of squares of all segments, for the caller.
+template <typename Segment>
+void write_squares(const std::vector<Segment>& segments, const NormPartials* partials, NormPartials* squares) {
+    for (size_t i = 0; i < segments.size(); ++i) {
+        squares[i] = cpu::sum_partials(partials + segments[i].first_block, num_blocks_of(segments[i].numel));
+    }
+}
+
 struct Cpu {
     static void run(const Tensor&, const SgdCall& call) {
         if (skips_step(call.args.scaling)) return;
@@ -62,9 +70,19 @@ struct Cpu {
     }
 
     static void run(const Tensor&, const SgdCall& call, const LarsArgs& args) {
-        if (skips_step(call.args.scaling)) return;
+        const SgdArgs& sgd = call.args;
+        if (skips_step(sgd.scaling)) return;
+        if (args.passes == Passes::kFirst) {
+            spread(cpu::lars_norms, args, 0, sgd.num_blocks, call.tensors.numel);
+            return write_squares(call.segments, args.partials, args.squares);
+        }
+        if (args.passes == Passes::kSecond) {
+            cpu::lars_trust(args, 0, sgd.num_segments);
+            spread(cpu::lars_step_, args, 0, sgd.num_blocks, call.tensors.numel);
+            return count_step(call.tensors.groups);
+        }
         in_batches(
-            call.segments, call.args.num_blocks, kLarsBatch,
+            call.segments, sgd.num_blocks, kLarsBatch,
             [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lars_norms, args, begin, end, numel); },
             [&](int64_t begin, int64_t end) { cpu::lars_trust(args, begin, end); },
             [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lars_step_, args, begin, end, numel); });
@@ -79,6 +97,15 @@ struct Cpu {
 
     static void run(const Tensor&, const AdamCall& call, LambArgs args) {
         if (skips_step(args.scaling)) return;
+        if (args.passes == Passes::kFirst) {
+            spread(cpu::lamb_moments_, args, 0, args.num_blocks, call.tensors.numel);
+            return write_squares(call.segments, args.partials, args.squares);
+        }
+        if (args.passes == Passes::kSecond) {
+            cpu::lamb_trust(args, 0, args.num_segments);
+            spread(cpu::lamb_step_, args, 0, args.num_blocks, call.tensors.numel);
+            return count_step(call.tensors.groups);
+        }
         thread_local std::vector<float> updates;  // kept between calls: new memory costs more time than it saves
         in_batches(
             call.segments, args.num_blocks, kLambBatch,

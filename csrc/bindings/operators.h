@@ -15,11 +15,16 @@ void run_step(const Tensor& like, Call& call, const std::optional<Tensor>& scrat
 }
 
 template <typename Backend, typename Call, typename Rule>
-void run_step(const Tensor& like, Call& call, const Tensor& scratch, const Tensor& trust, const Rule& rule) {
-    const Scratch place(like, scratch, call.args.num_blocks, call.segments.size());
+void run_step(
+    const Tensor& like, Call& call, const Tensor& scratch, const Tensor& trust, const Rule& rule,
+    const PassArguments& pass) {
+    const size_t num_segments = call.segments.size();
+    const Scratch place(like, scratch, call.args.num_blocks, num_segments);
     call.args.tickets = place.tickets;
-    Backend::run(
-        like, call, adaptive_args(call.args, rule, place.partials, trust_rows(like, trust, call.segments.size())));
+    auto args = adaptive_args(call.args, rule, place.partials, trust_rows(like, trust, num_segments));
+    args.passes = pass.passes();
+    args.squares = pass.squares(like, num_segments);
+    Backend::run(like, call, args);
     call.tensors.copies.copy_back();
 }
 
@@ -94,13 +99,15 @@ void lars_step_(
     const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr,
     const std::vector<int64_t>& adapt, std::string variant, double trust_coefficient, double eps, double momentum,
     double dampening, bool nesterov, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
-    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm) {
+    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm,
+    const std::optional<Tensor>& squares, std::string passes) {
     SgdCall call(
         params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt},
         sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
     run_step<Backend>(
         params[0], call, scratch, trust,
-        LarsRule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)});
+        LarsRule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)},
+        {passes, squares});
 }
 
 template <typename Backend>
@@ -121,7 +128,7 @@ void mix_lars_step_(
         noise_of(noise_std, noise_seed, noise_step, noise_first), out);
     run_step<Backend>(
         params[0], call, scratch, trust,
-        LarsRule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)});
+        LarsRule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)}, {});
 }
 
 template <typename Backend>
@@ -132,13 +139,14 @@ void lamb_step_(
     const Tensors& device_lr, const std::vector<int64_t>& adapt, double beta1, double beta2, double eps, bool debias,
     std::string decay_mode, double min_ratio, double max_ratio, double min_weight_norm, double max_weight_norm,
     bool maximize, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-    const std::optional<Tensor>& norm_squared, double max_norm) {
+    const std::optional<Tensor>& norm_squared, double max_norm, const std::optional<Tensor>& squares,
+    std::string passes) {
     const LambRule rule =
         lamb_rule(beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm);
     AdamCall call(
         params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt}, rule,
         {grad_scale, found_inf, norm_squared, max_norm, maximize});
-    run_step<Backend>(params[0], call, scratch, trust, rule);
+    run_step<Backend>(params[0], call, scratch, trust, rule, {passes, squares});
 }
 
 template <typename Backend>
@@ -160,7 +168,7 @@ void mix_lamb_step_(
     const StepMixCall mix(
         call, params, offsets, peers, self_weight, peer_weights,
         noise_of(noise_std, noise_seed, noise_step, noise_first), out);
-    run_step<Backend>(params[0], call, scratch, trust, rule);
+    run_step<Backend>(params[0], call, scratch, trust, rule, {});
 }
 
 template <typename Backend>

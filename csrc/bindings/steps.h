@@ -165,6 +165,28 @@ StepArgs<Segment> step_args(
         nullptr};
 }
 
+// The passes of one call, and the sums of squares between them.
+struct PassArguments {
+    std::string name = "both";
+    std::optional<Tensor> sums = std::nullopt;
+
+    Passes passes() const {
+        if (name == "both") return Passes::kBoth;
+        if (name == "first") return Passes::kFirst;
+        STD_TORCH_CHECK(name == "second", "ddpcore: passes must be both, first or second, not ", name);
+        return Passes::kSecond;
+    }
+
+    NormPartials* squares(const Tensor& like, size_t num_segments) const {
+        const bool fits = sums.has_value() && sums->scalar_type() == ScalarType::Double && sums->is_contiguous() &&
+                          same_device(like, *sums) && sums->numel() == 2 * static_cast<int64_t>(num_segments);
+        STD_TORCH_CHECK(
+            passes() == Passes::kBoth ? !sums.has_value() : fits,
+            "ddpcore: squares must be float64 [params, 2] on the device of params, or None with passes 'both'");
+        return sums.has_value() ? static_cast<NormPartials*>(sums->mutable_data_ptr()) : nullptr;
+    }
+};
+
 // The tensors of an SGD or LARS step.
 struct SgdCall {
     StepTensors tensors;

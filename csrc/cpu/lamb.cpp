@@ -49,7 +49,10 @@ DDPCORE_CLONES void lamb_moments_(const LambArgs& args, int64_t begin_block, int
 void lamb_trust(const LambArgs& args, int64_t begin_segment, int64_t end_segment) {
     for (int64_t index = begin_segment; index < end_segment; ++index) {
         const AdamSegment& segment = args.segments[index];
-        const NormPartials squares = sum_partials(args.partials + segment.first_block, num_blocks_of(segment.numel));
+        const NormPartials squares =
+            args.passes == Passes::kSecond
+                ? args.squares[index]
+                : sum_partials(args.partials + segment.first_block, num_blocks_of(segment.numel));
         args.trust[index] = ddpcore::lamb_trust(args.rule, args.groups[segment.group], squares);
     }
 }

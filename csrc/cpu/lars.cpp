@@ -31,7 +31,10 @@ void lars_trust(const LarsArgs& args, int64_t begin_segment, int64_t end_segment
     const float grad = grad_factor(args.sgd.scaling);
     for (int64_t index = begin_segment; index < end_segment; ++index) {
         const SgdSegment& segment = args.sgd.segments[index];
-        const NormPartials squares = sum_partials(args.partials + segment.first_block, num_blocks_of(segment.numel));
+        const NormPartials squares =
+            args.passes == Passes::kSecond
+                ? args.squares[index]
+                : sum_partials(args.partials + segment.first_block, num_blocks_of(segment.numel));
         args.trust[index] =
             ddpcore::lars_trust(args.rule, args.sgd.rule, args.sgd.groups[segment.group], grad, squares);
     }

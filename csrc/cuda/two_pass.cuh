@@ -12,7 +12,8 @@
 // tensor's Trust. So the bits are the same on every run and GPU.
 //
 // If the device does not support cooperative launches, there are two launches, one for each pass, over one batch of all
-// tensors. The bits are the same; the second pass reads from memory.
+// tensors. The bits are the same; the second pass reads from memory. A step on shards has these two launches too: the
+// caller sums the squares of all shards between them.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -28,7 +29,8 @@ template <int capacity>
 struct Batches {
     NormPartials* partials;
     Trust* trust;
-    uint64_t* tickets;  // for each segment: the number of blocks whose first pass is done; zero between steps
+    NormPartials* squares;  // of each segment; written by phase 0, or read by phase 1. Null: one call has both passes
+    uint64_t* tickets;      // for each segment: the number of blocks whose first pass is done; zero between steps
     int32_t num_batches;
     int32_t begin_phase;
     int32_t end_phase;
@@ -51,6 +53,7 @@ class TwoPasses {
 
     __device__ __forceinline__ void run() {
         if (batches_.begin_phase == 0) visit_empty_segments();
+        if (has_squares()) write_trusts();
         for (int phase = batches_.begin_phase; phase < batches_.end_phase; ++phase) {
             if (phase > batches_.begin_phase) cooperative_groups::this_grid().sync();
             // The blocks of both passes are one sequence, of which a CUDA block takes every gridDim.x-th, so that the
@@ -94,14 +97,34 @@ class TwoPasses {
         }
     }
 
+    __device__ __forceinline__ bool has_squares() const {
+        return batches_.squares != nullptr && batches_.begin_phase > 0;
+    }
+
+    __device__ __forceinline__ Trust trust_of(int index, const NormPartials& squares) const {
+        const Segment& segment = list_.segments[index];
+        return Optimizer::trust(rule_, table_.group_of(segment), scales_of(segment), squares);
+    }
+
+    // Every CUDA block of the second pass computes the ratios that it needs from the squares. So it need not wait for
+    // this one, which is for the caller.
+    __device__ __forceinline__ void write_trusts() const {
+        if (threadIdx.x != 0) return;
+        for (int64_t i = blockIdx.x; i < list_.num_segments; i += gridDim.x) {
+            const int64_t row = list_.first_segment + i;
+            batches_.trust[row] = trust_of(static_cast<int>(i), batches_.squares[row]);
+        }
+    }
+
     // From the last block of the batch to the first. Returns the distance from the first block of the batch to the next
     // block of this CUDA block, less one.
     __device__ __forceinline__ int second_pass(const Batch& batch, int block) const {
         while (block >= batch.begin_block) {
             const int index = segment_of(batch, block);
             const Segment& segment = list_.segments[index];
-            const auto step_size =
-                Optimizer::step_size(table_.group_of(segment), batches_.trust[list_.first_segment + index]);
+            const int64_t row = list_.first_segment + index;
+            const auto step_size = Optimizer::step_size(
+                table_.group_of(segment), has_squares() ? trust_of(index, batches_.squares[row]) : batches_.trust[row]);
             const int first_block = static_cast<int>(segment.first_block);
             for (; block >= first_block; block -= static_cast<int>(gridDim.x)) {
                 const typename Optimizer::Place at(segment, (block - first_block) * kBlock);
@@ -176,9 +199,12 @@ class TwoPasses {
     }
 
     __device__ __forceinline__ void write_trust(int index, const NormPartials& squares) const {
-        const Segment& segment = list_.segments[index];
-        batches_.trust[list_.first_segment + index] =
-            Optimizer::trust(rule_, table_.group_of(segment), scales_of(segment), squares);
+        const int64_t row = list_.first_segment + index;
+        if (batches_.squares != nullptr) {
+            batches_.squares[row] = squares;
+        } else {
+            batches_.trust[row] = trust_of(index, squares);
+        }
     }
 
     const Table& table_;
@@ -223,7 +249,7 @@ void fill_batches(Batches<capacity>& batches, const SegmentTable<Segment, capaci
 template <typename Optimizer, typename Mix, int capacity>
 cudaError_t launch_two_passes(
     const StepTable<typename Optimizer::Segment, capacity>& table, Batches<capacity>& batches,
-    const typename Optimizer::Rule& rule, const Mix& mix, cudaStream_t stream) {
+    const typename Optimizer::Rule& rule, Passes passes, const Mix& mix, cudaStream_t stream) {
     int device = 0, cooperative = 0, l2_bytes = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device);
@@ -231,13 +257,14 @@ cudaError_t launch_two_passes(
     if (error != cudaSuccess) return error;
     const auto kernel = two_pass_kernel<Optimizer, Mix, capacity>;
     const int64_t num_blocks = std::max<int64_t>(table.list.end_block - table.list.begin_block, 1);
-    if (cooperative != 0) {
+    if (cooperative != 0 && passes == Passes::kBoth) {
         // Half of L2: the other half is for the data that is read once, and for the next batch.
         fill_batches(batches, table.list, l2_bytes / 2 / Optimizer::kBytesReadAgain);
         return launch_cooperative(kernel, num_blocks, kThreads, 0, stream, table, batches, rule, mix);
     }
     fill_batches(batches, table.list, INT64_MAX);
-    const int32_t end_phase = batches.end_phase;
+    const int32_t end_phase = passes == Passes::kFirst ? 1 : batches.end_phase;
+    batches.begin_phase = passes == Passes::kSecond ? 1 : 0;
     for (; batches.begin_phase < end_phase && error == cudaSuccess; ++batches.begin_phase) {
         batches.end_phase = batches.begin_phase + 1;
         error = launch(kernel, num_blocks, kThreads, 0, stream, table, batches, rule, mix);
@@ -255,8 +282,9 @@ cudaError_t two_passes(
         Batches<capacity> batches;
         batches.partials = args.partials;
         batches.trust = args.trust;
+        batches.squares = args.squares;
         batches.tickets = step.tickets;
-        return launch_two_passes<Optimizer>(table, batches, rule, mix, stream);
+        return launch_two_passes<Optimizer>(table, batches, rule, args.passes, mix, stream);
     });
 }
 

@@ -31,6 +31,7 @@ class Implementation:
         install: how to install the library; empty for ddpcore and torch.
         listed: whether the table has a line for it even if it is not installed.
         cuda_only: it does not run on the CPU.
+        matrices: it gets the parameters of two dimensions only.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Implementation:
     install: str = ""
     listed: bool = True
     cuda_only: bool = False
+    matrices: bool = False
 
     @property
     def library(self) -> str:
@@ -53,7 +55,8 @@ class Implementation:
     def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters."""
         kind = attrgetter(self.path)(importlib.import_module(self.module))
-        optimizer: torch.optim.Optimizer = kind(list(params), **self.options)
+        chosen = [param for param in params if param.ndim == 2 or not self.matrices]
+        optimizer: torch.optim.Optimizer = kind(chosen, **self.options)
         return optimizer
 
     def why_unusable(self, device: str, dtype: torch.dtype) -> str | None:
@@ -92,12 +95,17 @@ class Comparison:
 
 _SGD = Implementation("torch.optim.SGD(fused=True)", "torch.optim", "SGD", {**_MOMENTUM, "fused": True})
 _ADAMW = Implementation("torch.optim.AdamW(fused=True)", "torch.optim", "AdamW", {**_DECAY, "fused": True})
+_MUON = Implementation("torch.optim.Muon", "torch.optim", "Muon", _DECAY, matrices=True)
 OURS = {
     "sgd": Implementation("FusedSGD", "ddpcore.optim", "FusedSGD", _MOMENTUM),
     "adamw": Implementation("FusedAdamW", "ddpcore.optim", "FusedAdamW", _DECAY),
     "lars": Implementation("FusedLARS", "ddpcore.optim", "FusedLARS", _MOMENTUM),
     "lamb": Implementation("FusedLAMB", "ddpcore.optim", "FusedLAMB", _DECAY),
+    "muon": Implementation("Muon", "ddpcore.optim", "Muon", _DECAY, matrices=True),
 }
+
+
+USUAL_OPTIMIZERS = tuple(name for name in OURS if name != "muon")  # whose steps take seconds
 
 
 def _peer(optimizer: str, module: str, path: str, options: dict[str, Any], **more: Any) -> Comparison:
@@ -119,5 +127,6 @@ COMPARISONS = (
     _peer("lamb", "timm.optim", "Lamb", {**_DECAY, "max_grad_norm": None}, **_TIMM),
     _peer("sgd", "apex.optimizers", "FusedSGD", _MOMENTUM, **_APEX),
     _peer("lamb", "apex.optimizers", "FusedLAMB", _DECAY, **_APEX),
+    Comparison("muon", OURS["muon"], _MUON),
 )
 """In the order of the table."""

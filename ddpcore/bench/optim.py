@@ -13,7 +13,7 @@ import torch
 from ddpcore.bench.command import publish
 from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.environment import check_memory
-from ddpcore.bench.implementations import COMPARISONS, OURS, Comparison, Implementation
+from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, Comparison, Implementation
 from ddpcore.bench.shapes import LISTS, USUAL
 from ddpcore.ops.traffic import bytes_per_param
 from ddpcore.options.command_line import option
@@ -36,7 +36,7 @@ class OptimConfig(Options):
     EXAMPLE = "python -m ddpcore.bench optim --models resnet18 --optimizers sgd,lamb"
 
     models: tuple[str, ...] = option(USUAL, "comma-separated", choices=tuple(LISTS))
-    optimizers: tuple[str, ...] = option(tuple(OURS), "comma-separated", choices=tuple(OURS))
+    optimizers: tuple[str, ...] = option(USUAL_OPTIMIZERS, "comma-separated", choices=tuple(OURS))
     peers: bool = option(True, "compare with other libraries too, if they are installed")
     repeats: int = option(21, "pairs of samples of each comparison, at most", least=1)
     seconds: float = option(4.0, "no pair of a comparison begins after this time; three are always taken", above=0)
@@ -165,7 +165,7 @@ class _OwnStep:
             "ms": quantiles(1e3 * seconds for seconds in mine),
             "ratio": quantiles(left / right for left, right in zip(mine, theirs, strict=True)),
         }
-        if side is not self._ours:  # the memory traffic of other libraries is unknown
+        if side is not self._ours or side.matrices:  # the traffic of other libraries and of matrix products is unknown
             return row | dict.fromkeys(("bytes_per_param", "bytes_per_param_uncached", "gb_per_s"))
         least, most = self._bytes
         rate = least * self._about["parameters"] / quantiles(mine)["p50"] / 1e9

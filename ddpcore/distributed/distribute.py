@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,16 @@ from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
+from ddpcore.optim.muon import Muon
 from ddpcore.parameters.flat import FlatParameters, MiB
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
 from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
+from ddpcore.strategies.baselines import DDP
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
+
+Handle = TypeVar("Handle", bound=Distributed)
 
 
 def distribute(
@@ -66,8 +70,7 @@ def distribute(
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
         link: a network to emulate between real ranks: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
-        bucket_bytes: the largest bucket of averaged gradients. Buckets that one parameter completes are sent together.
-        first_bucket_bytes: size of the first one.
+        bucket_bytes, first_bucket_bytes: sizes of the largest bucket of averaged gradients, and of the first one.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
         on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on: see docs/reliability.md.
@@ -84,7 +87,8 @@ def distribute(
     settings: dict[str, Any] = {"transport": transport, "link": link, "learners": learners, "policies": policies}
     settings |= {"scaler": scaler, "on_nonfinite": on_nonfinite, "on_failure": check_on_failure(on_failure), **buckets}
     if isinstance(strategy, Baseline):
-        return _baseline(model, strategy, group, {**settings, "timeout": timeout, "vectorize": vectorize})
+        options = {**settings, "timeout": timeout, "vectorize": vectorize}
+        return _share_work(_baseline(model, strategy, group, options), optimizer, strategy, group, is_fixed=True)
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     facts = _agree(group, model, optimizer, strategy, settings, timeout)
@@ -93,7 +97,22 @@ def distribute(
     with undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
-        return _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
+        handle = _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
+    return _share_work(handle, optimizer, strategy, group, is_fixed=learners is None and on_failure == "raise")
+
+
+def _share_work(
+    handle: Handle,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | Baseline,
+    group: dist.ProcessGroup | None,
+    is_fixed: bool,
+) -> Handle:
+    """Ranks with the same gradients orthogonalize each matrix once, if they stay (``is_fixed``). Returns the handle."""
+    is_same = isinstance(strategy, DDP) or (isinstance(strategy, Strategy) and strategy.learners_stay_identical)
+    if is_fixed and is_same and isinstance(optimizer, Muon) and optimizer.process_group is None:
+        optimizer.process_group = default_group(group)
+    return handle
 
 
 def _with_hooks(
@@ -310,6 +329,11 @@ def _check(
         raise ValueError(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it: take "
             "a fused optimizer, ddpcore's or torch's fused=True"
+        )
+    if isinstance(optimizer, Muon) and optimizer.process_group is not None and not strategy.learners_stay_identical:
+        raise ValueError(
+            f"Muon has a process_group, whose ranks need the same gradients, and under {strategy.name} they differ: "
+            "leave process_group out"
         )
     if strategy.in_use:
         raise ValueError("the strategy already serves a distribute() call: make a new one")

@@ -10,13 +10,14 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
 from ddpcore.ops.mix import NOISE_SCHEMA, STEP_MIX_SCHEMA, Mixture, mixture_arguments
-from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, SCALING_SCHEMA
+from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, PASS_SCHEMA, SCALING_SCHEMA
 
 _lamb_step = define(
     "lamb_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor(f!) scratch, Tensor(g!) trust, "
     f"{GROUP_SCHEMA}, int[] adapt, float beta1, float beta2, float eps, bool debias, str decay_mode, float min_ratio, "
-    f"float max_ratio, float min_weight_norm, float max_weight_norm, {SCALING_SCHEMA}) -> ()",
+    f"float max_ratio, float min_weight_norm, float max_weight_norm, {SCALING_SCHEMA}, "
+    f"{PASS_SCHEMA}) -> ()",
     reference.lamb_step_,
     no_result,
 )
@@ -61,6 +62,8 @@ def lamb_step_(
     found_inf: Tensor | None = None,
     norm_squared: Tensor | None = None,
     max_norm: float = 0.0,
+    squares: Tensor | None = None,
+    passes: str = "both",
 ) -> None:
     """One LAMB step (You et al. 2020, algorithm 2) on every tensor, in place.
 
@@ -71,16 +74,17 @@ def lamb_step_(
 
     Args:
         exp_avgs, exp_avg_sqs: m and v, float32, one per parameter; changed in place.
-        steps: one float32 per group: the number of steps taken so far, increased by one.
+        steps: one float32 per group: steps taken so far, increased by one.
         scratch: see :func:`new_scratch`; float64 on the parameters' device, zero at first.
         trust: float64 ``[len(params), 3]``, overwritten: ratio, weight norm and update norm of each tensor.
         adapt: one per group: 0 sets the ratio to 1.
-        beta1, beta2: decay rates of m and v.
-        eps: added to the square root.
+        beta1, beta2, eps: decay rates of m and v, and a number that is added to the square root.
         debias: divide m and v by ``1 - beta^step``, which gives m_hat and v_hat.
-        decay_mode: ``in_update`` (the paper), ``coupled`` (decay is added to the gradient) or ``decoupled`` (``w *= 1 -
-            lr*weight_decay``, not scaled by the ratio).
+        decay_mode: ``in_update`` (the paper), ``coupled`` (added to the gradient) or ``decoupled`` (without the ratio).
         min_ratio, max_ratio, min_weight_norm, max_weight_norm: bounds of the ratio and of phi.
+        squares: float64 ``[len(params), 2]``: sums of squares of weights and updates. Pass ``first`` writes them and
+            ``second`` reads them; between these calls the caller adds those of other shards. None with ``both``.
+        passes: ``both``, ``first`` or ``second``.
 
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not match, or the decay mode is unknown.
@@ -88,7 +92,7 @@ def lamb_step_(
     tensors = params, grads, exp_avgs, exp_avg_sqs, masters, steps, scratch, trust
     groups = group_sizes, lr, weight_decay, device_lr, adapt
     rule = beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm
-    _lamb_step(*tensors, *groups, *rule, maximize, grad_scale, found_inf, norm_squared, max_norm)
+    _lamb_step(*tensors, *groups, *rule, maximize, grad_scale, found_inf, norm_squared, max_norm, squares, passes)
 
 
 def mix_lamb_step_(

@@ -9,12 +9,12 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
 from ddpcore.ops.mix import NOISE_SCHEMA, STEP_MIX_SCHEMA, Mixture, mixture_arguments
-from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, RULE_SCHEMA, SCALING_SCHEMA
+from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, PASS_SCHEMA, RULE_SCHEMA, SCALING_SCHEMA
 
 _lars_step = define(
     "lars_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
     f"Tensor(d!)[] steps, Tensor(e!) scratch, Tensor(f!) trust, {GROUP_SCHEMA}, int[] adapt, str variant, "
-    f"float trust_coefficient, float eps, {RULE_SCHEMA}, {SCALING_SCHEMA}) -> ()",
+    f"float trust_coefficient, float eps, {RULE_SCHEMA}, {SCALING_SCHEMA}, {PASS_SCHEMA}) -> ()",
     reference.lars_step_,
     no_result,
 )
@@ -55,6 +55,8 @@ def lars_step_(
     found_inf: Tensor | None = None,
     norm_squared: Tensor | None = None,
     max_norm: float = 0.0,
+    squares: Tensor | None = None,
+    passes: str = "both",
 ) -> None:
     """One LARS step (You, Gitman, Ginsburg 2017, algorithm 1) on every tensor, in place.
 
@@ -74,6 +76,9 @@ def lars_step_(
         variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``.
         trust_coefficient: eta in the paper.
         eps: added to the denominator of R.
+        squares: float64 ``[len(params), 2]``: sums of squares of weights and gradients. Pass ``first`` writes them and
+            ``second`` reads them; between these calls the caller adds those of other shards. None with ``both``.
+        passes: ``both``, ``first`` or ``second``.
 
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not match, or the variant is unknown.
@@ -81,7 +86,8 @@ def lars_step_(
     groups = group_sizes, lr, weight_decay, device_lr, adapt
     rule = variant, trust_coefficient, eps, momentum, dampening, nesterov, decoupled
     scaling = maximize, grad_scale, found_inf, norm_squared, max_norm
-    _lars_step(params, grads, momentum_buffers, masters, steps, scratch, trust, *groups, *rule, *scaling)
+    tensors = params, grads, momentum_buffers, masters, steps, scratch, trust
+    _lars_step(*tensors, *groups, *rule, *scaling, squares, passes)
 
 
 def mix_lars_step_(

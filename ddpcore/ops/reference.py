@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.ops.random import add_noise
-from ddpcore.ops.scalars import clamped, power, rounded
+from ddpcore.ops.scalars import clamped, norms, power, rounded
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -54,6 +54,7 @@ def _tensor_steps(
     found_inf: Tensor | None = None,
     norm_squared: Tensor | None = None,
     max_norm: float = 0.0,
+    is_counted: bool = True,
 ) -> Iterator[_TensorStep]:
     """Check the lists, yield the step of each tensor, then count the step. Yields nothing if ``found_inf`` is set."""
     _check(params, grads, group_sizes, *others, masters)
@@ -77,7 +78,7 @@ def _tensor_steps(
             taken=int(steps[group].item()) if steps else None,
             factor=-factor if maximize else factor,
         )
-    for step in steps:
+    for step in steps if is_counted else ():
         step.add_(1)
 
 
@@ -170,14 +171,19 @@ def lars_step_(
     dampening: float,
     nesterov: bool,
     decoupled: bool,
+    squares: Tensor | None = None,
+    passes: str = "both",
     **shared: Any,
 ) -> None:
     """Reference implementation of :func:`ddpcore.ops.lars_step_`."""
     rule: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "decoupled": decoupled}
+    shared["is_counted"] = passes != "first"
     for step in _tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
         weight, grad = step.weight, grads[step.position]
-        weight_norm = math.sqrt(weight.double().square().sum())
-        grad_norm = math.sqrt(grad.double().square().sum()) * abs(rounded(step.factor, weight))
+        weight_norm, grad_norm = norms(weight, grad, step.position, squares, passes)
+        grad_norm *= abs(rounded(step.factor, weight))
+        if passes == "first":
+            continue
         ratio = 1.0
         if step.adapt and weight_norm != 0 and grad_norm != 0:
             coupled = 0.0 if decoupled else step.weight_decay
@@ -206,14 +212,16 @@ def _adam_update(
     beta2: float,
     eps: float,
     debias: bool,
+    has_moments: bool = False,
 ) -> Tensor:
-    """Update both moments; returns ``m_hat / (sqrt(v_hat) + eps) + update_decay*w``."""
+    """Update both moments, unless this has been done; returns ``m_hat / (sqrt(v_hat) + eps) + update_decay*w``."""
     weight, count = step.weight, 1 + (step.taken or 0)
     debias1 = rounded(1.0 / (1.0 - power(beta1, count)), weight) if debias else 1.0
     debias2 = rounded(1.0 / (1.0 - power(beta2, count)), weight) if debias else 1.0
     direction = rounded(step.factor, weight) * _wide(grads[step.position]) + coupled_decay * weight
-    exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
-    exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
+    if not has_moments:
+        exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
+        exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
     # The root in float64, because torch's own fp32 root is not always the nearest number.
     root = (debias2 * exp_avg_sq).double().sqrt().to(weight.dtype)
     return (debias1 * exp_avg) / (root + rounded(eps, weight)) + update_decay * weight
@@ -268,18 +276,22 @@ def lamb_step_(
     max_ratio: float,
     min_weight_norm: float,
     max_weight_norm: float,
+    squares: Tensor | None = None,
+    passes: str = "both",
     **shared: Any,
 ) -> None:
     """Reference implementation of :func:`ddpcore.ops.lamb_step_`."""
     _check_counted(steps)
     rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": debias}
+    shared["is_counted"] = passes != "first"
     for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
         weight, exp_avg, exp_avg_sq = step.weight, exp_avgs[step.position], exp_avg_sqs[step.position]
         decay = step.weight_decay
         decays = (decay if decay_mode == mode else 0.0 for mode in ("coupled", "in_update"))
-        update = _adam_update(step, grads, exp_avg, exp_avg_sq, *decays, **rule)
-        weight_norm = math.sqrt(weight.double().square().sum())
-        update_norm = math.sqrt(update.double().square().sum())
+        update = _adam_update(step, grads, exp_avg, exp_avg_sq, *decays, **rule, has_moments=passes == "second")
+        weight_norm, update_norm = norms(weight, update, step.position, squares, passes)
+        if passes == "first":
+            continue
         ratio = 1.0
         if step.adapt and weight_norm != 0 and update_norm != 0:
             phi = clamped(weight_norm, rounded(min_weight_norm, weight), rounded(max_weight_norm, weight))

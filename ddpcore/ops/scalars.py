@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,3 +29,14 @@ def clamped(value: float, low: float, high: float) -> float:
     if value < low:
         value = low
     return high if value > high else value
+
+
+def norms(first: Tensor, second: Tensor, position: int, squares: Tensor | None, passes: str) -> tuple[float, float]:
+    """The norms of two tensors. The second pass takes them from ``squares``, into which the first pass writes."""
+    if passes == "second":
+        assert squares is not None
+        return math.sqrt(squares[position, 0]), math.sqrt(squares[position, 1])
+    sums = first.double().square().sum(), second.double().square().sum()
+    if squares is not None:
+        squares[position] = torch.stack(sums)
+    return math.sqrt(sums[0]), math.sqrt(sums[1])

@@ -14,6 +14,7 @@ GROUP_SCHEMA = "int[] group_sizes, float[] lr, float[] weight_decay, Tensor[] de
 RULE_SCHEMA = "float momentum, float dampening, bool nesterov, bool decoupled"
 CLIP_SCHEMA = "bool maximize, Tensor? norm_squared, float max_norm"
 SCALING_SCHEMA = "bool maximize, Tensor? grad_scale, Tensor? found_inf, Tensor? norm_squared, float max_norm"
+PASS_SCHEMA = "Tensor(s!)? squares=None, str passes='both'"
 
 _sgd_step = define(
     "sgd_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "

@@ -5,6 +5,7 @@ from .base import FusedOptimizer
 from .groups import param_groups
 from .lamb import FusedLAMB
 from .lars import FusedLARS
+from .muon import Muon
 from .registry import OPTIMIZERS, build_optimizer
 from .sgd import FusedSGD
 from .trust import TrustRatio
@@ -15,6 +16,7 @@ __all__ = [
     "FusedLARS",
     "FusedOptimizer",
     "FusedSGD",
+    "Muon",
     "OPTIMIZERS",
     "TrustRatio",
     "build_optimizer",

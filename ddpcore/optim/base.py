@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import reduce
 from operator import is_
 from typing import Any, ClassVar
 
@@ -21,8 +20,9 @@ from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.ops import Mixture
-from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing
-from ddpcore.optim.checks import check_common, check_one_norm, check_state, options_of, overlaps_itself
+from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing, norm_squared_of
+from ddpcore.optim.checks import check_common, check_one_norm, check_state, check_tensors, options_of
+from ddpcore.optim.shards import Shards, check_shards, is_dtensor, local, local_gradients
 from ddpcore.optim.states import create_states, restore_bits, split_steps
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
@@ -46,6 +46,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _weight_step: WeightStep | None = None
 
     operator: ClassVar[str]  # the name of the kernel in ddpcore.ops
+    uses_norms: ClassVar[bool] = False  # whether the step of a tensor depends on its norms
     buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)  # states of a parameter besides step and master
     float_states: ClassVar[tuple[str, ...]] = ("master",)  # states that are fp32 for parameters of all dtypes
     by_element: ClassVar[bool] = False  # each element is stepped alone: a call may take columns of a flat buffer
@@ -91,8 +92,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.is_complex():
                     raise ValueError(f"a parameter is {param.dtype}: pass torch.view_as_real of it, or real parameters")
-                if hasattr(param, "device_mesh"):
-                    raise ValueError("a parameter is a DTensor: fused optimizers need whole tensors, on every rank")
+            check_shards(key for key, _ in self.named_parameters())
         except ValueError:
             self.param_groups.pop()
             raise
@@ -249,9 +249,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             sizes.append(len(params) - before)
         if not params:
             return
+        shards = local_gradients(params, grads, self.named_parameters) if any(map(is_dtensor, params)) else grads
         plan = self._plan_of(name, groups, params, grads, sizes)
         states = [self.state.get(param, _NO_STATE) for param in params]
-        self._step_batches(plan.batches, groups, params, grads, states, mixture)
+        self._step_batches(plan, groups, params, shards, states, mixture)
         if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
             if is_capturing(params[0]):
@@ -259,7 +260,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _step_batches(
         self,
-        batches: list[Batch],
+        plan: BatchPlan,
         groups: Sequence[Group],
         params: list[Tensor],
         grads: list[Tensor],
@@ -267,16 +268,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         mixture: Mixture | None,
     ) -> None:
         max_norm = groups[0]["max_grad_norm"]
-        norm_squared = None if max_norm is None else self._norm_squared(batches, grads)
+        norm_squared = None if max_norm is None else norm_squared_of(plan, grads)
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
-        for batch in batches:
+        if plan.shards is None or not self.uses_norms or plan.shards.num_reductions == 0:
+            self._run(plan, groups, (params, grads, states), scaling, mixture)
+        else:
+            self._run(plan, groups, (params, grads, states), scaling, None, passes="first")
+            plan.shards.add_()
+            self._run(plan, groups, (params, grads, states), scaling, None, passes="second")
+
+    def _run(
+        self, plan: BatchPlan, groups: Sequence[Group], lists: Any, scaling: Any, mixture: Mixture | None, **passes: str
+    ) -> None:
+        params, grads, states = lists
+        for batch in plan.batches:
             options = [groups[index] for index in batch.groups]
             names = self.state_names(options[0])
             members = batch.of(states)
             buffers = [[state[name] for state in members] if name in names else [] for name in self.buffers]
             masters = [state["master"] for state in members] if batch.masters else []
             tensors = [batch.of(params), batch.of(grads), *buffers]
-            arguments = self.arguments(batch, options) | common_arguments(options, batch, scaling)
+            if plan.shards is not None:
+                tensors, masters = [list(map(local, column)) for column in tensors], list(map(local, masters))
+            arguments = self.arguments(batch, options) | common_arguments(options, batch, scaling) | passes
+            if passes:
+                arguments["squares"] = plan.shards.squares(batch)
             if mixture is None:
                 getattr(batch.kernels, self.operator)(*tensors, masters, batch.steps, batch.scratch, **arguments)
             else:
@@ -292,27 +308,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan = self._kept.get(name)
         same = plan is not None and plan.known == known and all(map(is_, plan.params, params))
         if plan is None or not same or not all(map(is_, plan.steps, self._steps_of(params))):
-            self._check(params, grads)
+            check_one_norm(self.param_groups)
+            check_tensors(type(self).__name__, params, grads)  # before anything is written
             batches = self._batches(groups, params, sizes, known[0])
             known = self._known(groups, params, grads, sizes)
-            plan = self._kept[name] = BatchPlan(params, self._steps_of(params), known, batches)
+            shards = Shards(params, batches) if any(map(is_dtensor, params)) else None
+            plan = self._kept[name] = BatchPlan(params, self._steps_of(params), known, batches, shards)
         return plan
 
     def _steps_of(self, params: list[Tensor]) -> list[Tensor | None]:
         return [self.state.get(param, _NO_STATE).get("step") for param in params]
-
-    def _check(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Raise before anything is written, so that an error leaves all parameters unchanged."""
-        check_one_norm(self.param_groups)
-        if True in [grad.is_sparse for grad in grads]:
-            raise RuntimeError(
-                f"{type(self).__name__} needs dense gradients: use nn.Embedding(sparse=False), "
-                "or another optimizer for this parameter"
-            )
-        if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
-            raise RuntimeError(f"{type(self).__name__}: a gradient must have the dtype and device of its parameter")
-        if True in [overlaps_itself(param) for param in params]:
-            raise RuntimeError(f"{type(self).__name__}: a parameter overlaps itself in memory: pass a clone of it")
 
     def _known(
         self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
@@ -371,7 +376,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                         steps.append(step)
                 positions.append(position)
                 counts[-1] += 1
-            segments = [params[position] for position in positions]
+            segments = [local(params[position]) for position in positions]
             batches.append(
                 Batch(
                     members=positions,
@@ -388,10 +393,3 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             )
         return batches
-
-    def _norm_squared(self, batches: list[Batch], grads: list[Tensor]) -> Tensor:
-        norms = []
-        for batch in batches:
-            batch.kernels.total_norm_(batch.of(grads), batch.norm)
-            norms.append(batch.norm[:1])
-        return reduce(lambda total, norm: total + norm.to(total.device), norms)

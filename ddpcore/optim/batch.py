@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +53,7 @@ class BatchPlan:
     steps: list[Tensor | None]  # these, the step counters of the parameters, too,
     known: tuple[list[Any], ...]  # and these are equal
     batches: list[Batch]
+    shards: Any = None  # a Shards, if a parameter is a DTensor
 
 
 def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any, Any, Any, float]) -> dict[str, Any]:
@@ -77,6 +79,18 @@ def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any,
         "norm_squared": on_device(norm_squared, device),
         "max_norm": max_norm,
     }
+
+
+def norm_squared_of(plan: BatchPlan, grads: list[Tensor]) -> Tensor:
+    """The squared norm of all gradients of a step together, of all shards of a DTensor."""
+    if plan.shards is not None:
+        total: Tensor = plan.shards.norm_squared(plan.batches, grads)
+        return total
+    norms = []
+    for batch in plan.batches:
+        batch.kernels.total_norm_(batch.of(grads), batch.norm)
+        norms.append(batch.norm[:1])
+    return reduce(lambda total, norm: total + norm.to(total.device), norms)
 
 
 def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:

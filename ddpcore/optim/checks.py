@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpcore.optim.batch import Group
+from ddpcore.optim.shards import check_shard_of_state, local
 from ddpcore.options.typed import check_range
 
 _OF_TORCH = ("capturable", "differentiable", "foreach", "fused")
@@ -103,6 +104,18 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
+def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if the optimizer ``name`` cannot step these parameters with these gradients."""
+    if True in [grad.is_sparse for grad in grads]:
+        raise RuntimeError(
+            f"{name} needs dense gradients: use nn.Embedding(sparse=False), or another optimizer for this parameter"
+        )
+    if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
+        raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
+    if True in [overlaps_itself(local(param)) for param in params]:
+        raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
+
+
 def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:
     """Raise ValueError unless a loaded state fits the parameter and an optimizer with these buffers."""
     foreign = [name for name in state if name not in (*buffers, "step", "master")]
@@ -122,3 +135,5 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Seque
                 f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
                 f"the parameter has {tuple(param.shape)}"
             )
+        elif value is not None:
+            check_shard_of_state(index, name, param, value)

@@ -13,6 +13,7 @@ from ddpcore.optim.adamw import FusedAdamW
 from ddpcore.optim.groups import param_groups
 from ddpcore.optim.lamb import FusedLAMB
 from ddpcore.optim.lars import FusedLARS
+from ddpcore.optim.muon import Muon
 from ddpcore.optim.sgd import FusedSGD
 from ddpcore.options.registry import Registry
 
@@ -25,6 +26,7 @@ OPTIMIZERS: Registry[torch.optim.Optimizer] = Registry(
         "lars": FusedLARS,
         "lamb": FusedLAMB,
         "adamw": FusedAdamW,
+        "muon": Muon,
         "torch_sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
         "torch_adamw": torch.optim.AdamW,
@@ -69,9 +71,10 @@ def build_optimizer(
     if max_grad_norm is not None:
         given["max_grad_norm"] = max_grad_norm
     params: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if two_groups:
+    for_muon = OPTIMIZERS.takes(name, "adjust_lr_fn") and OPTIMIZERS.takes(name, "adamw_lr")
+    if two_groups or for_muon:
         default = OPTIMIZERS.options(name).get("weight_decay", inspect.Parameter.empty)
         if default is inspect.Parameter.empty:
             raise ValueError(f"optimizer {name} has no weight_decay with a default: leave param_groups out")
-        params = param_groups(model, given.get("weight_decay", default))
+        params = param_groups(model, given.get("weight_decay", default), rule="muon" if for_muon else None)
     return OPTIMIZERS.build(name, params, lr=lr, **given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ddpcore.optim.base import FusedOptimizer
 
@@ -18,6 +18,8 @@ class TrustRatio(NamedTuple):
 
 class AdaptiveOptimizer(FusedOptimizer):
     """An optimizer that scales each tensor's step by a trust ratio."""
+
+    uses_norms: ClassVar[bool] = True
 
     def trust_ratios(self) -> dict[str | int, TrustRatio | list[TrustRatio]]:
         """The ratios of the last step, by name if the optimizer got named parameters, else by index.

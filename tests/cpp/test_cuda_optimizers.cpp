@@ -226,6 +226,82 @@ TYPED_TEST(CudaOptimizers, WithoutCooperativeLaunch) {
 }
 #endif
 
+// ---- one pass a call, for shards ----
+
+template <typename Kind>
+cudaError_t enqueue_pass(const DeviceSgd<Kind>& device, LarsProblem<Kind>& host, Passes passes, NormPartials* squares) {
+    return cuda::lars_step_(
+        {device.args(host), host.lars, device.partials.data(), device.trust.data(), passes, squares}, nullptr);
+}
+
+template <typename Kind>
+cudaError_t enqueue_pass(
+    const DeviceLamb<Kind>& device, LambProblem<Kind>& host, Passes passes, NormPartials* squares) {
+    LambArgs args = device.args(host);
+    args.passes = passes;
+    args.squares = squares;
+    return cuda::lamb_step_(args, nullptr);
+}
+
+template <typename Kind>
+Trust expected_trust(const LarsProblem<Kind>& host, size_t s, const NormPartials& squares) {
+    return lars_trust(host.lars, host.rule, host.groups[host.group_of[s]], grad_factor(host.grad_scaling()), squares);
+}
+
+template <typename Kind>
+Trust expected_trust(const LambProblem<Kind>& host, size_t s, const NormPartials& squares) {
+    return lamb_trust(host.rule, host.groups[host.group_of[s]], squares);
+}
+
+// The first pass counts no step and writes the squares of this rank. The second one uses those of all ranks.
+template <typename Problem>
+void expect_passes(Problem& host) {
+    const auto device = on_device(host, 1);
+    const DeviceBuffer<NormPartials> squares(filled(host.sizes.size(), NormPartials{NAN, NAN}));
+    ASSERT_CUDA(enqueue_pass(device, host, Passes::kFirst, squares.data()));
+    ASSERT_EQ(device.steps.download(), host.steps);
+    const std::vector<NormPartials> local = squares.download();
+    std::vector<NormPartials> sums = local;
+    for (NormPartials& sum : sums) sum = {4.0 * sum.weight + 1.0, 9.0 * sum.update + 1.0};
+    squares.upload(sums.data());
+    std::vector<Trust> expected;
+    for (size_t s = 0; s < sums.size(); ++s) expected.push_back(expected_trust(host, s, sums[s]));
+    ASSERT_CUDA(enqueue_pass(device, host, Passes::kSecond, squares.data()));
+    const std::vector<Trust> trust = device.trust.download();
+    take_step(host, 0, trust.data());
+    ASSERT_NO_FATAL_FAILURE(device.expect_same_bits(host));
+    for (size_t s = 0; s < sums.size(); ++s) {
+        ASSERT_EQ(trust[s].ratio, expected[s].ratio) << "segment " << s;
+        ASSERT_EQ(trust[s].weight_norm, expected[s].weight_norm) << "segment " << s;
+        ASSERT_EQ(trust[s].update_norm, expected[s].update_norm) << "segment " << s;
+        const double relative = static_cast<double>(2 * host.sizes[s] + 16) * 0x1p-53, norm = host.trust[s].weight_norm;
+        ASSERT_NEAR(sqrt(local[s].weight), norm, norm * relative) << "segment " << s;
+    }
+}
+
+TYPED_TEST(CudaOptimizers, OnePassACall) {
+    const std::vector<GroupSetting> groups = {
+        {.sizes = {4097, 0, 17}, .weight_decay = 0.03f}, {.sizes = {40000, 5}, .adapt = false}, {.sizes = {8192}}};
+    for (size_t turn = 0; turn < 6; ++turn) {
+        const std::vector<SgdSetting> settings = all_settings();
+        const SgdRule& rule = settings[turn * 5 % settings.size()].rule;
+        LarsProblem<TypeParam> lars(groups, rule, {kVariants[turn % 3], 0.02f, 1e-8f}, {.maximize = turn % 2 != 0});
+        ASSERT_NO_FATAL_FAILURE(expect_passes(lars)) << "LARS";
+        std::vector<GroupSetting> counted = groups;
+        for (GroupSetting& group : counted) group.steps = group.steps.value_or(0.0f);
+        LambProblem<TypeParam> lamb(
+            counted, {0.9, 0.999, 1e-6f, turn % 2 == 0, kDecays[turn % 3], 0.0f, INFINITY, 0.0f, INFINITY}, {});
+        ASSERT_NO_FATAL_FAILURE(expect_passes(lamb)) << "LAMB";
+    }
+}
+
+TYPED_TEST(CudaOptimizers, OnePassACallOfManyTensors) {
+    LambProblem<TypeParam> lamb(
+        {{.sizes = many_tiny_sizes(), .steps = 2.0f}},
+        {0.9, 0.999, 1e-6f, true, LambDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY}, {});
+    ASSERT_NO_FATAL_FAILURE(expect_passes(lamb));
+}
+
 // Without a group that counts there is nothing to count with.
 TYPED_TEST(CudaOptimizers, SgdWithoutTickets) {
     SgdProblem<TypeParam> host({{.sizes = kManySizes, .steps = std::nullopt}}, {0.9f, 0.7f, false, false});

@@ -161,3 +161,14 @@ def test_average_for_deployment(tmp_path: Path) -> None:
     printed = run(tmp_path, "average_for_deployment.py", "--steps", 60, "--out", "averaged.safetensors")
     assert min(numbers(r"accuracy ([\d.]+)", printed)) > 0.5
     assert f"{(tmp_path / 'averaged.safetensors').stat().st_size} bytes" in printed
+
+
+def test_fsdp2_lamb(tmp_path: Path) -> None:
+    words = ("--steps", 40, "--batch-size", 256, "--folder", "fsdp2")
+    first, second = two_ranks(tmp_path, "fsdp2_lamb.py", *words)
+    losses = numbers(r"loss ([\d.]+)", first)
+    assert losses[-1] < 0.6 * losses[0]
+    assert first.count("trust ratio") == 6 and second == ""
+    resumed, _ = two_ranks(tmp_path, "fsdp2_lamb.py", *words)
+    assert resumed.startswith("step 41: ")
+    assert numbers(r"loss ([\d.]+)", resumed)[-1] < losses[-1]

@@ -54,6 +54,6 @@ def test_a_wrong_value_names_the_optimizer() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_two_groups_leave_weights_the_decay_that_the_optimizer_has(name: str) -> None:
     model = nn.Linear(3, 2)
-    (whole,) = build_optimizer(name, model, lr=0.1, options={}).param_groups
+    whole, *_ = build_optimizer(name, model, lr=0.1, options={}).param_groups
     weights, biases = build_optimizer(name, model, lr=0.1, options={}, two_groups=True).param_groups
     assert (weights["weight_decay"], biases["weight_decay"]) == (whole["weight_decay"], 0.0)

@@ -1,0 +1,360 @@
+"""Muon: momentum whose matrices are orthogonalized, with AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+from typing_extensions import override
+
+from ddpcore.optim.batch import Group
+from ddpcore.optim.checks import check_flag, check_lr, check_number, check_state, is_number
+from ddpcore.optim.newton_schulz import (
+    COEFFICIENTS,
+    direct_products,
+    gram_products,
+    orthogonalize,
+    owners_of,
+    takes_gram,
+)
+from ddpcore.optim.shards import is_dtensor
+from ddpcore.options.typed import check_choice
+
+RULES = ("muon", "adamw")
+SCALES = ("original", "match_rms_adamw")
+BUFFERS = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+MAX_BATCH = 2**26  # elements of the matrices that are orthogonalized together
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum orthogonalized by Newton-Schulz (Jordan et al. 2024), and AdamW for parameters that are no matrices.
+
+    ``m = momentum*m + (1-momentum)*g; u = (1-momentum)*g + momentum*m if nesterov else m; w *= 1 - lr*weight_decay;
+    w -= lr*s*O(u)``, where O(u) is the orthogonal factor of u. A convolution is a matrix of one row for each output
+    channel. The scale s is ``sqrt(max(1, rows/columns))``, or with ``match_rms_adamw`` (Moonshot: Liu et al. 2025,
+    arXiv:2502.16982, equation 4) ``0.2*sqrt(max(rows, columns))``, so that lr and decay of AdamW fit.
+
+    The rule and the state of matrices are those of ``torch.optim.Muon``; O(u) is rounded to bfloat16, as there.
+    Matrices of one shape are one batch of matrix products.
+
+    **Ranks.** With ``process_group``, whose ranks must have the same gradients, each rank orthogonalizes its share of
+    the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``.
+
+    Args:
+        params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
+            :func:`ddpcore.optim.param_groups` with ``rule="muon"``.
+        lr: learning rate; a number or a tensor.
+        weight_decay: decoupled.
+        momentum: in [0, 1).
+        nesterov: see above.
+        ns_coefficients: a, b, c of :func:`~ddpcore.optim.newton_schulz.orthogonalize`.
+        eps: least norm by which a matrix is divided.
+        ns_steps: number of iterations, below 100.
+        adjust_lr_fn: ``original`` (also None) or ``match_rms_adamw``.
+        betas: of AdamW.
+        adamw_eps: of AdamW.
+        adamw_lr: learning rate of groups with ``rule="adamw"`` that give none; None: ``lr``.
+        ns_dtype: of the matrix products; float64 parameters have float64. float32 is faster on CPUs that have no
+            instructions for bfloat16, and takes the Gram form where it has fewer multiplications.
+        process_group: see above.
+
+    Raises:
+        ValueError: a hyperparameter is invalid; a parameter with ``rule="muon"`` has less than two dimensions or is a
+            DTensor; there are no parameters.
+        RuntimeError: in ``step``, a gradient is sparse.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_lr: float | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.process_group, self._adamw_lr, self._ns_dtype = process_group, adamw_lr, ns_dtype
+        if not isinstance(ns_dtype, torch.dtype) or not ns_dtype.is_floating_point:
+            raise ValueError(f"ns_dtype is {ns_dtype}: it must be a floating-point dtype")
+        if adamw_lr is not None:
+            check_number("adamw_lr", adamw_lr)
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "rule": "muon",
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+        }
+        super().__init__(params, defaults)
+
+    @override
+    def add_param_group(self, param_group: Group) -> None:
+        if param_group.get("rule") == "adamw" and self._adamw_lr is not None:
+            param_group.setdefault("lr", self._adamw_lr)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        first = sum(len(other["params"]) for other in self.param_groups[:-1])
+        names = group.get("param_names", range(first, first + len(group["params"])))
+        try:
+            _check_options(group)
+            for name, param in zip(names, group["params"], strict=True):
+                _check_parameter(name, param, group["rule"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            for param in group["params"]:
+                step = self.state.get(param, {}).get("step")
+                if step is not None:
+                    self.state[param]["step"] = torch.as_tensor(step, dtype=torch.float32, device=param.device)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as in torch; that of ``torch.optim.Muon`` too. Options that it lacks keep their values.
+
+        Raises:
+            ValueError: shapes or states do not fit the groups' rules, or an option is invalid. Nothing is changed then.
+        """
+        groups = list(state_dict["param_groups"])
+        if len(groups) == len(self.param_groups):  # else torch raises an error
+            groups = [{**own, **group} for own, group in zip(self.param_groups, groups, strict=True)]
+            for own, group in zip(self.param_groups, groups, strict=True):
+                _check_options(group)
+                for index, param in zip(group["params"], own["params"], strict=False):
+                    check_state(index, param, state_dict["state"].get(index, {}), BUFFERS[group["rule"]])
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step. Returns the result of ``closure``, or None. Collective if there is a ``process_group``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
+                raise RuntimeError("Muon needs dense gradients: use nn.Embedding(sparse=False)")
+        groups = [group for group in self.param_groups if group["rule"] == "muon"]
+        matrices = [matrix for group in groups for matrix in self._matrices(group)]
+        for matrix, update in zip(matrices, self._updates(matrices), strict=True):
+            matrix.step(update)
+        for group in self.param_groups:
+            if group["rule"] == "adamw":
+                self._step_adamw(group)
+        return loss
+
+    def _matrices(self, group: Group) -> Iterator[_Matrix]:
+        """The matrices of a group that have gradients, after a step of their momentum."""
+        params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
+        for param in params:
+            if "momentum_buffer" not in self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        momenta = [self.state[param]["momentum_buffer"] for param in params]
+        if params:
+            torch._foreach_lerp_(momenta, [param.grad for param in params], 1 - group["momentum"])
+        for param, momentum in zip(params, momenta, strict=True):
+            yield _Matrix(param, momentum, group, self._dtype_of(param))
+
+    def _dtype_of(self, param: Tensor) -> torch.dtype:
+        return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
+
+    def _updates(self, matrices: list[_Matrix]) -> list[Tensor]:
+        """O(u) of all matrices, with ``rows <= columns``, from this rank and the others."""
+        group = self.process_group
+        if group is None or dist.get_world_size(group) == 1:
+            return _orthogonal(matrices)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        owners = owners_of([matrix.cost for matrix in matrices], world_size)
+        mine = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank]
+        computed = {id(matrix): update for matrix, update in zip(mine, _orthogonal(mine), strict=True)}
+        updates: dict[int, Tensor] = {}
+        for kind in dict.fromkeys((matrix.param.device, matrix.stored) for matrix in matrices):
+            parts: list[list[_Matrix]] = [[] for _ in range(world_size)]
+            for matrix, owner in zip(matrices, owners, strict=True):
+                if (matrix.param.device, matrix.stored) == kind:
+                    parts[owner].append(matrix)
+            most = max(sum(matrix.param.numel() for matrix in part) for part in parts)
+            sent = torch.zeros(most, dtype=kind[1], device=kind[0])
+            for matrix, place in _places(parts[rank], sent):
+                place.copy_(computed[id(matrix)])
+            received = [torch.empty_like(sent) for _ in range(world_size)]
+            dist.all_gather(received, sent, group=group)
+            for part, row in zip(parts, received, strict=True):
+                updates.update((id(matrix), place) for matrix, place in _places(part, row))
+        return [updates[id(matrix)] for matrix in matrices]
+
+    def _step_adamw(self, group: Group) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        if not params:
+            return
+        for param in params:
+            state = self.state[param]
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        states = [self.state[param] for param in params]
+        adamw(
+            params,
+            [param.grad for param in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=all(param.device.type in ("cpu", "cuda") for param in params),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    """A parameter of one step, as a matrix."""
+
+    param: Tensor
+    momentum: Tensor
+    group: Group
+    dtype: torch.dtype  # of the products
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.param.shape[0], self.param.numel() // self.param.shape[0]
+
+    @property
+    def wide(self) -> tuple[int, int]:
+        """The shape, transposed if there are more rows than columns."""
+        rows, columns = self.shape
+        return min(rows, columns), max(rows, columns)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of O(u)."""
+        return torch.float64 if self.param.dtype == torch.float64 else torch.bfloat16
+
+    @property
+    def cost(self) -> int:
+        """Multiplications."""
+        form = gram_products if takes_gram(*self.wide, self.group["ns_steps"], self.dtype) else direct_products
+        return form(*self.wide, self.group["ns_steps"])
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Matrices that are equal in this can be one batch."""
+        options = tuple(self.group["ns_coefficients"]), self.group["eps"], self.group["ns_steps"]
+        return self.wide, self.dtype, self.param.dtype, self.param.device, options
+
+    def direction(self) -> Tensor:
+        """u, with ``rows <= columns``."""
+        grad = self.param.grad
+        assert grad is not None
+        direction = grad.lerp(self.momentum, self.group["momentum"]) if self.group["nesterov"] else self.momentum
+        matrix = direction.flatten(1)
+        return matrix.mT if self.shape[0] > self.shape[1] else matrix
+
+    def step(self, update: Tensor) -> None:
+        """Decay the weights and subtract the update."""
+        lr, (rows, columns) = float(self.group["lr"]), self.shape
+        if self.group["adjust_lr_fn"] == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, columns))
+        else:
+            scale = math.sqrt(max(1, rows / columns))
+        self.param.mul_(1 - lr * self.group["weight_decay"])
+        update = update.mT if rows > columns else update
+        self.param.add_(update.reshape(self.param.shape), alpha=-lr * scale)
+
+
+def _orthogonal(matrices: list[_Matrix]) -> list[Tensor]:
+    """O(u) of each matrix, in batches of one shape."""
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        kinds.setdefault(matrix.kind, []).append(index)
+    updates: dict[int, Tensor] = {}
+    for members in kinds.values():
+        first = matrices[members[0]]
+        size = max(1, MAX_BATCH // first.param.numel())
+        for begin in range(0, len(members), size):
+            part = members[begin : begin + size]
+            result = orthogonalize(
+                torch.stack([matrices[index].direction() for index in part]),
+                steps=first.group["ns_steps"],
+                coefficients=first.group["ns_coefficients"],
+                eps=first.group["eps"],
+                dtype=first.dtype,
+            )
+            updates.update(zip(part, result.to(first.stored), strict=True))
+    return [updates[index] for index in range(len(matrices))]
+
+
+def _places(matrices: Sequence[_Matrix], row: Tensor) -> Iterator[tuple[_Matrix, Tensor]]:
+    """The matrices, each with its part of a row in which they lie one after another."""
+    begin = 0
+    for matrix in matrices:
+        end = begin + matrix.param.numel()
+        yield matrix, row[begin:end].view(matrix.wide)
+        begin = end
+
+
+def _check_parameter(name: Any, param: Tensor, rule: str) -> None:
+    if rule != "muon":
+        return
+    where = "put it in a group with rule='adamw', as param_groups(model, weight_decay, rule='muon') does"
+    if param.ndim < 2:
+        raise ValueError(f"parameter {name} has {param.ndim} dimensions, and Muon needs a matrix: {where}")
+    if param.is_complex():
+        raise ValueError(f"parameter {name} is {param.dtype}, and Muon needs a real matrix: {where}")
+    if is_dtensor(param):
+        raise ValueError(f"parameter {name} is a DTensor, and Muon needs whole matrices: {where}")
+
+
+def _check_options(group: Group) -> None:
+    """Raise ValueError, with name and value, if an option of the group is invalid."""
+    check_choice("rule", group["rule"], RULES)
+    check_lr(group["lr"])
+    check_number("weight_decay", group["weight_decay"])
+    check_number("momentum", group["momentum"], below=1.0)
+    check_flag("nesterov", group["nesterov"])
+    for name, length in (("ns_coefficients", 3), ("betas", 2)):
+        values = group[name]
+        if not isinstance(values, Sequence) or len(values) != length or not all(map(is_number, values)):
+            raise ValueError(f"{name} is {values}: it must be {length} numbers")
+    for index, beta in enumerate(group["betas"]):
+        check_number(f"betas[{index}]", beta, below=1.0)
+    check_number("eps", group["eps"])
+    check_number("adamw_eps", group["adamw_eps"])
+    steps = group["ns_steps"]
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
+        raise ValueError(f"ns_steps is {steps}: it must be an integer from 0 to 99")
+    if group["adjust_lr_fn"] is not None:
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], SCALES)

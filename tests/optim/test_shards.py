@@ -1,0 +1,145 @@
+"""DTensors: a step on shards is the step on whole tensors, and checkpoints of 4 ranks load on 2 and on 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import ranks, shard_checkpoint_ranks
+from helpers.shard_ranks import OPTIMIZERS
+
+LAYOUTS = [
+    *((size, layout) for size in ("2", "4") for layout in ("fsdp", "mixed")),
+    *(("2x2", layout) for layout in ("hsdp", "both", "mixed")),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("checkpoints")
+        patch.setenv("DDPCORE_TEST_CHECKPOINTS", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def seen(checkpoints) -> list[dict[str, Any]]:
+    return ranks.run("shard_ranks", 4)
+
+
+@pytest.fixture(scope="module")
+def steps(seen) -> dict[Any, Any]:
+    return seen[0]["steps"]
+
+
+@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_on_shards_is_that_on_whole_tensors(name, size, layout, steps, assert_same_bits):
+    """The sums of squares differ in the last bits of float64. After rounding to fp32 the factors are the same here."""
+    for dtype in ("torch.float32", "torch.bfloat16"):
+        if (name, dtype, size, layout) not in steps:
+            continue
+        got, want = steps[name, dtype, size, layout], steps[name, dtype]
+        for key, weight in want["weights"].items():
+            assert_same_bits(got["weights"][key], weight, key)
+            for state, value in want["states"][key].items():
+                assert_same_bits(got["states"][key][state], value, f"{state} of {key}")
+        for key, ratio in want["ratios"].items():
+            assert got["ratios"][key] == pytest.approx(ratio, rel=1e-14)
+
+
+def test_half_precision_has_been_seen(steps):
+    assert ("lamb", "torch.bfloat16", "2x2", "mixed") in steps
+
+
+def test_ranks_have_the_same_bits(seen, assert_same_bits):
+    for other in seen[1:]:
+        for key, result in other["steps"].items():
+            for name, weight in result["weights"].items():
+                assert_same_bits(weight, seen[0]["steps"][key]["weights"][name], f"{key} {name}")
+
+
+def test_one_all_reduce_for_each_sharded_dimension(seen):
+    """Clipping needs the norm of all gradients before the first pass of LAMB: one more."""
+    for rank in seen:
+        assert rank["reductions"] == {
+            ("sgd", 1): 1, ("sgd", 2): 2, ("adamw", 1): 1, ("adamw", 2): 2,
+            ("lars", 1): 1, ("lars", 2): 2, ("lamb", 1): 2, ("lamb", 2): 4,
+        }  # fmt: skip
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(seen):
+    for rank in seen:
+        found = rank["overflow"]
+        assert torch.equal(found["skipped"], torch.ones(8, 4))
+        assert found["step"] == 0.0
+        assert found["scale"] == 2.0
+        torch.testing.assert_close(found["stepped"], torch.full((8, 4), 0.9))
+
+
+@pytest.mark.parametrize("way", ["fsdp", "hsdp", "fsdp and tensor", "tensor"])
+def test_models_of_torch(way, seen):
+    """The gradients are sums over ranks in another order, so weights differ by some roundings."""
+    plain = seen[0]["models"]["plain"]
+    for name, weight in seen[0]["models"][way].items():
+        torch.testing.assert_close(weight, plain[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_partial_gradient_is_reduced(seen, assert_same_bits):
+    for rank in seen:
+        assert_same_bits(rank["partial"]["fused"], rank["partial"]["torch"])
+        torch.testing.assert_close(rank["partial"]["fused"].detach(), torch.full((6,), 0.4))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("mesh of the gradient", r"the gradient of parameter first is on DeviceMesh\(\(replicas=2.*distribute_tensor$"),
+        ("tied", "parameter out is a shard of the same memory as parameter in: tie them as one parameter"),
+        ("tied groups", "parameter out is a shard of the same memory as parameter in"),
+        ("muon", "parameter first is a DTensor, and Muon needs whole matrices"),
+        ("partial", "parameter sum is a DTensor with partial sums"),
+        ("whole state", "exp_avg of parameter 0 is a whole tensor and the parameter a DTensor: load it with"),
+        ("other layout", r"exp_avg of parameter 0 is laid out as \(Replicate\(\),\)"),
+        ("shards of a plain parameter", "exp_avg of parameter 0 is a DTensor and the parameter not"),
+    ],
+)
+def test_refusals(what, message, seen):
+    for rank in seen:
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(rank["refused"][what])
+        assert rank["refused"]["unchanged"]
+        assert rank["refused"]["states kept"]
+
+
+@pytest.fixture(scope="module")
+def worlds(checkpoints, seen) -> dict[int, dict[Any, Any]]:
+    """What four, two and one rank saw of the checkpoint that the four saved."""
+    two = ranks.run("shard_checkpoint_ranks", 2)[0]
+    return {4: seen[0]["checkpoint"], 2: two, 1: shard_checkpoint_ranks.run(0, 1)}
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars", "lamb"])
+def test_a_checkpoint_of_four_ranks_on_two_and_on_one(name, worlds, assert_same_bits):
+    saved = worlds[4]
+    assert set(saved[name, "kinds"]) == {"DTensor"}
+    for loaded in (worlds[2], worlds[1]):
+        for key, weight in saved[name, "before"].items():
+            assert_same_bits(loaded[name, "before"][key], weight, key)
+            for state, value in saved[name, "states"][key].items():
+                assert_same_bits(loaded[name, "states"][key][state], value, f"{state} of {key}")
+        for key, weight in saved[name, "after"].items():  # gradients are summed in another order
+            torch.testing.assert_close(loaded[name, "after"][key], weight, rtol=1e-5, atol=1e-6)
+        assert loaded[name, "steps"] == saved[name, "steps"] == [5.0] * 4
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars", "lamb"])
+def test_a_full_state_dict_is_sharded_again(name, worlds, assert_same_bits):
+    saved = worlds[4]
+    for key, states in saved[name, "states"].items():
+        for state, value in states.items():
+            assert_same_bits(saved[name, "from full"][key][state], value, f"{state} of {key}")
