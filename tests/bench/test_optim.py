@@ -20,6 +20,7 @@ from helpers.drawn import words_drawn
 
 TABLE = [
     "FusedSGD / torch.optim.SGD(fused=True)",
+    "FusedAdamW / torch.optim.AdamW(fused=True)",
     "FusedLARS / torch.optim.SGD(fused=True)",
     "FusedLAMB / torch.optim.AdamW(fused=True)",
     "torch_optimizer.Lamb / FusedLAMB",
@@ -106,7 +107,7 @@ REFUSED = [
     ("optim --models vgg", "--models is 'vgg': choose from lenet5, resnet18, resnet50, bert-base, bert-large"),
     ("optim --models lenet5,lenet5", "names one twice"),
     ("optim --models ,", "--models is empty"),
-    ("optim --optimizers adam", "--optimizers is 'adam': choose from sgd, adamw, lars, lamb"),
+    ("optim --optimizers muon", "--optimizers is 'muon': choose from sgd, adamw, lars, lamb"),
     ("optim --repeats 0", "--repeats is 0"),
     ("optim --threads 0", "--threads is 0"),
     ("optim --seconds nan", "--seconds is nan"),
