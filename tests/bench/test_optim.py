@@ -48,7 +48,7 @@ def test_the_table_is_the_same_without_the_libraries() -> None:
         assert part in notes[0]
     assert "apex" not in notes[0], "it has no CPU path"
     chosen, notes = optim._comparisons(OptimConfig(device="cpu", peers=False, optimizers=("sgd", "lars")))
-    assert ([one.name for one in chosen], notes) == (TABLE[:2], [])
+    assert ([one.name for one in chosen], notes) == (TABLE[:3], [])
 
 
 def test_a_library_that_does_not_work_is_left_out_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["comparisons"] == TABLE
     rows = result["rows"]
     assert [(row["comparison"], row["implementation"]) for row in rows] == [
-        (name, side) for name in TABLE[:3] for side in name.split(" / ")
+        (name, side) for name in TABLE[:4] for side in name.split(" / ")
     ], "absent libraries have no rows"
     for row in rows:
         assert set(row) == ROW
