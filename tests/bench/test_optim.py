@@ -20,6 +20,7 @@ from helpers.drawn import words_drawn
 
 TABLE = [
     "FusedSGD / torch.optim.SGD(fused=True)",
+    "FusedAdamW / torch.optim.AdamW(fused=True)",
     "FusedLARS / torch.optim.SGD(fused=True)",
     "FusedLAMB / torch.optim.AdamW(fused=True)",
     "torch_optimizer.Lamb / FusedLAMB",
@@ -47,7 +48,7 @@ def test_the_table_is_the_same_without_the_libraries() -> None:
         assert part in notes[0]
     assert "apex" not in notes[0], "it has no CPU path"
     chosen, notes = optim._comparisons(OptimConfig(device="cpu", peers=False, optimizers=("sgd", "lars")))
-    assert ([one.name for one in chosen], notes) == (TABLE[:2], [])
+    assert ([one.name for one in chosen], notes) == ([TABLE[0], TABLE[2]], [])
 
 
 def test_a_library_that_does_not_work_is_left_out_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["comparisons"] == TABLE
     rows = result["rows"]
     assert [(row["comparison"], row["implementation"]) for row in rows] == [
-        (name, side) for name in TABLE[:3] for side in name.split(" / ")
+        (name, side) for name in TABLE[:4] for side in name.split(" / ")
     ], "absent libraries have no rows"
     for row in rows:
         assert set(row) == ROW
@@ -82,8 +83,8 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert 0 < quantiles["p20"] <= quantiles["p50"] <= quantiles["p80"]
         assert (row["gb_per_s"] is None) == (row["bytes_per_param"] is None) == (row["implementation"][:5] != "Fused")
         assert row["copy_gb_per_s"] > 0
-    assert [row["bytes_per_param"] for row in rows[::2]] == [20, 20, 28]
-    assert [row["bytes_per_param_uncached"] for row in rows[::2]] == [20, 28, 40]
+    assert [row["bytes_per_param"] for row in rows[::2]] == [20, 28, 20, 28]
+    assert [row["bytes_per_param_uncached"] for row in rows[::2]] == [20, 28, 28, 40]
     for left, right in zip(rows[::2], rows[1::2], strict=True):
         assert left["ratio"]["p50"] * right["ratio"]["p50"] == pytest.approx(1), "of an odd number of pairs"
     text = capsys.readouterr().out
@@ -106,7 +107,7 @@ REFUSED = [
     ("optim --models vgg", "--models is 'vgg': choose from lenet5, resnet18, resnet50, bert-base, bert-large"),
     ("optim --models lenet5,lenet5", "names one twice"),
     ("optim --models ,", "--models is empty"),
-    ("optim --optimizers adam", "--optimizers is 'adam': choose from sgd, adamw, lars, lamb"),
+    ("optim --optimizers muon", "--optimizers is 'muon': choose from sgd, adamw, lars, lamb"),
     ("optim --repeats 0", "--repeats is 0"),
     ("optim --threads 0", "--threads is 0"),
     ("optim --seconds nan", "--seconds is nan"),

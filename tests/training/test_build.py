@@ -93,7 +93,7 @@ def test_options_reach_their_parts() -> None:
         precision="bf16",
         label_smoothing=0.1,
         max_grad_norm=1.0,
-        optimizer="adamw",
+        optimizer="torch_adamw",
         device="cpu",
         num_validation=100,
         seed=9,

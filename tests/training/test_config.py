@@ -130,7 +130,7 @@ from ddpcore.training.config import BOOKKEEPING, merged
         ({"target": 0.5, "evaluate_every": 0}, "target is 0.5: only an evaluation can reach it, set evaluate_every"),
         ({"topology": "rnig"}, "unknown topology 'rnig': did you mean 'ring'?"),
         ({"policies": {"momentum": "share"}}, "policy momentum is 'share'"),
-        ({"policies": {"momenta": "keep"}}, "policies has no 'momenta': did you mean 'momentum'?"),
+        ({"policies": {"momentun": "keep"}}, "policies has no 'momentun': did you mean 'momentum'?"),
         ({"policies": {"scaler": "average"}}, "bf16 and fp32 need none"),
     ],
 )
