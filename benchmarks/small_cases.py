@@ -13,6 +13,7 @@ import torch
 from common import DTYPES
 
 from ddpcore import ops, optim
+from ddpcore.parameters.flat import FlatParameters
 
 SIZES = [(1,), (3, 5), (4096,), (4097,), (70, 71)]  # around the length of a block, aligned and not
 
@@ -20,6 +21,8 @@ Options = dict[str, Any]
 OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], Options]] = [
     (optim.FusedSGD, {"momentum": 0.9}),
     (optim.FusedSGD, {"momentum": 0.9, "nesterov": True, "decoupled_weight_decay": True, "maximize": True}),
+    (optim.FusedAdamW, {}),
+    (optim.FusedAdamW, {"decoupled_weight_decay": False, "maximize": True}),
     (optim.FusedLARS, {"variant": "you2017"}),
     (optim.FusedLARS, {"variant": "scaled_lr"}),
     (optim.FusedLAMB, {"variant": "paper"}),
@@ -45,6 +48,23 @@ def steps(options: argparse.Namespace, dtype: torch.dtype) -> None:
             print(f"{kind.__name__} {rule}, {dtype}{', masters' if masters else ''}")
 
 
+def mixed_steps(options: argparse.Namespace, dtype: torch.dtype) -> None:
+    """A step with an average of one and of three peers in the same pass, of each optimizer."""
+    for kind, rule in OPTIMIZERS:
+        for num_peers in (1, 3):
+            params = [torch.nn.Parameter(randn(shape, options, dtype)) for shape in SIZES]
+            flat = FlatParameters([[(str(index), param) for index, param in enumerate(params)]])
+            optimizer = kind(params, lr=0.1, weight_decay=0.01, **rule)
+            step = optimizer.bind(flat)
+            for param in params:
+                param.grad = randn(tuple(param.shape), options, dtype)
+            share = 1 / (num_peers + 1)
+            peers = [randn((flat.numel,), options, dtype) for _ in range(num_peers)]
+            step.average(ops.Mixture(peers, share, [share] * num_peers))
+            optimizer.step()
+        print(f"mixed steps of {kind.__name__} {rule}, {dtype}")
+
+
 def sums(options: argparse.Namespace, dtype: torch.dtype) -> None:
     """Inner products of one and of three rows, in segments of which one is empty; about zero and about an origin."""
     for numel in (1, 4097):
@@ -59,13 +79,11 @@ def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
     """Averages with no, one and three peers, a stack of learners, and sums of squares."""
     for numel in (1, 4097):
         for num_peers in (0, 1, 3):
-            weights, grad, buffer = (randn((numel,), options, dtype) for _ in range(3))
+            weights = randn((numel,), options, dtype)
             peers = [randn((numel,), options, dtype) for _ in range(num_peers)]
             share = 1 / (num_peers + 1)
             ops.mix_(weights, peers, share, [share] * num_peers)
             ops.mix_(weights, peers, share, [share] * num_peers, ops.Noise(0.1, seed=1, step=2, first=3))
-            mixture = ops.Mixture(peers, share, [share] * num_peers)
-            ops.mix_sgd_step_([weights], [grad], [buffer], [], None, mixture, [0], lr=0.1, momentum=0.9)
         for num_others in (0, 1):
             others = [randn((numel,), options, dtype) for _ in range(num_others)]
             columns = torch.arange(3 + num_others).repeat(3)
@@ -81,6 +99,7 @@ def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
 def all_cases(options: argparse.Namespace) -> None:
     for dtype in DTYPES.values():
         steps(options, dtype)
+        mixed_steps(options, dtype)
         mixes(options, dtype)
         sums(options, dtype)
 

@@ -140,7 +140,7 @@ class HessianStatistics(Observer):
         distance, disagreement = self._shares(learner, weights_LP - mean_LP, vectors_kP)
         noise = noise_shares = None
         if not self._handle.strategy.averages_gradients_at(learner.step):
-            own_LP = self._local_gradients(learner)
+            own_LP = passes.local_gradients(learner)
             average_LP = own_LP.clone()
             learner.comm.average_(average_LP).wait()
             noise, noise_shares = self._shares(learner, own_LP - average_LP, vectors_kP)
@@ -186,14 +186,6 @@ class HessianStatistics(Observer):
         learner.comm.average_(sums).wait()
         total, *along = sums[0].tolist()
         return total, [value / total if total else 0.0 for value in along]
-
-    @staticmethod
-    def _local_gradients(learner: Learner) -> Tensor:
-        rows_LP = torch.zeros_like(learner.flat.grad_LP)
-        for view, parameter in zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-        return rows_LP
 
 
 def _segments(learner: Learner, rows_LP: Tensor) -> Sequence[Tensor]:

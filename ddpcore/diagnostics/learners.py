@@ -172,7 +172,8 @@ class LearnerStatistics(Observer):
         if config.directions:
             products = dynamics.covariance_products(flat.param_LP, mean_LP[0], comm)
             result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: config.directions] / comm.num_learners**2
-        own_LP = self._local_gradients(learner)
+        own_LP = passes.local_gradients(learner)
+        own_LP.mul_(self._unscale(own_LP))
         grad_LP = own_LP if config.loss is None else self._gradient_at(learner, mean_LP, config.loss, random)[0]
         average_LP = self._average(learner, grad_LP)
         squares = self._squares(learner, grad_LP), self._squares(learner, average_LP[:1])[0]
@@ -227,14 +228,6 @@ class LearnerStatistics(Observer):
         average_LP = rows_LP.clone()
         learner.comm.average_(average_LP).wait()
         return average_LP
-
-    def _local_gradients(self, learner: Learner) -> Tensor:
-        flat = learner.flat
-        rows_LP = torch.zeros_like(flat.grad_LP)
-        for view, parameter in zip(flat.views_of(rows_LP), flat.parameters, strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-        return rows_LP.mul_(self._unscale(rows_LP))
 
     def _squares(self, learner: Learner, rows_LP: Tensor) -> Tensor:
         """Squared norms float64 ``[L, S]`` of the segments of each row."""

@@ -205,6 +205,22 @@ def parts_of(loss: Loss) -> Iterator[Tensor]:
         yield part.reshape(())
 
 
+def local_gradients(learner: Learner) -> Tensor:
+    """A copy of each learner's ``.grad``, ``[L, P]``. NaN for a learner without any: ``on_nonfinite`` left its step out."""
+    rows_LP = torch.zeros_like(learner.flat.grad_LP)
+    missing = [True] * len(rows_LP)
+    num = len(learner.flat.segments)
+    for index, (view, parameter) in enumerate(
+        zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True)
+    ):
+        if parameter.grad is not None:
+            view.copy_(parameter.grad)
+            missing[index // num] = False
+    for row in (row for row, is_missing in enumerate(missing) if is_missing):
+        rows_LP[row] = float("nan")
+    return rows_LP
+
+
 def _trained(learner: Learner, rows_LP: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """The parameters that now need a gradient (some may have been frozen), and their views of these rows."""
     pairs = zip(learner.flat.parameters, learner.flat.views_of(rows_LP), strict=True)

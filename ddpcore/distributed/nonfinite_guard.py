@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter, is_
 
 import torch
@@ -101,15 +102,15 @@ class NonFiniteGuard:
         """Rows whose gradients may not be finite."""
         flat = self._learner.flat
         own: dict[int, Tensor] = {}
-        if flat.num_rows > 1 or isinstance(self._learner.optimizer, FusedOptimizer):
+        if isinstance(self._learner.optimizer, FusedOptimizer):
             own = flat.own_grads(LARGE)
             flat.gather_grads(left=own)  # as the step itself begins
         gradients = list(map(_gradient_of, flat.parameters))
         if own or all(map(is_, gradients, flat.grad_views)):
             rows = suspect_rows(flat.grad_LP)  # with older numbers in place of those outside of the buffer
             return rows or ([0] if any(map(suspect_rows, own.values())) else [])
-        given = [gradient for gradient in gradients if gradient is not None and gradient.layout == torch.strided]
-        return suspects(torch.stack(torch._foreach_norm(given)).sum()[None]) if given else []
+        num = len(flat.segments)
+        return [row for row in range(flat.num_rows) if _is_suspect(gradients[row * num : (row + 1) * num])]
 
     def _leave_out(self, found: list[NonFinite], rows: range | list[int]) -> None:
         """Remove the gradients of some rows, so that any optimizer leaves these parameters and their states alone."""
@@ -126,6 +127,11 @@ class NonFiniteGuard:
 
     def _buffers(self, row: int) -> list[Tensor]:
         return [buffer for buffer in self._learner.models[row].buffers() if buffer.is_floating_point()]
+
+
+def _is_suspect(gradients: Sequence[Tensor | None]) -> bool:
+    given = [one._values() if one.is_sparse else one for one in gradients if one is not None]
+    return bool(given) and bool(suspects(torch.stack(torch._foreach_norm(given)).sum()[None]))
 
 
 def _all_suspects(sums: list[Tensor], comm: Communicator) -> list[int]:

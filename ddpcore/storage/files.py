@@ -48,6 +48,8 @@ def write_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
+        if error.errno is None:  # not of the system
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -88,7 +88,7 @@ class ExactDiffusion(Strategy):
         least = smallest_eigenvalue(mixing)
         if least <= -1 / 3 + TOLERANCE:
             raise ValueError(
-                "exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "
+                f"exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "
                 f"{least:.3g}, and lazy=False (D2) diverges unless it is above -1/3: take lazy=True"
             )
 

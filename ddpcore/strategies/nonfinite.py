@@ -86,7 +86,8 @@ def suspect_rows(rows_LX: Tensor) -> list[int]:
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all floating-point and complex numbers of the tensors are finite."""
-    found = [tensor.detach() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    numbers = [tensor.detach() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    found = [tensor._values() if tensor.is_sparse else tensor for tensor in numbers]
     return all(bool(tensor.isfinite().all()) for tensor in found)
 
 

@@ -153,7 +153,8 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     path, checkpoints = out / record.FILE, out / "checkpoints"
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
-    if not any(row.get("kind") == "run" for row in read_lines(path).rows):
+    lines = read_lines(path)
+    if not lines.rows or (lines.problems and not any(row.get("kind") == "run" for row in lines.rows)):
         return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])

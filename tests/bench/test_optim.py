@@ -107,7 +107,7 @@ REFUSED = [
     ("optim --models vgg", "--models is 'vgg': choose from lenet5, resnet18, resnet50, bert-base, bert-large"),
     ("optim --models lenet5,lenet5", "names one twice"),
     ("optim --models ,", "--models is empty"),
-    ("optim --optimizers muon", "--optimizers is 'muon': choose from sgd, adamw, lars, lamb"),
+    ("optim --optimizers adam", "--optimizers is 'adam': did you mean 'adamw'?"),
     ("optim --repeats 0", "--repeats is 0"),
     ("optim --threads 0", "--threads is 0"),
     ("optim --seconds nan", "--seconds is nan"),

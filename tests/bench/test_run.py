@@ -57,6 +57,7 @@ def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str,
         "consensus_distance": 0.0,
         "consensus_ms": 1.0,
         "gpu": [None],
+        "num_nonfinite": 0,
     }
     return seen | more
 

@@ -62,7 +62,7 @@ def test_averages_of_16_bits_are_rounded_once(n: int, dtype: torch.dtype) -> Non
 def test_an_average_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = rows_of(3), rows_of(3)
     VirtualCommunicator(3).average_(whole).wait()
-    monkeypatch.setattr(virtual, "_COLUMNS", 10)
+    monkeypatch.setattr(virtual, "COLUMNS", 10)
     VirtualCommunicator(3).average_(parts).wait()
     assert torch.equal(whole, parts)
 

@@ -112,6 +112,13 @@ Launches launches_of(LarsProblem<Kind>& problem) {
 }
 
 template <typename Kind>
+Launches launches_of(AdamProblem<Kind>& problem) {
+    AdamArgs args = problem.args();
+    args.tickets = &ticket;
+    return launches_in([&](cudaStream_t stream) { return cuda::adamw_step_(args, stream); });
+}
+
+template <typename Kind>
 Launches launches_of(LambProblem<Kind>& problem) {
     LambArgs args = problem.args();
     args.tickets = &ticket;

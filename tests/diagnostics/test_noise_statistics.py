@@ -96,7 +96,8 @@ class Crossed(nn.Module):
 def small(strategy: Any, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any, NoiseStatistics]:
     model = nn.Linear(3, 2) if model is None else model
     optimizer = options.pop("optimizer_class", torch.optim.SGD)(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, strategy, learners=4)
+    on_nonfinite = options.pop("on_nonfinite", "raise")
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=4, on_nonfinite=on_nonfinite)
     return handle, optimizer, NoiseStatistics(handle, optimizer, **options)
 
 
@@ -161,7 +162,7 @@ def test_scaled_gradients_are_unscaled():
 @pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(period=9)], ids=["ssgd", "local_sgd"])
 def test_a_step_that_is_not_finite_is_left_out(strategy, bad):
     """One learner's batch is bad. The record of that step is not valid, and the next one is as if nothing had been."""
-    handle, optimizer, statistics = small(strategy(), every=1)
+    handle, optimizer, statistics = small(strategy(), every=1, on_nonfinite="skip")
     for step in range(3):
         optimizer.zero_grad()
         x = torch.randn(4, 8, 3)

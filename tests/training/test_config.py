@@ -61,7 +61,7 @@ from ddpcore.training.config import BOOKKEEPING, merged
         ({"model_options": {"dropuot": 0.1}}, "model lenet5 has no option 'dropuot': did you mean 'dropout'?"),
         (
             {"dataset_options": {"num_classes": 3}, "dataset": "mnist"},
-            "data set mnist has no option 'num_classes': it takes none, leave it out",
+            "data set mnist has no option 'num_classes': choose from max_bytes",
         ),
         (
             {"optimizer_options": {"momentun": 0.1}},

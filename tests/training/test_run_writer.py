@@ -65,8 +65,8 @@ def test_files_that_are_not_a_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no record of a run"):
         RunRecord.read(tmp_path)
     (tmp_path / "record.jsonl").write_text(json.dumps(HEADER) + "\n{\n")
-    with pytest.raises(ValueError, match="line 2 is no JSON"):
-        RunRecord.read(tmp_path)
+    (problem,) = RunRecord.read(tmp_path).problems
+    assert "line 2 is no JSON" in problem
     (tmp_path / "record.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ValueError, match="no line is of kind run: the file is damaged"):
         train(TrainConfig(steps=1), out=tmp_path, resume=True)
