@@ -206,18 +206,20 @@ def parts_of(loss: Loss) -> Iterator[Tensor]:
 
 
 def local_gradients(learner: Learner) -> Tensor:
-    """A copy of each learner's ``.grad``, ``[L, P]``. NaN for a learner without any: ``on_nonfinite`` left its step out."""
+    """A copy of each learner's ``.grad``, ``[L, P]``; zero for a parameter without one.
+
+    NaN for a learner whose trained parameters have none: ``on_nonfinite`` has left its step out.
+    """
     rows_LP = torch.zeros_like(learner.flat.grad_LP)
-    missing = [True] * len(rows_LP)
+    pairs = list(zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True))
     num = len(learner.flat.segments)
-    for index, (view, parameter) in enumerate(
-        zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True)
-    ):
-        if parameter.grad is not None:
-            view.copy_(parameter.grad)
-            missing[index // num] = False
-    for row in (row for row, is_missing in enumerate(missing) if is_missing):
-        rows_LP[row] = float("nan")
+    for row in range(len(rows_LP)):
+        trained = [pair for pair in pairs[row * num : (row + 1) * num] if pair[1].requires_grad]
+        for view, parameter in trained:
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+        if trained and all(parameter.grad is None for _, parameter in trained):
+            rows_LP[row] = float("nan")
     return rows_LP
 
 

@@ -236,7 +236,7 @@ cudaError_t enqueue_pass(const DeviceSgd<Kind>& device, LarsProblem<Kind>& host,
 
 template <typename Kind>
 cudaError_t enqueue_pass(
-    const DeviceLamb<Kind>& device, LambProblem<Kind>& host, Passes passes, NormPartials* squares) {
+    const DeviceAdam<Kind>& device, LambProblem<Kind>& host, Passes passes, NormPartials* squares) {
     LambArgs args = device.args(host);
     args.passes = passes;
     args.squares = squares;
@@ -250,7 +250,7 @@ Trust expected_trust(const LarsProblem<Kind>& host, size_t s, const NormPartials
 
 template <typename Kind>
 Trust expected_trust(const LambProblem<Kind>& host, size_t s, const NormPartials& squares) {
-    return lamb_trust(host.rule, host.groups[host.group_of[s]], squares);
+    return lamb_trust(host.lamb, host.groups[host.group_of[s]], squares);
 }
 
 // The first pass counts no step and writes the squares of this rank. The second one uses those of all ranks.
@@ -290,7 +290,7 @@ TYPED_TEST(CudaOptimizers, OnePassACall) {
         std::vector<GroupSetting> counted = groups;
         for (GroupSetting& group : counted) group.steps = group.steps.value_or(0.0f);
         LambProblem<TypeParam> lamb(
-            counted, {0.9, 0.999, 1e-6f, turn % 2 == 0, kDecays[turn % 3], 0.0f, INFINITY, 0.0f, INFINITY}, {});
+            counted, {{0.9, 0.999, 1e-6f, turn % 2 == 0, kDecays[turn % 3]}, 0.0f, INFINITY, 0.0f, INFINITY}, {});
         ASSERT_NO_FATAL_FAILURE(expect_passes(lamb)) << "LAMB";
     }
 }
@@ -298,7 +298,7 @@ TYPED_TEST(CudaOptimizers, OnePassACall) {
 TYPED_TEST(CudaOptimizers, OnePassACallOfManyTensors) {
     LambProblem<TypeParam> lamb(
         {{.sizes = many_tiny_sizes(), .steps = 2.0f}},
-        {0.9, 0.999, 1e-6f, true, LambDecay::kInUpdate, 0.0f, INFINITY, 0.0f, INFINITY}, {});
+        {{0.9, 0.999, 1e-6f, true, AdamDecay::kInUpdate}, 0.0f, INFINITY, 0.0f, INFINITY}, {});
     ASSERT_NO_FATAL_FAILURE(expect_passes(lamb));
 }
 
