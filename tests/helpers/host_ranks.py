@@ -26,6 +26,7 @@ SIZES = 400, 1000  # of the counted model
 def case_of(strategy: str) -> oracle.Case:
     """Every strategy; those that gossip do so between hosts and inside them."""
     topology = "hierarchical" if strategy in oracle.GOSSIP and "topk" not in strategy else "ring"
+    topology = "complete" if strategy == "d2" else topology  # which needs larger eigenvalues
     return oracle.Case(strategy, topology if strategy in oracle.GOSSIP else oracle.AVERAGES[0], WORLD_SIZE, "fused")
 
 
