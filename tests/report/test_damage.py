@@ -14,6 +14,7 @@ import pytest
 from ddpcore.report.__main__ import main
 from ddpcore.report.page import page_of, sections_of
 from ddpcore.report.sources import Sources, read_sources
+from ddpcore.storage.limits import read_file
 
 pytest.importorskip("jinja2")
 pytest.importorskip("plotly")
@@ -161,14 +162,13 @@ def test_an_unreadable_folder_beside_a_run(
 
 def test_unreadable_results_of_a_study(make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(RESULTS / "batch-size-cifar10", tmp_path / "study")
-    read_bytes = Path.read_bytes
 
-    def refused(path: Path) -> bytes:
+    def refused(path: Path, *limits: Any) -> bytes:
         if path.name == "results.jsonl":
             raise PermissionError(13, "Permission denied", str(path))
-        return read_bytes(path)
+        return read_file(path, *limits)
 
-    monkeypatch.setattr(Path, "read_bytes", refused)
+    monkeypatch.setattr("ddpcore.storage.json_lines.read_file", refused)
     sources = read_sources([tmp_path / "study", make_run()])
     assert "Training loss, over steps" in titles(sources) and "Permission denied" in problems(sources)[0]
 
@@ -203,14 +203,13 @@ def test_the_recorded_steps_of_another_run(make_run: Make, recorded_steps: Any) 
 
 def test_unreadable_steps_of_one_rank(make_run: Make, recorded_steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(steps=recorded_steps)
-    read_bytes = Path.read_bytes
 
-    def refused(path: Path) -> bytes:
+    def refused(path: Path, *limits: Any) -> bytes:
         if path.name == "rank-1.jsonl":
             raise PermissionError(13, "Permission denied", str(path))
-        return read_bytes(path)
+        return read_file(path, *limits)
 
-    monkeypatch.setattr(Path, "read_bytes", refused)
+    monkeypatch.setattr("ddpcore.storage.json_lines.read_file", refused)
     sources = read_sources([folder])
     assert "Loss of each learner: run" in titles(sources)
     assert "Permission denied" in problems(sources)[0] and "rank-1.jsonl" in problems(sources)[0]

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpcore.storage.json_lines import read_lines
 from ddpcore.training import TrainConfig
-from ddpcore.training.record import RunRecord, rows
+from ddpcore.training.record import RunRecord
 from helpers import ranks
 
 
@@ -26,7 +27,7 @@ def test_a_run_goes_on_without_the_rank_that_wrote_it(tmp_path: Path) -> None:
     run = RunRecord.read(out)
     assert run.final["step"] == run.header["total_steps"]
     assert run.final["accuracy"] > 0.8
-    (change,) = [row for row in rows(out / "record.jsonl") if row["kind"] == "members"]
+    (change,) = [row for row in read_lines(out / "record.jsonl").rows if row["kind"] == "members"]
     assert change["lost"] == [0] and change["members"] == [1, 2]
     steps = [row["step"] for row in run.epochs]
     assert steps == sorted(set(steps)) and len(steps) == 12, "no epoch is missing or written twice"
