@@ -74,7 +74,7 @@ struct StepMixCall {
         STD_TORCH_CHECK(offsets.size() == params.size(), "ddpcore: offsets must have the length of params");
         STD_TORCH_CHECK(
             weights_of_peers.size() == peer_rows.size(), "ddpcore: peers and peer_weights must have the same length");
-        int64_t least = 0;  // the length of a row
+        int64_t least = 0;    // the length of a row
         char* row = nullptr;  // an empty tensor has no address
         for (size_t i = 0; i < params.size() && row == nullptr; ++i) {
             if (params[i].numel() > 0) row = static_cast<char*>(params[i].mutable_data_ptr()) - offsets[i] * size;

@@ -35,8 +35,8 @@ double number(const char* name, double otherwise) {
 }
 
 struct Member {
-    alignas(64) uint32_t arrived;   // the segment of round i may be read once this is above i
-    alignas(64) uint32_t finished;  // this member has read the segments of round i once this is above i
+    alignas(64) uint32_t arrived;          // the segment of round i may be read once this is above i
+    alignas(64) uint32_t finished;         // this member has read the segments of round i once this is above i
     alignas(64) uint32_t segment[kWords];  // plain memory: only the two flags order its writes and reads
 };
 
@@ -90,8 +90,8 @@ bool take_part(Shared& shared, int me, uint32_t seed, uint32_t first, std::chron
 }
 
 bool run_threads(Shared& shared, int process, uint32_t seed, uint32_t first, double seconds) {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                                            std::chrono::duration<double>(seconds));
+    const auto end = std::chrono::steady_clock::now() +
+                     std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
     std::vector<std::thread> threads;
     std::vector<char> succeeded(kThreads, 0);
     for (int thread = 0; thread < kThreads; ++thread) {
