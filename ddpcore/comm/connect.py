@@ -14,7 +14,7 @@ from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
 from ddpcore.comm.errors import TIMEOUT_SECONDS
 from ddpcore.comm.fabric import Fabric
 from ddpcore.comm.link import Link, LinkedCommunicator
-from ddpcore.comm.membership import LEAST, ON_FAILURE
+from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership
 from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
 from ddpcore.comm.shared.coordination import Unreachable, host_id
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
@@ -31,6 +31,7 @@ def connect(
     link: Link | None = None,
     learners: int | None = None,
     on_failure: str = ON_FAILURE[0],
+    membership: Membership | None = None,
 ) -> Communicator:
     """Build the communicator that connects the learners. Collective over the ranks of the group.
 
@@ -43,12 +44,15 @@ def connect(
         link: a network to emulate between ranks on the CPU; None for no emulation.
         learners: number of virtual learners of each process; None for one real learner on each rank.
         on_failure: what the living do when a rank dies: ``raise`` an error, or go on without it (``shrink``).
+        membership: the members that are left of a run, in the order of ranks; None: all ranks begin a run.
 
     Raises:
         ValueError: raised on every rank: the requested transport cannot connect the ranks, or a number is out of range.
     """
     if on_failure != ON_FAILURE[0]:
-        return _connect_elastic(group, transport, device, timeout, link, learners)
+        return _connect_elastic(group, transport, device, timeout, link, learners, membership)
+    if membership is not None:
+        raise ValueError("membership is of a run with on_failure='shrink': pass that, or leave membership= out")
     if group is None or learners is not None:
         num_rows = 1 if learners is None else learners
         return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows, timeout)
@@ -65,6 +69,7 @@ def _connect_elastic(
     timeout: float,
     link: Link | None,
     learners: int | None,
+    membership: Membership | None,
 ) -> Communicator:
     """The connection of learners that may die."""
     if link is not None:
@@ -73,17 +78,24 @@ def _connect_elastic(
     if learners is not None and group is not None:
         raise ValueError("on_failure='shrink' takes one learner on each rank: leave learners= or group= out")
     assert num is not None
-    if num <= LEAST:
+    if membership is not None and (group is None or len(membership.members) != num):
+        raise ValueError(
+            f"the run has {len(membership.members)} learners left, {list(membership.members)}: start as many ranks"
+        )
+    if membership is None and num <= LEAST:
         raise ValueError(f"on_failure='shrink' needs {LEAST} learners after a death and there are {num}: start more")
     if group is None:
         return ElasticVirtualCommunicator(num)
+    ids, first = (None, 0) if membership is None else (membership.members, membership.first)
     hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=num, device=device.type, num_hosts=len(set(hosts)))
     if choice.name == "ipc":
         raise ValueError("on_failure='shrink' does not work over CUDA IPC: take transport='pg'")
     if choice.name == "shm":
-        return ElasticCommunicator(SharedMemoryFabric(group, timeout))
-    return ElasticCommunicator(ProcessGroupFabric(group, device, timeout))
+        fabric: Fabric = SharedMemoryFabric(group, timeout, ids)
+    else:
+        fabric = ProcessGroupFabric(group, device, timeout, ids)
+    return ElasticCommunicator(fabric, first=first)
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:

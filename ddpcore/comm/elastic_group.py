@@ -135,14 +135,18 @@ class ProcessGroupFabric(Fabric):
         group: a process group, used only for setting up and for its store; None is the default group.
         device: of the rows.
         timeout: seconds that a living rank may let the others wait after a failure.
+        ids: of the ranks, ascending; None: as in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, timeout: float, ids: Members | None = None
+    ) -> None:
         group = default_group(group)
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
         self._backend, self._device = str(dist.get_backend(group)), device
-        self.rank, self.members = dist.get_rank(group), tuple(range(dist.get_world_size(group)))
+        self.members = tuple(range(dist.get_world_size(group))) if ids is None else ids
+        self.rank = self.members[dist.get_rank(group)]
         self.description, self.kind = f"torch.distributed, {self._backend}", self._backend
         self.roll = RollCall(new_run(group, timeout), self.rank, timeout)
         self._group = self._connect(self.members)

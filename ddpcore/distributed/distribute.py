@@ -18,7 +18,7 @@ from ddpcore.comm.connect import connect, find_run
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
 from ddpcore.comm.link import Link
-from ddpcore.comm.membership import ON_FAILURE, check_on_failure
+from ddpcore.comm.membership import ON_FAILURE, Membership, check_on_failure
 from ddpcore.comm.process import default_group
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
@@ -56,6 +56,7 @@ def distribute(
     scaler: torch.amp.GradScaler | None = None,
     on_failure: str = ON_FAILURE[0],
     on_nonfinite: str = "raise",
+    membership: Membership | None = None,
 ) -> Distributed:
     """Train ``model`` with ``strategy``, in an unchanged loop. All start from learner 0's weights and buffers.
 
@@ -75,6 +76,7 @@ def distribute(
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
         on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on: see docs/reliability.md.
         on_nonfinite: ``raise``, ``skip`` or ``quarantine``, if a gradient is not finite: see docs/reliability.md.
+        membership: to resume a run with ``shrink`` with the learners that are left of it, see docs/reliability.md.
 
     Returns:
         A handle with ``.model`` to call: ``model`` itself, except for virtual learners and DDP.
@@ -87,12 +89,12 @@ def distribute(
     settings: dict[str, Any] = {"transport": transport, "link": link, "learners": learners, "policies": policies}
     settings |= {"scaler": scaler, "on_nonfinite": on_nonfinite, "on_failure": check_on_failure(on_failure), **buckets}
     if isinstance(strategy, Baseline):
-        options = {**settings, "timeout": timeout, "vectorize": vectorize}
+        options = {**settings, "timeout": timeout, "vectorize": vectorize, "membership": membership}
         return _share_work(_baseline(model, strategy, group, options), optimizer, strategy, group, is_fixed=True)
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
     facts = _agree(group, model, optimizer, strategy, settings, timeout)
-    comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure)
+    comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure, membership)
     _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
@@ -125,11 +127,12 @@ def _with_hooks(
 def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact], on_nonfinite: str) -> None:
     """Check that the strategy supports this, and warn if it has nothing to average."""
     check_on_nonfinite(on_nonfinite, strategy, comm.num_learners)
-    strategy.setup(comm.num_learners, dtype)
+    num_first = comm.num_learners if comm.membership is None else comm.membership.first
+    strategy.setup(num_first, dtype)
     if comm.membership is not None:
         strategy.check_shrink()
     if isinstance(comm, ElasticCommunicator):
-        comm.door.announce(facts, comm.num_learners)
+        comm.door.announce(facts, num_first)
     if comm.num_learners == 1 and not strategy.averages_gradients:
         text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
         warnings.warn(text, stacklevel=3)

@@ -135,6 +135,7 @@ class HookedDistributed(Distributed):
             "used": used,
             "strategy": self.strategy.state_dict(),
             "policies": self._state_sync.state_dict(),
+            **({} if self.comm.membership is None else {"deals": [[step, list(ids)] for step, ids in self.deals]}),
         }
 
     @torch.no_grad()
@@ -155,6 +156,7 @@ class HookedDistributed(Distributed):
         self.strategy.load_state_dict(self.learner, state["strategy"])
         if "policies" in state:  # older states have none
             self._state_sync.load_state_dict(state["policies"])
+        self.deals = tuple((step, tuple(ids)) for step, ids in state.get("deals", ()))
 
     @override
     def check_state(self, state: dict[str, Any]) -> None:
@@ -306,14 +308,12 @@ class HookedDistributed(Distributed):
     def _admit(self) -> None:
         """Let a learner in that has asked to join, and hand it the state of a neighbour."""
         if (new := self.learner.comm.admit(self.learner.step)) is not None:
-            give_state(self.learner, new, self._state_sync.policies, lambda: {**self.state_dict(), "deals": self.deals})
+            give_state(self.learner, new, self._state_sync.policies, self.state_dict)
 
     @torch.no_grad()
     def take_state(self) -> None:
         """In a rank that has joined: take the state of a neighbour, while the others are in :meth:`_admit`."""
-        state = received_state(self.learner)
-        self.load_state_dict(state)
-        self.deals = tuple(state["deals"])
+        self.load_state_dict(received_state(self.learner))
 
     def _check_optimized(self) -> None:
         """Check that the optimizer steps no parameter that was added."""

@@ -63,6 +63,7 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Section:
     problems = [problem for run in runs for problem in run.problems]
     lines = [f"{name} was resumed after step {line['step']}." for run, name in zip(runs, names, strict=True)
              for line in run.resumed]  # fmt: skip
+    lines += [f"{name}: {line.get('text')}." for run, name in zip(runs, names, strict=True) for line in run.members]
     places = ["run", "device", "processes", "communication", "torch", "python", "ddpcore", "date"]
     tables = [
         TableData(title="", headings=headings, rows=rows),

@@ -30,6 +30,7 @@ class Run:
     resumed: list[dict[str, Any]]
     steps: dict[int, list[dict[str, Any]]]
     problems: list[str]
+    members: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,7 @@ def read_run(path: Path) -> Run:
         resumed=of("resume"),
         steps=dict(sorted(steps.items())),
         problems=problems,
+        members=of("members"),
     )
 
 

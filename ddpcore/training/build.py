@@ -12,6 +12,7 @@ from torch import nn
 
 from ddpcore.comm import Choice, choose_backend
 from ddpcore.comm.errors import time_limit
+from ddpcore.comm.membership import Membership
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute
@@ -39,10 +40,16 @@ class LearnerPlacement:
     config: TrainConfig
     world: World
     device: torch.device
+    left: Membership | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig, world: World | None) -> LearnerPlacement:
+    def of(cls, config: TrainConfig, world: World | None, left: Membership | None = None) -> LearnerPlacement:
         """The placement as seen from this process; a ``world`` of None is a world of one process.
+
+        Args:
+            config: of the run.
+            world: the ranks.
+            left: the learners of a run in which ranks have died or joined, one on each rank.
 
         Raises:
             ValueError: the learners cannot be divided among the ranks, the ranks have no process group, or torch sees
@@ -53,7 +60,12 @@ class LearnerPlacement:
             raise ValueError(
                 f"a world of {world.world_size} needs a process group: start ranks with ddpcore.runtime.launch.run"
             )
-        if config.learners % world.world_size:
+        if left is not None and len(left.members) != world.world_size:
+            raise ValueError(
+                f"the last checkpoint has the learners {list(left.members)} that were left, and these are "
+                f"{world.world_size} ranks: resume with {len(left.members)} ranks and learners={left.first}"
+            )
+        if left is None and config.learners % world.world_size:
             raise ValueError(f"learners is {config.learners}: make it a multiple of the {world.world_size} ranks")
         kind = config.device
         if kind == "auto":
@@ -61,7 +73,7 @@ class LearnerPlacement:
         if kind == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda' and torch sees no GPU: take 'cpu'")
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        return cls(config=config, world=world, device=device)
+        return cls(config=config, world=world, device=device, left=left)
 
     @property
     def real(self) -> bool:
@@ -71,6 +83,8 @@ class LearnerPlacement:
     @property
     def learners(self) -> list[int]:
         """The learners of this process."""
+        if self.left is not None:
+            return [self.left.members[self.world.rank]]
         each = self.config.learners // self.world.world_size
         return list(range(self.world.rank * each, (self.world.rank + 1) * each))
 
@@ -235,6 +249,7 @@ def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any)
         "transport": config.transport,
         "link": config.make_link(),
         "on_failure": config.on_failure,
+        "membership": placement.left,
         "policies": Policies(**config.policies) if config.policies else None,
         **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
         **options,

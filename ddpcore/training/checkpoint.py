@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpcore.comm.base import Communicator
+from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import Call
+from ddpcore.comm.membership import Membership
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.options.extras import extra
 from ddpcore.storage.files import sync_folder, write_file
@@ -43,14 +44,24 @@ class Checkpoints:
         config: the config of the run as plain values; stored in every checkpoint.
         rank: of this process.
         num_ranks: number of processes of the run.
-        comm: for ranks that may die, their connection: a checkpoint is complete only if none has died.
+        comm: for ranks that may die, their connection: a checkpoint has the ranks that are left, by their ids.
     """
 
     folder: Path
     config: dict[str, Any]
     rank: int = 0
     num_ranks: int = 1
-    comm: Communicator | None = None
+    comm: ElasticCommunicator | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ids of the processes of the run, ascending."""
+        return tuple(range(self.num_ranks)) if self.comm is None else self.comm.membership.members
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what one does for all."""
+        return self.rank == self.members[0]
 
     def path(self, step: int) -> Path:
         """The folder of a step."""
@@ -61,7 +72,7 @@ class Checkpoints:
         found = (re.fullmatch("step-([0-9]{8,})", path.name) for path in self.folder.glob("step-*"))
         return sorted(int(match[1]) for match in found if match)
 
-    def save(self, step: int, state: Any, *, keep_last: int, best: int | None = None) -> None:
+    def save(self, step: int, state: Any, *, keep_last: int, best: int | None = None) -> bool:
         """Write the state of this process, and remove old checkpoints. Collective.
 
         Checkpoints of later steps, which an earlier process of a resumed run has written, and incomplete folders of a
@@ -72,16 +83,20 @@ class Checkpoints:
             state: see :func:`ddpcore.storage.serialization.pack`.
             keep_last: how many of the last checkpoints to keep, including this one.
             best: step of one more checkpoint to keep.
+
+        Returns:
+            False if a rank died meanwhile: nothing is saved, and ``state`` is of more learners than are left.
         """
-        partial = self.folder / f"partial-{step:08d}"
-        if self.rank == 0:
+        partial, members = self.folder / f"partial-{step:08d}", self.members
+        if self.is_first:
             self._clean_up()
             partial.mkdir(parents=True)
-        if self.comm is None:
-            if self.num_ranks > 1:
-                barrier(f"the checkpoint of step {step}")
-        elif len(self.comm.gather(torch.zeros(1, 1))) < self.num_ranks:
-            return
+        if self.comm is not None:
+            self.comm.gather(torch.zeros(1, 1))
+        elif self.num_ranks > 1:
+            barrier(f"the checkpoint of step {step}")
+        if self.members != members:
+            return False
         tree, tensors = pack(state)
         safetensors = load_safetensors()
         mine = {
@@ -91,12 +106,15 @@ class Checkpoints:
         for name, content in mine.items():
             write_file(partial / name, content)
         digests = self._everyone({name: _digest(content) for name, content in mine.items()})
-        if self.rank == 0 and len(digests) == self.num_ranks:
+        if self.members != members:
+            return False
+        if self.is_first:
             self._publish(partial, step, {name: digest for one in digests for name, digest in one.items()})
             kept = {*[other for other in self.steps() if other <= step][-keep_last:], best}
             for other in set(self.steps()) - kept:
                 self.path(other).rename(self.folder / f"partial-{other:08d}")
             self._clean_up()
+        return True
 
     def _everyone(self, digests: dict[str, str]) -> list[dict[str, str]]:
         """The digests of all ranks that are left."""
@@ -114,7 +132,8 @@ class Checkpoints:
         manifest = {
             "format": FORMAT,
             "step": step,
-            "num_ranks": self.num_ranks,
+            "num_ranks": len(self.members),
+            **({} if self.comm is None else {"members": list(self.members)}),
             "config": self.config,
             "files": files,
         }
@@ -150,7 +169,7 @@ class Checkpoints:
             ValueError: all checkpoints are damaged, or another number of processes has written the last complete one.
         """
         found, steps = -1, []
-        if self.rank == 0:
+        if self.is_first:
             self._clean_up()
             steps = self.steps()
             found = self._find_last(steps, warn)
@@ -164,10 +183,12 @@ class Checkpoints:
         if found < 0:
             return None
         manifest = self.manifest(found)
-        if manifest["num_ranks"] != self.num_ranks:
+        members = tuple(manifest.get("members", range(manifest["num_ranks"])))
+        if members != self.members:
+            which = f", of learners {list(members)}," if len(members) == len(self.members) else ""
             raise ValueError(
-                f"checkpoint {self.path(found)} was written by {manifest['num_ranks']} processes and these are "
-                f"{self.num_ranks}: resume with as many"
+                f"checkpoint {shown(self.path(found))} was written by {len(members)} processes{which} and these are "
+                f"{len(self.members)}: resume with as many"
             )
         try:
             path = self.path(found) / f"rank-{self.rank}.json"
@@ -222,6 +243,19 @@ class Checkpoints:
         except Exception as error:  # damaged bytes can cause any error
             return f"{type(error).__name__}: {error}"
         return None
+
+
+def members_left(folder: Path) -> Membership | None:
+    """The members in the last checkpoint of ranks with ``on_failure="shrink"``; None of other runs, or without one."""
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            manifest = json.loads(read_file(path / MANIFEST))["manifest"]
+            if "members" not in manifest:
+                return None
+            return Membership(tuple(map(int, manifest["members"])), first=int(manifest["config"]["learners"]))
+        except (OSError, ValueError, KeyError, TypeError):  # damaged: loading says so
+            continue
+    return None
 
 
 def load_safetensors() -> Any:

@@ -15,7 +15,9 @@ from ddpcore.options.command_line import check, option, parse
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import TIMEOUT_SECONDS, World
 from ddpcore.storage.limits import plain, shown
+from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig
+from ddpcore.training.record import RunRecord
 from ddpcore.training.run import Interrupted, train
 from ddpcore.training.settings import settings
 
@@ -54,7 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         torchrun = launch.torchrun_world()
         world_size = options.world_size if torchrun is None else torchrun.world_size
         given = {} if options.timeout is None else {"timeout": options.timeout}
-        config = TrainConfig(**{"learners": world_size, **settings(options.fields), **given})
+        assert options.out is not None
+        left = members_left(options.out / "checkpoints") if options.resume and world_size > 1 else None
+        learners = world_size if left is None else left.first
+        config = TrainConfig(**{"learners": learners, **settings(options.fields), **given})
+        if left is not None and torchrun is None and len(left.members) != world_size:
+            world_size = len(left.members)
+            print(f"{program}: the run goes on with the learners {list(left.members)} that are left", file=sys.stderr)
         device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
         backend = "virtual"
         if world_size > 1:
@@ -73,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout=config.timeout,
             on_failure=config.on_failure,
         )
+        if torchrun is None or torchrun.rank == 0:
+            print(_summary(RunRecord.read(options.out).final), "-", shown(options.out))
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -89,9 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_rank(world: World, config: TrainConfig, options: TrainOptions) -> None:
     assert options.out is not None
-    record = train(config, out=options.out, world=world, resume=options.resume, tensorboard=options.tensorboard)
-    if world.rank == 0:
-        print(_summary(record.final), "-", shown(options.out))
+    train(config, out=options.out, world=world, resume=options.resume, tensorboard=options.tensorboard)
 
 
 def _summary(final: dict[str, Any]) -> str:

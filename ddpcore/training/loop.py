@@ -160,8 +160,8 @@ class Loop:
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.checkpoint_every
-        if every == 0 or self.progress.diverged or self.trainer.handle.changes:
-            return False  # a run with fewer ranks cannot be resumed: the last checkpoint of all ranks stays
+        if every == 0 or self.progress.diverged:
+            return False
         return (epoch_ends if every is None else step % every == 0) or (is_best and self.config.keep_best)
 
     def _end_epoch(self) -> bool:
@@ -241,29 +241,37 @@ class Loop:
     def _save(self) -> bool:
         """Save a checkpoint, unless a number on any rank is not finite, so that good ones stay. Collective."""
         with self._paused():
-            state = self.trainer.state_dict()
-            if not self.config.save_nonfinite:
-                is_bad = not is_finite(tensors_of(state))
-                bad_L = torch.full((len(self.comm.learners),), float(is_bad), device=self.placement.device)
-                if bool(self.comm.gather(bad_L).any()):
-                    if self.writer is not None:
-                        self.writer.warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
-                    return False
-            self._write_statistics()  # a run that resumes here does not compute these records again
-            if self.writer is not None:
-                self.writer.sync()
-            best = self.progress.best
-            self.checkpoints.save(
-                self.trainer.num_steps,
-                {
-                    **state,
-                    "progress": self.progress.state_dict(),
-                    "statistics": None if self.statistics is None else self.statistics.state_dict(),
-                },
-                keep_last=self.config.keep_last,
-                best=best["step"] if best is not None and self.config.keep_best else None,
-            )
-        return True
+            while (is_saved := self._try_to_save()) is None:
+                pass  # a rank has died: now without it
+        return is_saved
+
+    def _try_to_save(self) -> bool | None:
+        """The same; None if a rank died meanwhile, because the state depends on who is left."""
+        members, state = self.checkpoints.members, self.trainer.state_dict()
+        if not self.config.save_nonfinite:
+            is_bad = not is_finite(tensors_of(state))
+            bad_L = torch.full((len(self.comm.learners),), float(is_bad), device=self.placement.device)
+            if bool(self.comm.gather(bad_L).any()):
+                if self.writer is not None:
+                    self.writer.warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
+                return False
+        if self.checkpoints.members != members:
+            return None
+        self._write_statistics()  # a run that resumes here does not compute these records again
+        if self.writer is not None:
+            self.writer.sync()
+        best = self.progress.best
+        is_complete = self.checkpoints.save(
+            self.trainer.num_steps,
+            {
+                **state,
+                "progress": self.progress.state_dict(),
+                "statistics": None if self.statistics is None else self.statistics.state_dict(),
+            },
+            keep_last=self.config.keep_last,
+            best=best["step"] if best is not None and self.config.keep_best else None,
+        )
+        return True if is_complete else None
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 from ddpcore.storage.json_lines import read_lines
 
 FILE = "record.jsonl"
-KINDS = ("run", "resume", "epoch", "statistics", "nonfinite", "end")
+KINDS = ("run", "resume", "epoch", "statistics", "nonfinite", "members", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,16 @@ class RunRecord:
             (:meth:`ddpcore.data.Dataset.digest`), total_variation (:func:`ddpcore.data.total_variation`, how uneven the
             ``shards`` are; None for the shards ``even``), device, versions, commit, date. Empty
             if its line is damaged.
-        resumed: ``kind`` "resume", one line each time that the run was resumed: step, device, versions, commit, date.
+        resumed: ``kind`` "resume", one line each time that the run was resumed: step, device, versions, commit, date;
+            members, the ids of the ranks, with ``on_failure="shrink"``.
         epochs: ``kind`` "epoch", one line per epoch: epoch (from 1), step, train_loss, lr, seconds (of training; with
             ``link``, seconds on the emulated network), samples_per_s, consensus_distance, evaluation_seconds,
             total_seconds. After an evaluation also split, and loss, accuracy, precision, recall, f1 and specificity on
             that split, the last five from 0 to 1.
         statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
             :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
+        members: ``kind`` "members", one line each time that a rank died or joined: the values of ``handle.changes``,
+            step (of the check that wrote the line) and text.
         nonfinite: ``kind`` "nonfinite": the values of :class:`ddpcore.NonFinite`, one line for each learner and step.
         final: ``kind`` "end": step, diverged, diverged_reason (the first number that was not finite), accuracy (of the
             last evaluation), best_accuracy, best_epoch, total_seconds; test, the scores on the test split if the run
@@ -44,6 +47,7 @@ class RunRecord:
     statistics: list[dict[str, Any]]
     final: dict[str, Any]
     nonfinite: list[dict[str, Any]] = field(default_factory=list)
+    members: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @classmethod
@@ -71,5 +75,6 @@ class RunRecord:
             statistics=kinds["statistics"],
             final=(kinds["end"] or [{}])[-1],
             nonfinite=kinds["nonfinite"],
+            members=kinds["members"],
             problems=found.problems,
         )

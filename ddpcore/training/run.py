@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.data import Dataset, total_variation
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.launch import Stopped, World
@@ -19,7 +20,7 @@ from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
-from ddpcore.training.checkpoint import Checkpoints, load_safetensors
+from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
@@ -67,7 +68,10 @@ def train(
             run while ``resume`` is False; or another process uses ``out``.
         Interrupted: a signal stopped the run, and it is saved.
     """
-    out, placement = Path(out), LearnerPlacement.of(config, world)
+    out = Path(out)
+    may_shrink = config.on_failure == "shrink" and world is not None and world.world_size > 1
+    left = members_left(out / "checkpoints") if resume and may_shrink else None
+    placement = LearnerPlacement.of(config, world, left)
     load_safetensors()  # a missing package is reported before the training
     if tensorboard:
         load_tensorboard()
@@ -102,16 +106,13 @@ def _train(
 ) -> RunRecord:
     """Train in a locked folder."""
     config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
-    shrinks = config.on_failure == "shrink" and placement.real
+    comm = trainer.handle.comm if isinstance(trainer.handle.comm, ElasticCommunicator) else None
+    rank = world.rank if comm is None else comm.rank
     checkpoints = Checkpoints(
-        folder=out / "checkpoints",
-        config=config.to_dict(),
-        rank=world.rank,
-        num_ranks=world.world_size,
-        comm=trainer.handle.comm if shrinks else None,
+        folder=out / "checkpoints", config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
     )
     progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
-    recorder = StepRecorder(out, world.rank, trainer) if config.record_steps else nullcontext()
+    recorder = StepRecorder(out, rank, trainer) if config.record_steps else nullcontext()
 
     def take_over() -> RunWriter | None:
         stack.enter_context(locked(out))
@@ -131,8 +132,8 @@ def _train(
             take_over=take_over,
         )
         ended = loop.run(stop_signal)
-    if shrinks:  # only those that are left can wait for each other
-        trainer.handle.comm.gather(torch.zeros(1, 1))
+    if comm is not None:  # only those that are left can wait for each other
+        comm.gather(torch.zeros(1, 1))
     else:
         placement.barrier("the end of the run")  # rank 0 has closed its files
     if not ended:
@@ -190,6 +191,7 @@ def _writer(
     if not is_first:
         return nullcontext()
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
+    left = {} if placement.left is None else {"members": list(placement.left.members)}
     steps_per_epoch, here = trainer.batches.steps_per_epoch, machine(placement.device.type)
     parts = trainer.batches.parts
     num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
@@ -213,7 +215,7 @@ def _writer(
         out,
         total_steps=header["total_steps"],
         header=header,
-        resumed={"kind": "resume", "step": step, **here} if step else None,
+        resumed={"kind": "resume", "step": step, **left, **here} if step else None,
         step=step,
         **outputs,
     )

@@ -35,12 +35,13 @@ class StepRecorder:
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
         path = out / FOLDER / f"rank-{rank}.jsonl"
-        known = read_lines(path)
-        for problem in known.problems:
-            print(f"ddpcore: {problem}: the run goes on without it", file=sys.stderr, flush=True)
-        steps = (line for line in known.rows if isinstance(line.get("step"), int))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_lines(path, [line for line in steps if line["step"] <= trainer.num_steps])
+        _keep(path, trainer.num_steps)
+        membership = trainer.handle.comm.membership
+        if membership is not None and rank == membership.members[0]:  # also of ranks that are gone
+            for other in path.parent.glob("rank-*.jsonl"):
+                if other.stem.removeprefix("rank-") not in map(str, membership.members):
+                    _keep(other, trainer.num_steps)
         self._file = JsonLines(path)
         self._trainer = trainer
         self._spans = trainer.handle.spans
@@ -87,3 +88,12 @@ class StepRecorder:
         for line, losses in self._lines:
             self._file.append({**line, "loss": losses})
         self._lines.clear()
+
+
+def _keep(path: Path, step: int) -> None:
+    """Keep the lines up to a step, from which the run goes on."""
+    known = read_lines(path)
+    for problem in known.problems:
+        print(f"ddpcore: {problem}: the run goes on without it", file=sys.stderr, flush=True)
+    steps = (line for line in known.rows if isinstance(line.get("step"), int))
+    write_lines(path, [line for line in steps if line["step"] <= step])

@@ -7,6 +7,7 @@ saves what the ranks that were left end with.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,9 +31,11 @@ from ddpcore import training
 from ddpcore.comm.membership import Change
 from ddpcore.comm.roll_call import own_client
 from ddpcore.runtime.launch import World
+from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
 from ddpcore.training import TrainConfig
+from ddpcore.training.record import FILE
 from helpers.forked import without_gloo
 from helpers.oracle import outer
 
@@ -280,30 +283,43 @@ def fork_and_wait(num: int, run: Callable[[int], None]) -> dict[int, int]:
     return codes
 
 
-def run_whole(out: Path) -> tuple[dict[int, int], str]:
-    """A whole run of three ranks into a folder; rank 0 is killed when it has written the second epoch."""
-    out.mkdir()
-    log = out.with_suffix(".log")
-    config = TrainConfig(
-        model="mlp", dataset="digits", strategy="dpsgd", learners=3, epochs=12, batch_size=60, on_failure="shrink"
-    )
+WHOLE = {"model": "mlp", "dataset": "digits", "strategy": "dpsgd", "topology": "hypercube", "learners": 4}
+WHOLE |= {"epochs": 6, "batch_size": 80, "keep_last": 9, "record_steps": True, "on_failure": "shrink", "lr": 0.3}
+
+
+def run_whole(out: Path, num_ranks: int, *, resume: bool) -> tuple[dict[int, int], str]:
+    """A whole run into a folder. Rank 0 is killed when it has written the second epoch, before the checkpoint."""
+    out.mkdir(exist_ok=True)
+    log, store_file = out.with_suffix(".log"), out.with_suffix(".store")
 
     def die_later(row: dict[str, Any]) -> None:
-        if row["kind"] == "epoch" and row["epoch"] == 2:
+        if not resume and row["kind"] == "epoch" and row["epoch"] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def run(rank: int) -> None:
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
         os.dup2(1, 2)
-        store = dist.FileStore(str(out.with_suffix(".store")), 3)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        store = dist.FileStore(str(store_file), num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         try:
-            training.train(config, out=out, world=World(rank, 3, rank, 3), on_record=die_later)
+            world = World(rank, num_ranks, rank, num_ranks)
+            training.train(TrainConfig(**WHOLE), out=out, world=world, resume=resume, on_record=die_later)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    return fork_and_wait(3, run), log.read_text()
+    return fork_and_wait(num_ranks, run), log.read_text()
+
+
+def cut_back(out: Path, copy: Path, step: int) -> None:
+    """Copy a run as it was when it had written the checkpoint of a step."""
+    shutil.copytree(out, copy)
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    (copy / "model.safetensors").unlink()
+    rows = read_lines(copy / FILE).rows
+    write_lines(copy / FILE, [row for row in rows if row["kind"] != "end"])
 
 
 def run_trial(trial: Trial) -> list[Any]:
@@ -331,6 +347,12 @@ def main() -> None:
 
 
 def main_whole() -> None:
+    """A run that loses a rank, and the same run resumed from its first checkpoint after that, by 3 ranks and by 4."""
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
-    torch.save(run_whole(out), out.with_suffix(".pt"))
+    found = [run_whole(out, 4, resume=False)]
+    for num_ranks in (3, 4):
+        copy = out.with_name(f"resumed{num_ranks}")
+        cut_back(out, copy, int(sys.argv[2]))
+        found.append(run_whole(copy, num_ranks, resume=True))
+    torch.save(found, out.with_suffix(".pt"))

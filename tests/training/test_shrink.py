@@ -2,36 +2,104 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ddpcore.runtime import launch
 from ddpcore.storage.json_lines import read_lines
-from ddpcore.training import TrainConfig
+from ddpcore.training import TrainConfig, command
 from ddpcore.training.record import RunRecord
-from helpers import ranks
+from helpers import elastic_ranks, ranks
+
+STEPS_PER_EPOCH = 17
+LEFT = [1, 2, 3]
 
 
-def test_a_run_goes_on_without_the_rank_that_wrote_it(tmp_path: Path) -> None:
-    """Rank 0 of three is killed after two epochs. Another one writes on, and the model and the end are there."""
-    out = tmp_path / "run"
-    words = [sys.executable, "-c", "from helpers.elastic_ranks import main_whole; main_whole()", str(out)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of four ranks whose rank 0 was killed, and of two runs that resume it, see ``main_whole``."""
+    folder = tmp_path_factory.mktemp("shrink")
+    code = "from helpers.elastic_ranks import main_whole; main_whole()"
+    words = [sys.executable, "-c", code, str(folder / "run"), str(2 * STEPS_PER_EPOCH)]
     subprocess.run(words, env=ranks.environment(), check=True, timeout=300)
-    codes, said = torch.load(out.with_suffix(".pt"))
-    assert codes == {0: -signal.SIGKILL, 1: 0, 2: 0}, said
-    assert "ddpcore: learner 0 is gone, and what it held is lost: 2 learners go on" in said
-    run = RunRecord.read(out)
-    assert run.final["step"] == run.header["total_steps"]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> list[tuple[dict[int, int], str]]:
+    """The exit codes of the ranks of each run, and what they said."""
+    return torch.load(folder / "run.pt")
+
+
+def test_a_run_goes_on_without_the_rank_that_wrote_it(folder: Path, ended: list[tuple[dict[int, int], str]]) -> None:
+    """Another one writes on, and the model and the end are there."""
+    codes, said = ended[0]
+    assert codes == {0: -signal.SIGKILL, 1: 0, 2: 0, 3: 0}, said
+    assert "ddpcore: learner 0 is gone, and what it held is lost: 3 learners go on" in said
+    run = RunRecord.read(folder / "run")
+    assert run.final["step"] == run.header["total_steps"] > 6 * STEPS_PER_EPOCH - 6
     assert run.final["accuracy"] > 0.8
-    (change,) = [row for row in read_lines(out / "record.jsonl").rows if row["kind"] == "members"]
-    assert change["lost"] == [0] and change["members"] == [1, 2]
+    (change,) = run.members
+    assert change["lost"] == [0] and change["members"] == LEFT
+    assert change["text"].startswith("learner 0 is gone, and what it held is lost: 3 learners go on")
     steps = [row["step"] for row in run.epochs]
-    assert steps == sorted(set(steps)) and len(steps) == 12, "no epoch is missing or written twice"
-    assert (out / "model.safetensors").exists()
+    assert steps == sorted(set(steps)) and len(steps) == 6, "no epoch is missing or written twice"
+    assert (folder / "run" / "model.safetensors").exists()
+
+
+def test_checkpoints_after_a_death_have_the_ranks_that_are_left(folder: Path) -> None:
+    """Also the one in which the death was found out."""
+    found = {}
+    for path in (folder / "run" / "checkpoints").iterdir():
+        manifest = json.loads((path / "manifest.json").read_text())["manifest"]
+        found[manifest["step"]] = manifest["members"]
+        assert sorted(manifest["files"]) == sorted(
+            f"rank-{one}.{kind}" for one in manifest["members"] for kind in ("json", "safetensors")
+        )
+    assert found == {STEPS_PER_EPOCH * epoch: [0, *LEFT] if epoch == 1 else LEFT for epoch in range(1, 7)}
+
+
+def test_a_resumed_run_ends_with_the_same_bits(folder: Path, ended: list[tuple[dict[int, int], str]]) -> None:
+    """The ranks that are left, with their ids, their topology (a hypercube of three is a ring) and their samples."""
+    codes, said = ended[1]
+    assert codes == dict.fromkeys(range(3), 0), said
+    models = [(folder / name / "model.safetensors").read_bytes() for name in ("run", "resumed3")]
+    assert models[0] == models[1]
+    before, after = (RunRecord.read(folder / name) for name in ("run", "resumed3"))
+    assert [row["train_loss"] for row in after.epochs] == [row["train_loss"] for row in before.epochs]
+    assert [(row["step"], row["members"]) for row in after.resumed] == [(2 * STEPS_PER_EPOCH, LEFT)]
+    for rank, last in enumerate((2, 6, 6, 6)):
+        lines = read_lines(folder / "resumed3" / "steps" / f"rank-{rank}.jsonl").rows
+        assert [line["step"] for line in lines] == list(range(1, last * STEPS_PER_EPOCH + 1))
+        assert {(*line["learners"],) for line in lines} == {(rank,)}
+
+
+def test_too_many_ranks_are_told_how_many_are_left(folder: Path, ended: list[tuple[dict[int, int], str]]) -> None:
+    codes, said = ended[2]
+    assert codes == dict.fromkeys(range(4), 1)
+    message = "ValueError: the last checkpoint has the learners [1, 2, 3] that were left, and these are 4 ranks: "
+    assert message + "resume with 3 ranks and learners=4" in said
+
+
+def test_the_command_starts_the_ranks_that_are_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the words of the first start and --resume."""
+    started: list[Any] = []
+    monkeypatch.setattr(launch, "run", lambda worker, args, **options: started.append((args[0], options)))
+    words = [f"{name}={str(value).lower()}" for name, value in elastic_ranks.WHOLE.items() if name != "learners"]
+    assert command.main(["--out", str(folder / "run"), "--world-size", "4", "--resume", *words]) == 0
+    ((config, options),) = started
+    assert config == TrainConfig(**elastic_ranks.WHOLE)
+    assert options["world_size"] == 3
+    assert capsys.readouterr().err == ("ddpcore.training: the run goes on with the learners [1, 2, 3] that are left\n")
 
 
 @pytest.mark.parametrize(

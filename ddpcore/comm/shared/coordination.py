@@ -60,14 +60,16 @@ class Coordinator:
     Args:
         group: an initialised process group, used only by the constructor.
         timeout: seconds that a living rank may let the others wait.
+        ids: the number of each rank here; None: as in the group.
 
     Raises:
         Unreachable: on every rank: they are not on one host, or cannot reach each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self._begin(dist.get_rank(group), timeout)
+    def __init__(self, group: dist.ProcessGroup, timeout: float, ids: Sequence[int] | None = None) -> None:
         self.num_ranks = dist.get_world_size(group)
+        ids = range(self.num_ranks) if ids is None else ids
+        self._begin(ids[dist.get_rank(group)], timeout)
         why = ""
         try:
             self._create()
@@ -79,7 +81,7 @@ class Coordinator:
             why = f"the {self.num_ranks} ranks are on {len(hosts)} hosts"
         try:
             if not why:
-                self.meet(dict(enumerate(addresses)))
+                self.meet(dict(zip(ids, addresses, strict=True)))
         except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
         answers = gather_objects(group, why, "the set-up of shared memory", timeout)

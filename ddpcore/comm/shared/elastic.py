@@ -47,15 +47,16 @@ class SharedMemoryFabric(Fabric):
     Args:
         group: a process group, used only for setting up; None is the default group.
         timeout: seconds that a living rank may let the others wait.
+        ids: of the ranks, ascending; None: as in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float, ids: Members | None = None) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
         group = default_group(group)
-        coordinator = Coordinator(group, timeout)
+        coordinator = Coordinator(group, timeout, ids)
         self._set_up(coordinator, RollCall(new_run(group, timeout), coordinator.rank, timeout))
-        self._take(tuple(range(coordinator.num_ranks)))
+        self._take(tuple(range(coordinator.num_ranks)) if ids is None else ids)
 
     def _set_up(self, coordinator: Coordinator, roll: RollCall) -> None:
         self._coordinator, self.roll, self._memory = coordinator, roll, HostMemory()
