@@ -160,7 +160,7 @@ def check(config: Any) -> None:
         if isinstance(value, float):
             typed(name, value, float)  # refuses NaN and infinity
         check_range(name, value, **about["bounds"])
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not about["positional"]:
             _check_list(name, value)
         for one in value if isinstance(value, tuple) else (value,):
             if about["choices"]:

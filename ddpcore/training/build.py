@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore.comm import Choice, choose_backend
+from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import time_limit
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
-from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
@@ -41,6 +42,7 @@ class LearnerPlacement:
     world: World
     device: torch.device
     left: Membership | None = None
+    joins: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig, world: World | None, left: Membership | None = None) -> LearnerPlacement:
@@ -78,11 +80,13 @@ class LearnerPlacement:
     @property
     def real(self) -> bool:
         """Whether there are other ranks."""
-        return self.world.world_size > 1
+        return self.joins or self.world.world_size > 1
 
     @property
     def learners(self) -> list[int]:
-        """The learners of this process."""
+        """The learners of this process; none before it has joined."""
+        if self.joins:
+            return []
         if self.left is not None:
             return [self.left.members[self.world.rank]]
         each = self.config.learners // self.world.world_size
@@ -90,12 +94,13 @@ class LearnerPlacement:
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks; ``what`` names the wait in an error."""
-        if self.real:
+        if self.world.world_size > 1:
             barrier(what)
 
     def time_limit(self) -> AbstractContextManager[None]:
         """Inside, a rank may let the others wait as long as the config says, in any call of the process group."""
-        return time_limit(default_group(None), self.config.timeout) if self.real else nullcontext()
+        is_group = self.world.world_size > 1
+        return time_limit(default_group(None), self.config.timeout) if is_group else nullcontext()
 
 
 def build_dataset(placement: LearnerPlacement) -> Dataset:
@@ -224,12 +229,15 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     check_samples(config, dataset)
 
 
-def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any) -> Trainer:
-    """The trainer at its first step.
+def build_trainer(
+    placement: LearnerPlacement, dataset: Dataset, store: dist.Store | None = None, **options: Any
+) -> Trainer:
+    """The trainer at its first step, or at the step in which this rank joins a run.
 
     Args:
         placement: config and ranks.
         dataset: the data set, on any device.
+        store: that of a run to join; None begins one.
         options: arguments of :func:`ddpcore.distribute` that replace those of the config.
 
     Raises:
@@ -242,10 +250,42 @@ def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any)
     schedule = build_schedule(config, batches.steps_per_epoch)
     optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()
+    arguments = _arguments(placement, strategy, options)
+    if store is None:
+        handle, learners = distribute(model, optimizer, strategy, **arguments), placement.learners
+    else:
+        assert isinstance(strategy, Strategy)
+        names = ("transport", "policies", "timeout", "on_nonfinite")
+        handle = join(model, optimizer, strategy, store, **{name: arguments[name] for name in names})
+        assert isinstance(handle.comm, ElasticCommunicator)
+        rank, learners = handle.comm.rank, [handle.comm.rank]
+    torch.manual_seed(config.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
+    trainer = Trainer(
+        handle,
+        optimizer,
+        dataset.to(placement.device),
+        batches,
+        learners=learners,
+        stacked=arguments.get("learners") is not None,
+        module=model,
+        schedule=schedule,
+        accumulation=config.accumulation,
+        label_smoothing=config.label_smoothing,
+        max_grad_norm=None if clips_itself(config.optimizer) else config.max_grad_norm,
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        compile=config.compile,
+    )
+    trainer.num_steps = 0 if handle.learner is None else handle.learner.step
+    return trainer
+
+
+def _arguments(placement: LearnerPlacement, strategy: Strategy | Baseline, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of :func:`ddpcore.distribute`."""
+    config = placement.config
     virtual = not isinstance(strategy, Baseline) and (not placement.real or len(placement.learners) > 1)
     arguments: dict[str, Any] = {
         "learners": len(placement.learners) if virtual else None,
-        "group": dist.group.WORLD if placement.real else None,
+        "group": dist.group.WORLD if placement.world.world_size > 1 else None,
         "transport": config.transport,
         "link": config.make_link(),
         "on_failure": config.on_failure,
@@ -256,20 +296,4 @@ def build_trainer(placement: LearnerPlacement, dataset: Dataset, **options: Any)
     }
     if isinstance(strategy, Strategy):  # all ranks end the run together, see Loop
         arguments["on_nonfinite"] = "skip" if config.on_nonfinite == "raise" else config.on_nonfinite
-    handle = distribute(model, optimizer, strategy, **arguments)
-    torch.manual_seed(config.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
-    return Trainer(
-        handle,
-        optimizer,
-        dataset.to(placement.device),
-        batches,
-        learners=placement.learners,
-        stacked=arguments["learners"] is not None,
-        module=model,
-        schedule=schedule,
-        accumulation=config.accumulation,
-        label_smoothing=config.label_smoothing,
-        max_grad_norm=None if clips_itself(config.optimizer) else config.max_grad_norm,
-        autocast=torch.bfloat16 if config.precision == "bf16" else None,
-        compile=config.compile,
-    )
+    return arguments

@@ -18,8 +18,10 @@ from ddpcore.storage.limits import plain, shown
 from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.record import RunRecord
-from ddpcore.training.run import Interrupted, train
+from ddpcore.training.run import Interrupted, join_run, train
 from ddpcore.training.settings import settings
+
+PROGRAM = "ddpcore.training"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,66 +42,86 @@ class TrainOptions:
         None, f"timeout=SECONDS: how long a living rank may let the others wait ({TIMEOUT_SECONDS:g})"
     )
     resume: bool = option(False, "continue from the last checkpoint in --out", action="store_true")
+    join: bool = option(
+        False, "join the run in --out as a new rank, if it has real ranks and on_failure=shrink", action="store_true"
+    )
     tensorboard: bool = option(False, "also write numbers for TensorBoard", action="store_true")
 
     def __post_init__(self) -> None:
         check(self)
         if self.out is None:
             raise ValueError("--out is missing: name the folder of the run, such as --out runs/first")
+        if self.join and (self.fields or self.resume or self.tensorboard or self.timeout or self.world_size > 1):
+            raise ValueError("--join takes all settings from the run in --out: leave everything else out")
+
+    @property
+    def folder(self) -> Path:
+        """``out``, which is given."""
+        assert self.out is not None
+        return self.out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run. Returns 0, or 1 if a rank failed, 2 if the command is wrong, 130 if a signal stopped the run."""
-    program = "ddpcore.training"
     try:
-        options = parse(TrainOptions, argv, prog=f"python -m {program}", description=TrainOptions.__doc__ or "")
-        torchrun = launch.torchrun_world()
-        world_size = options.world_size if torchrun is None else torchrun.world_size
-        given = {} if options.timeout is None else {"timeout": options.timeout}
-        assert options.out is not None
-        left = members_left(options.out / "checkpoints") if options.resume and world_size > 1 else None
-        learners = world_size if left is None else left.first
-        config = TrainConfig(**{"learners": learners, **settings(options.fields), **given})
-        if left is not None and torchrun is None and len(left.members) != world_size:
-            world_size = len(left.members)
-            print(f"{program}: the run goes on with the learners {list(left.members)} that are left", file=sys.stderr)
-        device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
-        backend = "virtual"
-        if world_size > 1:
-            kind = "cpu" if device == "auto" else device
-            num_gpus = torch.cuda.device_count()
-            backend = choose_backend("auto", world_size=world_size, device=kind, num_gpus=num_gpus).backend
-            if backend == "virtual":
-                raise ValueError(
-                    f"{world_size} ranks would share {num_gpus} GPU: leave --world-size out, or device=cpu"
-                )
-        launch.run(
-            _run_rank,
-            (config, options),
-            world_size=world_size,
-            backend=backend,
-            timeout=config.timeout,
-            on_failure=config.on_failure,
-        )
-        if torchrun is None or torchrun.rank == 0:
-            print(_summary(RunRecord.read(options.out).final), "-", shown(options.out))
+        options = parse(TrainOptions, argv, prog=f"python -m {PROGRAM}", description=TrainOptions.__doc__ or "")
+        if options.join:
+            num = RunRecord.read(options.folder).header["config"]["learners"]
+            torch.set_num_threads(launch.threads_per_rank(num))
+            join_run(options.folder)
+        else:
+            _start(options)
+        if (world := launch.torchrun_world()) is None or world.rank == 0:
+            print(_summary(RunRecord.read(options.folder).final), "-", shown(options.folder))
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
         code, message = 2, str(error)
     except launch.RankFailed as error:
         code, message = 1, str(error).splitlines()[-1]
+    except RuntimeError as error:  # of a rank that joins
+        if not options.join:
+            raise
+        code, message = 1, str(error).partition("\n")[0]
     except (launch.Stopped, Interrupted) as error:
         code, message = 130, str(error).replace("resume=True", "--resume")
     else:
         return 0
-    print(f"{program}: {plain(message)}", file=sys.stderr)
+    print(f"{PROGRAM}: {plain(message)}", file=sys.stderr)
     return code
 
 
+def _start(options: TrainOptions) -> None:
+    """Start the ranks of a run, and wait for its end."""
+    torchrun = launch.torchrun_world()
+    world_size = options.world_size if torchrun is None else torchrun.world_size
+    given = {} if options.timeout is None else {"timeout": options.timeout}
+    left = members_left(options.folder / "checkpoints") if options.resume and world_size > 1 else None
+    learners = world_size if left is None else left.first
+    config = TrainConfig(**{"learners": learners, **settings(options.fields), **given})
+    if left is not None and torchrun is None and len(left.members) != world_size:
+        world_size = len(left.members)
+        print(f"{PROGRAM}: the run goes on with the learners {list(left.members)} that are left", file=sys.stderr)
+    device = "cuda" if config.device == "auto" and torch.cuda.is_available() else config.device
+    backend = "virtual"
+    if world_size > 1:
+        kind = "cpu" if device == "auto" else device
+        num_gpus = torch.cuda.device_count()
+        backend = choose_backend("auto", world_size=world_size, device=kind, num_gpus=num_gpus).backend
+        if backend == "virtual":
+            raise ValueError(f"{world_size} ranks would share {num_gpus} GPU: leave --world-size out, or device=cpu")
+    launch.run(
+        _run_rank,
+        (config, options),
+        world_size=world_size,
+        backend=backend,
+        timeout=config.timeout,
+        on_failure=config.on_failure,
+    )
+
+
 def _run_rank(world: World, config: TrainConfig, options: TrainOptions) -> None:
-    assert options.out is not None
-    train(config, out=options.out, world=world, resume=options.resume, tensorboard=options.tensorboard)
+    train(config, out=options.folder, world=world, resume=options.resume, tensorboard=options.tensorboard)
 
 
 def _summary(final: dict[str, Any]) -> str:

@@ -228,6 +228,8 @@ class TrainConfig:
             raise ValueError(f"{needed}statistics and an emulated link need a fixed number of ranks: leave them out")
         if self.sampler != SAMPLERS[0] or not self.drop_last:
             raise ValueError(f"{needed}samples are dealt again with sampler {SAMPLERS[0]!r} and drop_last: take these")
+        if self.shards != SHARDS[0]:
+            raise ValueError(f"{needed}it deals samples again, and shards is {self.shards!r}: take {SHARDS[0]!r}")
         strategy = self.make_strategy()
         if isinstance(strategy, Baseline):
             raise ValueError(f"{needed}{strategy.name} ends when a rank dies: take 'raise', or another strategy")

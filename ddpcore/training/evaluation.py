@@ -53,6 +53,16 @@ def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicato
         num_classes: C.
         comm: the learners that take part.
     """
+    while True:
+        num, sums = comm.num_learners, _sums(model, split, num_classes, comm)
+        if comm.num_learners == num:
+            break  # else a rank has died with its part of the samples
+    loss_L, confusion_L = sums
+    return Evaluation(loss=loss_L.sum().item() / len(split), confusion=confusion_L.sum(dim=0).cpu())
+
+
+def _sums(model: nn.Module, split: Split, num_classes: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Sum of the losses, and confusion matrix, of each learner's part. Collective."""
     device, num_rows = split.labels.device, len(comm.learners)
     samples = torch.arange(len(split), device=device).tensor_split(max(1, comm.num_learners // num_rows))
     mine = samples[comm.learners[0] // num_rows]
@@ -64,6 +74,4 @@ def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicato
         logits = model(inputs).float()
         loss[0] += F.cross_entropy(logits, labels, reduction="sum")
         confusion[0] += confusion_matrix(logits, labels)
-    return Evaluation(
-        loss=comm.gather(loss).sum().item() / len(split), confusion=comm.gather(confusion).sum(dim=0).cpu()
-    )
+    return comm.gather(loss), comm.gather(confusion)

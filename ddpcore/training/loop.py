@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, is_finite
 from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors
+from ddpcore.training.joining import share_progress
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import RunWriter
 from ddpcore.training.statistics import flatness_of, row_of
@@ -37,7 +39,8 @@ class Loop:
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
         steps: records every step; None without ``record_steps``.
-        take_over: makes a writer in a rank that becomes the first one, because the first one has died.
+        take_over: makes a writer in the first rank that is left, because the one that wrote has died.
+        joins: whether this rank has just joined, in the step that the others have just taken.
     """
 
     placement: LearnerPlacement
@@ -48,6 +51,7 @@ class Loop:
     writer: RunWriter | None
     steps: StepRecorder | None = None
     take_over: Callable[[], RunWriter | None] | None = None
+    joins: bool = False
 
     def __post_init__(self) -> None:
         self.config = self.placement.config
@@ -55,7 +59,8 @@ class Loop:
         self.steps_per_epoch = self.trainer.batches.steps_per_epoch
         self.total_steps = total_steps(self.config, self.steps_per_epoch)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
-        self._num_changes = 0  # of the members, that are written
+        self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
+        self._writer = 0 if self.comm.membership is None else self.comm.membership.members[0]  # id of the rank
         self._num_records = 0  # records of the statistics that are written
         self.is_saved = True  # whether the last checkpoint that was due was written
 
@@ -63,17 +68,21 @@ class Loop:
         """Train to the end. False: ``stop_signal`` came first, and the run is saved in a checkpoint."""
         trainer, progress = self.trainer, self.progress
         self._resumed_at = self.comm.now()
-        while trainer.num_steps < self.total_steps and not (progress.diverged or self._has_reached_target()):
-            try:
-                losses_L = trainer.step()
-            except NonFiniteError as error:  # weights; see _collect for gradients
-                if self.placement.real:
-                    raise
-                progress.diverged, progress.reason = True, str(error)
-                break
-            progress.add(losses_L, only_finite=self.config.on_nonfinite != "raise")
-            if self.steps is not None:
-                self.steps.add(losses_L)
+        while self.joins or not (
+            trainer.num_steps >= self.total_steps or progress.diverged or self._has_reached_target()
+        ):
+            if not self.joins:
+                try:
+                    losses_L = trainer.step()
+                except NonFiniteError as error:  # weights; see _collect for gradients
+                    if self.placement.real:
+                        raise
+                    progress.diverged, progress.reason = True, str(error)
+                    break
+                progress.add(losses_L, only_finite=self.config.on_nonfinite != "raise")
+                if self.steps is not None:
+                    self.steps.add(losses_L)
+            self._welcome()
             step = trainer.num_steps
             epoch_ends = step % self.steps_per_epoch == 0 or step == self.total_steps
             stop = stop_signal.asked and not self.placement.real
@@ -97,6 +106,17 @@ class Loop:
                 return False
         self._end()
         return True
+
+    def _welcome(self) -> None:
+        """If a rank has joined in this step, give it the progress of the run; it is in the same call. Collective."""
+        changes = self.trainer.handle.changes[self._num_shared :]
+        self._num_shared += len(changes)
+        joined = [change.joined[0] for change in changes if change.joined]
+        if self.joins or joined:
+            assert isinstance(self.comm, ElasticCommunicator)
+            new = self.comm.rank if self.joins else joined[-1]
+            self._writer = share_progress(self.comm, self.progress, self._writer, new)
+            self.joins = False
 
     def _has_reached_target(self) -> bool:
         """Whether an evaluation has reached the config's target."""
@@ -136,7 +156,10 @@ class Loop:
         """Write who has died. If that was the rank that writes, the first one that is left takes over."""
         changes = self.trainer.handle.changes[self._num_changes :]
         self._num_changes += len(changes)
-        if changes and self.writer is None and self.take_over is not None and self.comm.learners[0] == 0:
+        for change in changes:
+            if self._writer in change.lost:
+                self._writer = min(change.members)
+        if changes and self.writer is None and self.take_over is not None and self._writer == self.trainer.learners[0]:
             self.writer = self.take_over()
         if self.writer is not None:
             for change in changes:

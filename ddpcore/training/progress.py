@@ -132,6 +132,19 @@ class Progress:
         self.best = {"accuracy": accuracy, "epoch": epoch, "step": step}
         return True
 
+    def shared(self) -> dict[str, Any]:
+        """What is the same on all ranks, for a rank that joins."""
+        names = ("epoch_steps", "window_steps", "first_loss", "accuracy", "best", "epoch_seconds", "diverged", "reason")
+        return {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}
+
+    def take(self, shared: dict[str, Any]) -> None:
+        """As a rank that joins: all steps so far are those of others, so they count as lost here."""
+        for name, value in shared.items():
+            setattr(self, name, value)
+        self.epoch_lost_L.fill_(self.epoch_steps)
+        self.window_lost_L.fill_(self.window_steps)
+        self._started = time.perf_counter() - self.seconds
+
     def state_dict(self) -> dict[str, Any]:
         """The arguments that make an equal object."""
         return {item.name: getattr(self, item.name) for item in fields(self)} | {"seconds": self.total_seconds}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import read_lines
+from ddpcore.storage.limits import shown
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig
+from ddpcore.training.joining import remove_address, store_of, write_address
 from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
 from ddpcore.training.record import RunRecord
@@ -95,6 +98,37 @@ def train(
     return finished
 
 
+def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
+    """Join a run of real ranks with ``on_failure="shrink"`` as a new rank, and train to its end with the others.
+
+    Args:
+        out: the folder of the run, whose record has the config.
+        dataset: used instead of the data set of the config.
+
+    Returns:
+        The record.
+
+    Raises:
+        ValueError: no such run is in progress there, this rank has other data, or the run can take no rank.
+        RuntimeError: the run does not answer.
+        Interrupted: a signal stopped the run, and it is saved.
+    """
+    out = Path(out)
+    store, header = store_of(out), RunRecord.read(out).header
+    config = TrainConfig.from_dict(header["config"])
+    placement = replace(LearnerPlacement.of(config, None), joins=True)
+    load_safetensors()
+    with StopSignal() as stop_signal:
+        dataset = build_dataset(placement) if dataset is None else dataset
+        if dataset.digest() != header["dataset_digest"]:
+            raise ValueError(f"{shown(out)} holds a run on other samples: take the same samples")
+        trainer = build_trainer(placement, dataset, store)
+        outputs = {"tensorboard": False, "on_record": None}
+        finished = _train(placement, trainer, None, out, False, outputs, stop_signal)
+    stop_signal.pass_on()
+    return finished
+
+
 def _train(
     placement: LearnerPlacement,
     trainer: Trainer,
@@ -114,12 +148,15 @@ def _train(
     progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
     recorder = StepRecorder(out, rank, trainer) if config.record_steps else nullcontext()
 
+    is_first = world.rank == 0 and not placement.joins
+    if is_first and comm is not None:
+        write_address(out)
+
     def take_over() -> RunWriter | None:
         stack.enter_context(locked(out))
         return stack.enter_context(_writer(placement, trainer, out, outputs, is_first=True))
 
     with ExitStack() as stack, recorder as steps:
-        is_first = world.rank == 0
         writer = stack.enter_context(_writer(placement, trainer, out, outputs, is_first=is_first))
         loop = Loop(
             placement=placement,
@@ -130,8 +167,11 @@ def _train(
             writer=writer,
             steps=steps,
             take_over=take_over,
+            joins=placement.joins,
         )
         ended = loop.run(stop_signal)
+        if loop.writer is not None:
+            remove_address(out)
     if comm is not None:  # only those that are left can wait for each other
         comm.gather(torch.zeros(1, 1))
     else:

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore import training
 from ddpcore.comm.membership import Change
-from ddpcore.comm.roll_call import own_client
+from ddpcore.comm.roll_call import last_run, own_client
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
-from ddpcore.training import TrainConfig
+from ddpcore.training import RunRecord, TrainConfig, command
 from ddpcore.training.record import FILE
 from helpers.forked import without_gloo
 from helpers.oracle import outer
@@ -344,6 +344,46 @@ def main() -> None:
     torch.set_num_threads(1)
     trials = {str(trial): run_trial(trial) for trial in [*TRIALS, *JOINS, *REFUSED]}
     torch.save(trials, sys.argv[1])
+
+
+def run_joined(out: Path) -> tuple[dict[int, int], str]:
+    """A whole run of three ranks: rank 0 is killed in the second epoch, and a new one joins in the third."""
+    out.mkdir()
+    log, store_file = out.with_suffix(".log"), out.with_suffix(".store")
+    config = TrainConfig(**{**WHOLE, "learners": 3, "batch_size": 60, "topology": "ring"})
+
+    def on_record(row: dict[str, Any]) -> None:
+        if row["kind"] == "epoch" and row["epoch"] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if row["kind"] == "epoch" and row["epoch"] == 3:
+            run_of_store = last_run(c10d._get_default_store(), 1.0)
+            while not run_of_store.add("joins", 0):
+                time.sleep(0.02)
+
+    def run(rank: int) -> None:
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+        os.dup2(1, 2)
+        try:
+            if rank == 3:
+                while not (out / "record.jsonl").exists() or len(RunRecord.read(out).epochs) < 3:
+                    time.sleep(0.05)
+                code = command.main(["--out", str(out), "--join"])
+                sys.stdout.flush()
+                os._exit(code)
+            store = dist.FileStore(str(store_file), 3)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+            training.train(config, out=out, world=World(rank, 3, rank, 3), on_record=on_record)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    return fork_and_wait(4, run), log.read_text()
+
+
+def main_joined() -> None:
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    torch.save(run_joined(out), out.with_suffix(".pt"))
 
 
 def main_whole() -> None:

@@ -102,6 +102,33 @@ def test_the_command_starts_the_ranks_that_are_left(
     assert capsys.readouterr().err == ("ddpcore.training: the run goes on with the learners [1, 2, 3] that are left\n")
 
 
+def test_a_rank_joins_a_run(tmp_path: Path) -> None:
+    """It takes the number of the rank that was killed, and writes nothing but its checkpoints and steps."""
+    out = tmp_path / "run"
+    words = [sys.executable, "-c", "from helpers.elastic_ranks import main_joined; main_joined()", str(out)]
+    subprocess.run(words, env=ranks.environment(), check=True, timeout=300)
+    codes, said = torch.load(out.with_suffix(".pt"))
+    assert codes == {0: -signal.SIGKILL, 1: 0, 2: 0, 3: 0}, said
+    run = RunRecord.read(out)
+    assert [(row["lost"], row["joined"], row["members"]) for row in run.members] == [
+        ([0], [], [1, 2]), ([], [0], [0, 1, 2]),
+    ]  # fmt: skip
+    assert [row["epoch"] for row in run.epochs] == [1, 2, 3, 4, 5, 6]
+    assert f"finished step {run.final['step']}, accuracy " in said
+    last = max((out / "checkpoints").iterdir())
+    assert json.loads((last / "manifest.json").read_text())["manifest"]["members"] == [0, 1, 2]
+    lines = [line for path in (out / "steps").iterdir() for line in read_lines(path).rows]
+    steps = [line["step"] for line in lines if line["learners"] == [0]]
+    first = run.epochs[1]["step"]
+    assert steps[:first] == list(range(1, first + 1)), "until it was killed"
+    assert steps[first:] == list(range(steps[first], run.final["step"] + 1)), "after it has joined"
+    assert run.epochs[2]["step"] < steps[first] <= run.epochs[4]["step"]
+    for before, row in zip(run.epochs, run.epochs[1:], strict=False):
+        losses = [line["loss"][0] for line in lines if before["step"] < line["step"] <= row["step"]]
+        assert sum(losses) / len(losses) == pytest.approx(row["train_loss"], rel=1e-6)
+    assert not (out / "join.json").exists()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -109,6 +136,7 @@ def test_the_command_starts_the_ranks_that_are_left(
         ({"strategy": "single", "learners": 1}, "2 learners must be left, and learners is 1: take more"),
         ({"learners": 2}, "2 learners must be left, and learners is 2: take more"),
         ({"statistics_every": 5}, "statistics and an emulated link need a fixed number of ranks"),
+        ({"shards": "dirichlet"}, "it deals samples again, and shards is 'dirichlet': take 'even'"),
         ({"sampler": "fixed"}, "samples are dealt again with sampler 'global' and drop_last"),
         ({"strategy_options": {"compression": "topk"}, "topology": "ring"}, "topk sends differences"),
     ],

@@ -1,0 +1,82 @@
+"""How a new rank finds a run in progress, and what it needs to know of it: the address of its store, the progress."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.storage.json_lines import read_json, write_json
+from ddpcore.storage.limits import shown
+from ddpcore.training.progress import Progress
+
+FILE = "join.json"  # in the folder of the run while it lasts
+CONNECT_SECONDS = 20.0  # a store that does not answer for so long is gone
+_BYTES = 4096  # of the message to a new rank
+
+
+def write_address(out: Path) -> None:
+    """Write where new ranks find the store of the default process group."""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        write_json(out / FILE, {"host": store.host, "port": store.port})
+    elif isinstance(store, dist.FileStore):
+        write_json(out / FILE, {"path": store.path})  # type: ignore[attr-defined]
+
+
+def remove_address(out: Path) -> None:
+    """At the end of the run."""
+    (out / FILE).unlink(missing_ok=True)
+
+
+def store_of(out: Path) -> dist.Store:
+    """A new client of the store of the run in a folder.
+
+    Raises:
+        ValueError: no run is in progress there that a rank can join.
+    """
+    if not (out / FILE).exists():
+        raise ValueError(f"{shown(out)} has no run in progress with real ranks and on_failure='shrink': start that")
+    address = read_json(out / FILE)
+    if "path" in address:
+        return dist.FileStore(address["path"], -1)
+    try:
+        return dist.TCPStore(
+            address["host"], address["port"], is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS)
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"{shown(out)}: the store at {address['host']}:{address['port']} does not answer: the run has ended, or "
+            "this is another machine and the run was not started by torchrun"
+        ) from error
+
+
+def share_progress(comm: ElasticCommunicator, progress: Progress, writer: int, new: int) -> int:
+    """In the step in which a rank joins: give it the progress of the run. Collective.
+
+    Args:
+        comm: the members, the new one among them.
+        progress: of this rank; that of the new one changes.
+        writer: the id of the rank that writes the record; any value on the new one.
+        new: the id of the new rank.
+
+    Returns:
+        The id of the rank that writes.
+    """
+    text = json.dumps({"writer": writer, **progress.shared()}).encode()
+    rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8))
+    if comm.rank != new:
+        return writer
+    given = next(row for one, row in zip(comm.membership.members, rows, strict=True) if one != new)
+    content: dict[str, Any] = json.loads(bytes(given.tolist()))
+    writer = content.pop("writer")
+    progress.take(content)
+    return writer
