@@ -8,6 +8,12 @@ start costs less than in a real restart, which ``--spawn`` has. *Useful samples*
 end: a step that a restart repeats counts once.
 
 ``PYTHONPATH=. python benchmarks/failures.py --mtbf 60,15,5 --ranks 4 --seconds 60 --json failures.json``
+
+``resume``: whole runs of ``train`` with ``on_failure="raise"``, in each of which one rank is killed at a random time.
+All ranks end, and a second start resumes from the last checkpoint. It counts the runs that end with the bits of a run
+that nobody killed.
+
+``PYTHONPATH=. python benchmarks/failures.py --modes resume --ranks 2 --kills 40``
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ from torch import nn
 import ddpcore
 from ddpcore.data import Dataset, Redealt, ShardedBatches, load_dataset
 from ddpcore.optim import FusedSGD
+from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
+from ddpcore.training import TrainConfig, train
 
 EVERY = 20  # steps between two evaluations, at which ranks also agree on the end
 HIDDEN = ("curve", "pauses", "join_ratios", "exit_codes")  # in the JSON file only
@@ -166,6 +174,70 @@ def run_restart(folder: Path, args: argparse.Namespace, rank: int, joins: bool) 
     os._exit(0)
 
 
+def train_rank(folder: Path, attempt: int, ranks: int, rank: int, seed: int) -> None:
+    """A rank of a whole run, of its first attempt or of one that resumes it."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(folder.with_name(f"{folder.name}-store-{attempt}")), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    config = TrainConfig(
+        model="mlp",
+        dataset="digits",
+        strategy="dpsgd",
+        learners=ranks,
+        batch_size=SHARE * ranks,
+        steps=1000,
+        checkpoint_every=25,
+        optimizer_options={"momentum": 0.9},
+        seed=seed,
+        timeout=60,
+    )
+    train(config, out=folder, world=World(rank, ranks, rank, ranks), resume=True)
+    os._exit(0)
+
+
+def run_resume(args: argparse.Namespace) -> dict[str, Any]:
+    """Kill a rank of each of ``--kills`` runs, resume the run, and compare it with one that nobody killed."""
+    context, rng, num_same, kill_steps = multiprocessing.get_context("forkserver"), random.Random(args.seed), 0, []
+    context.set_forkserver_preload(["failures"])
+
+    def start(folder: Path, attempt: int) -> list[Any]:
+        mine = [(folder, attempt, args.ranks, rank, args.seed) for rank in range(args.ranks)]
+        ranks = [context.Process(target=train_rank, args=words) for words in mine]
+        for rank in ranks:
+            rank.start()
+        while not (folder / "record.jsonl").exists() and all(rank.is_alive() for rank in ranks):
+            time.sleep(0.01)
+        return ranks
+
+    def end(ranks: list[Any]) -> list[int]:
+        for rank in ranks:
+            rank.join(90)
+            rank.kill()
+            rank.join()
+        return [rank.exitcode for rank in ranks]
+
+    with tempfile.TemporaryDirectory() as name:
+        whole, began = start(Path(name) / "whole", 0), time.time()
+        assert end(whole) == [0] * args.ranks
+        seconds, number = time.time() - began, 0
+        model = (Path(name) / "whole" / "model.safetensors").read_bytes()
+        while len(kill_steps) < args.kills:
+            number += 1
+            folder = Path(name) / f"run-{number}"
+            ranks = start(folder, 0)
+            time.sleep(rng.uniform(0, seconds))
+            os.kill(rng.choice(ranks).pid, signal.SIGKILL)
+            if -signal.SIGKILL not in end(ranks) or (folder / "model.safetensors").exists():
+                continue  # it had ended
+            saved = max((path.name for path in (folder / "checkpoints").glob("step-*")), default="step-0")
+            kill_steps.append(int(saved.removeprefix("step-")))
+            num_same += (
+                end(start(folder, 1)) == [0] * args.ranks and (folder / "model.safetensors").read_bytes() == model
+            )
+    return {"mode": "resume", "ranks": args.ranks, "kills": args.kills, "same_bits": num_same, "resumed_at": kill_steps}
+
+
 class Ranks:
     """The processes of a run."""
 
@@ -281,7 +353,7 @@ def main() -> None:
     """Run both modes for each mean time between failures, in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mtbf", default="60,15,5", help="mean seconds between two kills, comma-separated")
-    parser.add_argument("--modes", default="shrink,restart")
+    parser.add_argument("--modes", default="shrink,restart", help="or resume, alone")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each run")
     parser.add_argument("--seeds", default="0", help="comma-separated")
@@ -297,6 +369,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda":
         args.transport = "pg"
+    if args.modes == "resume":
+        args.seed, args.kills = int(args.seeds.split(",")[0]), args.kills or 40
+        print(run_resume(args))
+        return
     rows = []
     for mtbf in map(float, args.mtbf.split(",")):
         for seed in map(int, args.seeds.split(",")):
