@@ -227,7 +227,7 @@ def run_resume(args: argparse.Namespace) -> dict[str, Any]:
             folder = Path(name) / f"run-{number}"
             ranks = start(folder, 0)
             time.sleep(rng.uniform(0, seconds))
-            os.kill(rng.choice(ranks).pid, signal.SIGKILL)
+            rng.choice(ranks).kill()
             if -signal.SIGKILL not in end(ranks) or (folder / "model.safetensors").exists():
                 continue  # it had ended
             saved = max((path.name for path in (folder / "checkpoints").glob("step-*")), default="step-0")

@@ -23,6 +23,7 @@ def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: An
         world_size=resolved.world_size,
         backend=resolved.choice.backend,
         timeout=resolved.config.timeout,
+        on_failure=resolved.config.on_failure,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS, TRANSPORTS
+from ddpcore.comm.membership import ON_FAILURE
 from ddpcore.data import DATASETS
 from ddpcore.models import MODELS
 from ddpcore.options.command_line import SEED_RANGE, check, flag, option
@@ -89,6 +90,11 @@ class BenchConfig(Options):
         ON_NONFINITE[0],
         "a gradient that is not finite ends a strategy as diverged, or is left out; not of ddp and single",
         choices=ON_NONFINITE,
+    )
+    on_failure: str = option(
+        ON_FAILURE[0],
+        "when a rank dies: end all ranks, or go on with the others; not of ddp and single",
+        choices=ON_FAILURE,
     )
     seed: int = option(0, "of weights, batches and pairs", **SEED_RANGE)
     device: str = option("auto", choices=DEVICES)
@@ -194,7 +200,8 @@ class ResolvedConfig:
         """
         learners = 1 if strategy == Single.name else self.world_size
         transport = "auto" if strategy in BASELINES else self.transport_name or "auto"
-        here = {"learners": learners, "device": self.device, "transport": transport}
+        on_failure = ON_FAILURE[0] if strategy in BASELINES else self.config.on_failure
+        here = {"learners": learners, "device": self.device, "transport": transport, "on_failure": on_failure}
         return self.config.train_config(strategy, **{**here, **more})
 
 
@@ -233,12 +240,14 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
             raise ValueError("ddp needs real ranks: leave it out of --strategies, or use --backend gloo or nccl")
         chosen = tuple(name for name in chosen if name != DDP.name)
         notes.append("ddp needs real ranks and is left out: the ratio to it is unknown")
+    if config.on_failure != ON_FAILURE[0]:
+        chosen = _that_go_on(config, choice, chosen, notes)
     for name in chosen:
         strategy = config.train_config(name).make_strategy()
         if isinstance(strategy, Strategy):
             strategy.setup(world_size, torch.float32)
             check_on_nonfinite(config.on_nonfinite, strategy, world_size)
-    return ResolvedConfig(
+    resolved = ResolvedConfig(
         config=config,
         world_size=world_size,
         strategies=chosen,
@@ -247,3 +256,22 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         transport=transport,
         notes=tuple(notes),
     )
+    if config.on_failure != ON_FAILURE[0]:
+        for name in chosen:
+            resolved.train_config(name)  # refuses what cannot go on without a rank
+    return resolved
+
+
+def _that_go_on(config: BenchConfig, choice: Choice, chosen: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:
+    """The strategies that go on when a rank dies.
+
+    Raises:
+        ValueError: there are no ranks, or a strategy was requested that ends.
+    """
+    if choice.backend == "virtual":
+        raise ValueError("--on-failure shrink is for real ranks, and these learners are virtual: leave it out")
+    if config.strategies is not None and (ends := [name for name in chosen if name in BASELINES]):
+        raise ValueError(f"--on-failure shrink: {ends[0]} ends when a rank dies, leave it out of --strategies")
+    if config.strategies is None:
+        notes.append("ddp ends when a rank dies and is left out: the ratio to it is unknown")
+    return tuple(name for name in chosen if name not in BASELINES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch import Tensor
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, ddp_options, distribute_options
 from ddpcore.bench.config import BASELINES, ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
+from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import Call
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.comm.traffic import all_reduce_bytes
@@ -44,6 +46,7 @@ class Contender:
         trainer: None if this rank is idle (``single`` runs only on rank 0).
         step_seconds: of every timed step on this rank.
         block_seconds: of every timed block, until the slowest rank was done.
+        block_samples: samples of every timed block, of all learners.
         losses: ``[L]`` for each step.
     """
 
@@ -51,7 +54,37 @@ class Contender:
     trainer: Trainer | None
     step_seconds: list[float] = field(default_factory=list)
     block_seconds: list[float] = field(default_factory=list)
+    block_samples: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def comm(self) -> ElasticCommunicator | None:
+        """The connection of ranks that may die; None if ranks stay."""
+        comm = None if self.trainer is None else self.trainer.handle.comm
+        return comm if isinstance(comm, ElasticCommunicator) else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks that are left. True for virtual learners."""
+        return self.comm.learners[0] == 0 if self.comm else not dist.is_initialized() or dist.get_rank() == 0
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, or for those that are left; ``what`` names the wait in an error. Collective."""
+        if self.comm is None:
+            barrier(what)
+        else:
+            self.comm.gather(torch.zeros(1, 1))
+
+    def samples_of(self, first: int, num_steps: int) -> int:
+        """Samples of so many steps from ``first``, of the learners that took each of them."""
+        if self.trainer is None:
+            return 0
+        batches, deals = self.trainer.batches, self.trainer.handle.deals
+        nums = [
+            next((len(ids) for begin, ids in reversed(deals) if begin <= step), batches.num_learners)
+            for step in range(first, first + num_steps)
+        ]
+        return batches.batch_size // batches.num_learners * sum(nums)
 
     def run_steps(self, num_steps: int, timed: bool) -> None:
         """Train for some steps; keep their times if ``timed``."""
@@ -84,12 +117,14 @@ class Contender:
 
 def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None = None) -> None:
     """Train for a block of steps, which ends when the slowest rank is done. Collective. The meter skips idle ranks."""
-    barrier("the start of a block of steps")
+    one.meet("the start of a block of steps")
+    before = 0 if one.trainer is None else one.trainer.num_steps
     with nullcontext() if meter is None or one.trainer is None else meter.turn(one.name, timed):
         start = time.perf_counter()
         one.run_steps(num_steps, timed)
-        barrier("the end of a block of steps")
+        one.meet("the end of a block of steps")
         if timed:
+            one.block_samples.append(one.samples_of(before, num_steps))
             one.block_seconds.append(time.perf_counter() - start)
 
 
@@ -108,8 +143,13 @@ def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequen
     return max(0.0, quantiles(1e3 * (mine - without) / steps for mine, without, steps in blocks)["p50"])
 
 
-def gather(value: Any) -> list[Any]:
-    """The value of every rank. Collective."""
+def gather(value: Any, comm: ElasticCommunicator | None = None) -> list[Any]:
+    """The value of every rank, or of those that ``comm`` has left. Collective."""
+    if comm is not None:
+        text = pickle.dumps(value)
+        size = int(comm.gather(torch.tensor([[len(text)]])).max())
+        rows = comm.gather(torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)[None])
+        return [pickle.loads(row.numpy().tobytes()) for row in rows]  # each ends before the zeros
     everyone = [value]
     if dist.is_initialized():
         everyone *= dist.get_world_size()

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
@@ -28,7 +29,6 @@ from ddpcore.bench.contender import (
 )
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
-from ddpcore.comm.process import barrier
 from ddpcore.report.strategies import print_strategies
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
@@ -40,7 +40,7 @@ NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
 COPIED = (
     "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms",
-    "num_nonfinite",
+    "num_nonfinite", "deaths",
 )  # fmt: skip
 GOSSIP = ("dpsgd", "slowmo", "push_sum", "exact_diffusion", "gradient_tracking")  # the strategies with a topology
 
@@ -81,7 +81,7 @@ def run_rank(world: World, resolved: ResolvedConfig) -> None:
                 run_block(one, num_steps, timed, meter)
                 progress.advance(num_steps, one.name)
     results = [_gather(one, resolved, meter) for one in contenders]
-    if world.rank == 0:
+    if contenders[-1].is_first:
         about = {name: getattr(config, name) for name in ("model", "dataset", "batch_size")}
         result = {"environment": environment(resolved), **about, "rows": _rows(resolved, results)}
         publish(result, lambda plain, console: print_strategies(plain, config, console), config)
@@ -110,7 +110,8 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
     sent = one.bytes_per_step(resolved.world_size)  # before the averages of the evaluation
     losses_SL = torch.stack(one.losses).cpu() if one.losses else None
     nonfinite = [] if one.trainer is None else [(event.step, event.learner) for event in one.trainer.handle.nonfinite]
-    everyone = gather((one.step_seconds, losses_SL, None if meter is None else meter.reading(one.name), nonfinite))
+    reading = None if meter is None else meter.reading(one.name)
+    everyone = gather((one.step_seconds, losses_SL, reading, nonfinite), one.comm)
     seconds, parts, readings, found = zip(*everyone, strict=True)
     num_nonfinite = len(set().union(*found))  # all ranks find those of averaged gradients
     losses_SL = torch.cat([part for part in parts if part is not None], dim=1).double()
@@ -122,11 +123,13 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
     if trainer is not None and math.isfinite(losses[-1].item()):
         evaluation = trainer.evaluate(trainer.evaluation_model())
     if trainer is not None and one.name != Single.name:
-        distance, consensus_ms = _consensus(trainer)
+        distance, consensus_ms = _consensus(one, trainer)
     return {
         "name": one.name,
         "step_ms": quantiles(1e3 * second for of_rank in seconds for second in of_rank),
         "block_seconds": one.block_seconds,
+        "block_samples": one.block_samples,
+        "deaths": [] if trainer is None else [asdict(change) for change in trainer.handle.changes],
         "bytes_per_step": sent,
         "curve": _curve(losses, one.block_seconds, resolved.config.steps),
         "loss_first": losses[0].item(),
@@ -147,9 +150,9 @@ def _curve(losses: Tensor, block_seconds: Sequence[float], num_steps: int) -> di
     return {"steps": [*accumulate(timed)], "seconds": [*accumulate(block_seconds)], "loss": means}
 
 
-def _consensus(trainer: Trainer) -> tuple[float, float]:
+def _consensus(one: Contender, trainer: Trainer) -> tuple[float, float]:
     """The distance, and the milliseconds to compute it, including the wait for a GPU. Collective."""
-    barrier("the start of a measurement")
+    one.meet("the start of a measurement")
     start = time.perf_counter()
     distance = trainer.handle.consensus_distance()
     return distance, 1e3 * (time.perf_counter() - start)
@@ -171,7 +174,7 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
         if DDP.name in block_seconds:
             ratios = (theirs / ours for theirs, ours in zip(block_seconds[DDP.name], seconds, strict=True))
             ratio = quantiles(ratios)["p50"]
-        rates = [config.batch_size * n / s for n, s in zip(steps, seconds, strict=True)]
+        rates = [num / s for num, s in zip(result["block_samples"], seconds, strict=True)]
         rows.append(
             {
                 "strategy": name,
@@ -182,7 +185,7 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
                 "exposed_comm_ms": exposed,
                 **{key: result[key] for key in COPIED},
                 "ratio_to_ddp": ratio,
-                **_gpu(result["gpu"], config.batch_size * sum(steps)),
+                **_gpu(result["gpu"], sum(result["block_samples"])),
             }
         )
     return rows

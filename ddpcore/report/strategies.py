@@ -29,7 +29,7 @@ def strategy_parts(result: dict[str, Any], title: str) -> list[Table | str]:
 
 
 def seen(rows: list[dict[str, Any]]) -> list[str]:
-    """What the table shows: the fastest strategy beside ddp, test errors, and runs that diverged, a line each."""
+    """What the table shows: the fastest strategy beside ddp, test errors, divergence and deaths, a line each."""
     rows = [row for row in rows if row["strategy"] != "single"]
     lines = []
     against = [row for row in rows if row["ratio_to_ddp"] is not None and row["strategy"] != "ddp"]
@@ -43,7 +43,14 @@ def seen(rows: list[dict[str, Any]]) -> list[str]:
     lines += [f"{_name(row)} diverged: take a smaller --lr" for row in rows if row["loss_last"] is None]
     left_out = [row for row in rows if row.get("num_nonfinite") and row["loss_last"] is not None]
     lines += [f"{_name(row)}: {row['num_nonfinite']} steps of a learner were not finite, left out" for row in left_out]
+    lines += [_death(row, death) for row in rows for death in row.get("deaths", ())]
     return lines
+
+
+def _death(row: dict[str, Any], death: dict[str, Any]) -> str:
+    ids, left = " and ".join(map(str, death["lost"])), len(death["members"])
+    when = "" if death["step"] is None else f" at step {death['step']}"
+    return f"{_name(row)}: learner {ids} died{when}, {left} of {row['world_size']} are left"
 
 
 def _name(row: dict[str, Any]) -> str:

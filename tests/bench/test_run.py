@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +14,9 @@ import torch
 
 from ddpcore.bench import run
 from ddpcore.bench.config import BenchConfig, ResolvedConfig, resolve
-from ddpcore.storage.json_lines import to_json
+from ddpcore.bench.contender import Contender
+from ddpcore.storage.json_lines import read_json, to_json
+from helpers import bench_death, ranks
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 6, 10, 11, 12, 99, 100, 300, 1234])
@@ -49,6 +56,8 @@ def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str,
         "name": name,
         "step_ms": step_ms,
         "block_seconds": [seconds] * num_blocks,
+        "block_samples": [100] * num_blocks,
+        "deaths": [],
         "bytes_per_step": 8.0,
         "curve": {"steps": [], "seconds": [], "loss": []},
         "loss_first": 2.0,
@@ -123,3 +132,52 @@ def test_rows_without_ddp_have_no_ratio() -> None:
     rows = run._rows(resolved_of(backend="virtual"), [result("ssgd", 0.5, 10)])
     assert rows[0]["ratio_to_ddp"] is None
     assert rows[0]["exposed_comm_ms"] is None
+
+
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    """Rank 0 is killed in dpsgd's 13th step: the others finish all strategies, and the table says who is left."""
+    words = [sys.executable, "-c", "from helpers.bench_death import main; main()", str(tmp_path)]
+    subprocess.run(words, env=ranks.environment(), check=True, timeout=200)
+    assert torch.load(tmp_path / "codes.pt") == {0: -signal.SIGKILL, 1: 0, 2: 0}
+    rows = {row["strategy"]: row for row in read_json(tmp_path / "bench.json")["rows"]}
+    said = (tmp_path / "1.log").read_text()
+    for row in rows.values():
+        (death,) = row["deaths"]
+        assert (death["lost"], death["members"]) == ([0], [1, 2])
+        assert row["loss_last"] < row["loss_first"]
+    assert f"dpsgd random_pair: learner 0 died at step {bench_death.DEATH}, 2 of 3 are left" in said
+    assert "ssgd: learner 0 died" in said and "is left out" not in said
+    assert "learner 0 died" not in (tmp_path / "2.log").read_text(), "one rank prints"
+
+
+def test_samples_of_a_block_in_which_a_rank_died() -> None:
+    """Three learners with 20 samples each until step 5, then two."""
+    batches = SimpleNamespace(batch_size=60, num_learners=3)
+    handle = SimpleNamespace(deals=((5, (0, 2)),))
+    one = Contender("ssgd", SimpleNamespace(batches=batches, handle=handle))
+    assert [one.samples_of(first, 4) for first in (0, 3, 6)] == [240, 60 + 60 + 40 + 40, 160]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"strategies": ("ssgd", "ddp")},
+            "--on-failure shrink: ddp ends when a rank dies, leave it out of --strategies",
+        ),
+        ({"strategies": ("single",)}, "--on-failure shrink: single ends when a rank dies"),
+        ({"backend": "virtual"}, "--on-failure shrink is for real ranks, and these learners are virtual: leave it out"),
+        ({"world_size": 2}, "2 learners must be left, and learners is 2: take more"),
+    ],
+)
+def test_what_cannot_go_on_without_a_rank_is_refused(options: dict[str, Any], message: str) -> None:
+    config = BenchConfig(batch_size=60, device="cpu", on_failure="shrink", **options)
+    with pytest.raises(ValueError, match=message) as error:
+        resolve(config, world_size=config.world_size or 3, num_gpus=0)
+    assert "\n" not in str(error.value)
+
+
+def test_ddp_is_left_out_with_a_note() -> None:
+    resolved = resolve(BenchConfig(batch_size=60, device="cpu", on_failure="shrink"), world_size=3, num_gpus=0)
+    assert resolved.strategies == ("ssgd", "dpsgd", "local_sgd")
+    assert resolved.notes == ("ddp ends when a rank dies and is left out: the ratio to it is unknown",)
