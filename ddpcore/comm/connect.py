@@ -21,6 +21,7 @@ from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
 from ddpcore.comm.shared.elastic import SharedMemoryFabric
 from ddpcore.comm.shared.host import SharedMemoryCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.runtime.launch import check_agents
 
 
 def connect(
@@ -86,6 +87,7 @@ def _connect_elastic(
         raise ValueError(f"on_failure='shrink' needs {LEAST} learners after a death and there are {num}: start more")
     if group is None:
         return ElasticVirtualCommunicator(num)
+    check_agents()
     ids, first = (None, 0) if membership is None else (membership.members, membership.first)
     hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=num, device=device.type, num_hosts=len(set(hosts)))

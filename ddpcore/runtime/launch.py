@@ -301,6 +301,16 @@ def end_with_torchrun() -> None:
     threading.Thread(target=watch, daemon=True, name="ddpcore-agent-watch").start()
 
 
+def check_agents() -> None:
+    """Raise UsageError if ranks of torchrun cannot go on without each other: its agent ends all when one dies."""
+    world = torchrun_world() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if world is not None and world.local_world_size == world.world_size > 1:
+        raise UsageError(
+            "on_failure='shrink' under one torchrun: it ends all its ranks when one dies, so start a torchrun for each "
+            "rank with --nproc-per-node 1, see docs/multihost.md, or start ranks with --world-size"
+        )
+
+
 def _wait(ranks: list[BaseProcess], reports: list[Connection], on_failure: str) -> None:
     """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped.
 

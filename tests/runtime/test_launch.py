@@ -282,6 +282,21 @@ def test_a_rank_whose_agent_has_died_before_it_begins(monkeypatch: pytest.Monkey
     assert not launch._watching.is_set()
 
 
+@pytest.mark.parametrize(("local", "refused"), [("3", True), ("1", False)])
+def test_one_agent_for_all_ranks_cannot_shrink(local: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends all its ranks when one dies."""
+    launch.check_agents()  # no torchrun
+    given = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": local}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    if not refused:
+        launch.check_agents()
+        return
+    with pytest.raises(ValueError, match=r"start a torchrun for each rank with --nproc-per-node 1") as error:
+        launch.check_agents()
+    assert "\n" not in str(error.value)
+
+
 @needs_proc
 def test_nothing_listens_beyond_this_machine(launcher: Launcher) -> None:
     """Neither the store of the parent nor gloo's sockets of the ranks, in IPv4 or IPv6."""

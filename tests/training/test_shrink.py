@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from ddpcore.runtime import launch
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.training import TrainConfig, command
 from ddpcore.training.record import RunRecord
-from helpers import elastic_ranks, ranks
+from helpers import elastic_ranks, forked, ranks
 
 STEPS_PER_EPOCH = 17
 LEFT = [1, 2, 3]
@@ -127,6 +131,38 @@ def test_a_rank_joins_a_run(tmp_path: Path) -> None:
         losses = [line["loss"][0] for line in lines if before["step"] < line["step"] <= row["step"]]
         assert sum(losses) / len(losses) == pytest.approx(row["train_loss"], rel=1e-6)
     assert not (out / "join.json").exists()
+
+
+def test_one_torchrun_for_each_rank(tmp_path: Path) -> None:
+    """Rank 1 is killed, so its agent ends; the other two finish the run. The commands of docs/multihost.md."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    out, agents = tmp_path / "run", []
+    for number in range(3):
+        words = ["-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "1", "--node-rank", str(number)]
+        words += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "ddpcore", "train", "--out", str(out)]
+        words += ["model=mlp", "dataset=digits", "strategy=dpsgd", "batch_size=60", "epochs=60", "on_failure=shrink"]
+        agents.append(forked.start(words, ranks.log_folder(tmp_path, number), ranks.environment(), Path.cwd()))
+    try:
+        _wait_until((out / "checkpoints" / "step-00000023").exists, agents)
+        (worker,) = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+        _wait_until((out / "model.safetensors").exists, agents)
+        _wait_until(lambda: bool(RunRecord.read(out).final), agents)
+    finally:
+        for agent in agents:  # those that are left would wait 300 s for the other one
+            agent.terminate()
+            agent.join()
+    run = RunRecord.read(out)
+    assert [row["lost"] for row in run.members] == [[1]]
+    assert run.final["step"] == run.header["total_steps"] == 60 * 23
+
+
+def _wait_until(is_true: Callable[[], bool], agents: list[Any]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_true():
+        assert time.monotonic() < deadline and sum(agent.is_alive() for agent in agents) > 1, "the run has ended"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
