@@ -11,6 +11,7 @@ from typing import Any
 from ddpcore.report.study_folder import FINISHED, FORMAT, MANIFEST, RESULTS, Results, read_manifest, read_results
 from ddpcore.storage.files import LOCK
 from ddpcore.storage.json_lines import JsonLines, mend, read_lines, to_json, write_json
+from ddpcore.storage.limits import shown
 from ddpcore.training import TrainConfig, record
 from ddpcore.training.checkpoint import Checkpoints
 
@@ -58,21 +59,23 @@ class Folder:
         if not self.path.exists() or (self.path.is_dir() and all(item.name == LOCK for item in self.path.iterdir())):
             return
         if not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file: name a folder")
+            raise ValueError(f"{shown(self.path)} is a file: name a folder")
         if not self._manifest.exists():
-            raise ValueError(f"{self.path} contains other files: take another folder with --out")
+            raise ValueError(f"{shown(self.path)} contains other files: take another folder with --out")
         known = self.manifest()
         for key in ("study", "title", "source", "scale", "set"):
             if known[key] != to_json(manifest[key]):
-                was = f"{self.path} was run with {key} {known[key]!r}, not {manifest[key]!r}"
+                was = f"{shown(self.path)} was run with {key} {known[key]!r}, not {manifest[key]!r}"
                 raise ValueError(f"{was}: take another folder with --out")
         for name, row in manifest["rows"].items():
             if differences := _differences(row, known["rows"].get(name, row)):
                 raise ValueError(
-                    f"{self.path} contains another row {name}: {'; '.join(differences)}: take another folder"
+                    f"{shown(self.path)} contains another row {name}: {'; '.join(differences)}: take another folder"
                 )
         if not resume:
-            raise ValueError(f"{self.path} contains this study already: continue with --resume, or take another folder")
+            raise ValueError(
+                f"{shown(self.path)} contains this study already: continue with --resume, or take another folder"
+            )
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest. Rows and seeds of an earlier manifest stay in it."""
@@ -99,7 +102,7 @@ class Folder:
                     continue  # train ignores damaged checkpoints, and prints a warning
             for other in configs:
                 if differences := config.difference(other):
-                    raise ValueError(f"{path} is another run: {'; '.join(differences)}: take another folder")
+                    raise ValueError(f"{shown(path)} is another run: {'; '.join(differences)}: take another folder")
 
 
 def _differences(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from ddpcore.report.stats import stats_parts
 from ddpcore.report.strategies import strategy_parts
 from ddpcore.report.table import size_name
 from ddpcore.report.topology import topology_parts
-from ddpcore.storage.limits import plain
+from ddpcore.storage.limits import plain, shown
 
 Parts = Sequence[Table | str]
 
@@ -37,7 +37,9 @@ def bench_section(bench: Bench) -> Section:
     result = bench.result
     kind = next((kind for kind in _KINDS if kind.knows(result)), None)
     if kind is None:
-        raise ValueError(f"{bench.name} is not the result of a bench that this version knows: run the bench again")
+        raise ValueError(
+            f"{shown(bench.name)} is not the result of a bench that this version knows: run the bench again"
+        )
     try:
         return _section(f"{kind.title}: {bench.name}", kind.parts(result), kind.charts(result))
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -56,7 +58,7 @@ def plot_bench(result: dict[str, Any], path: Path) -> None:
     kind = next(kind for kind in _KINDS if kind.knows(result))
     charts = _drawn(kind.charts(result))
     if not charts:
-        raise ValueError(f"--plot: no row has a number to draw, so {path} is not written")
+        raise ValueError(f"--plot: no row has a number to draw, so {shown(path)} is not written")
     plot_charts(charts, path, kind.title)
 
 

@@ -13,7 +13,7 @@ from ddpcore.report.page import check_report, page_with, sections_of
 from ddpcore.report.serve import serve
 from ddpcore.report.sources import Sources, read_sources
 from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import plain
+from ddpcore.storage.limits import plain, shown
 
 _RUNS = "folders of runs or of studies, and JSON files of benches"
 
@@ -38,7 +38,7 @@ class ReportOptions:
     def __post_init__(self) -> None:
         check(self)
         if self.out.exists() and any(run.exists() and run.samefile(self.out) for run in self.runs):
-            raise ValueError(f"--out: {self.out} is one of the files to show: name another file")
+            raise ValueError(f"--out: {shown(self.out)} is one of the files to show: name another file")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 from ddpcore.report.claims import Outcome, judge
 from ddpcore.report.metrics import counts_diverged, outcome_of
 from ddpcore.report.study_folder import FAILED, FINISHED, Results, read_manifest, read_results
+from ddpcore.storage.limits import shown
 
 
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -44,7 +45,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     for path, other in entries:
         for key in ("title", "question", "source", "metrics"):
             if other[key] != manifest[key]:
-                raise ValueError(f"{path}: its {key} differs from that of {first}: compare it separately")
+                raise ValueError(f"{shown(path)}: its {key} differs from that of {shown(first)}: compare it separately")
         for name, row in other["rows"].items():
             rows.setdefault(name, row)
         numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}

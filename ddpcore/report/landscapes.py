@@ -24,6 +24,7 @@ from ddpcore.options.extras import extra
 from ddpcore.options.typed import check_choice
 from ddpcore.report.plot_option import check_plot
 from ddpcore.storage.files import replace_file
+from ddpcore.storage.limits import plain, shown
 
 Array = npt.NDArray[np.float64]
 KINDS = ("contour", "filled", "3d", "heat")
@@ -84,7 +85,9 @@ class Surface:
         """Take the points of a file. ValueError if it is another landscape."""
         same = saved.settings == self.settings and list(saved.values) == list(self.values)
         if not (same and np.array_equal(saved.x, self.x) and np.array_equal(saved.y, self.y)):
-            raise ValueError(f"{path} holds another landscape (plane, coordinates or settings): take another file")
+            raise ValueError(
+                f"{shown(path)} holds another landscape (plane, coordinates or settings): take another file"
+            )
         self.values, self.done = saved.values, saved.done
 
     def level_radius(self, rise: float) -> float:
@@ -159,14 +162,14 @@ def read_surface(path: Path) -> Surface:
             arrays = {name: np.asarray(file[name][()]) for name in file}
             attributes = {name: file.attrs[name] for name in file.attrs}
     except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} is not a landscape, or it is damaged: {error}") from error
+        raise ValueError(f"{shown(path)} is not a landscape, or it is damaged: {plain(str(error))}") from error
     x, y, done = (arrays.pop(name, None) for name in ("xcoordinates", "ycoordinates", "done"))
     if x is None or y is None or "train_loss" not in arrays:
-        raise ValueError(f"{path} is not a landscape: xcoordinates, ycoordinates and train_loss must be in it")
+        raise ValueError(f"{shown(path)} is not a landscape: xcoordinates, ycoordinates and train_loss must be in it")
     shape = len(y), len(x)
     done = np.ones(shape, dtype=bool) if done is None else done.astype(bool)  # a file of the loss-landscape project
     if any(found.shape != shape or found.dtype.kind not in "fi" for found in arrays.values()) or done.shape != shape:
-        raise ValueError(f"{path} is damaged: its arrays do not have the shape {list(shape)}")
+        raise ValueError(f"{shown(path)} is damaged: its arrays do not have the shape {list(shape)}")
     order = [name for name in ("train_loss", "train_acc", "max_eig", "min_eig") if name in arrays]
     return Surface(
         x=x.astype(np.float64),

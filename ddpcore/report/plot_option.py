@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.command_line import option
+from ddpcore.storage.limits import shown
 
 SUFFIXES = (".png", ".svg")
 PLOT: Any = option(None, "also draw the result, .png or .svg (extra `report`)", is_file=True)
@@ -21,6 +22,6 @@ def check_plot(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"--plot: {path} ends in neither {' nor '.join(SUFFIXES)}: name such a file")
+        raise ValueError(f"--plot: {shown(path)} ends in neither {' nor '.join(SUFFIXES)}: name such a file")
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'ddpcore[report]', or leave --plot out")

@@ -84,7 +84,9 @@ def _read_folder(path: Path, found: Sources, is_given: bool) -> None:
         for one in inner:
             _read(one, found, is_given=False)
         if _num_found(found) == before:
-            raise ValueError(f"{path} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder")
+            raise ValueError(
+                f"{shown(path)} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder"
+            )
 
 
 def _num_found(found: Sources) -> int:

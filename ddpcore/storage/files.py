@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ddpcore.storage.limits import shown
+
 LOCK = ".lock"  # an empty file in a locked folder; it is not removed
 
 
@@ -34,7 +36,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder}: another process is at work in it: wait, or take another folder") from None
+            raise ValueError(f"{shown(folder)}: another process works in it: wait, or take another folder") from None
         yield
     finally:
         os.close(descriptor)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import read_file
+from ddpcore.storage.limits import read_file, shown
 
 
 def json_number(x: float) -> float | None:
@@ -89,12 +89,12 @@ class JsonLines:
             written = self._file.write(line)
             if written != len(line):
                 os.ftruncate(self._file.fileno(), self._end)
-                raise OSError(f"{self.path}: a line could not be written whole, is the disk full?")
+                raise OSError(f"{shown(self.path)}: a line could not be written whole, is the disk full?")
             self._before, self._end = own, self._end + len(line)
         except OSError as error:
             if error.errno is None:
                 raise
-            raise OSError(f"{self.path}: a line could not be written ({error.strerror})") from error
+            raise OSError(f"{shown(self.path)}: a line could not be written ({error.strerror})") from error
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
@@ -102,7 +102,7 @@ class JsonLines:
         """Take the checksum of the last line, if another process has written it. A line that was cut is ended."""
         status = os.fstat(self._file.fileno())
         if not status.st_nlink:
-            raise OSError(f"{self.path}: the file was removed, or its folder, so lines would be lost")
+            raise OSError(f"{shown(self.path)}: the file was removed, or its folder, so lines would be lost")
         size = status.st_size
         if size == self._end:
             return
@@ -172,7 +172,7 @@ def read_lines(path: Path) -> Lines:
     _check_chain(lines)
     return Lines(
         rows=[line.row for line in lines if line.row is not None],
-        problems=[f"{path}: line {line.number} {line.problem}" for line in lines if line.problem],
+        problems=[f"{shown(path)}: line {line.number} {line.problem}" for line in lines if line.problem],
     )
 
 

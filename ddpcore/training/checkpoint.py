@@ -179,7 +179,7 @@ class Checkpoints:
                 dist.broadcast_object_list(answer, src=0)
             found, steps = answer
         if found < 0 and steps:
-            raise ValueError(f"{self.folder}: every checkpoint is damaged: remove {self.folder.parent} to begin anew")
+            raise ValueError(f"{shown(self.folder.parent)}: every checkpoint is damaged: remove it to begin anew")
         if found < 0:
             return None
         manifest = self.manifest(found)

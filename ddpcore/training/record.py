@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.storage.json_lines import read_lines
+from ddpcore.storage.limits import shown
 
 FILE = "record.jsonl"
 KINDS = ("run", "resume", "epoch", "statistics", "nonfinite", "members", "end")
@@ -64,9 +65,9 @@ class RunRecord:
         if not lines and found.problems:
             raise ValueError(found.problems[0])
         if lines and not kinds["run"] and not found.problems:
-            raise ValueError(f"{path}: no line is of kind run: the file is damaged")
+            raise ValueError(f"{shown(path)}: no line is of kind run: the file is damaged")
         if not lines:
-            raise ValueError(f"{path}: there is no record of a run: train into this folder first")
+            raise ValueError(f"{shown(path)}: there is no record of a run: train into this folder first")
         return cls(
             path=path,
             header=kinds["run"][0] if kinds["run"] else {},

@@ -193,17 +193,17 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     """
     path, checkpoints = out / record.FILE, out / "checkpoints"
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
-        raise ValueError(f"{out} holds a run already: take another folder, or resume=True to go on with it")
+        raise ValueError(f"{shown(out)} holds a run already: take another folder, or resume=True to go on with it")
     lines = read_lines(path)
     if not lines.rows or (lines.problems and not any(row.get("kind") == "run" for row in lines.rows)):
         return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
     differences = config.difference(known.header["config"])
     if differences:
-        raise ValueError(f"{out} holds another run: {'; '.join(differences)}: take another folder")
+        raise ValueError(f"{shown(out)} holds another run: {'; '.join(differences)}: take another folder")
     digest = known.header.get("dataset_digest")  # old records have none
     if dataset is not None and digest is not None and digest != dataset.digest():
-        raise ValueError(f"{out} holds a run on other samples: take another folder, or the same samples")
+        raise ValueError(f"{shown(out)} holds a run on other samples: take another folder, or the same samples")
     return known if known.final else None
 
 

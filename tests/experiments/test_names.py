@@ -6,13 +6,23 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from ddpcore import training
 from ddpcore.bench.__main__ import main as bench
+from ddpcore.data import load_dataset
+from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import load_study
 from ddpcore.report.__main__ import main as report
+from ddpcore.report.landscapes import read_surface
+from ddpcore.report.plot_option import check_plot
 from ddpcore.runtime.progress import ProgressReport
+from ddpcore.storage.files import locked
+from ddpcore.storage.json_lines import JsonLines
+from ddpcore.training import RunRecord, TrainConfig, record
+from ddpcore.training.checkpoint import Checkpoints
 from ddpcore.training.command import main as train
 
 Main = Callable[..., tuple[int, str, str]]
@@ -79,3 +89,70 @@ def test_a_bar_shows_markup_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with ProgressReport("[bold]what[/bold]", 2, out=out) as progress:
         progress.advance(1, "[/red]text")
     assert "[/red]text" in out.getvalue()
+
+
+def _removed(path: Path) -> None:
+    path.mkdir()
+    lines = JsonLines(path / "lines.jsonl")
+    (path / "lines.jsonl").unlink()
+    lines.append({})
+
+
+def _not_empty(path: Path) -> None:
+    path.mkdir()
+    (path / "other").touch()
+    Folder(path).check({}, resume=False)
+
+
+def _another_run(path: Path) -> None:
+    path.mkdir()
+    (path / record.FILE).write_text('{"kind": "other"}\n')
+    RunRecord.read(path)
+
+
+def _in_use(path: Path) -> None:
+    with locked(path), locked(path):
+        pass
+
+
+def _no_samples(path: Path) -> None:
+    for part in ("train", "test"):
+        (path / part).mkdir(parents=True)
+        np.savez(path / part / "a.npz", inputs=np.zeros((2, 3), np.float32))
+    load_dataset("features", data_dir=str(path))
+
+
+def _a_run_is_there(path: Path) -> None:
+    path.mkdir()
+    (path / record.FILE).write_text('{"kind": "run"}\n')
+    training.train(TrainConfig(epochs=1), out=path)
+
+
+def _damaged_checkpoint(path: Path) -> None:
+    (path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    Checkpoints(folder=path / "checkpoints", config={}).load_last("cpu", lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        _removed,
+        _not_empty,
+        _another_run,
+        _in_use,
+        _no_samples,
+        _a_run_is_there,
+        RunRecord.read,
+        training.join_run,
+        lambda path: check_plot(path.with_suffix(".txt")),
+        lambda path: path.write_bytes(b"x") and read_surface(path),
+        _damaged_checkpoint,
+    ],
+)
+def test_exceptions_of_functions(tmp_path: Path, call: Callable[[Path], object]) -> None:
+    """Not only the commands, which escape whatever they print."""
+    path = tmp_path / "two\nlines\x1b[31m"
+    with pytest.raises((ValueError, OSError)) as error:
+        call(path)
+    assert str(error.value).isprintable(), error.value
+    assert r"two\nlines\x1b[31m" in str(error.value)
