@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore.comm.membership import Change
+from ddpcore.comm.membership import Change, Membership
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import TopK
 from ddpcore.topology.redraw import redrawn
+
+LEFT = Membership((0, 1, 3), first=4)
 
 
 def start(strategy: Any, **options: Any) -> Any:
@@ -27,6 +29,13 @@ def start(strategy: Any, **options: Any) -> Any:
         (ddpcore.Single(), {"on_failure": "shrink"}, "single does not use these options: leave on_failure= out"),
         (ddpcore.DDP(), {"on_failure": "shrink"}, "ddp does not use these options: leave on_failure= out"),
         (ddpcore.SSGD(), {"learners": 2, "on_failure": "shrink"}, "needs 2 learners after a death and there are 2"),
+        (ddpcore.SSGD(), {"learners": 3, "membership": LEFT}, "pass that, or leave membership= out"),
+        (ddpcore.Single(), {"membership": LEFT}, "single does not use these options: leave membership= out"),
+        (
+            ddpcore.SSGD(),
+            {"learners": 4, "on_failure": "shrink", "membership": LEFT},
+            r"the run has 3 learners left, \[0, 1, 3\]: start as many ranks",
+        ),
         (ddpcore.DPSGD(ddpcore.Ring(), compression=TopK()), {"learners": 4, "on_failure": "shrink"}, "topk sends diff"),
     ],
 )

@@ -41,6 +41,8 @@ def test_ranks_as_a_user_starts_them(tmp_path: Path) -> None:
         (["--out", "x", "modl=mlp"], "did you mean 'model'?"),
         (["--out", "x", "model=mlp"], "give exactly one"),
         (["--out", "x", "epochs"], "write KEY=VALUE"),
+        (["--out", "x", "--join", "epochs=1"], "--join takes all settings from the run in --out: leave everything"),
+        (["--out", "no-run", "--join"], "no-run/record.jsonl: there is no record of a run"),
         (["--out", "x", "--world-size", "2", "--timeout", "0", *RUN], "timeout is 0.0: it must be above 0"),
         (["--out", "x", "--world-size", "2", "timeout=-1", *RUN], "timeout is -1.0: it must be above 0"),
     ],

@@ -150,8 +150,8 @@ def test_one_torchrun_for_each_rank(tmp_path: Path) -> None:
         _wait_until((out / "model.safetensors").exists, agents)
         _wait_until(lambda: bool(RunRecord.read(out).final), agents)
     finally:
-        for agent in agents:  # those that are left would wait 300 s for the other one
-            agent.terminate()
+        for agent in agents:  # those that are left would wait 300 s for the other one, also after SIGTERM
+            agent.kill()
             agent.join()
     run = RunRecord.read(out)
     assert [row["lost"] for row in run.members] == [[1]]
