@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from ddpcore.data import Split
 from ddpcore.runtime import launch
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.training import TrainConfig, command
+from ddpcore.training.evaluation import evaluate
 from ddpcore.training.record import RunRecord
 from helpers import elastic_ranks, forked, ranks
 
@@ -182,3 +184,22 @@ def test_configs_that_cannot_go_on_are_refused(fields: dict, message: str) -> No
     with pytest.raises(ValueError, match=message) as error:
         TrainConfig(**{**known, **fields})
     assert "\n" not in str(error.value)
+
+
+class _Dying:
+    """Of two learners, the other one dies in the first gathering."""
+
+    learners, num_learners = (0,), 2
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        self.num_learners = 1
+        return values
+
+
+def test_an_evaluation_in_which_a_rank_dies_has_all_samples() -> None:
+    """Its part is evaluated by the others."""
+    inputs, labels = torch.eye(4)[[0, 1, 2, 3, 0, 2]], torch.tensor([0, 1, 2, 3, 1, 2])
+    found = evaluate(torch.nn.Identity(), Split(inputs, labels), 4, _Dying())
+    assert int(found.confusion.sum()) == 6
+    expected = torch.nn.functional.cross_entropy(inputs, labels)
+    assert found.loss == pytest.approx(expected.item(), rel=1e-6)
