@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
+from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, is_finite, row_sums, suspect_rows, suspects
 from helpers import nonfinite_ranks as helper
 from helpers import ranks
 
@@ -135,6 +137,16 @@ def test_finite_gradients_whose_sum_overflows_are_finite() -> None:
     assert not handle.nonfinite
 
 
+def test_sums_of_16_bits_do_not_overflow() -> None:
+    """Else a learner with finite gradients would be named beside the one that has a NaN."""
+    rows = torch.full((2, 64), 30000.0, dtype=torch.float16)
+    rows[1, 5] = torch.nan
+    assert suspects(row_sums(rows)) == [1]
+    assert suspect_rows(rows) == [1]
+    assert suspect_rows(rows[:1]) == []
+    assert suspect_rows(rows[1:]) == [0]
+
+
 def test_a_gradient_of_one_number_is_found_where_it_is() -> None:
     """Not only NaN that spreads: one infinite number in the last parameter, set after the backward pass."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
@@ -185,3 +197,21 @@ def test_bad_input_is_refused_before_anything_starts(strategy: Any, options: dic
         )
     assert "\n" not in str(error.value)
     assert model.weight.data_ptr() == before
+
+
+def test_complex_and_sparse_numbers() -> None:
+    """Of states that a checkpoint holds, and of the gradients of embeddings."""
+    infinite = torch.tensor([1.0, -torch.inf])
+    assert is_finite([torch.ones(2), torch.arange(3), torch.ones(2, dtype=torch.complex64)])
+    assert not is_finite([torch.ones(2), infinite])
+    assert not is_finite([torch.complex(torch.ones(2), infinite)])
+    assert not is_finite([torch.sparse_coo_tensor([[0, 3]], infinite, (5,), check_invariants=True)])
+
+
+def test_an_error_says_how_many_learners_and_survives_pickle() -> None:
+    """Ranks send their errors to the parent."""
+    found = [NonFinite(step=3, learner=one, parameter="a", what="gradient", action="raise") for one in (1, 4, 5)]
+    error = NonFiniteError(found)
+    assert str(error).startswith("step 3, learner 1: the gradient of a is not finite, and 2 more learners: no weight")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.found == error.found
