@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import ddpcore
 from ddpcore import LocalSGD
+from ddpcore.strategies.compression import BFloat16, Codec, Int4, Int8, SparseTopK
 from helpers import training
 
 
@@ -122,21 +127,180 @@ def test_outer_sgd_of_rate_one_is_the_average() -> None:
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)
 
 
+class Layers(nn.Module):
+    """Four layers of 4 x 4, 16 columns each, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        self.head = nn.Linear(4, 4, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(inputs))
+
+
+def layers(strategy: LocalSGD, learners: int = 2) -> tuple[ddpcore.Distributed, Callable[[], None]]:
+    """Learners with different data, and a function that takes a step."""
+    torch.manual_seed(0)
+    model, inputs = Layers(), torch.randn(learners, 6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=learners, vectorize=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        handle.model(inputs).square().mean(dim=(1, 2)).sum().backward()
+        optimizer.step()
+
+    return handle, step
+
+
+def equal_layers(handle: ddpcore.Distributed) -> set[str]:
+    first, second = (dict(model.named_parameters()) for model in handle.models[:2])
+    return {name.removesuffix(".weight") for name in first if torch.equal(first[name], second[name])}
+
+
 @pytest.mark.parametrize("outer", [None, lambda p: torch.optim.SGD(p, lr=1.0)], ids=["average", "outer"])
-def test_fragments_are_averaged_at_their_own_time(outer: object) -> None:
-    """16 columns in two fragments, a period of four: one is averaged after steps 4, 8, the other after 2, 6, 10."""
-    run = Run(LocalSGD(4, fragments=2, outer=outer), outputs=4)
-    flat = run.handle.learner.flat
-    assert flat.numel == 16
-    sent = []
-    for step in range(1, 11):
-        before = run.handle.learner.comm.bytes_sent
+@pytest.mark.parametrize(
+    ("fragments", "first"),
+    [
+        (2, {"head", "body.2"}),
+        ([["head"], ["body"]], {"head"}),
+        ([["body.1", "head"], ["body.0", "body.2"]], {"body.1", "head"}),
+    ],
+    ids=["by size", "by module", "crossed"],
+)
+def test_fragments_are_averaged_at_their_own_time(fragments: object, first: set[str], outer: object) -> None:
+    """With a period of four, fragment 0 is averaged after steps 4, 8, and fragment 1 after 2, 6, 10."""
+    handle, step = layers(LocalSGD(4, fragments=fragments, outer=outer))
+    assert handle.learner is not None
+    comm, others = handle.learner.comm, {"head", "body.0", "body.1", "body.2"} - first
+    for number in range(1, 11):
+        before = comm.bytes_sent
+        step()
+        wanted = {0: first, 2: others}.get(number % 4, set())
+        assert equal_layers(handle) == wanted
+        assert comm.bytes_sent - before == 16 * 4 * len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "message"),
+    [
+        (5, "fragments is 5, and the model has 4 parameters"),
+        ([["head"], ["body.0", "body.1"]], "parameter body.2.weight is in no fragment"),
+        ([["head", "body"], ["body.1"]], "parameter body.1.weight is in fragments 0 and 1"),
+        ([["head", "body"], ["neck"]], r"no parameter is in \['neck'\]"),
+        ([["head", "bod"], ["body"]], None),  # a name that fits nothing beside one that does
+    ],
+)
+def test_fragments_that_do_not_fit_the_model(fragments: object, message: str | None) -> None:
+    handle, step = layers(LocalSGD(8, fragments=fragments))
+    if message is None:
+        step()
+        return
+    with pytest.raises(ValueError, match=message):
+        step()
+    assert handle.learner is not None
+    assert handle.learner.step == 0
+
+
+@pytest.mark.parametrize(("overlap", "alpha"), [(0, 0.0), (0, 0.3), (2, 0.0), (2, 0.3), (3, 1.0)])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["average", "nesterov"])
+def test_an_average_that_is_used_later(overlap: int, alpha: float, nesterov: bool) -> None:
+    """Streaming DiLoCo of one fragment, against the equation in float64."""
+    outer = (lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)) if nesterov else None
+    run = Run(LocalSGD(4, outer=outer, overlap=overlap, alpha=alpha))
+    anchor, momentum, average = run.w[0].clone(), torch.zeros_like(run.w[0]), run.w[0]
+    for step in range(1, 14):
+        gradients = run.gradients()
         run.step()
-        first, second = (torch.equal(flat.param_LP[0, c], flat.param_LP[1, c]) for c in (slice(0, 8), slice(8, 16)))
-        assert first == (step % 4 == 0)
-        assert second == (step % 4 == 2)
-        sent.append(run.handle.learner.comm.bytes_sent - before)
-    assert sent == [0, 2 * 8 * 4] * 5
+        run.w = run.w - 0.01 * gradients
+        if (step + overlap) % 4 == 0:
+            average = run.w.mean(0)
+        if step % 4 == 0:
+            way = anchor - average
+            momentum = 0.9 * momentum + way
+            anchor = anchor - 0.7 * (way + 0.9 * momentum) if nesterov else average
+            run.w = anchor + alpha * (run.w - anchor)
+        run.check()
+
+
+class Recorded(Codec):
+    """A codec that keeps what it encoded: a difference of one rounding can change a message by much more."""
+
+    name = "recorded"
+    differences = False
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec, self.given = codec, list[torch.Tensor]()
+
+    def encode(self, rows_LP: torch.Tensor) -> torch.Tensor:
+        self.given.append(rows_LP.clone())
+        return self.codec.encode(rows_LP)
+
+    def decode(self, bytes_LX: torch.Tensor, like_LP: torch.Tensor) -> torch.Tensor:
+        return self.codec.decode(bytes_LX, like_LP)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("codec", [BFloat16(), Int8(), Int4(), SparseTopK(kept=4, chunk=8)], ids=lambda one: one.name)
+def test_changes_that_are_sent_in_few_bits(codec: Codec, decay: float, overlap: int) -> None:
+    """SparseLoCo: error feedback, and the mean of the messages, against the equation."""
+    recorded = Recorded(codec)
+    outer = lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)  # noqa: E731
+    run = Run(LocalSGD(4, outer=outer, compression=recorded, error_decay=decay, overlap=overlap))
+    comm, n, shape = run.handle.comm, len(run.w), run.w[0].shape
+    anchor, momentum, lost, change = run.w[0].clone(), torch.zeros_like(run.w[0]), torch.zeros_like(run.w), None
+    for step in range(1, 13):
+        gradients, before = run.gradients(), comm.bytes_sent
+        run.step()
+        run.w = run.w - 0.01 * gradients
+        if (step + overlap) % 4 == 0:
+            rows = recorded.given[-1]
+            wanted = rows[:, : shape.numel()].view_as(run.w).double()
+            torch.testing.assert_close(wanted, anchor - run.w + decay * lost, rtol=1e-4, atol=1e-5)
+            message = codec.encode(rows)
+            sent = codec.decode(message, rows)[:, : shape.numel()].view_as(wanted).double()
+            lost, change = wanted - sent, sent.mean(0)
+            assert lost.norm() < 0.8 * wanted.norm()
+            assert comm.bytes_sent - before == (n - 1) * message.shape[1]
+        if step % 4 == 0:
+            assert change is not None
+            momentum = 0.9 * momentum + change
+            anchor = anchor - 0.7 * momentum
+            run.w = anchor.expand_as(run.w).clone()
+        run.check()
+
+
+def test_a_message_of_few_bits_is_short() -> None:
+    """Bytes of a message by those of the weights in fp32."""
+    rows = torch.randn(1, 2**16)
+    shares = [codec.encode(rows).shape[1] / (4 * 2**16) for codec in (BFloat16(), Int8(), Int4(), SparseTopK())]
+    assert shares == [1 / 2, 260 / 1024, 132 / 1024, 160 / 16384]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"topology": ddpcore.RandomPair(seed=1)}, {"compression": Int4(), "error_decay": 0.9}],
+    ids=["all", "pairs", "int4"],
+)
+def test_a_checkpoint_between_the_start_of_an_average_and_its_use(more: dict[str, Any]) -> None:
+    """All steps from the checkpoint on have the bits of the run that goes on."""
+    options = {"outer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9), "overlap": 3, "alpha": 0.25, "fragments": 2}
+    handle, step = layers(LocalSGD(6, **options, **more), learners=4)
+    for _ in range(7):  # fragment 0 was used in step 6; the average of fragment 1 began in step 6, and is used in 9
+        step()
+    states = handle.state_dict(), [model.state_dict() for model in handle.models]
+    states = copy.deepcopy(states)
+    other, other_step = layers(LocalSGD(6, **options, **more), learners=4)
+    for model, state in zip(other.models, states[1], strict=True):
+        model.load_state_dict(state)
+    other.load_state_dict(states[0])
+    for _ in range(9):
+        step()
+        other_step()
+        for one, two in zip(handle.models, other.models, strict=True):
+            assert all(map(torch.equal, one.parameters(), two.parameters()))
 
 
 class Crossed(nn.Module):
@@ -174,8 +338,18 @@ def test_fragments_are_the_same_whatever_the_order_of_gradients(fragments: int) 
         ({"fragments": 0}, "fragments is 0"),
         ({"fragments": 9}, "fragments is 9: it must be at least 1 and at most 8"),
         ({"fragments": 2, "warmup_steps": 4}, "leave warmup_steps out"),
+        ({"fragments": [["a"], []]}, r"fragments has \[\]: each fragment is a list of names"),
+        ({"fragments": ["a", "b"]}, "fragments has 'a': each fragment is a list of names"),
+        ({"overlap": 8}, "overlap is 8: it must be at least 0 and below 8"),
+        ({"overlap": 1, "warmup_steps": 4}, "overlap needs a period that does not grow"),
+        ({"topology": ddpcore.Ring(), "warmup_steps": 4}, "topology needs a period that does not grow"),
+        ({"topology": "ring"}, "pass an instance"),
+        ({"alpha": 1.5}, "alpha is 1.5"),
+        ({"alpha": -0.1}, "alpha is -0.1"),
+        ({"error_decay": 1.1}, "error_decay is 1.1"),
+        ({"compression": Int4()}, "compression is int4: it sends changes of an anchor .* pass outer"),
     ],
 )
-def test_impossible_options(options: dict[str, int], message: str) -> None:
+def test_impossible_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LocalSGD(8, **options)
