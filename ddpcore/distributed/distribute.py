@@ -64,12 +64,10 @@ def distribute(
         model: all its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
-        learners: None for one learner on each rank, or the number of virtual learners in this process (with ``group``:
-            on each rank): call ``.model`` with ``[learners, batch, ...]`` and add their losses, see docs/strategies.md.
+        learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         group: the process group. None is the default group, and for virtual learners no group.
-        transport: the transport between real ranks, ``shm``, ``ipc``, ``pg`` or ``auto``: see docs/transports.md.
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
-        link: a network to emulate between real ranks: see docs/transports.md.
+        transport, link: ``shm``, ``ipc``, ``pg`` or ``auto``, and a network to emulate: see docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         bucket_bytes, first_bucket_bytes: sizes of the largest bucket of averaged gradients, and of the first one.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
@@ -79,7 +77,7 @@ def distribute(
         membership: to resume a run with ``shrink`` with the learners that are left of it, see docs/reliability.md.
 
     Returns:
-        A handle with ``.model`` to call: ``model`` itself, except for virtual learners and DDP.
+        A handle with ``.model`` to call. That of virtual learners takes ``[learners, batch, ...]``: add their losses.
 
     Raises:
         ValueError: the arguments do not fit together.
