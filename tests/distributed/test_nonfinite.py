@@ -11,7 +11,15 @@ from torch import nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
-from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, is_finite, row_sums, suspect_rows, suspects
+from ddpcore.strategies.nonfinite import (
+    NonFinite,
+    NonFiniteError,
+    first_nonfinite,
+    is_finite,
+    row_sums,
+    suspect_rows,
+    suspects,
+)
 from helpers import nonfinite_ranks as helper
 from helpers import ranks
 
@@ -206,6 +214,16 @@ def test_complex_and_sparse_numbers() -> None:
     assert not is_finite([torch.ones(2), infinite])
     assert not is_finite([torch.complex(torch.ones(2), infinite)])
     assert not is_finite([torch.sparse_coo_tensor([[0, 3]], infinite, (5,), check_invariants=True)])
+
+
+def test_frozen_parameters_do_not_count() -> None:
+    """Whose gradient is an old one, which no step uses."""
+    model = nn.Linear(2, 1)
+    model(torch.full((1, 2), torch.inf)).sum().backward()
+    model.weight.requires_grad_(False)
+    assert first_nonfinite(model, gradients=True) is None
+    model.weight.requires_grad_(True)
+    assert first_nonfinite(model, gradients=True) == "weight"
 
 
 def test_an_error_says_how_many_learners_and_survives_pickle() -> None:
