@@ -216,6 +216,28 @@ def test_complex_and_sparse_numbers() -> None:
     assert not is_finite([torch.sparse_coo_tensor([[0, 3]], infinite, (5,), check_invariants=True)])
 
 
+@pytest.mark.parametrize("mode", ["skip", "quarantine"])
+def test_statistics_of_batch_norm_are_those_before_the_step(mode: str) -> None:
+    """Of the learner that takes no step, as they were just before it; the others' change."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = ddpcore.DPSGD(ddpcore.Ring())
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=3, vectorize=False, on_nonfinite=mode)
+    torch.manual_seed(0)
+    means = []
+    for step in range(4):
+        inputs = torch.randn(3, 4, 2)
+        if step == 3:
+            inputs[1, 0, 0] = torch.nan
+        optimizer.zero_grad()
+        handle.model(inputs).square().sum().backward()
+        optimizer.step()
+        means.append([one[1].running_mean.clone() for one in handle.models])
+    assert [(one.step, one.learner) for one in handle.nonfinite] == [(4, 1)]
+    assert [torch.equal(before, after) for before, after in zip(*means[2:], strict=True)] == [False, True, False]
+    assert not torch.equal(means[1][1], means[2][1]), "it changes in other steps"
+
+
 def test_frozen_parameters_do_not_count() -> None:
     """Whose gradient is an old one, which no step uses."""
     model = nn.Linear(2, 1)
