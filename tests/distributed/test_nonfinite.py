@@ -238,6 +238,23 @@ def test_statistics_of_batch_norm_are_those_before_the_step(mode: str) -> None:
     assert not torch.equal(means[1][1], means[2][1]), "it changes in other steps"
 
 
+def test_a_learner_that_is_gone_does_not_count() -> None:
+    """Its row stays in the buffer of the virtual learners, and nothing reads it."""
+    model = nn.Linear(2, 1)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=4, on_failure="shrink")
+    handle.lose(2)
+    for step in range(3):
+        inputs = torch.ones(4, 1, 2)
+        if step:
+            inputs[2] = torch.nan
+        optimizer.zero_grad()
+        handle.model(inputs).sum().backward()
+        optimizer.step()
+    assert [bool(one.weight.isfinite().all()) for one in handle.models] == [True, True, False, True]
+    assert not handle.nonfinite
+
+
 def test_frozen_parameters_do_not_count() -> None:
     """Whose gradient is an old one, which no step uses."""
     model = nn.Linear(2, 1)
