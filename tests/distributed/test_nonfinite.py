@@ -238,6 +238,23 @@ def test_statistics_of_batch_norm_are_those_before_the_step(mode: str) -> None:
     assert not torch.equal(means[1][1], means[2][1]), "it changes in other steps"
 
 
+def test_a_large_gradient_outside_of_the_buffer_is_found() -> None:
+    """Which a fused optimizer steps where it lies."""
+    model = nn.Linear(256, 256)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="there is one learner"):
+        handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(), learners=1, vectorize=False)
+    for value in (1.0, torch.nan):
+        handle.model(torch.ones(1, 1, 256)).sum().backward()
+        for one in handle.models[0].parameters():
+            one.grad = torch.ones_like(one)
+        handle.models[0].weight.grad[3, 5] = value
+        if value == 1.0:
+            optimizer.step()
+    with pytest.raises(ddpcore.NonFiniteError, match=r"step 2, learner 0: the gradient of weight is not finite"):
+        optimizer.step()
+
+
 def test_a_learner_that_is_gone_does_not_count() -> None:
     """Its row stays in the buffer of the virtual learners, and nothing reads it."""
     model = nn.Linear(2, 1)
