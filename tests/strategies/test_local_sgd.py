@@ -12,7 +12,9 @@ from torch import nn
 
 import ddpcore
 from ddpcore import LocalSGD
+from ddpcore.parameters.flat import FlatParameters
 from ddpcore.strategies.compression import BFloat16, Codec, Int4, Int8, SparseTopK
+from ddpcore.strategies.fragments import parts_of
 from helpers import training
 
 
@@ -353,3 +355,24 @@ def test_fragments_are_the_same_whatever_the_order_of_gradients(fragments: int) 
 def test_impossible_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LocalSGD(8, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number", "owners"),
+    [
+        ([1, 1, 1, 100], 4, [0, 1, 2, 3]),
+        ([100, 1, 1], 3, [0, 1, 2]),
+        ([10, 10, 10, 10], 2, [0, 0, 1, 1]),
+        ([60, 10, 10, 10, 10], 2, [0, 1, 1, 1, 1]),
+    ],
+)
+def test_fragments_by_size(sizes: list[int], number: int, owners: list[int]) -> None:
+    """None is empty, however the sizes differ."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(16 * size)) for size in reversed(sizes)])
+    flat = FlatParameters([model.named_parameters()])
+    parts = parts_of(flat, number)
+    assert [part.fragment for part in parts] == sorted(set(owners))
+    ends = [segment.offset + segment.numel for segment in flat.segments]
+    assert [sum(part.begin < end <= part.end for end in ends) for part in parts] == [
+        owners.count(fragment) for fragment in range(number)
+    ]
