@@ -255,6 +255,23 @@ def test_a_large_gradient_outside_of_the_buffer_is_found() -> None:
         optimizer.step()
 
 
+def test_the_learner_is_named_whichever_message_had_its_gradient() -> None:
+    """Each parameter is averaged by a message of its own, and only the last message has a NaN."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    buckets = {"bucket_bytes": 64, "first_bucket_bytes": 64}
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=3, vectorize=False, **buckets)
+    for step in range(3):
+        if step == 2:
+            handle.models[1][0].weight.register_hook(lambda gradient: gradient * torch.nan)
+        optimizer.zero_grad()
+        handle.model(torch.ones(3, 1, 4)).sum().backward()
+        if step < 2:
+            optimizer.step()
+    with pytest.raises(ddpcore.NonFiniteError, match=r"step 3, learner 1: the gradient of 0.weight is not finite"):
+        optimizer.step()
+
+
 def test_a_learner_that_is_gone_does_not_count() -> None:
     """Its row stays in the buffer of the virtual learners, and nothing reads it."""
     model = nn.Linear(2, 1)
