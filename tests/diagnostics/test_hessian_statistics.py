@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore.diagnostics import HessianStatistics
+from ddpcore.diagnostics import Hessian, HessianStatistics
 from ddpcore.optim import FusedSGD
 from helpers import hessian_ranks as training
 from helpers import ranks
@@ -133,10 +133,45 @@ def test_refused(options: dict[str, Any], text: str) -> None:
     assert len(handle.observers) == num
 
 
+def test_a_model_without_learners() -> None:
+    """One device: both ends of the spectrum at each second step, and no bit of the training changes."""
+    inputs, labels = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+    weights = []
+    for watched in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model: nn.Module = model) -> torch.Tensor:
+            return nn.functional.cross_entropy(model(inputs), labels)
+
+        if watched:
+            statistics = HessianStatistics(model, loss, optimizer=optimizer, every=2, top=2, tolerance=1e-6)
+            other = HessianStatistics(model, loss, optimizer=optimizer)
+            other.num_steps = 48
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss().backward()
+            if watched and statistics.num_steps == 1:
+                expected = Hessian(model, loss, vectorize=False).eigenvalues(2, 1, tolerance=1e-6)
+            optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
+    (record,) = statistics.records
+    assert (record.step, other.records[0].step) == (2, 50)
+    assert [*record.largest, record.smallest] == pytest.approx(expected.values, rel=1e-4)
+    assert (record.distance, record.disagreement, record.noise) == (0.0, None, None)
+    statistics.close()
+    optimizer.step()
+    assert statistics.num_steps == 3
+
+
 def test_push_sum_and_plain_models_are_refused() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="use Hessian"):
-        HessianStatistics(model, lambda: torch.ones(()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass optimizer="):
+        HessianStatistics(model, lambda: torch.ones(()))
+    with pytest.raises(ValueError, match="is no loop"):
+        HessianStatistics("model", lambda: torch.ones(()))  # type: ignore[arg-type]
     handle = ddpcore.distribute(
         model, FusedSGD(model.parameters(), lr=0.1), ddpcore.PushSum(ddpcore.Ring()), learners=3
     )
