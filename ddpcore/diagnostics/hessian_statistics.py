@@ -159,7 +159,9 @@ class HessianStatistics(Observer):
         begin, weights_LP = time.perf_counter(), learner.flat.param_LP
         mean_LP = learner.average_of(weights_LP)
         found = self._spectrum(self._operator(learner, mean_LP))
-        distance = self._shares(learner, weights_LP - mean_LP, found.vectors)
+        distance: _Share = (0.0, [])
+        if not _are_identical(learner):  # else the rounding of their average would count
+            distance = self._shares(learner, weights_LP - mean_LP, found.vectors)
         noise = None
         if not self._handle.strategy.averages_gradients_at(learner.step):
             own_LP = passes.local_gradients(learner)
@@ -240,6 +242,14 @@ def _model_of(handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer 
     if optimizer is None:
         raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
     return model
+
+
+def _are_identical(learner: Learner) -> bool:
+    """Whether all learners have the same weights, bit for bit. Collective."""
+    first_LP = learner.flat.param_LP.clone()
+    learner.comm.broadcast_(first_LP)
+    same_L = (first_LP == learner.flat.param_LP).all(dim=1)
+    return bool(learner.comm.gather(same_L.double()).all())
 
 
 def _segments(learner: Learner, rows_LP: Tensor) -> Sequence[Tensor]:

@@ -38,6 +38,8 @@ def test_training_has_the_same_bits(strategy: str) -> None:
     assert torch.equal(watched["random"], plain["random"])
     assert watched["bytes_sent"] == plain["bytes_sent"]
     assert [record["step"] for record in watched["records"]] == [3, 6]
+    distances = [record["distance"] for record in watched["records"]]
+    assert (distances == [0.0, 0.0]) == (strategy == "ssgd"), "the rounding of an average is no disagreement"
     assert all(record["problem"] is None for record in watched["records"])
 
 
