@@ -21,12 +21,13 @@ from ddpcore.diagnostics import (
     plane_through,
     random_plane,
 )
+from ddpcore.diagnostics.landscape import BATCH_NORM as BATCH_NORM
 from ddpcore.options.typed import check_choice, check_range
 from ddpcore.training.finished import FinishedRun
 
 # Each plane, and its default span.
 PLANES = {"random": 1.0, "eigenvectors": 1.0, "solutions": 0.25}
-NUM_SAMPLES = 1000
+NUM_SAMPLES = 1000  # unless more or fewer are asked for
 
 
 def landscape_of(
