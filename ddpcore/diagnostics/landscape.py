@@ -85,6 +85,8 @@ def landscape(
     path = None if out is None else Path(out)
     if path is not None and path.exists():
         surface.resume(read_surface(path), path)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
     _fill(surface, points, path, group)
     return surface
 

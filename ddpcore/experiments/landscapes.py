@@ -64,9 +64,6 @@ def _compute(world: World, options: LandscapeOptions) -> None:
         parts = {"solutions": runs}
     group = dist.group.WORLD if world.world_size > 1 else None
     for name, path in _files(options).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0:
-            print(f"{name}: {options.points} x {options.points} points", flush=True)
         try:
             landscape_of(parts[name], **options.settings(), out=path, group=group)
         except KeyboardInterrupt:
