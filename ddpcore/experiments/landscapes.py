@@ -12,14 +12,13 @@ from ddpcore.experiments.command_line import LandscapeOptions
 from ddpcore.options.extras import extra
 from ddpcore.report.landscapes import Surface, plot_surfaces, read_surface
 from ddpcore.report.plot_option import SUFFIXES
+from ddpcore.report.sources import LANDSCAPES
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.limits import shown
 from ddpcore.training import FinishedRun
 from ddpcore.training.landscapes import landscape_of
-
-FOLDER = "landscape"  # in the folder of a run
 
 
 def landscapes(options: LandscapeOptions) -> int:
@@ -88,9 +87,9 @@ def _files(options: LandscapeOptions) -> dict[str, Path]:
     """The HDF5 file of each landscape, by title."""
     names, stem = _names(options.runs), _stem(options)
     if options.plane == "solutions":
-        return {"solutions": (options.out or options.runs[0] / FOLDER) / f"{stem}.h5"}
+        return {"solutions": (options.out or options.runs[0] / LANDSCAPES) / f"{stem}.h5"}
     if options.out is None:
-        return {name: path / FOLDER / f"{stem}.h5" for name, path in names.items()}
+        return {name: path / LANDSCAPES / f"{stem}.h5" for name, path in names.items()}
     return {name: options.out / f"{name.replace('/', '-')}-{stem}.h5" for name in names}
 
 

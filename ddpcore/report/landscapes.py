@@ -218,9 +218,8 @@ def plot_surfaces(
     from ddpcore.report.plot import save  # noqa: PLC0415
 
     found = {title: _values(surface, metric) for title, surface in surfaces.items()}
-    low, high = (float(f([f(v[np.isfinite(v)]) for v in found.values()])) for f in (np.min, np.max))
     figure = Figure(figsize=(1 + 4.2 * len(surfaces), 4), layout="constrained")
-    levels = _levels(low, high)
+    levels = levels_of(list(found.values()))
     drawn: Any = None
     panels = []
     for number, (title, values) in enumerate(found.items(), start=1):
@@ -248,8 +247,10 @@ def _values(surface: Surface, metric: str) -> Array:
     return np.ma.masked_invalid(values)
 
 
-def _levels(low: float, high: float) -> Array:
-    """Contour levels: in equal ratios if the values are positive and differ much, else in equal steps."""
+def levels_of(surfaces: Sequence[Array]) -> Array:
+    """Contour levels for values with finite ones: in equal ratios if they are positive and differ much, else steps."""
+    finite = np.concatenate([values[np.isfinite(values)] for values in surfaces])
+    low, high = float(finite.min()), float(finite.max())
     if high <= low:
         return np.asarray([low, low + 1.0])
     if low > 0 and high / low > 20:
