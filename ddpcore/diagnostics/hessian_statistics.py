@@ -6,7 +6,6 @@ Shapes: L learners held by this process, n in all, P elements of all parameters 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,9 +209,7 @@ class HessianStatistics(Observer):
             rows = []
             for vector_P in vectors_KP:
                 padded_LP = torch.zeros_like(mean_LP)
-                for view, part in zip(_segments(learner, padded_LP), _split(learner, vector_P), strict=True):
-                    view.copy_(part)
-                padded_LP[:] = padded_LP[0].clone()
+                _spread(learner, vector_P, padded_LP)
                 with passes.at_weights(handle.model, learner, mean_LP):
                     product_LP = passes.hessian_product(learner, self._loss, padded_LP)
                 learner.comm.average_(product_LP).wait()
@@ -252,18 +249,22 @@ def _are_identical(learner: Learner) -> bool:
     return bool(learner.comm.gather(same_L.double()).all())
 
 
-def _segments(learner: Learner, rows_LP: Tensor) -> Sequence[Tensor]:
-    """The views of the first row, one per segment."""
-    return learner.flat.views_of(rows_LP[:1])
+def _order(learner: Learner) -> list[int]:
+    """The segments of the flat buffer in the order of ``model.parameters()``, which does not change in a run."""
+    flat = learner.flat
+    place = {id(parameter): number for number, parameter in enumerate(learner.models[0].parameters())}
+    return sorted(range(len(flat.segments)), key=lambda index: place[id(flat.parameters[index])])
 
 
-def _split(learner: Learner, vector_P: Tensor) -> list[Tensor]:
-    """The parts of a vector without padding, with the shapes of the segments."""
-    segments = learner.flat.segments
-    parts = vector_P.split([segment.numel for segment in segments])
-    return [part.view(segment.shape) for part, segment in zip(parts, segments, strict=True)]
+def _spread(learner: Learner, vector_P: Tensor, rows_LP: Tensor) -> None:
+    """Write a vector without padding into each row of a buffer with padding."""
+    order, stacks = _order(learner), learner.flat.stacks_of(rows_LP)
+    parts = vector_P.split([learner.flat.segments[index].numel for index in order])
+    for index, part in zip(order, parts, strict=True):
+        stacks[index].copy_(part.view(learner.flat.segments[index].shape))
 
 
 def _real(learner: Learner, rows_LP: Tensor) -> Tensor:
     """Rows ``[L, P]`` without the padding of the buffer."""
-    return torch.cat([stack.reshape(len(rows_LP), -1) for stack in learner.flat.stacks_of(rows_LP)], dim=1)
+    stacks = learner.flat.stacks_of(rows_LP)
+    return torch.cat([stacks[index].reshape(len(rows_LP), -1) for index in _order(learner)], dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,6 +64,26 @@ def test_ranks_with_unequal_shares_have_the_hessian_of_all_samples(real: list[di
     for one in real:
         torch.testing.assert_close(one["data"]["products"], alone["products"], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(one["data"]["values"], alone["values"], rtol=1e-7, atol=1e-9)
+
+
+def test_two_ranks_two_learners_and_one_process(real: list[dict[Any, Any]]) -> None:
+    """A sum of two products has one order, and a factor of 1/2 rounds nothing, so all have the same bits.
+
+    The batches of both learners begin at a multiple of 64 bytes: elsewhere torch's kernels add in another order.
+    """
+    alone = training.of_two()
+    assert alone[0] > alone[1] > alone[2]
+    assert training.of_two(learners=2) == alone
+    assert [one["two"] for one in real] == [alone, alone, None]
+
+
+def test_ranks_share_the_points_of_a_landscape(real: list[dict[Any, Any]]) -> None:
+    """Each point is computed by one rank, so it has the bits of one process."""
+    alone = training.landscape_of()
+    assert np.ptp(alone["train_loss"]) > 0.01 and not np.isnan(alone["max_eig"]).any()
+    for one in real:
+        for name, values in alone.items():
+            assert np.array_equal(one["landscape"][name], values), name
 
 
 class Quadratic(nn.Module):
