@@ -67,7 +67,7 @@ def _landscapes(runs: Sequence[Run], names: Sequence[str]) -> Section:
         for metric, title in _METRICS.items():
             values = {name: _values(surface, metric) for name, surface in surfaces.items()}
             drawn = {name: own for name, own in values.items() if own is not None and np.isfinite(own).any()}
-            levels = levels_of(list(drawn.values())) if drawn else ()
+            levels = levels_of(list(drawn.values())).tolist() if drawn else []
             charts += [
                 _contour(f"{title}, {name}: {plane}", surfaces[name], own, levels) for name, own in drawn.items()
             ]

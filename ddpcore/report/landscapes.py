@@ -163,27 +163,32 @@ def read_surface(path: Path) -> Surface:
     content = read_file(path, SURFACE_BYTES, "ddpcore.storage.limits.SURFACE_BYTES")
     try:
         with h5py.File(io.BytesIO(content), "r") as file:
-            arrays = {name: _array(file, name) for name in (*_COORDINATES, *METRICS, "done") if name in file}
-            attributes = {name: file.attrs[name] for name in file.attrs}
+            return _surface_of(file)
     except Exception as error:  # damaged bytes can cause any error
         reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__
         raise ValueError(f"{shown(path)} is not a landscape, or it is damaged: {reason}") from error
-    x, y, done = (arrays.pop(name, None) for name in ("xcoordinates", "ycoordinates", "done"))
-    if x is None or y is None or "train_loss" not in arrays:
-        raise ValueError(f"{shown(path)} is not a landscape: xcoordinates, ycoordinates and train_loss must be in it")
-    shape = len(y), len(x)
-    done = arrays["train_loss"] != _MISSING if done is None else done.astype(bool)
-    if any(found.shape != shape or found.dtype.kind not in "fi" for found in arrays.values()) or done.shape != shape:
-        raise ValueError(f"{shown(path)} is damaged: its arrays do not have the shape {list(shape)}")
-    order = [name for name in METRICS if name in arrays]
+
+
+def _surface_of(file: Any) -> Surface:
+    arrays = {name: _array(file, name) for name in (*_COORDINATES, *METRICS, "done") if name in file}
+    if not {*_COORDINATES, "train_loss"} <= set(arrays):
+        raise ValueError("xcoordinates, ycoordinates and train_loss must be in it")
+    x, y = (arrays[name].astype(np.float64) for name in _COORDINATES)
+    if x.ndim != 1 or y.ndim != 1 or not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ValueError("its coordinates are no rows of numbers")
+    values = {name: arrays[name].astype(np.float64) for name in METRICS if name in arrays}
+    done = arrays["done"].astype(bool) if "done" in arrays else values["train_loss"] != _MISSING
+    if any(found.shape != (len(y), len(x)) for found in (*values.values(), done)):
+        raise ValueError(f"its arrays do not have the shape {[len(y), len(x)]}")
+    marks = {name[5:]: file.attrs[name] for name in file.attrs if name.startswith("mark ")}
     return Surface(
-        x=x.astype(np.float64),
-        y=y.astype(np.float64),
-        values={name: arrays[name].astype(np.float64) for name in order},
+        x=x,
+        y=y,
+        values=values,
         done=done,
-        about=str(attributes.get("about", "")),
-        settings=str(attributes.get("settings", "")),
-        marks={n[5:]: (float(p[0]), float(p[1])) for n, p in attributes.items() if n.startswith("mark ")},
+        about=plain(str(file.attrs.get("about", ""))),
+        settings=str(file.attrs.get("settings", "")),
+        marks={plain(name): (float(point[0]), float(point[1])) for name, point in marks.items()},
     )
 
 
@@ -194,6 +199,8 @@ def _array(file: Any, name: str) -> npt.NDArray[Any]:
     array = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
     if not isinstance(array, h5py.Dataset) or array.external is not None or array.is_virtual or array.chunks:
         raise ValueError(f"{name} is no plain array of this file")
+    if array.id.get_storage_size() < array.nbytes or array.dtype.kind not in "fiub":
+        raise ValueError(f"{name} is cut, or holds no numbers")
     return np.asarray(array[()])
 
 

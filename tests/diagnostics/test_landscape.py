@@ -182,6 +182,18 @@ def test_file_has_the_layout_of_loss_landscape(tmp_path: Path) -> None:
         assert np.array_equal(file["train_loss"], found.loss) and np.array_equal(file["train_acc"], found.accuracy)
 
 
+def test_a_file_of_the_loss_landscape_project(tmp_path: Path) -> None:
+    """It has the name of another file, and -1 where no loss is computed yet."""
+    path = tmp_path / "surface.h5"
+    with h5py.File(path, "w") as file:
+        file["dir_file"] = "directions.h5"
+        file["xcoordinates"], file["ycoordinates"] = X, Y
+        file["train_loss"], file["train_acc"] = -np.ones((len(Y), len(X))), -np.ones((len(Y), len(X)))
+        file["train_loss"][1, 2] = 0.5
+    found = read_surface(path)
+    assert found.done.sum() == 1 and found.done[1, 2] and found.loss[1, 2] == 0.5
+
+
 def bowl(num: int = 41) -> Surface:
     """``x^2 + 4 y^2`` on [-1, 1]^2."""
     x = np.linspace(-1, 1, num)
