@@ -9,9 +9,11 @@ from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.exact_diffusion import ExactDiffusion
+from ddpcore.strategies.gasloc import GASLoC
 from ddpcore.strategies.gradient_tracking import GradientTracking
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.noisy_ssgd import NoisySSGD
+from ddpcore.strategies.noloco import NoLoCo
 from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError
 from ddpcore.strategies.push_sum import PushSum
 from ddpcore.strategies.registry import STRATEGIES
@@ -30,6 +32,7 @@ __version__ = VERSION
 __all__ = [
     "DDP",
     "DPSGD",
+    "GASLoC",
     "SSGD",
     "AdaptiveConsensus",
     "Complete",
@@ -42,6 +45,7 @@ __all__ = [
     "Hypercube",
     "LocalSGD",
     "Matching",
+    "NoLoCo",
     "NoisySSGD",
     "NonFinite",
     "NonFiniteError",

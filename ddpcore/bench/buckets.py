@@ -31,6 +31,7 @@ from ddpcore.parameters.flat import MiB
 from ddpcore.report.buckets import print_buckets
 from ddpcore.report.table import size_name
 from ddpcore.runtime.launch import World
+from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.training.config import DEVICES
 
@@ -131,12 +132,14 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
         run_block(compute, WARM_UP_STEPS, False)
     candidates = [one for name in resolved.strategies for one in _candidates(name, config, resolved, world, dataset)]
     calls = [averages(one.contender) for one in candidates]
-    for _ in range(config.rounds):
-        for compute in computes.values():
-            run_block(compute, config.steps, True)
-        for one, of_one in zip(candidates, calls, strict=True):
-            run_block(one.contender, config.steps, True)
-            one.comm_seconds.append(sum(time_calls(of_one, resolved.device)[0]))
+    with ProgressReport("measurements", config.rounds * len(candidates), shown=world.rank == 0) as progress:
+        for _ in range(config.rounds):
+            for compute in computes.values():
+                run_block(compute, config.steps, True)
+            for one, of_one in zip(candidates, calls, strict=True):
+                run_block(one.contender, config.steps, True)
+                one.comm_seconds.append(sum(time_calls(of_one, resolved.device)[0]))
+                progress.advance(1, one.contender.name)
     measured = [one.gather() for one in candidates]
     if world.rank == 0:
         seconds = {name: computes[compute_of(name)].block_seconds for name in resolved.strategies}

@@ -24,6 +24,7 @@ from ddpcore.options.command_line import option
 from ddpcore.parameters.flat import MiB
 from ddpcore.report.comm import print_comm
 from ddpcore.runtime.launch import World
+from ddpcore.runtime.progress import ProgressReport
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import Ring
@@ -177,11 +178,15 @@ def run_rank(world: World, resolved: ResolvedConfig, config: CommConfig, transpo
     gc.freeze()  # excludes the imported modules, so that each collection takes milliseconds
     notes: list[str] = []
     rows = []
-    for num_bytes in sizes(config.max_mib):
-        lanes = _lanes(transports, num_bytes // 4, torch.device(resolved.device), notes)
-        rows += [row for operation in OPERATIONS for row in _measure(operation, lanes, config.seconds)]
-        del lanes  # frees the buffers that a connection keeps for each size
-        gc.collect()
+    total = len(sizes(config.max_mib)) * len(OPERATIONS)
+    with ProgressReport("measurements", total, shown=world.rank == 0) as progress:
+        for num_bytes in sizes(config.max_mib):
+            lanes = _lanes(transports, num_bytes // 4, torch.device(resolved.device), notes)
+            for operation in OPERATIONS:
+                rows += _measure(operation, lanes, config.seconds)
+                progress.advance(1, operation.name)
+            del lanes  # frees the buffers that a connection keeps for each size
+            gc.collect()
     if world.rank == 0:
         where = environment(resolved)
         where = {**where, "transport": None, "transport_reason": None, "notes": where["notes"] + notes}

@@ -35,6 +35,7 @@ from ddpcore.parameters.buckets import messages
 from ddpcore.report.predict import print_predictions
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
+from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.local_sgd import LocalSGD
@@ -138,19 +139,22 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
     compute = build_contender(OWN_COMPUTE, common, world, dataset)
     run_block(compute, WARM_UP_STEPS, False)
     cases = []
-    for resolved in runs:
-        for name, bucket_mb in _cases(resolved, runs, config):
+    plan = [(resolved, *case) for resolved in runs for case in _cases(resolved, runs, config)]
+    with ProgressReport("measurements", len(plan) * (1 + config.rounds), shown=world.rank == 0) as progress:
+        for resolved, name, bucket_mb in plan:
             contender = build_contender(name, resolved, world, dataset, bucket_mb or DEFAULT_BUCKET_MB)
             run_block(contender, WARM_UP_STEPS, False)
             cases.append(Case(contender, resolved, bucket_mb, _parts(contender, resolved)))
-    timer = StepTimer(compute)
-    for _ in range(config.rounds):
-        with timer.hooks():
-            barrier("the start of a measurement")
-            for _ in range(config.period):
-                timer.step()
-        for case in cases:
-            case.take_turn(compute, config.period)
+            progress.advance(1, name)
+        timer = StepTimer(compute)
+        for _ in range(config.rounds):
+            with timer.hooks():
+                barrier("the start of a measurement")
+                for _ in range(config.period):
+                    timer.step()
+            for case in cases:
+                case.take_turn(compute, config.period)
+                progress.advance(1, case.contender.name)
     cores = launch.num_cores() * max(1, world.world_size // world.local_world_size)
     rows = [row_of(case, gather(case.turns), timer, config.period, cores) for case in cases]
     if world.rank == 0:

@@ -21,6 +21,7 @@ from ddpcore.report.stats import print_stats
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
+from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.registry import TOPOLOGIES
@@ -114,9 +115,11 @@ def run_rank(world: World, config: StatsConfig) -> None:
     contenders = [Contender(name, config, watch) for name, watch in WATCHES.items()]
     for one in contenders:
         one.run_block(WARM_UP, timed=False)
-    for block in range(config.blocks):
-        for one in contenders if block % 2 == 0 else reversed(contenders):
-            one.run_block(config.every, timed=True)
+    with ProgressReport("blocks", config.blocks * len(contenders), shown=world.rank == 0) as progress:
+        for block in range(config.blocks):
+            for one in contenders if block % 2 == 0 else reversed(contenders):
+                one.run_block(config.every, timed=True)
+                progress.advance(1, one.name)
     if world.rank == 0:
         rows = [_row(one, contenders[0]) for one in contenders]
         result = {"environment": machine(config.device), "config": config, "rows": rows}

@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+OTHER_NAMES = {"learning_rate": "lr"}  # what people write, and the name it has here
+
 
 def suggest(value: Any, allowed: Iterable[str]) -> str:
     """What to do about a value that is none of those allowed: the nearest one, or all of them."""
     allowed = tuple(allowed)
-    nearest = get_close_matches(str(value), allowed, n=1)
+    names = {name: name for name in allowed} | {other: name for other, name in OTHER_NAMES.items() if name in allowed}
+    nearest = get_close_matches(str(value), names, n=1)
     if nearest:
-        return f"did you mean {nearest[0]!r}?"
+        return f"did you mean {names[nearest[0]]!r}?"
     return f"choose from {', '.join(allowed)}" if allowed else "it takes none, leave it out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from rich.cells import cell_len
@@ -13,6 +14,7 @@ from rich.table import Column, Table
 from ddpcore.storage.limits import plain
 
 WIDE = 400  # columns of a console that shows whole tables
+MISSING = "-"  # the text of a cell without a number
 PADDING = 3  # columns of a table's column besides its text
 
 Row = Mapping[str, Any]
@@ -72,7 +74,8 @@ def table_of(
     """A table with a line for each row.
 
     Args:
-        columns: heading -> function that returns the text of a row's cell.
+        columns: heading -> function that returns the text of a row's cell. A column is left out if no row has a number
+            for it.
         rows: as in the JSON file.
         left: headings of columns that are aligned left, and whose text is never wrapped.
         group: a key of rows; a rule separates rows with different values.
@@ -80,13 +83,16 @@ def table_of(
     """
     texts = {key: cell_of(text) for key, text in more.items() if isinstance(text, str)}
     table = RecordTable(title_justify="left", **{**more, **texts})
-    for heading in columns:
+    rows = list(rows)
+    lines = [[cell_of(cell(row)) for cell in columns.values()] for row in rows]
+    shown = [any(line[place] != MISSING for line in lines) or not lines for place in range(len(columns))]
+    for heading in compress(columns, shown):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
     before = None
-    for row in rows:
+    for row, line in zip(rows, lines, strict=True):
         if group is not None and before is not None and row[group] != before[group]:
             table.add_section()
-        table.add_row(*(cell_of(cell(row)) for cell in columns.values()))
+        table.add_row(*compress(line, shown))
         before = row
     return table
 
@@ -101,7 +107,7 @@ def plain_lines(text: str) -> str:
     return "\n".join(map(plain, text.split("\n")))
 
 
-def number(key: str, pattern: str = "{:.2f}", missing: str = "-") -> Cell:
+def number(key: str, pattern: str = "{:.2f}", missing: str = MISSING) -> Cell:
     """The cell that shows a row's number by this pattern, or ``missing`` for None."""
     return lambda row: missing if row[key] is None else pattern.format(row[key])
 

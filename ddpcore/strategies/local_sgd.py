@@ -1,20 +1,38 @@
-"""Local SGD, post-local SGD and DiLoCo."""
+"""Local SGD, post-local SGD, DiLoCo and streaming DiLoCo."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm.base import Exchange, Work
+from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range
+from ddpcore.strategies.anchor import Anchor, MakeOptimizer
+from ddpcore.strategies.base import check_mixable, check_topology
+from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
+from ddpcore.topology.base import Topology
 
-MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+@dataclass
+class _Average:
+    """An average of one part of the weights that is in progress, or complete."""
+
+    rows_LX: Tensor  # the weights of the learners held here, or a copy of them; in the end, the average
+    transfer: Work | Exchange | None  # None if it is complete
+
+    def finish(self) -> None:
+        if isinstance(self.transfer, Work):
+            self.transfer.wait()
+        elif self.transfer is not None:
+            self.transfer.mixture().apply_(self.rows_LX)
+        self.transfer = None
 
 
 class LocalSGD(SSGD):
@@ -23,20 +41,32 @@ class LocalSGD(SSGD):
     ``w_j(t+1) = v_j(t+1)`` or, where H divides t+1, ``1/n sum_k v_k(t+1)``, with ``v_j(t+1) = w_j(t) - a g_j(w_j(t))``.
     Each learner keeps its own momentum, unless a policy changes that. Before ``switch_step`` it is :class:`SSGD`.
 
+    With ``outer``, the change of the average is a gradient. Let phi be the anchor, where the round of H steps began,
+    and m the average. Then ``phi <- outer step of phi along phi - m``, and ``w_j <- phi``.
+
+    - DiLoCo (Douillard et al. 2023): ``outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``.
+    - Streaming DiLoCo (Douillard et al. 2025): with ``fragments``, ``overlap`` and ``alpha``.
+    - With ``topology`` each learner steps an anchor of its own towards the average with its neighbours
+      (:class:`~ddpcore.NoLoCo`).
+
     Args:
         period: H, local steps between two averages; 1 averages after every step.
         warmup_steps: while t is below it, the period grows from 1 to H by doubling (Lin et al. 2020, "local step
             warm-up").
         switch_step: post-local SGD (Lin et al. 2020): this many first steps average gradients, as ssgd does. ``period``
             and ``warmup_steps`` count from there.
-        outer: makes an optimizer of the averaged weights from the list of tensors that it steps; its gradient is
-            ``w(t-H) - 1/n sum_k v_k(t)``. DiLoCo (Douillard et al. 2023) is
-            ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``. None takes the average itself.
-        fragments: number of parts of the weights. Each part is averaged at its own step, evenly over the period
-            (Douillard et al. 2025), so an average sends a fraction of the bytes.
+        outer: makes an optimizer of the anchor from the list of tensors that it steps. None takes the average itself.
+        topology: which learners average with which in each round; None for all with all. Each learner then keeps an
+            anchor and a state of the outer optimizer of its own, and sends its weights only.
+        fragments: parts of the weights. Each is averaged at its own time, evenly over the period, so an average
+            sends fewer bytes at once. A number divides the parameters by size, and lists of names by module:
+            ``[["layer1"], ["layer2", "head"]]``. The last fragment comes first in the period.
+        overlap: tau, steps between the start of an average and the step that uses it. The average is of the weights
+            before these steps, so it travels meanwhile.
+        alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or options exclude each other.
     """
 
     name: ClassVar[str] = "local_sgd"
@@ -48,31 +78,73 @@ class LocalSGD(SSGD):
         warmup_steps: int = 0,
         switch_step: int = 0,
         outer: MakeOptimizer | None = None,
-        fragments: int = 1,
+        topology: Topology | None = None,
+        fragments: Fragments = 1,
+        overlap: int = 0,
+        alpha: float = 0.0,
     ) -> None:
         super().__init__()
-        check_range("local_sgd: period", period, least=1)
+        check_range(f"{self.name}: period", period, least=1)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
         check_range("local_sgd: switch_step", switch_step, least=0)
-        check_range("local_sgd: fragments", fragments, least=1, most=period)
-        if warmup_steps and fragments > 1:
-            raise ValueError("local_sgd: fragments need a period that does not grow: leave warmup_steps out")
+        check_range("local_sgd: overlap", overlap, least=0, below=period)
+        check_range("local_sgd: alpha", alpha, least=0, most=1)
+        check_topology(self.name, topology)
+        self._num_fragments = check_fragments(fragments, period)
+        for option, used in (("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap)):
+            if warmup_steps and used:
+                raise ValueError(f"local_sgd: {option} needs a period that does not grow: leave warmup_steps out")
         self.period = period
         self.warmup_steps = warmup_steps
         self.switch_step = switch_step
         self.outer = outer
+        self.topology = topology
         self.fragments = fragments
+        self.overlap = overlap
+        self.alpha = alpha
         self.averages_gradients = switch_step > 0
         self._anchor: Anchor | None = None
+        self._parts: list[Part] = []
+        self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
+        self._under_way: dict[int, _Average] = {}  # by part
 
     def __repr__(self) -> str:
         options = f"warmup_steps={self.warmup_steps}, switch_step={self.switch_step}, fragments={self.fragments}"
+        if self.topology is not None:
+            options += f", topology={self.topology!r}"
+        if self.overlap or self.alpha:
+            options += f", overlap={self.overlap}, alpha={self.alpha}"
         return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
 
     @property
     @override
     def fixed_layout(self) -> bool:
-        return self.fragments > 1  # fragments are ranges of the buffer
+        return self._num_fragments > 1  # fragments are ranges of the buffer
+
+    @override
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        if self.topology is None:
+            return
+        check_mixable(self.name, dtype)
+        if is_narrow(dtype):
+            raise ValueError(
+                f"{self.name}: averages with neighbours are too inexact in 16 bits: keep parameters in float32, use "
+                "autocast, or leave topology out"
+            )
+        self.topology.validate(num_learners)
+
+    @override
+    def check_shrink(self) -> None:
+        if self.overlap:
+            raise ValueError(
+                f"{self.name}: an average that is under way cannot lose a learner, and on_failure='shrink' needs that: "
+                "take overlap=0"
+            )
+        if self.topology is not None and self.outer is not None:
+            raise ValueError(
+                f"{self.name}: with topology each learner has an anchor of its own, which on_failure='shrink' cannot "
+                "give to another one: leave topology or outer out"
+            )
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
@@ -82,22 +154,60 @@ class LocalSGD(SSGD):
     @override
     def before_step(self, learner: Learner) -> None:
         """Copy the weights from which the learners start, for the outer optimizer."""
+        self._lay_out(learner)
         if self.outer is not None and self._anchor is None and learner.step >= self.switch_step:
-            self._anchor = Anchor(learner.flat.param_LP, self._columns(learner.flat.numel), self.outer)
+            self._anchor = self._new_anchor(learner, self.outer)
 
     @override
     def after_step(self, learner: Learner) -> None:
-        """Average the fragments that are due, and step the outer optimizer on them."""
-        due = [index for index in range(self.fragments) if self._is_due(learner.step, index)]
-        columns = self._columns(learner.flat.numel)
-        parts = [learner.flat.param_LP[:, slice(*columns[index])] for index in due]
-        for part in parts:
-            learner.check_sent(part)
-        works = [learner.comm.average_(part, learner.step - 1) for part in parts]
-        for index, work in zip(due, works, strict=True):
-            work.wait()
-            if self._anchor is not None:
-                self._anchor.step_(learner.flat.param_LP, index)
+        """Start the averages that are due in ``overlap`` steps, and use those that are due now."""
+        if learner.step > self.switch_step:
+            for index in self._due(learner.step + self.overlap):
+                self._under_way[index] = self._start(learner, index)
+        for index in self._due(learner.step):
+            if index in self._under_way:
+                self._use(learner, index, self._under_way.pop(index))
+
+    def _lay_out(self, learner: Learner) -> None:
+        """Find the parts, once the layout of the buffer is final."""
+        if self._parts:
+            return
+        flat, comm = learner.flat, learner.comm
+        self._parts = parts_of(flat, self.fragments) if self._num_fragments > 1 else [Part(0, 0, flat.numel)]
+        self._copies = [
+            comm.allocate((len(flat.param_LP), end - begin), flat.param_LP.dtype, flat.param_LP.device)
+            if self.overlap or self.alpha
+            else None
+            for _, begin, end in self._parts
+        ]
+
+    def _new_anchor(self, learner: Learner, make: MakeOptimizer) -> Anchor:
+        weights_LP = learner.flat.param_LP
+        start_AP = weights_LP[:1] if self.topology is None else weights_LP
+        return Anchor(start_AP, [(begin, end) for _, begin, end in self._parts], make)
+
+    def _start(self, learner: Learner, index: int) -> _Average:
+        _, begin, end = self._parts[index]
+        weights_LX, copy_LX = learner.flat.param_LP[:, begin:end], self._copies[index]
+        learner.check_sent(weights_LX)
+        rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
+        if self.topology is None:
+            return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
+        round_ = (learner.step - self.switch_step + self.overlap) // self.period
+        if self.overlap:
+            return _Average(rows_LX, learner.comm.exchange(rows_LX, self.topology, round_))
+        learner.comm.mix_(rows_LX, self.topology, round_)
+        return _Average(rows_LX, None)
+
+    def _use(self, learner: Learner, index: int, average: _Average) -> None:
+        """Step the anchor along the average, and take the result."""
+        _, begin, end = self._parts[index]
+        average.finish()
+        if self._anchor is None and self._copies[index] is None:
+            return  # the average is in place
+        result_AX = average.rows_LX if self._anchor is None else self._anchor.step(average.rows_LX, index)
+        weights_LX = learner.flat.param_LP[:, begin:end]
+        weights_LX.lerp_(result_AX.expand_as(weights_LX), 1 - self.alpha)
 
     @property
     @override
@@ -113,8 +223,11 @@ class LocalSGD(SSGD):
         """At every step before the switch, then at the end of each period of fragment 0."""
         return self.averages_gradients_at(step - 1) or self._is_due(step, 0)
 
+    def _due(self, step: int) -> list[int]:
+        """The parts whose average is used in the step after which ``learner.step`` is ``step``."""
+        return [index for index, part in enumerate(self._parts) if self._is_due(step, part.fragment)]
+
     def _is_due(self, step: int, fragment: int) -> bool:
-        """Whether a fragment is averaged in the step after which ``learner.step`` is ``step``."""
         local = step - self.switch_step
         if local <= 0:
             return False
@@ -122,57 +235,26 @@ class LocalSGD(SSGD):
             doublings = (self.period - 1).bit_length()
             period = min(self.period, 2 ** ((local - 1) * doublings // self.warmup_steps))
             return local % period == 0
-        return (local + fragment * self.period // self.fragments) % self.period == 0
-
-    def _columns(self, numel: int) -> list[tuple[int, int]]:
-        """The columns of the flat buffer that belong to each fragment."""
-        bounds = [numel * index // self.fragments for index in range(self.fragments + 1)]
-        return list(pairwise(bounds))
+        return (local + fragment * self.period // self._num_fragments) % self.period == 0
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The outer optimizer and its weights."""
-        return {"anchor": None if self._anchor is None else self._anchor.state_dict()}
+        """The anchor with its optimizer, and the averages that are not used yet. It waits for these."""
+        for average in self._under_way.values():
+            average.finish()
+        return {
+            "anchor": None if self._anchor is None else self._anchor.state_dict(),
+            "averages": {index: average.rows_LX for index, average in self._under_way.items()},
+        }
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        for average in self._under_way.values():
+            average.finish()
+        self._lay_out(learner)
         self._anchor = None
         if state["anchor"] is not None and self.outer is not None:
-            self._anchor = Anchor(learner.flat.param_LP, self._columns(learner.flat.numel), self.outer)
+            self._anchor = self._new_anchor(learner, self.outer)
             self._anchor.load_state_dict(state["anchor"])
-
-
-class Anchor:
-    """The last weights that all learners shared, and the outer optimizer that steps them. Equal on every rank.
-
-    Args:
-        weights_LP: the start weights, equal in all rows.
-        columns: the range of columns of each part.
-        make: makes the optimizer from the parts, one tensor each.
-    """
-
-    def __init__(self, weights_LP: Tensor, columns: Sequence[tuple[int, int]], make: MakeOptimizer) -> None:
-        self._columns = list(columns)
-        self._parts = [weights_LP[0, begin:end].clone().requires_grad_() for begin, end in columns]
-        self._optimizer = make(self._parts)
-
-    @torch.no_grad()
-    def step_(self, weights_LP: Tensor, index: int) -> None:
-        """Step part ``index``, whose columns of ``weights_LP`` hold the average. All rows get the result."""
-        begin, end = self._columns[index]
-        part = self._parts[index]
-        part.grad = part - weights_LP[0, begin:end]
-        self._optimizer.step()
-        part.grad = None
-        weights_LP[:, begin:end] = part
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        return {"parts": [part.detach() for part in self._parts], "optimizer": self._optimizer.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`."""
-        for part, saved in zip(self._parts, state["parts"], strict=True):
-            part.copy_(saved)
-        self._optimizer.load_state_dict(state["optimizer"])
+        averages = state.get("averages", {})  # version 0.1.0 had none
+        self._under_way = {int(index): _Average(rows_LX.clone(), None) for index, rows_LX in averages.items()}

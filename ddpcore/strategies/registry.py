@@ -12,15 +12,19 @@ import torch
 from ddpcore.options.registry import Registry
 from ddpcore.options.suggest import suggest
 from ddpcore.options.typed import check_choice, check_keys
+from ddpcore.strategies.anchor import MakeOptimizer
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.compression import CODECS, Codec
 from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.dpsgd import DPSGD, ORDERS
 from ddpcore.strategies.exact_diffusion import ExactDiffusion
+from ddpcore.strategies.fragments import Fragments
+from ddpcore.strategies.gasloc import GASLoC
 from ddpcore.strategies.gradient_tracking import GradientTracking
-from ddpcore.strategies.local_sgd import LocalSGD, MakeOptimizer
+from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.noisy_ssgd import NoisySSGD
+from ddpcore.strategies.noloco import NoLoCo
 from ddpcore.strategies.push_sum import PushSum
 from ddpcore.strategies.slowmo import SlowMo
 from ddpcore.strategies.ssgd import SSGD
@@ -49,11 +53,20 @@ def _local_sgd(
     warmup_steps: int = 0,
     switch_step: int = 0,
     outer: Mapping[str, Any] | None = None,
-    fragments: int = 1,
+    fragments: Fragments = 1,
+    overlap: int = 0,
+    alpha: float = 0.0,
 ) -> LocalSGD:
     """``outer`` has the settings of ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``."""
-    make = None if outer is None else _outer(outer)
-    return LocalSGD(period, warmup_steps=warmup_steps, switch_step=switch_step, outer=make, fragments=fragments)
+    return LocalSGD(
+        period,
+        warmup_steps=warmup_steps,
+        switch_step=switch_step,
+        outer=None if outer is None else _outer(outer),
+        fragments=fragments,
+        overlap=overlap,
+        alpha=alpha,
+    )
 
 
 def _slowmo(
@@ -78,6 +91,8 @@ STRATEGIES: Registry[Strategy | Baseline] = Registry(
         SSGD.name: SSGD,
         DPSGD.name: _dpsgd,
         LocalSGD.name: _local_sgd,
+        NoLoCo.name: NoLoCo,
+        GASLoC.name: GASLoC,
         NoisySSGD.name: NoisySSGD,
         SlowMo.name: _slowmo,
         PushSum.name: PushSum,

@@ -12,7 +12,7 @@ import pytest
 
 from helpers import ranks
 
-PAGE = ranks.ROOT / "docs" / "integrations.md"
+PAGE, TRAINING = (ranks.ROOT / "docs" / name for name in ("integrations.md", "training.md"))
 SCRIPTS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 PRINTED = {
     "lightning_lamb.py": "the resumed run has the same bits",
@@ -66,3 +66,28 @@ def test_lightning_refuses_to_clip_beside_mixed_precision(tmp_path: Path) -> Non
         del SCRIPTS["clipped.py"]
     assert done.returncode != 0
     assert "The current optimizer, FusedLAMB, does not allow for gradient clipping" in done.stderr
+
+
+def test_wandb_takes_the_rows_of_a_record(tmp_path: Path) -> None:
+    """The block of ``docs/training.md``, after a shorter config than that of the page. It writes offline."""
+    if importlib.util.find_spec("wandb") is None:
+        pytest.skip("wandb is not installed: pip install wandb")
+    (block,) = re.findall(r"^```python\n(import wandb\n.*?)^```$", TRAINING.read_text(), re.MULTILINE | re.DOTALL)
+    before = (
+        "from ddpcore.training import TrainConfig, train\n"
+        "config = TrainConfig(model='mlp', dataset='digits', batch_size=100, epochs=2, strategy='dpsgd', learners=4)\n"
+    )
+    after = "print(log.summary['train_loss'])\nlog.finish()\n"
+    (tmp_path / "log.py").write_text(before + block + after)
+    done = subprocess.run(
+        [sys.executable, "log.py"],
+        cwd=tmp_path,
+        env={**ranks.environment(), "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert float(done.stdout.split()[-1]) > 0
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb")), "the rows are on the disk"

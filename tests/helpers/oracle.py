@@ -35,6 +35,12 @@ MAKERS: dict[str, Any] = {
     "post_local": lambda topology: ddpcore.LocalSGD(period=2, switch_step=2),
     "post_local_parts": lambda topology: ddpcore.LocalSGD(period=4, switch_step=2, fragments=2),
     "diloco": lambda topology: ddpcore.LocalSGD(period=3, fragments=2, outer=outer),
+    "streaming": lambda topology: ddpcore.LocalSGD(period=4, fragments=2, outer=outer, overlap=2, alpha=0.5),
+    "streaming_gossip": lambda topology: ddpcore.LocalSGD(
+        period=3, fragments=2, outer=outer, overlap=1, alpha=0.5, topology=topology
+    ),
+    "noloco": lambda topology: ddpcore.NoLoCo(topology, period=2),
+    "gasloc": lambda topology: ddpcore.GASLoC(topology, period=2),
     "slowmo": lambda topology: ddpcore.SlowMo(ddpcore.DPSGD(topology), period=3),
     "dpsgd": lambda topology: ddpcore.DPSGD(topology),
     "dpsgd_atc": lambda topology: ddpcore.DPSGD(topology, order="adapt_then_combine"),
@@ -60,7 +66,8 @@ ALL_REDUCING = ("ssgd", "local_sgd")  # run with gathered and with reduced avera
 UNBALANCED = "digraph"  # for push_sum alone
 UNEVEN = {
     "exact_diffusion": ("ring", "star"), "d2": ("ring", "complete"), "tracking": ("ring", "random_pair", "from_matrix"),
-    "dpsgd_consensus": ("ring", "random_pair"),
+    "dpsgd_consensus": ("ring", "random_pair"), "streaming_gossip": ("ring", "random_pair"),
+    "noloco": ("ring", "random_pair", "one_peer_exponential"), "gasloc": ("ring", "random_pair"),
 }  # fmt: skip
 GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd") or name in UNEVEN), "push_sum")
 FIXED = ("complete", "ring", "from_matrix")

@@ -24,7 +24,7 @@ def text_of(*rows: dict[str, Any], refused: tuple[dict[str, str], ...] = (), wor
 
 
 def cells_of(**changes: Any) -> list[str]:
-    line = next(line for line in text_of(ROW | changes).splitlines() if "ring" in line)
+    line = next(line for line in text_of(ROW | changes, ROW).splitlines() if "ring" in line)
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 

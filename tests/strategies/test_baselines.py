@@ -13,9 +13,11 @@ from ddpcore import (
     SSGD,
     STRATEGIES,
     ExactDiffusion,
+    GASLoC,
     GradientTracking,
     LocalSGD,
     NoisySSGD,
+    NoLoCo,
     PushSum,
     Ring,
     Single,
@@ -36,9 +38,10 @@ def test_ddp_needs_real_ranks() -> None:
 
 
 def test_by_name() -> None:
-    names = "ssgd dpsgd local_sgd noisy_ssgd slowmo push_sum exact_diffusion gradient_tracking single ddp"
+    names = "ssgd dpsgd local_sgd noloco gasloc noisy_ssgd slowmo push_sum exact_diffusion gradient_tracking single ddp"
     assert STRATEGIES.names() == tuple(names.split())
-    kinds = (SSGD, DPSGD, LocalSGD, NoisySSGD, SlowMo, PushSum, ExactDiffusion, GradientTracking, Single, DDP)
+    kinds = (SSGD, DPSGD, LocalSGD, NoLoCo, GASLoC, NoisySSGD, SlowMo, PushSum, ExactDiffusion, GradientTracking)
+    kinds += (Single, DDP)
     for name, kind in zip(STRATEGIES.names(), kinds, strict=True):
         strategy = STRATEGIES.build(name, topology=Ring())
         assert type(strategy) is kind
@@ -73,7 +76,8 @@ def test_options_reach_the_strategy_of_the_name() -> None:
 
 
 def test_options_that_a_strategy_does_not_have_are_refused() -> None:
-    assert set(STRATEGIES.options("local_sgd")) == {"period", "warmup_steps", "switch_step", "outer", "fragments"}
+    names = "period warmup_steps switch_step outer fragments overlap alpha"
+    assert set(STRATEGIES.options("local_sgd")) == set(names.split())
     assert "topology" not in STRATEGIES.options("dpsgd")
     with pytest.raises(ValueError, match="ssgd has no option 'period': it takes none"):
         STRATEGIES.build("ssgd", period=5)

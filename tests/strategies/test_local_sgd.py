@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -122,21 +125,121 @@ def test_outer_sgd_of_rate_one_is_the_average() -> None:
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)
 
 
+class Layers(nn.Module):
+    """Four layers of 4 x 4, 16 columns each, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        self.head = nn.Linear(4, 4, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(inputs))
+
+
+def layers(strategy: LocalSGD, learners: int = 2) -> tuple[ddpcore.Distributed, Callable[[], None]]:
+    """Learners with different data, and a function that takes a step."""
+    torch.manual_seed(0)
+    model, inputs = Layers(), torch.randn(learners, 6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=learners, vectorize=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        handle.model(inputs).square().mean(dim=(1, 2)).sum().backward()
+        optimizer.step()
+
+    return handle, step
+
+
+def equal_layers(handle: ddpcore.Distributed) -> set[str]:
+    first, second = (dict(model.named_parameters()) for model in handle.models[:2])
+    return {name.removesuffix(".weight") for name in first if torch.equal(first[name], second[name])}
+
+
 @pytest.mark.parametrize("outer", [None, lambda p: torch.optim.SGD(p, lr=1.0)], ids=["average", "outer"])
-def test_fragments_are_averaged_at_their_own_time(outer: object) -> None:
-    """16 columns in two fragments, a period of four: one is averaged after steps 4, 8, the other after 2, 6, 10."""
-    run = Run(LocalSGD(4, fragments=2, outer=outer), outputs=4)
-    flat = run.handle.learner.flat
-    assert flat.numel == 16
-    sent = []
-    for step in range(1, 11):
-        before = run.handle.learner.comm.bytes_sent
+@pytest.mark.parametrize(
+    ("fragments", "first"),
+    [
+        (2, {"head", "body.2"}),
+        ([["head"], ["body"]], {"head"}),
+        ([["body.1", "head"], ["body.0", "body.2"]], {"body.1", "head"}),
+    ],
+    ids=["by size", "by module", "crossed"],
+)
+def test_fragments_are_averaged_at_their_own_time(fragments: object, first: set[str], outer: object) -> None:
+    """With a period of four, fragment 0 is averaged after steps 4, 8, and fragment 1 after 2, 6, 10."""
+    handle, step = layers(LocalSGD(4, fragments=fragments, outer=outer))
+    assert handle.learner is not None
+    comm, others = handle.learner.comm, {"head", "body.0", "body.1", "body.2"} - first
+    for number in range(1, 11):
+        before = comm.bytes_sent
+        step()
+        wanted = {0: first, 2: others}.get(number % 4, set())
+        assert equal_layers(handle) == wanted
+        assert comm.bytes_sent - before == 16 * 4 * len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "message"),
+    [
+        (5, "fragments is 5, and the model has 4 parameters"),
+        ([["head"], ["body.0", "body.1"]], "parameter body.2.weight is in no fragment"),
+        ([["head", "body"], ["body.1"]], "parameter body.1.weight is in fragments 0 and 1"),
+        ([["head", "body"], ["neck"]], r"no parameter is in \['neck'\]"),
+        ([["head", "bod"], ["body"]], None),  # a name that fits nothing beside one that does
+    ],
+)
+def test_fragments_that_do_not_fit_the_model(fragments: object, message: str | None) -> None:
+    handle, step = layers(LocalSGD(8, fragments=fragments))
+    if message is None:
+        step()
+        return
+    with pytest.raises(ValueError, match=message):
+        step()
+    assert handle.learner is not None
+    assert handle.learner.step == 0
+
+
+@pytest.mark.parametrize(("overlap", "alpha"), [(0, 0.0), (0, 0.3), (2, 0.0), (2, 0.3), (3, 1.0)])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["average", "nesterov"])
+def test_an_average_that_is_used_later(overlap: int, alpha: float, nesterov: bool) -> None:
+    """Streaming DiLoCo of one fragment, against the equation in float64."""
+    outer = (lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)) if nesterov else None
+    run = Run(LocalSGD(4, outer=outer, overlap=overlap, alpha=alpha))
+    anchor, momentum, average = run.w[0].clone(), torch.zeros_like(run.w[0]), run.w[0]
+    for step in range(1, 14):
+        gradients = run.gradients()
         run.step()
-        first, second = (torch.equal(flat.param_LP[0, c], flat.param_LP[1, c]) for c in (slice(0, 8), slice(8, 16)))
-        assert first == (step % 4 == 0)
-        assert second == (step % 4 == 2)
-        sent.append(run.handle.learner.comm.bytes_sent - before)
-    assert sent == [0, 2 * 8 * 4] * 5
+        run.w = run.w - 0.01 * gradients
+        if (step + overlap) % 4 == 0:
+            average = run.w.mean(0)
+        if step % 4 == 0:
+            way = anchor - average
+            momentum = 0.9 * momentum + way
+            anchor = anchor - 0.7 * (way + 0.9 * momentum) if nesterov else average
+            run.w = anchor + alpha * (run.w - anchor)
+        run.check()
+
+
+@pytest.mark.parametrize("topology", [None, ddpcore.RandomPair(seed=1)], ids=["all", "pairs"])
+def test_a_checkpoint_between_the_start_of_an_average_and_its_use(topology: object) -> None:
+    """All steps from the checkpoint on have the bits of the run that goes on."""
+    options = {"outer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9), "overlap": 3, "alpha": 0.25, "fragments": 2}
+    handle, step = layers(LocalSGD(6, topology=topology, **options), learners=4)
+    for _ in range(7):  # fragment 0 was used in step 6; the average of fragment 1 began in step 6, and is used in 9
+        step()
+    states = handle.state_dict(), [model.state_dict() for model in handle.models]
+    states = copy.deepcopy(states)
+    other, other_step = layers(LocalSGD(6, topology=topology, **options), learners=4)
+    for model, state in zip(other.models, states[1], strict=True):
+        model.load_state_dict(state)
+    other.load_state_dict(states[0])
+    for _ in range(9):
+        step()
+        other_step()
+        for one, two in zip(handle.models, other.models, strict=True):
+            assert all(map(torch.equal, one.parameters(), two.parameters()))
 
 
 class Crossed(nn.Module):
@@ -174,8 +277,16 @@ def test_fragments_are_the_same_whatever_the_order_of_gradients(fragments: int) 
         ({"fragments": 0}, "fragments is 0"),
         ({"fragments": 9}, "fragments is 9: it must be at least 1 and at most 8"),
         ({"fragments": 2, "warmup_steps": 4}, "leave warmup_steps out"),
+        ({"fragments": [["a"], []]}, r"fragments has \[\]: each fragment is a list of names"),
+        ({"fragments": ["a", "b"]}, "fragments has 'a': each fragment is a list of names"),
+        ({"overlap": 8}, "overlap is 8: it must be at least 0 and below 8"),
+        ({"overlap": 1, "warmup_steps": 4}, "overlap needs a period that does not grow"),
+        ({"topology": ddpcore.Ring(), "warmup_steps": 4}, "topology needs a period that does not grow"),
+        ({"topology": "ring"}, "pass an instance"),
+        ({"alpha": 1.5}, "alpha is 1.5"),
+        ({"alpha": -0.1}, "alpha is -0.1"),
     ],
 )
-def test_impossible_options(options: dict[str, int], message: str) -> None:
+def test_impossible_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LocalSGD(8, **options)

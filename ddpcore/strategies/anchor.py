@@ -1,0 +1,54 @@
+"""The weights at which a round of local steps began, and the outer optimizer that steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+
+class Anchor:
+    """The outer optimizer, and the weights that it steps: those of A learners.
+
+    Where all learners average with all, they share one anchor (A = 1), which is equal on every rank. Where they average
+    with neighbours, each learner has its own (A = L).
+
+    Args:
+        weights_AP: the weights at the start.
+        columns: the first column and the end of each part.
+        make: makes the optimizer from the parts of all learners, tensors of one dimension.
+    """
+
+    def __init__(self, weights_AP: Tensor, columns: Sequence[tuple[int, int]], make: MakeOptimizer) -> None:
+        self._parts = [
+            [row[begin:end].clone().requires_grad_() for row in weights_AP.detach()] for begin, end in columns
+        ]
+        self._optimizer = make([part for rows in self._parts for part in rows])
+
+    @torch.no_grad()
+    def step(self, averages_LX: Tensor, index: int) -> Tensor:
+        """Step part ``index`` towards the averages of the learners' weights. Return it, ``[A, X]``."""
+        rows = self._parts[index]
+        for part, average in zip(rows, averages_LX[: len(rows)], strict=True):
+            part.grad = part - average
+        self._optimizer.step()
+        for part in rows:
+            part.grad = None
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        parts = [part.detach() for rows in self._parts for part in rows]
+        return {"parts": parts, "optimizer": self._optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`."""
+        parts = [part for rows in self._parts for part in rows]
+        for part, saved in zip(parts, state["parts"], strict=True):
+            part.copy_(saved)
+        self._optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,115 @@
+"""GASLoC: local steps, then a step of gossip with momentum."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ddpcore.ops.dtypes import is_narrow
+from ddpcore.options.typed import check_range
+from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.learner import Learner
+from ddpcore.topology.base import Topology
+from ddpcore.topology.pairs import RandomPair
+
+
+class GASLoC(Strategy):
+    r"""GASLoC (Cagnasso et al. 2026, 2606.11081): H local steps, then an outer step that averages with neighbours.
+
+    A round begins at phi_j(r), and H local steps take learner j from there to v_j. Then
+
+    ``z_j(r) = phi_j(r) + b (v_j - phi_j(r))``;
+    ``phi_j(r+1) = sum_k W_jk(r) z_k(r) + gamma (z_j(r) - z_j(r-1))``, with ``z_j(-1) = phi_j(0)``.
+
+    The mean over learners moves as the anchor of DiLoCo with Nesterov momentum gamma and rate b. The learners differ,
+    because the momentum is not averaged: on a complete graph it is DiLoCo only if gamma is 0. With gamma = 0 and b = 1
+    learners average with neighbours every H steps.
+
+    The equation is second-hand, from a transcription of the paper: neither the paper nor its code was read. There W is
+    ``I - alpha Lambda``. :class:`~ddpcore.RandomPair` gives its randomized matchings of one peer with alpha 1. The
+    value of z(-1) is not in the transcription; this one makes one learner alone equal to ``torch.optim.SGD`` with
+    ``nesterov=True``.
+
+    Args:
+        topology: W(r), of each round r; None is ``RandomPair()``.
+        period: H.
+        outer_lr: b.
+        outer_momentum: gamma, 0 <= gamma < 1.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    name: ClassVar[str] = "gasloc"
+    topology: Topology
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        *,
+        period: int = 8,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+    ) -> None:
+        check_topology(self.name, topology)
+        check_range("gasloc: period", period, least=1)
+        check_range("gasloc: outer_lr", outer_lr, above=0)
+        check_range("gasloc: outer_momentum", outer_momentum, least=0, below=1)
+        self.topology = RandomPair() if topology is None else topology
+        self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
+        self._start_LP: Tensor | None = None  # phi(r)
+        self._before_LP: Tensor | None = None  # z(r-1)
+
+    @override
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        check_mixable(self.name, dtype)
+        if is_narrow(dtype):
+            raise ValueError(
+                "gasloc: differences of weights are too inexact in 16 bits: keep parameters in float32, use autocast"
+            )
+        self.topology.validate(num_learners)
+
+    @override
+    def check_shrink(self) -> None:
+        raise ValueError(
+            "gasloc: each learner keeps the weights of its last round, which nobody has for a new learner: take "
+            "on_failure='raise', or dpsgd"
+        )
+
+    @override
+    def before_step(self, learner: Learner) -> None:
+        if self._start_LP is None:
+            self._start_LP = learner.flat.param_LP.clone()
+            self._before_LP = self._start_LP.clone()
+
+    @override
+    def after_step(self, learner: Learner) -> None:
+        """At the end of a round: take the outer step, and begin the next round there."""
+        if learner.step % self.period:
+            return
+        assert self._start_LP is not None
+        assert self._before_LP is not None
+        weights_LP = learner.flat.param_LP
+        weights_LP.sub_(self._start_LP).mul_(self.outer_lr).add_(self._start_LP)  # z
+        learner.check_sent()
+        change_LP = weights_LP - self._before_LP
+        self._before_LP.copy_(weights_LP)
+        learner.comm.mix_(weights_LP, self.topology, learner.step // self.period - 1)
+        weights_LP.add_(change_LP, alpha=self.outer_momentum)
+        self._start_LP.copy_(weights_LP)
+
+    @override
+    def averages_weights_at(self, step: int) -> bool:
+        return step % self.period == 0
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": self._start_LP, "before": self._before_LP}
+
+    @override
+    def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        for name in ("start", "before"):
+            setattr(self, f"_{name}_LP", None if state[name] is None else state[name].clone())

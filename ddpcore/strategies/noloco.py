@@ -1,0 +1,53 @@
+"""NoLoCo: local steps, then an outer step towards the average of a random pair."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from ddpcore.options.typed import check_range
+from ddpcore.strategies.local_sgd import LocalSGD
+from ddpcore.topology.base import Topology
+from ddpcore.topology.pairs import RandomPair
+
+
+class NoLoCo(LocalSGD):
+    r"""NoLoCo (2506.10911): H local steps, then an outer step with momentum that averages with one neighbour.
+
+    A round begins at phi_j, and H local steps take learner j from there to theta_j. Then
+
+    ``m_j <- mu m_j + b (sum_k W_jk theta_k - phi_j)``;  ``phi_j <- phi_j + m_j``.
+
+    The momentum m_j is never sent, only theta_j. In one group of all, a complete graph, it is DiLoCo with heavy-ball
+    momentum. Learners stay apart if their data differ: take ``handle.evaluation_model()``.
+
+    This is the rule of the authors' code (github.com/jkolehm/noloco), which writes the bracket as
+    ``(mean theta - mean phi) + (mean phi - phi_j)``. The paper gives the second part a factor of its own, which is b in
+    the code. The paper was not read. The defaults are those of the authors' configurations.
+
+    Args:
+        topology: W(r), of each round r; None is ``RandomPair()``.
+        period: H.
+        outer_lr: b.
+        outer_momentum: mu, 0 <= mu < 1.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    name: ClassVar[str] = "noloco"
+
+    def __init__(
+        self, topology: Topology | None = None, *, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5
+    ) -> None:
+        check_range("noloco: outer_lr", outer_lr, above=0)
+        check_range("noloco: outer_momentum", outer_momentum, least=0, below=1)
+        outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum)
+        super().__init__(period, outer=outer, topology=RandomPair() if topology is None else topology)
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+
+    def __repr__(self) -> str:
+        options = f"period={self.period}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
+        return f"NoLoCo({self.topology!r}, {options})"
