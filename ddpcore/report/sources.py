@@ -112,7 +112,7 @@ def read_run(path: Path) -> Run:
         return [line for line in lines if line.get("kind") == kind and _has_step(line)]
 
     steps: dict[int, list[dict[str, Any]]] = {}
-    for file in _files(path / STEPS, "rank-*.jsonl", problems):
+    for file in _files(path / STEPS, "rank-*.jsonl", "steps", problems):
         number = file.stem.removeprefix("rank-")
         if number.isascii() and number.isdigit():
             of_rank, more = _lines(file)
@@ -137,7 +137,7 @@ def read_run(path: Path) -> Run:
 def _landscapes(folder: Path, problems: list[str]) -> dict[str, Surface]:
     """Those that ``ddpcore.experiments landscape`` wrote into a run, by the name of the file."""
     found = {}
-    for path in _files(folder, "*.h5", problems):
+    for path in _files(folder, "*.h5", "landscapes", problems):
         try:
             found[plain(path.stem)] = read_surface(path)
         except (ValueError, OSError) as error:
@@ -145,13 +145,13 @@ def _landscapes(folder: Path, problems: list[str]) -> dict[str, Surface]:
     return found
 
 
-def _files(folder: Path, pattern: str, problems: list[str]) -> list[Path]:
+def _files(folder: Path, pattern: str, what: str, problems: list[str]) -> list[Path]:
     try:
         names = sorted(os.listdir(folder))  # not glob, which skips a folder that it may not read
     except FileNotFoundError:
         return []
     except OSError as error:
-        problems.append(f"{plain(str(folder))} cannot be read ({error.strerror}): its files are not shown")
+        problems.append(f"{plain(str(folder))} cannot be read ({error.strerror}): its {what} are not shown")
         return []
     return [folder / name for name in names if fnmatchcase(name, pattern) and not name.startswith(".")]
 
