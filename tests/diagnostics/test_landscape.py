@@ -173,6 +173,17 @@ def test_another_landscape_in_the_file_is_refused(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
+def test_other_data_or_running_statistics_are_another_landscape(tmp_path: Path) -> None:
+    model, path = network(norm=True), tmp_path / "surface.h5"
+    landscape(data_of(model), random_plane(model), x=X, y=Y, out=path)
+    other = DataLoss(model, F.cross_entropy, [(inputs, (labels + 1) % 3) for inputs, labels in batches()])
+    with pytest.raises(ValueError, match="holds another landscape"):
+        landscape(other, random_plane(model), x=X, y=Y, out=path)
+    model.train()(batches()[0][0])
+    with pytest.raises(ValueError, match="holds another landscape"):
+        landscape(data_of(model), random_plane(model), x=X, y=Y, out=path)
+
+
 def test_file_has_the_layout_of_loss_landscape(tmp_path: Path) -> None:
     model, path = network(), tmp_path / "surface.h5"
     found = landscape(data_of(model), random_plane(model), x=X, y=Y, out=path)
