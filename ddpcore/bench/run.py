@@ -56,9 +56,8 @@ def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
     def run() -> None:
         if torchrun is None or torchrun.rank == 0:
             names = ", ".join(resolved.strategies)
-            print(
-                f"{names}: {config.steps} steps each, with {resolved.world_size} learners", file=sys.stderr, flush=True
-            )
+            learners = "one learner" if resolved.world_size == 1 else f"{resolved.world_size} learners"
+            print(f"{names}: {config.steps} steps each, with {learners}", file=sys.stderr, flush=True)
         start()
 
     return run

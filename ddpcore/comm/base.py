@@ -40,7 +40,7 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """A transfer of neighbours' weights in progress. One of its last four methods must be called, once."""
+    """A transfer of neighbours' weights in progress. One of its last five methods must be called, once."""
 
     @abstractmethod
     def quarantine(self, learners: Set[int]) -> None:
@@ -71,6 +71,14 @@ class Exchange(ABC):
 
         Args:
             sent_LP: x of the learners held here.
+        """
+
+    @abstractmethod
+    def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
+        """Wait, then return the rows of the learners held here and of their neighbours, by learner.
+
+        Args:
+            sent_LX: the rows of the learners held here.
         """
 
     @abstractmethod
@@ -117,8 +125,12 @@ class PeerExchange(Exchange):
         return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
 
     @override
+    def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
+        return {**self.received(), **dict(zip(self.learners, sent_LX, strict=True))}
+
+    @override
     def differences(self, sent_LP: Tensor) -> Tensor:
-        rows = {**self.received(), **dict(zip(self.learners, sent_LP, strict=True))}
+        rows = self.rows(sent_LP)
         sums_LP = torch.zeros_like(sent_LP)
         for learner, total in zip(self.learners, sums_LP, strict=True):
             round_ = self.round_of(learner)

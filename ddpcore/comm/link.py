@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -221,6 +221,11 @@ class _LinkedExchange(Exchange):
     def differences(self, sent_LP: Tensor) -> Tensor:
         self._arrive()
         return self._exchange.differences(sent_LP)
+
+    @override
+    def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
+        self._arrive()
+        return self._exchange.rows(sent_LX)
 
     @override
     def quarantine(self, learners: Set[int]) -> None:

@@ -80,11 +80,11 @@ def _run(options: RunOptions) -> int:
         folder.check(plan.manifest, options.resume)  # again: another process may have written into it meanwhile
         folder.begin(plan.manifest)
         if finished:
-            print(f"{len(finished)} runs of {shown(folder.path)} are finished and are not repeated", flush=True)
+            print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
         run(plan, folder, datasets, options.jobs)
     results = folder.results()
     num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
-    finished_now = f"{len(plan.jobs) - num_failed} of {len(plan.jobs)} runs finished"
+    finished_now = f"finished: {len(plan.jobs) - num_failed} of {len(plan.jobs)}"
     print(f"{finished_now}: python -m ddpcore.experiments compare {shown(folder.path)}")
     if options.plot is not None:
         _draw(compare([folder.path]), [options.plot])

@@ -100,5 +100,9 @@ def _serve(options: ServeOptions) -> int:
 
 
 def _count(sources: Sources) -> str:
-    found = ((len(sources.runs), "runs"), (len(sources.studies), "studies"), (len(sources.benches), "bench results"))
-    return ", ".join(f"{number} {what}" for number, what in found if number)
+    found = (
+        (sources.runs, "run", "runs"),
+        (sources.studies, "study", "studies"),
+        (sources.benches, "bench", "benches"),
+    )
+    return ", ".join(f"{len(items)} {one if len(items) == 1 else many}" for items, one, many in found if items)

@@ -29,16 +29,20 @@ class Anchor:
         ]
         self._optimizer = make([part for rows in self._parts for part in rows])
 
-    @torch.no_grad()
-    def step(self, averages_LX: Tensor, index: int) -> Tensor:
-        """Step part ``index`` towards the averages of the learners' weights. Return it, ``[A, X]``."""
-        rows = self._parts[index]
-        for part, average in zip(rows, averages_LX[: len(rows)], strict=True):
-            part.grad = part - average
-        self._optimizer.step()
-        for part in rows:
-            part.grad = None
+    def rows(self, index: int) -> Tensor:
+        """Part ``index``, ``[A, X]``."""
+        rows = [row.detach() for row in self._parts[index]]
         return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+    @torch.no_grad()
+    def step(self, gradients_AX: Tensor, index: int) -> Tensor:
+        """Step part ``index``, and return it."""
+        for part, gradient in zip(self._parts[index], gradients_AX, strict=True):
+            part.grad = gradient
+        self._optimizer.step()
+        for part in self._parts[index]:
+            part.grad = None
+        return self.rows(index)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

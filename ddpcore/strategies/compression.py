@@ -95,9 +95,35 @@ class Int8(RoundingCodec):
     def decode(self, bytes_LX: Tensor, like_LP: Tensor) -> Tensor:
         num_learners, numel = bytes_LX.shape[0], like_LP.shape[1]
         integers = bytes_LX[:, :numel].view(torch.int8).float()
-        scales = bytes_LX[:, numel:].clone().view(torch.float32)  # a copy, because floats must be aligned to 4 bytes
+        scales = _floats(bytes_LX[:, numel:])
         padded = pad(integers, (0, -numel % self.block)).view(num_learners, -1, self.block)
         return (padded * scales.unsqueeze(2)).view(num_learners, -1)[:, :numel].to(like_LP.dtype)
+
+
+@dataclass(frozen=True)
+class Int4(RoundingCodec):
+    """An eighth of the bytes of fp32: 4-bit integers, with the scale max|x| / 7 for each 256 elements x."""
+
+    name: ClassVar[str] = "int4"
+    block: ClassVar[int] = 256
+
+    @override
+    def encode(self, rows_LP: Tensor) -> Tensor:
+        num_learners, numel = rows_LP.shape
+        blocks = pad(rows_LP.float(), (0, -numel % self.block)).view(num_learners, -1, self.block)
+        scales = blocks.abs().amax(dim=2).div_(7)
+        integers = (blocks / scales.where(scales > 0, 1.0).unsqueeze(2)).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+        pairs = integers.view(num_learners, -1, 2)
+        return torch.cat([pairs[..., 0] * 16 + pairs[..., 1], scales.view(torch.uint8)], dim=1)
+
+    @override
+    def decode(self, bytes_LX: Tensor, like_LP: Tensor) -> Tensor:
+        num_learners, numel = bytes_LX.shape[0], like_LP.shape[1]
+        num_pairs = (numel + -numel % self.block) // 2
+        pairs = bytes_LX[:, :num_pairs]
+        scales = _floats(bytes_LX[:, num_pairs:])
+        integers = torch.stack((pairs // 16, pairs % 16), dim=2).float().sub_(8).view(num_learners, -1, self.block)
+        return (integers * scales.unsqueeze(2)).view(num_learners, -1)[:, :numel].to(like_LP.dtype)
 
 
 @dataclass(frozen=True)
@@ -143,7 +169,73 @@ class TopK(Codec):
         return rows.scatter_(1, places.view(torch.int32).long(), values.view(torch.float32).to(rows.dtype))
 
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (BFloat16, Int8, TopK)}
+@dataclass(frozen=True)
+class SparseTopK(Codec):
+    """The largest elements of each chunk, in 2 bits (SparseLoCo, 2508.15706): a hundredth of the bytes of fp32.
+
+    An element takes 2 bytes for its place in the chunk and 2 bits for its value, and a chunk 16 bytes for the four
+    values. The bins of a chunk have the width 6/4 of the standard deviation of its elements, around their mean; a value
+    is the mean of its bin. The quantizer was written after descriptions of the authors' code
+    (github.com/tplr-ai/templar), whose bins are those of a whole tensor.
+
+    Args:
+        kept: elements of a chunk that are sent, a multiple of 4.
+        chunk: consecutive elements, at most 32768.
+    """
+
+    name: ClassVar[str] = "sparse"
+    kept: int = 64
+    chunk: int = 4096
+    consensus_step: float = 0.01  # in gossip, about the share of the elements that is sent, as for TopK
+
+    def __post_init__(self) -> None:
+        check_range("SparseTopK: chunk", self.chunk, least=4, most=2**15)
+        check_range("SparseTopK: kept", self.kept, least=4, most=self.chunk)
+        check_range("SparseTopK: consensus_step", self.consensus_step, above=0, most=1)
+        if self.kept % 4:
+            raise ValueError(f"SparseTopK: kept is {self.kept}: it must be a multiple of 4")
+
+    @property
+    @override
+    def differences(self) -> bool:
+        return True
+
+    @override
+    def encode(self, rows_LP: Tensor) -> Tensor:
+        num_learners, numel = rows_LP.shape
+        chunks = pad(rows_LP.float(), (0, -numel % self.chunk)).view(num_learners, -1, self.chunk)
+        places = chunks.abs().topk(self.kept, dim=2, sorted=False).indices
+        values = chunks.gather(2, places)
+        middle, width = values.mean(dim=2, keepdim=True), values.std(dim=2, keepdim=True).mul_(6 / 4)
+        bins = ((values - middle) / width.where(width > 0, 1.0)).floor_().clamp_(-2, 1).add_(2).long()
+        sums = values.new_zeros(*values.shape[:2], 4).scatter_add_(2, bins, values)
+        counts = values.new_zeros(*values.shape[:2], 4).scatter_add_(2, bins, torch.ones_like(values))
+        fours = bins.to(torch.uint8).view(num_learners, -1, 4)
+        packed = fours[..., 0] * 64 + fours[..., 1] * 16 + fours[..., 2] * 4 + fours[..., 3]
+        parts = [places.to(torch.int16), packed, sums / counts.clamp_(min=1)]
+        return torch.cat([part.reshape(num_learners, -1).view(torch.uint8) for part in parts], dim=1)
+
+    @override
+    def decode(self, bytes_LX: Tensor, like_LP: Tensor) -> Tensor:
+        num_learners, numel = bytes_LX.shape[0], like_LP.shape[1]
+        num_chunks = -(-numel // self.chunk)
+        num_kept = num_chunks * self.kept
+        places, packed, values = bytes_LX.split([2 * num_kept, num_kept // 4, 16 * num_chunks], dim=1)
+        places = places.clone(memory_format=torch.contiguous_format).view(torch.int16)
+        bins = torch.stack([packed // 64, packed // 16 % 4, packed // 4 % 4, packed % 4], dim=2)
+        kept = _floats(values).view(num_learners, num_chunks, 4)
+        kept = kept.gather(2, bins.view(num_learners, num_chunks, self.kept).long())
+        rows = like_LP.new_zeros(num_learners, num_chunks, self.chunk)
+        rows.scatter_(2, places.view(kept.shape).long(), kept.to(rows.dtype))
+        return rows.view(num_learners, -1)[:, :numel]
+
+
+def _floats(bytes_LX: Tensor) -> Tensor:
+    """A copy as fp32, because floats must be aligned to 4 bytes."""
+    return bytes_LX.clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (BFloat16, Int8, Int4, TopK, SparseTopK)}
 """The classes by name. Each can be called without arguments."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -14,24 +16,33 @@ from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer
 from ddpcore.strategies.base import check_mixable, check_topology
+from ddpcore.strategies.compression import Codec
+from ddpcore.strategies.feedback import ErrorFeedback
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
+from ddpcore.topology.regular import Complete
 
 
 @dataclass
 class _Average:
     """An average of one part of the weights that is in progress, or complete."""
 
-    rows_LX: Tensor  # the weights of the learners held here, or a copy of them; in the end, the average
+    rows: Tensor  # what was sent; in the end the average, [L, X], or [1, X] of all learners
     transfer: Work | Exchange | None  # None if it is complete
+    decode: Callable[[Tensor], Tensor] | None = None  # of messages, uint8 [1, Y]
 
     def finish(self) -> None:
+        """Wait, and compute the average."""
         if isinstance(self.transfer, Work):
             self.transfer.wait()
-        elif self.transfer is not None:
-            self.transfer.mixture().apply_(self.rows_LX)
+        elif self.transfer is not None and self.decode is None:
+            self.transfer.mixture().apply_(self.rows)
+        elif self.transfer is not None and self.decode is not None:
+            messages = self.transfer.rows(self.rows)
+            decoded = map(self.decode, (messages[learner][None] for learner in sorted(messages)))
+            self.rows = reduce(torch.add, decoded) / len(messages)  # in one order, so anchors stay equal
         self.transfer = None
 
 
@@ -64,6 +75,10 @@ class LocalSGD(SSGD):
         overlap: tau, steps between the start of an average and the step that uses it. The average is of the weights
             before these steps, so it travels meanwhile.
         alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``.
+        compression: a codec for the changes ``phi - w_j``, which all learners send to all: a message of n - 1 times its
+            size each, where an average in fp32 sends twice the weights at most. It needs ``outer``.
+        error_decay: beta, the share of what a message lost that is added to the next one (error feedback; SparseLoCo,
+            2508.15706, with ``SparseTopK()`` and beta 0.95).
 
     Raises:
         ValueError: a number is out of its range, or options exclude each other.
@@ -82,6 +97,8 @@ class LocalSGD(SSGD):
         fragments: Fragments = 1,
         overlap: int = 0,
         alpha: float = 0.0,
+        compression: Codec | None = None,
+        error_decay: float = 1.0,
     ) -> None:
         super().__init__()
         check_range(f"{self.name}: period", period, least=1)
@@ -89,7 +106,13 @@ class LocalSGD(SSGD):
         check_range("local_sgd: switch_step", switch_step, least=0)
         check_range("local_sgd: overlap", overlap, least=0, below=period)
         check_range("local_sgd: alpha", alpha, least=0, most=1)
+        check_range("local_sgd: error_decay", error_decay, least=0, most=1)
         check_topology(self.name, topology)
+        if compression is not None and (outer is None or topology is not None):
+            raise ValueError(
+                f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
+                "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
+            )
         self._num_fragments = check_fragments(fragments, period)
         for option, used in (("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap)):
             if warmup_steps and used:
@@ -102,11 +125,14 @@ class LocalSGD(SSGD):
         self.fragments = fragments
         self.overlap = overlap
         self.alpha = alpha
+        self.compression = compression
+        self.error_decay = error_decay
         self.averages_gradients = switch_step > 0
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
         self._under_way: dict[int, _Average] = {}  # by part
+        self._feedback = None if compression is None else ErrorFeedback(compression, error_decay)
 
     def __repr__(self) -> str:
         options = f"warmup_steps={self.warmup_steps}, switch_step={self.switch_step}, fragments={self.fragments}"
@@ -114,6 +140,8 @@ class LocalSGD(SSGD):
             options += f", topology={self.topology!r}"
         if self.overlap or self.alpha:
             options += f", overlap={self.overlap}, alpha={self.alpha}"
+        if self.compression is not None:
+            options += f", compression={self.compression}, error_decay={self.error_decay}"
         return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
 
     @property
@@ -135,10 +163,10 @@ class LocalSGD(SSGD):
 
     @override
     def check_shrink(self) -> None:
-        if self.overlap:
+        if self.overlap or self.compression is not None:
             raise ValueError(
-                f"{self.name}: an average that is under way cannot lose a learner, and on_failure='shrink' needs that: "
-                "take overlap=0"
+                f"{self.name}: on_failure='shrink' works with averages that end in their step: leave overlap and "
+                "compression out"
             )
         if self.topology is not None and self.outer is not None:
             raise ValueError(
@@ -176,7 +204,7 @@ class LocalSGD(SSGD):
         self._parts = parts_of(flat, self.fragments) if self._num_fragments > 1 else [Part(0, 0, flat.numel)]
         self._copies = [
             comm.allocate((len(flat.param_LP), end - begin), flat.param_LP.dtype, flat.param_LP.device)
-            if self.overlap or self.alpha
+            if (self.overlap or self.alpha) and self.compression is None
             else None
             for _, begin, end in self._parts
         ]
@@ -190,6 +218,11 @@ class LocalSGD(SSGD):
         _, begin, end = self._parts[index]
         weights_LX, copy_LX = learner.flat.param_LP[:, begin:end], self._copies[index]
         learner.check_sent(weights_LX)
+        if self._feedback is not None:
+            assert self._anchor is not None
+            message = self._feedback.encode(self._anchor.rows(index) - weights_LX, index)
+            decode = partial(self._feedback.codec.decode, like_LP=weights_LX[:1])
+            return _Average(message, learner.comm.exchange(message, Complete(), learner.step - 1), decode)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
         if self.topology is None:
             return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
@@ -203,10 +236,13 @@ class LocalSGD(SSGD):
         """Step the anchor along the average, and take the result."""
         _, begin, end = self._parts[index]
         average.finish()
-        if self._anchor is None and self._copies[index] is None:
+        weights_LX, result_AX = learner.flat.param_LP[:, begin:end], average.rows
+        if self._anchor is not None:
+            anchor_AX = self._anchor.rows(index)
+            is_change = self._feedback is not None
+            result_AX = self._anchor.step(result_AX if is_change else anchor_AX - result_AX[: len(anchor_AX)], index)
+        elif self._copies[index] is None:
             return  # the average is in place
-        result_AX = average.rows_LX if self._anchor is None else self._anchor.step(average.rows_LX, index)
-        weights_LX = learner.flat.param_LP[:, begin:end]
         weights_LX.lerp_(result_AX.expand_as(weights_LX), 1 - self.alpha)
 
     @property
@@ -244,7 +280,8 @@ class LocalSGD(SSGD):
             average.finish()
         return {
             "anchor": None if self._anchor is None else self._anchor.state_dict(),
-            "averages": {index: average.rows_LX for index, average in self._under_way.items()},
+            "errors": {} if self._feedback is None else self._feedback.state_dict(),
+            "averages": {index: average.rows for index, average in self._under_way.items()},
         }
 
     @override
@@ -257,4 +294,6 @@ class LocalSGD(SSGD):
             self._anchor = self._new_anchor(learner, self.outer)
             self._anchor.load_state_dict(state["anchor"])
         averages = state.get("averages", {})  # version 0.1.0 had none
-        self._under_way = {int(index): _Average(rows_LX.clone(), None) for index, rows_LX in averages.items()}
+        self._under_way = {int(index): _Average(rows.clone(), None) for index, rows in averages.items()}
+        if self._feedback is not None:
+            self._feedback.load_state_dict(state["errors"])

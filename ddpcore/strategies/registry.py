@@ -56,6 +56,8 @@ def _local_sgd(
     fragments: Fragments = 1,
     overlap: int = 0,
     alpha: float = 0.0,
+    compression: str | Mapping[str, Any] = "none",
+    error_decay: float = 1.0,
 ) -> LocalSGD:
     """``outer`` has the settings of ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``."""
     return LocalSGD(
@@ -66,6 +68,8 @@ def _local_sgd(
         fragments=fragments,
         overlap=overlap,
         alpha=alpha,
+        compression=_codec(compression),
+        error_decay=error_decay,
     )
 
 

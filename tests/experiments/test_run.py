@@ -70,7 +70,7 @@ def test_parallel_jobs_have_the_results_of_sequential_ones(main: Main, tiny: Pat
     for line in lines:
         assert line["metrics"]["train_loss"] == expected[line["row"], line["seed"]]["metrics"]["train_loss"]
     again = process("run", tiny, "--out", shared, "--jobs", 3, "--resume")
-    assert again.returncode == 0 and "6 runs of" in again.stdout
+    assert again.returncode == 0 and "not repeated: 6\n" in again.stdout
     assert len((shared / "results.jsonl").read_text().splitlines()) == 6
 
 
@@ -91,7 +91,7 @@ def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) 
     before = files(out / "runs")
     code, text, _ = main("run", tiny, "--out", out, "--rows", "a,b", "--seeds", 2, "--resume")
     assert code == 0
-    assert "1 runs of" in text and "a, seed 0" not in text
+    assert "not repeated: 1\n" in text and "a, seed 0" not in text
     assert {name: files(out / "runs")[name] for name in before} == before
     assert set(Folder(out).results()) == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
     manifest = Folder(out).manifest()
@@ -144,7 +144,7 @@ def test_a_failed_row_does_not_lose_the_others(
     }  # fmt: skip
     assert results["a", 0]["error"] == "for an unknown reason"
     assert "a, seed 0, 1 process: failed" in text
-    assert "2 of 3 runs finished" in text
+    assert "finished: 2 of 3" in text
     code, text, _ = main("run", tiny, "--out", out, "--seeds", 1, "--resume")
     assert code == 1, "it is tried again, and fails again"
     assert "b, seed 0" not in text

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ddpcore
 from ddpcore.comm import traffic
-from ddpcore.strategies.compression import BFloat16, Int8, TopK
+from ddpcore.strategies.compression import BFloat16, Int4, Int8, SparseTopK, TopK
 from ddpcore.testing.learners import Result, Scenario, SmallRun, fused_sgd, torch_sgd
 
 LARGEST = 6
@@ -38,6 +38,10 @@ MAKERS: dict[str, Any] = {
     "streaming": lambda topology: ddpcore.LocalSGD(period=4, fragments=2, outer=outer, overlap=2, alpha=0.5),
     "streaming_gossip": lambda topology: ddpcore.LocalSGD(
         period=3, fragments=2, outer=outer, overlap=1, alpha=0.5, topology=topology
+    ),
+    "outer_int4": lambda topology: ddpcore.LocalSGD(period=2, outer=outer, compression=Int4(), error_decay=0.9),
+    "outer_sparse": lambda topology: ddpcore.LocalSGD(
+        period=3, outer=outer, compression=SparseTopK(kept=4, chunk=32), fragments=2, overlap=2
     ),
     "noloco": lambda topology: ddpcore.NoLoCo(topology, period=2),
     "gasloc": lambda topology: ddpcore.GASLoC(topology, period=2),

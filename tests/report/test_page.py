@@ -142,7 +142,7 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("no_pictures")
 def test_the_rest_of_the_report_is_made(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, error = report(capsys, make_run(), tmp_path / "gone", "--out", tmp_path / "r.html")
-    assert code == 1 and "1 runs" in out and "gone: there is no such" in error
+    assert code == 1 and "1 run:" in out and "gone: there is no such" in error
     text = Reader((tmp_path / "r.html").read_text()).text
     assert "gone: there is no such file or folder" in text and "Training loss" in text
 

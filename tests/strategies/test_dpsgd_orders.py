@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore import DPSGD, Complete, FromMatrix, OnePeerExponential, RandomPair, Ring
 from ddpcore.optim import FusedSGD
-from ddpcore.strategies.compression import BFloat16, Int8, TopK
+from ddpcore.strategies.compression import BFloat16, Int4, Int8, SparseTopK, TopK
 from ddpcore.strategies.dpsgd import ORDERS
 from helpers.training import rows_of, set_rows
 
@@ -116,7 +116,12 @@ def test_compressed_gossip_stays_near_the_plain_one(topology: Any, order: str, c
     assert 0 < distance < 0.02 * plain.abs().max()
 
 
-@pytest.mark.parametrize("codec", [BFloat16(), Int8(), Int8(error_feedback=True), TopK(ratio=0.25)], ids=str)
+SPARSE = SparseTopK(kept=4, chunk=16, consensus_step=0.2)
+
+
+@pytest.mark.parametrize(
+    "codec", [BFloat16(), Int8(), Int8(error_feedback=True), Int4(), TopK(ratio=0.25), SPARSE], ids=str
+)
 def test_compressed_gossip_does_not_move_the_mean(codec: Any) -> None:
     """Learners move by differences of published rows, so the loss of a codec occurs twice, with opposite signs.
 
@@ -133,7 +138,11 @@ def test_compressed_gossip_does_not_move_the_mean(codec: Any) -> None:
     assert naive > 10 * moved
 
 
-@pytest.mark.parametrize("codec", [TopK(), TopK(ratio=0.01), TopK(ratio=0.25), Int8(error_feedback=True)], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [TopK(), TopK(ratio=0.01), TopK(ratio=0.25), Int8(error_feedback=True), Int4(error_feedback=True), SPARSE],
+    ids=str,
+)
 @pytest.mark.parametrize("topology", [Ring(), Complete()], ids=str)
 @pytest.mark.parametrize("n", [4, 8])
 def test_codecs_of_differences_reach_consensus(n: int, topology: Any, codec: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore import LocalSGD
+from ddpcore.strategies.compression import BFloat16, Codec, Int4, Int8, SparseTopK
 from helpers import training
 
 
@@ -222,16 +224,75 @@ def test_an_average_that_is_used_later(overlap: int, alpha: float, nesterov: boo
         run.check()
 
 
-@pytest.mark.parametrize("topology", [None, ddpcore.RandomPair(seed=1)], ids=["all", "pairs"])
-def test_a_checkpoint_between_the_start_of_an_average_and_its_use(topology: object) -> None:
+class Recorded(Codec):
+    """A codec that keeps what it encoded: a difference of one rounding can change a message by much more."""
+
+    name = "recorded"
+    differences = False
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec, self.given = codec, list[torch.Tensor]()
+
+    def encode(self, rows_LP: torch.Tensor) -> torch.Tensor:
+        self.given.append(rows_LP.clone())
+        return self.codec.encode(rows_LP)
+
+    def decode(self, bytes_LX: torch.Tensor, like_LP: torch.Tensor) -> torch.Tensor:
+        return self.codec.decode(bytes_LX, like_LP)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("codec", [BFloat16(), Int8(), Int4(), SparseTopK(kept=4, chunk=8)], ids=lambda one: one.name)
+def test_changes_that_are_sent_in_few_bits(codec: Codec, decay: float, overlap: int) -> None:
+    """SparseLoCo: error feedback, and the mean of the messages, against the equation."""
+    recorded = Recorded(codec)
+    outer = lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)  # noqa: E731
+    run = Run(LocalSGD(4, outer=outer, compression=recorded, error_decay=decay, overlap=overlap))
+    comm, n, shape = run.handle.comm, len(run.w), run.w[0].shape
+    anchor, momentum, lost, change = run.w[0].clone(), torch.zeros_like(run.w[0]), torch.zeros_like(run.w), None
+    for step in range(1, 13):
+        gradients, before = run.gradients(), comm.bytes_sent
+        run.step()
+        run.w = run.w - 0.01 * gradients
+        if (step + overlap) % 4 == 0:
+            rows = recorded.given[-1]
+            wanted = rows[:, : shape.numel()].view_as(run.w).double()
+            torch.testing.assert_close(wanted, anchor - run.w + decay * lost, rtol=1e-4, atol=1e-5)
+            message = codec.encode(rows)
+            sent = codec.decode(message, rows)[:, : shape.numel()].view_as(wanted).double()
+            lost, change = wanted - sent, sent.mean(0)
+            assert lost.norm() < 0.8 * wanted.norm()
+            assert comm.bytes_sent - before == (n - 1) * message.shape[1]
+        if step % 4 == 0:
+            assert change is not None
+            momentum = 0.9 * momentum + change
+            anchor = anchor - 0.7 * momentum
+            run.w = anchor.expand_as(run.w).clone()
+        run.check()
+
+
+def test_a_message_of_few_bits_is_short() -> None:
+    """Bytes of a message by those of the weights in fp32."""
+    rows = torch.randn(1, 2**16)
+    shares = [codec.encode(rows).shape[1] / (4 * 2**16) for codec in (BFloat16(), Int8(), Int4(), SparseTopK())]
+    assert shares == [1 / 2, 260 / 1024, 132 / 1024, 160 / 16384]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"topology": ddpcore.RandomPair(seed=1)}, {"compression": Int4(), "error_decay": 0.9}],
+    ids=["all", "pairs", "int4"],
+)
+def test_a_checkpoint_between_the_start_of_an_average_and_its_use(more: dict[str, Any]) -> None:
     """All steps from the checkpoint on have the bits of the run that goes on."""
     options = {"outer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9), "overlap": 3, "alpha": 0.25, "fragments": 2}
-    handle, step = layers(LocalSGD(6, topology=topology, **options), learners=4)
+    handle, step = layers(LocalSGD(6, **options, **more), learners=4)
     for _ in range(7):  # fragment 0 was used in step 6; the average of fragment 1 began in step 6, and is used in 9
         step()
     states = handle.state_dict(), [model.state_dict() for model in handle.models]
     states = copy.deepcopy(states)
-    other, other_step = layers(LocalSGD(6, topology=topology, **options), learners=4)
+    other, other_step = layers(LocalSGD(6, **options, **more), learners=4)
     for model, state in zip(other.models, states[1], strict=True):
         model.load_state_dict(state)
     other.load_state_dict(states[0])
@@ -285,6 +346,8 @@ def test_fragments_are_the_same_whatever_the_order_of_gradients(fragments: int) 
         ({"topology": "ring"}, "pass an instance"),
         ({"alpha": 1.5}, "alpha is 1.5"),
         ({"alpha": -0.1}, "alpha is -0.1"),
+        ({"error_decay": 1.1}, "error_decay is 1.1"),
+        ({"compression": Int4()}, "compression is int4: it sends changes of an anchor .* pass outer"),
     ],
 )
 def test_impossible_options(options: dict[str, object], message: str) -> None:
