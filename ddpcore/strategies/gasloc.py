@@ -14,6 +14,7 @@ from ddpcore.strategies.base import Strategy, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
+from ddpcore.topology.slowed import Slowed
 
 
 class GASLoC(Strategy):
@@ -60,6 +61,7 @@ class GASLoC(Strategy):
         check_range("gasloc: outer_momentum", outer_momentum, least=0, below=1)
         self.topology = RandomPair() if topology is None else topology
         self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
+        self._rounds = Slowed(self.topology, period)  # one round of the topology a period
         self._start_LP: Tensor | None = None  # phi(r)
         self._before_LP: Tensor | None = None  # z(r-1)
 
@@ -97,7 +99,7 @@ class GASLoC(Strategy):
         learner.check_sent()
         change_LP = weights_LP - self._before_LP
         self._before_LP.copy_(weights_LP)
-        learner.comm.mix_(weights_LP, self.topology, learner.step // self.period - 1)
+        learner.comm.mix_(weights_LP, self._rounds, learner.step - 1)
         weights_LP.add_(change_LP, alpha=self.outer_momentum)
         self._start_LP.copy_(weights_LP)
 

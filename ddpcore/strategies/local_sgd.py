@@ -23,6 +23,7 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
+from ddpcore.topology.slowed import Slowed
 
 
 @dataclass
@@ -128,6 +129,7 @@ class LocalSGD(SSGD):
         self.compression = compression
         self.error_decay = error_decay
         self.averages_gradients = switch_step > 0
+        self._rounds = None if topology is None else Slowed(topology, period)  # one round of the topology a period
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
@@ -224,12 +226,11 @@ class LocalSGD(SSGD):
             decode = partial(self._feedback.codec.decode, like_LP=weights_LX[:1])
             return _Average(message, learner.comm.exchange(message, Complete(), learner.step - 1), decode)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
-        if self.topology is None:
+        if self._rounds is None:
             return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
-        round_ = (learner.step - self.switch_step + self.overlap) // self.period
         if self.overlap:
-            return _Average(rows_LX, learner.comm.exchange(rows_LX, self.topology, round_))
-        learner.comm.mix_(rows_LX, self.topology, round_)
+            return _Average(rows_LX, learner.comm.exchange(rows_LX, self._rounds, learner.step - 1))
+        learner.comm.mix_(rows_LX, self._rounds, learner.step - 1)
         return _Average(rows_LX, None)
 
     def _use(self, learner: Learner, index: int, average: _Average) -> None:

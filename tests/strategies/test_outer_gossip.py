@@ -53,7 +53,7 @@ def test_noloco(topology: ddpcore.Topology) -> None:
         run.local_step()
         run.step()
         if step % PERIOD == 0:
-            momentum = 0.5 * momentum + 0.7 * (mixed(run.w, topology, step // PERIOD) - phi)
+            momentum = 0.5 * momentum + 0.7 * (mixed(run.w, topology, step // PERIOD - 1) - phi)
             phi = run.w = phi + momentum
         torch.testing.assert_close(run.weights(), run.w, rtol=1e-5, atol=1e-5)
     assert run.handle.consensus_distance() > 1e-3

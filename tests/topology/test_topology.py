@@ -15,6 +15,8 @@ import ddpcore
 from ddpcore import TOPOLOGIES, Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Round, Topology
 from ddpcore.topology.base import Matrix
 from ddpcore.topology.pairs import random_matching
+from ddpcore.topology.redraw import redrawn
+from ddpcore.topology.slowed import Slowed
 
 ALL = [Complete(), Ring(), RandomPair(), RandomPair(7), OnePeerExponential()]
 SIZES = range(1, 10)
@@ -344,3 +346,15 @@ def test_build_by_name() -> None:
         TOPOLOGIES.build("rnig")
     with pytest.raises(ValueError, match="unknown topology 'xyz': choose from complete"):
         TOPOLOGIES.build("xyz")
+
+
+@pytest.mark.parametrize(("topology", "period"), [(Ring(), 1), (OnePeerExponential(), 6), (RandomPair(3), None)])
+def test_a_slowed_topology_has_each_round_for_several_steps(topology: Topology, period: int | None) -> None:
+    slowed = Slowed(topology, 3)
+    for step in range(12):
+        assert slowed.rounds(step, 4) == topology.rounds(step // 3, 4)
+    assert slowed.period(4) == period
+    slowed.validate(4)
+    assert redrawn(slowed, 3) == slowed
+    with pytest.raises(ValueError, match="Slowed: steps is 0"):
+        Slowed(topology, 0)
