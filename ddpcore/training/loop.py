@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, is_finite
@@ -18,7 +17,7 @@ from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import RunWriter
-from ddpcore.training.statistics import flatness_of, row_of
+from ddpcore.training.statistics import Measurements, flatness_of
 from ddpcore.training.step_record import StepRecorder
 from ddpcore.training.trainer import Trainer
 
@@ -32,7 +31,7 @@ class Loop:
     Attributes:
         placement: config, ranks and device.
         trainer: takes the steps.
-        statistics: None without ``statistics_every``.
+        measured: the statistics along the run.
         progress: losses, times and evaluations so far.
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
@@ -42,7 +41,7 @@ class Loop:
 
     placement: LearnerPlacement
     trainer: Trainer
-    statistics: NoiseStatistics | None
+    measured: Measurements
     progress: Progress
     checkpoints: Checkpoints
     writer: RunWriter | None
@@ -56,7 +55,6 @@ class Loop:
         self.total_steps = total_steps(self.config, self.steps_per_epoch)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = 0  # of the members, that are written
-        self._num_records = 0  # records of the statistics that are written
         self.is_saved = True  # whether the last checkpoint that was due was written
 
     def run(self, stop_signal: StopSignal) -> bool:
@@ -152,11 +150,10 @@ class Loop:
 
     def _write_statistics(self) -> None:
         """Write the new records. Reading them waits for the device; a check of the loss has just done so."""
-        records = [] if self.statistics is None else self.statistics.records[self._num_records :]
-        self._num_records += len(records)
+        rows = self.measured.new_rows()
         if self.writer is not None:
-            for record in records:
-                self.writer.write(row_of(record))
+            for row in rows:
+                self.writer.write(row)
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.checkpoint_every
@@ -258,7 +255,7 @@ class Loop:
                 {
                     **state,
                     "progress": self.progress.state_dict(),
-                    "statistics": None if self.statistics is None else self.statistics.state_dict(),
+                    "statistics": self.measured.state_dict(),
                 },
                 keep_last=self.config.keep_last,
                 best=best["step"] if best is not None and self.config.keep_best else None,

@@ -9,7 +9,7 @@ from typing import Any
 from ddpcore.storage.json_lines import read_lines
 
 FILE = "record.jsonl"
-KINDS = ("run", "resume", "epoch", "statistics", "nonfinite", "end")
+KINDS = ("run", "resume", "epoch", "statistics", "hessian", "nonfinite", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class RunRecord:
             that split, the last five from 0 to 1.
         statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
             :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
+        hessian: ``kind`` "hessian", one line every ``hessian_every`` steps: the values of
+            :class:`ddpcore.diagnostics.HessianRecord`.
         nonfinite: ``kind`` "nonfinite": the values of :class:`ddpcore.NonFinite`, one line for each learner and step.
         final: ``kind`` "end": step, diverged, diverged_reason (the first number that was not finite), accuracy (of the
             last evaluation), best_accuracy, best_epoch, total_seconds; test, the scores on the test split if the run
@@ -43,6 +45,7 @@ class RunRecord:
     epochs: list[dict[str, Any]]
     statistics: list[dict[str, Any]]
     final: dict[str, Any]
+    hessian: list[dict[str, Any]] = field(default_factory=list)
     nonfinite: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -70,6 +73,7 @@ class RunRecord:
             epochs=kinds["epoch"],
             statistics=kinds["statistics"],
             final=(kinds["end"] or [{}])[-1],
+            hessian=kinds["hessian"],
             nonfinite=kinds["nonfinite"],
             problems=found.problems,
         )

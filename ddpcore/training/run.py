@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ddpcore.data import Dataset, total_variation
-from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
@@ -25,7 +24,7 @@ from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
 from ddpcore.training.record import RunRecord
 from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
-from ddpcore.training.statistics import check_samples, noise_statistics
+from ddpcore.training.statistics import Measurements, check_samples
 from ddpcore.training.step_record import StepRecorder
 from ddpcore.training.trainer import Trainer
 
@@ -79,14 +78,14 @@ def train(
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
-        statistics = noise_statistics(config, trainer)
+        measured = Measurements.of(config, trainer)
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
             finished = _check_folder(config, out, resume, trainer.dataset)
             placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
-                finished = _train(placement, trainer, statistics, out, resume, outputs, stop_signal)
+                finished = _train(placement, trainer, measured, out, resume, outputs, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
 
@@ -94,7 +93,7 @@ def train(
 def _train(
     placement: LearnerPlacement,
     trainer: Trainer,
-    statistics: NoiseStatistics | None,
+    measured: Measurements,
     out: Path,
     resume: bool,
     outputs: dict[str, Any],
@@ -110,7 +109,7 @@ def _train(
         num_ranks=world.world_size,
         comm=trainer.handle.comm if shrinks else None,
     )
-    progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
+    progress = _resume(placement, trainer, measured, checkpoints) if resume else None
     recorder = StepRecorder(out, world.rank, trainer) if config.record_steps else nullcontext()
 
     def take_over() -> RunWriter | None:
@@ -123,7 +122,7 @@ def _train(
         loop = Loop(
             placement=placement,
             trainer=trainer,
-            statistics=statistics,
+            measured=measured,
             progress=progress or Progress.start(num_rows, placement.device),
             checkpoints=checkpoints,
             writer=writer,
@@ -167,7 +166,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
 
 
 def _resume(
-    placement: LearnerPlacement, trainer: Trainer, statistics: NoiseStatistics | None, checkpoints: Checkpoints
+    placement: LearnerPlacement, trainer: Trainer, measured: Measurements, checkpoints: Checkpoints
 ) -> Progress | None:
     """Load the last complete checkpoint and return its progress; None if there is no checkpoint. Collective."""
     saved = checkpoints.load_last(placement.device, lambda line: print(f"ddpcore: {line}", file=sys.stderr, flush=True))
@@ -178,8 +177,7 @@ def _resume(
     if differences:
         raise ValueError(f"{checkpoints.path(step)} is of another run: {'; '.join(differences)}")
     trainer.load_state_dict(state)
-    if statistics is not None:
-        statistics.load_state_dict(state["statistics"])
+    measured.load_state_dict(state["statistics"], step)
     return Progress(**state["progress"])
 
 
