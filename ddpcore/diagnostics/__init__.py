@@ -1,5 +1,7 @@
 """Statistics of gradients, weights and curvature; they read a learner and change nothing."""
 
+from ddpcore.report.landscapes import Surface
+
 from .dynamics import Dynamics, Spread
 from .estimates import NoiseScale, noise_scale
 from .flatness import Flatness, flatness
@@ -27,6 +29,7 @@ __all__ = [
     "Plane",
     "SpectralDensity",
     "Spread",
+    "Surface",
     "eigenvector_plane",
     "flatness",
     "landscape",

@@ -100,7 +100,7 @@ class Hessian:
         check_range("largest + smallest", largest + smallest, least=1, most=self.numel)
         check_range("tolerance", tolerance, above=0)
         return spectra.extreme_eigenvalues(
-            self._operator(), largest, smallest, seed=seed, tolerance=tolerance, max_products=max_products
+            self.operator(), largest, smallest, seed=seed, tolerance=tolerance, max_products=max_products
         )
 
     def trace(self, num_products: int = 60, *, seed: int = 0) -> Estimate:
@@ -110,7 +110,7 @@ class Hessian:
             ValueError: ``num_products`` is below 6, or a product is not finite.
         """
         check_range("num_products", num_products, least=6)
-        return spectra.trace(self._operator(), num_products, seed=seed)
+        return spectra.trace(self.operator(), num_products, seed=seed)
 
     def density(self, num_probes: int = 4, num_steps: int = 64, *, seed: int = 0) -> SpectralDensity:
         """The density of all eigenvalues by stochastic Lanczos quadrature: ``num_probes * num_steps`` products.
@@ -120,9 +120,10 @@ class Hessian:
         """
         check_range("num_probes", num_probes, least=1)
         check_range("num_steps", num_steps, least=1)
-        return spectra.spectral_density(self._operator(), num_probes, num_steps, seed=seed)
+        return spectra.spectral_density(self.operator(), num_probes, num_steps, seed=seed)
 
-    def _operator(self) -> spectra.Operator:
+    def operator(self) -> spectra.Operator:
+        """The Hessian as an operator, for the functions of :mod:`ddpcore.diagnostics.spectra`."""
         return spectra.Operator(product=self.product, numel=self.numel, like=self.weights.values_P)
 
     def _products(self, rows_KP: Tensor) -> Tensor:

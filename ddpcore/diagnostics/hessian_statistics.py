@@ -6,14 +6,15 @@ Shapes: L learners held by this process, n in all, P elements of all parameters 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.diagnostics import passes, spectra
+from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import Loss
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
@@ -55,6 +56,19 @@ class HessianRecord:
     seconds: float
 
 
+_Share = tuple[float, list[float]]  # a variance, and the share of it along each eigenvector
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Spectrum:
+    """The k largest eigenvalues and the smallest one, residuals, and the eigenvectors ``[k, P]`` of the largest."""
+
+    values: list[float]
+    residuals: list[float]
+    vectors: Tensor
+    problem: str | None = None
+
+
 class HessianStatistics(Observer):
     """Measures the ends of the Hessian's spectrum every few steps, and what share of the disagreement lies there.
 
@@ -63,10 +77,11 @@ class HessianStatistics(Observer):
     ``loss``, each with one average over the learners.
 
     Args:
-        handle: what ``distribute`` returned.
+        handle: what ``distribute`` returned; or a model that one device trains, with its optimizer.
         loss: computes the loss on all data or on a large fixed batch, each rank its share, with virtual learners the
             sum over learners: ``lambda: loss_fn(handle.model(x), y)``, as ``full_loss`` of
             :class:`ddpcore.diagnostics.NoiseStatistics`. It may yield parts whose sum is the loss.
+        optimizer: of a model without learners, whose steps are counted; it is not needed for a strategy.
         every: steps from one record to the next.
         top: k, the number of largest eigenvalues and of eigenvectors.
         seed: of the start vectors.
@@ -75,6 +90,7 @@ class HessianStatistics(Observer):
 
     Attributes:
         records: of type :class:`HessianRecord`, one per measurement.
+        num_steps: of a model without learners: the steps so far. Set it in a loop that goes on at a later step.
 
     Raises:
         ValueError: the arguments do not fit the loop.
@@ -82,9 +98,10 @@ class HessianStatistics(Observer):
 
     def __init__(
         self,
-        handle: Distributed,
+        handle: Distributed | nn.Module,
         loss: Loss,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         every: int = 50,
         top: int = 5,
         seed: int = 0,
@@ -95,24 +112,27 @@ class HessianStatistics(Observer):
         check_range("top", top, least=1)
         check_range("tolerance", tolerance, above=0)
         check_range("max_products", max_products, least=1)
-        if not isinstance(handle, HookedDistributed):
-            raise ValueError(
-                f"a {type(handle).__name__} has no learners of a strategy: pass what distribute() returned, or use "
-                "Hessian(model, loss) in your loop"
-            )
-        if isinstance(handle.strategy, PushSum):
-            raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
         self._handle, self._loss = handle, loss
-        self.every, self.top, self._seed = every, top, seed
-        self._tolerance, self._max_products = tolerance, max_products
+        self.every, self.top = every, top
+        self._limits: dict[str, Any] = {"seed": seed, "tolerance": tolerance, "max_products": max_products}
         self.records: list[HessianRecord] = []
-        numel = sum(segment.numel for segment in handle.learner.flat.segments)
-        check_range("top", top, most=numel - 1)
-        handle.observers.append(self)
+        self.num_steps, self._hook = 0, None
+        if isinstance(handle, HookedDistributed):
+            if isinstance(handle.strategy, PushSum):
+                raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
+            check_range("top", top, most=sum(segment.numel for segment in handle.learner.flat.segments) - 1)
+            handle.observers.append(self)
+        else:
+            self._hessian = Hessian(_model_of(handle, optimizer), loss, vectorize=False)
+            check_range("top", top, most=self._hessian.numel - 1)
+            assert optimizer is not None
+            self._hook = optimizer.register_step_pre_hook(self._before_call)
 
     def close(self) -> None:
         """Stop measuring."""
-        if self in self._handle.observers:
+        if self._hook is not None:
+            self._hook.remove()
+        elif isinstance(self._handle, HookedDistributed) and self in self._handle.observers:
             self._handle.observers.remove(self)
 
     @override
@@ -125,36 +145,56 @@ class HessianStatistics(Observer):
         finally:
             learner.comm.bytes_sent = sent
 
+    def _before_call(self, *_: Any) -> None:
+        """Before a step of a model without learners."""
+        self.num_steps += 1
+        if self.num_steps % self.every == 0:
+            begin = time.perf_counter()
+            found = self._spectrum(self._hessian.operator())
+            self.records.append(self._record(self.num_steps, found, begin))
+
     def _measure(self, learner: Learner) -> HessianRecord:
+        assert isinstance(self._handle, HookedDistributed)
         begin, weights_LP = time.perf_counter(), learner.flat.param_LP
         mean_LP = learner.average_of(weights_LP)
-        operator, problem = self._operator(learner, mean_LP), None
-        try:
-            found = spectra.extreme_eigenvalues(
-                operator, self.top, 1, seed=self._seed, tolerance=self._tolerance, max_products=self._max_products
-            )
-            values, residuals, vectors_kP = found.values.tolist(), found.residuals.tolist(), found.vectors[: self.top]
-        except (spectra.NotFinite, spectra.NotConverged) as error:
-            problem, values = str(error), [float("nan")] * (self.top + 1)
-            residuals, vectors_kP = values, torch.zeros(self.top, operator.numel).to(operator.like)
-        distance, disagreement = self._shares(learner, weights_LP - mean_LP, vectors_kP)
-        noise = noise_shares = None
+        found = self._spectrum(self._operator(learner, mean_LP))
+        distance: _Share = (0.0, [])
+        if not _are_identical(learner):  # else the rounding of their average would count
+            distance = self._shares(learner, weights_LP - mean_LP, found.vectors)
+        noise = None
         if not self._handle.strategy.averages_gradients_at(learner.step):
             own_LP = passes.local_gradients(learner)
             average_LP = own_LP.clone()
             learner.comm.average_(average_LP).wait()
-            noise, noise_shares = self._shares(learner, own_LP - average_LP, vectors_kP)
+            noise = self._shares(learner, own_LP - average_LP, found.vectors)
+        return self._record(learner.step + 1, found, begin, distance, noise)
+
+    def _spectrum(self, operator: spectra.Operator) -> _Spectrum:
+        try:
+            found = spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits)
+        except (spectra.NotFinite, spectra.NotConverged) as error:
+            unknown = [float("nan")] * (self.top + 1)
+            vectors_kP = torch.zeros(self.top, operator.numel).to(operator.like)
+            return _Spectrum(values=unknown, residuals=unknown, vectors=vectors_kP, problem=str(error))
+        return _Spectrum(
+            values=found.values.tolist(), residuals=found.residuals.tolist(), vectors=found.vectors[: self.top]
+        )
+
+    def _record(
+        self, step: int, found: _Spectrum, begin: float, distance: _Share = (0.0, []), noise: _Share | None = None
+    ) -> HessianRecord:
+        is_known = found.problem is None
         return HessianRecord(
-            step=learner.step + 1,
-            largest=values[: self.top],
-            smallest=values[-1],
-            residuals=residuals,
-            distance=distance,
-            disagreement=disagreement if problem is None and distance else None,
-            noise=noise,
-            noise_shares=noise_shares if problem is None and noise else None,
-            isotropic=1 / operator.numel,
-            problem=problem,
+            step=step,
+            largest=found.values[: self.top],
+            smallest=found.values[-1],
+            residuals=found.residuals,
+            distance=distance[0],
+            disagreement=distance[1] if is_known and distance[0] else None,
+            noise=None if noise is None else noise[0],
+            noise_shares=noise[1] if is_known and noise is not None and noise[0] else None,
+            isotropic=1 / found.vectors.shape[1],
+            problem=found.problem,
             seconds=time.perf_counter() - begin,
         )
 
@@ -162,14 +202,15 @@ class HessianStatistics(Observer):
         """The Hessian of the mean of all learners' losses at the mean weights, without the padding of the rows."""
         like = _real(learner, mean_LP[:1])[0]
 
+        handle = self._handle
+        assert isinstance(handle, HookedDistributed)
+
         def product(vectors_KP: Tensor) -> Tensor:
             rows = []
             for vector_P in vectors_KP:
                 padded_LP = torch.zeros_like(mean_LP)
-                for view, part in zip(_segments(learner, padded_LP), _split(learner, vector_P), strict=True):
-                    view.copy_(part)
-                padded_LP[:] = padded_LP[0].clone()
-                with passes.at_weights(self._handle.model, learner, mean_LP):
+                _spread(learner, vector_P, padded_LP)
+                with passes.at_weights(handle.model, learner, mean_LP):
                     product_LP = passes.hessian_product(learner, self._loss, padded_LP)
                 learner.comm.average_(product_LP).wait()
                 rows.append(_real(learner, product_LP[:1])[0])
@@ -178,7 +219,7 @@ class HessianStatistics(Observer):
         return spectra.Operator(product=product, numel=len(like), like=like)
 
     @staticmethod
-    def _shares(learner: Learner, apart_LP: Tensor, vectors_kP: Tensor) -> tuple[float, list[float]]:
+    def _shares(learner: Learner, apart_LP: Tensor, vectors_kP: Tensor) -> _Share:
         """The mean over learners of ``|d_j|^2``, and the share of it along each vector."""
         rows_LP = _real(learner, apart_LP).double()
         along_Lk = (rows_LP @ vectors_kP.double().T).square()
@@ -188,18 +229,42 @@ class HessianStatistics(Observer):
         return total, [value / total if total else 0.0 for value in along]
 
 
-def _segments(learner: Learner, rows_LP: Tensor) -> Sequence[Tensor]:
-    """The views of the first row, one per segment."""
-    return learner.flat.views_of(rows_LP[:1])
+def _model_of(handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer | None) -> nn.Module:
+    """The model that one device trains."""
+    model = handle.model if isinstance(handle, Distributed) else handle
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("torch's DistributedDataParallel hides its averages: take ddpcore.SSGD()")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a {type(handle).__name__} is no loop: pass what distribute() returned, or the model")
+    if optimizer is None:
+        raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
+    return model
 
 
-def _split(learner: Learner, vector_P: Tensor) -> list[Tensor]:
-    """The parts of a vector without padding, with the shapes of the segments."""
-    segments = learner.flat.segments
-    parts = vector_P.split([segment.numel for segment in segments])
-    return [part.view(segment.shape) for part, segment in zip(parts, segments, strict=True)]
+def _are_identical(learner: Learner) -> bool:
+    """Whether all learners have the same weights, bit for bit. Collective."""
+    first_LP = learner.flat.param_LP.clone()
+    learner.comm.broadcast_(first_LP)
+    same_L = (first_LP == learner.flat.param_LP).all(dim=1)
+    return bool(learner.comm.gather(same_L.double()).all())
+
+
+def _order(learner: Learner) -> list[int]:
+    """The segments of the flat buffer in the order of ``model.parameters()``, which does not change in a run."""
+    flat = learner.flat
+    place = {id(parameter): number for number, parameter in enumerate(learner.models[0].parameters())}
+    return sorted(range(len(flat.segments)), key=lambda index: place[id(flat.parameters[index])])
+
+
+def _spread(learner: Learner, vector_P: Tensor, rows_LP: Tensor) -> None:
+    """Write a vector without padding into each row of a buffer with padding."""
+    order, stacks = _order(learner), learner.flat.stacks_of(rows_LP)
+    parts = vector_P.split([learner.flat.segments[index].numel for index in order])
+    for index, part in zip(order, parts, strict=True):
+        stacks[index].copy_(part.view(learner.flat.segments[index].shape))
 
 
 def _real(learner: Learner, rows_LP: Tensor) -> Tensor:
     """Rows ``[L, P]`` without the padding of the buffer."""
-    return torch.cat([stack.reshape(len(rows_LP), -1) for stack in learner.flat.stacks_of(rows_LP)], dim=1)
+    stacks = learner.flat.stacks_of(rows_LP)
+    return torch.cat([stacks[index].reshape(len(rows_LP), -1) for index in _order(learner)], dim=1)

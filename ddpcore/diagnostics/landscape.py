@@ -26,13 +26,12 @@ from ddpcore.diagnostics.spectra import NotConverged, NotFinite
 from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
 from ddpcore.distributed.averaging import recalibrate
 from ddpcore.options.typed import check_choice
-from ddpcore.report.landscapes import Surface, read_surface, write_surface
+from ddpcore.report.landscapes import METRICS, Surface, read_surface, write_surface
 from ddpcore.runtime.progress import ProgressReport
 
 BATCH_NORM = ("eval", "batch", "recalibrate")
 CHUNK = 8  # points that vmap takes at a time
 SAVE_SECONDS = 10.0  # from one save of an unfinished landscape to the next
-METRICS = ("train_loss", "train_acc", "max_eig", "min_eig")
 Coordinates = Sequence[float] | npt.NDArray[np.float64]
 
 
@@ -62,7 +61,8 @@ def landscape(
             ``recalibrate`` computes them again at each point from all batches.
         curvature: also the largest and the smallest eigenvalue of the Hessian at each point, for the map of
             ``|min / max|``; some tens of products a point.
-        out: an HDF5 file (extra ``train``), saved every ten seconds. If it exists, its finished points are kept.
+        out: an HDF5 file (extra ``train``), saved every ten seconds. If it exists, its finished points are kept. It has
+            a hash of the samples, the buffers and the plane, but not of the loss function.
         group: ranks that share the points. Each of them must hold all samples.
         vectorize: whether several points run in one pass of ``vmap``: True, False, or ``"measure"`` at the first
             points. vmap is not possible with ``batch`` and ``recalibrate``.
@@ -78,13 +78,27 @@ def landscape(
         raise ValueError("the ranks of a landscape share its points, not its samples: make DataLoss without group=")
     points = _Points(data, plane, batch_norm, curvature, group, vectorize)
     settings = f"{plane.digest()} batch_norm={batch_norm} curvature={curvature} samples={data.total}"
+    settings += "" if out is None else f" data={data.digest()}"
     surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)
     surface.marks.update(plane.marks)
+    _check_ranks(surface, group)
     path = None if out is None else Path(out)
     if path is not None and path.exists():
         surface.resume(read_surface(path), path)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
     _fill(surface, points, path, group)
     return surface
+
+
+def _check_ranks(surface: Surface, group: dist.ProcessGroup | None) -> None:
+    """ValueError unless all ranks compute the same landscape: otherwise they would mix their points."""
+    if group is None:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (surface.settings, surface.x.tolist(), surface.y.tolist()), group=group)
+    if any(one != everyone[0] for one in everyone):
+        raise ValueError("the ranks have another plane, data or coordinates: give all of them the same")
 
 
 def _checked(name: str, values: Coordinates) -> npt.NDArray[np.float64]:
@@ -100,7 +114,8 @@ def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.Proc
     missing = np.flatnonzero(~surface.done.reshape(-1))
     chunks = [missing[begin : begin + CHUNK] for begin in range(0, len(missing), CHUNK)]
     saved = time.monotonic()
-    with ProgressReport("landscape", len(missing)) as progress:
+    total, shown = surface.done.size, rank == 0
+    with ProgressReport("landscape", total, completed=total - len(missing), shown=shown) as progress:
         try:
             for first in range(0, len(chunks), num_ranks):
                 own = chunks[first + rank] if first + rank < len(chunks) else missing[:0]

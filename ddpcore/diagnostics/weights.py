@@ -5,6 +5,7 @@ Shapes: P elements of all parameters that need a gradient.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
 
@@ -96,6 +98,15 @@ class DataLoss:
         self.total = int(sum_over(group, torch.tensor([num], device=device))[0])
         if not self.total:
             raise ValueError("batches holds no sample: pass a list of pairs, or a loader that can be reread")
+
+    def digest(self) -> str:
+        """A hash of all samples and of the buffers of the model, which tells data apart."""
+        found = hashlib.sha256()
+        for tensor in (*self.model.buffers(), *tree_leaves([list(pair) for pair in self.batches])):
+            if isinstance(tensor, Tensor):
+                found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+                found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()[:16]
 
     @staticmethod
     def num_samples(inputs: Any) -> int:

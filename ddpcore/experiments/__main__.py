@@ -1,4 +1,4 @@
-"""``python -m ddpcore.experiments list | run STUDY | compare RUNS...``."""
+"""``python -m ddpcore.experiments list | run STUDY | compare RUNS... | landscape RUNS...``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands ``list``, ``run`` and ``compare`` as frozen dataclasses, parsed from the command line."""
+"""The commands ``list``, ``run``, ``compare`` and ``landscape`` as frozen dataclasses, parsed from the command line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import SEED_RANGE, Parser, add_options, check, option
+from ddpcore.report.landscapes import KINDS
 from ddpcore.report.plot_option import PLOT, check_plot
 from ddpcore.storage.limits import NUM_RUNS
+from ddpcore.training.landscapes import BATCH_NORM, NUM_SAMPLES, PLANES
 from ddpcore.training.settings import settings
 
 
@@ -82,10 +84,58 @@ class CompareOptions:
         check_plot(self.plot)
 
 
-COMMANDS = {"list": ListOptions, "run": RunOptions, "compare": CompareOptions}
+@dataclass(frozen=True, kw_only=True)
+class LandscapeOptions:
+    """Draw the loss around the final models of runs of `ddpcore train`, over planes in weight space.
+
+    Raises:
+        ValueError: an option has a value that is not allowed.
+    """
+
+    EXAMPLE = "python -m ddpcore.experiments landscape runs/ssgd runs/dpsgd --points 25"
+
+    runs: Sequence[Path] = option(
+        MISSING, "a folder that `ddpcore train` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
+    )
+    plane: str = option("random", "directions; solutions goes through three runs", choices=tuple(PLANES))
+    points: int = option(25, "K, for K x K points", least=2, metavar="K")
+    span: float | None = option(
+        None,
+        "from the model to the border, in lengths of the directions (1); margin around solutions (0.25)",
+        above=0,
+        metavar="S",
+    )
+    seed: int = option(0, "of random directions", metavar="N", **SEED_RANGE)
+    batch_norm: str | None = option(
+        None, "of each point (default: eval, between solutions recalibrate)", choices=BATCH_NORM
+    )
+    split: str = option("train", "of the data", choices=("train", "validation", "test"))
+    samples: int | None = option(
+        None, f"so many random images of it (default: {NUM_SAMPLES}, or all)", least=1, metavar="N"
+    )
+    ratio: bool = option(
+        False, "also a map of |smallest / largest eigenvalue|, some tens of products a point", action="store_true"
+    )
+    kinds: tuple[str, ...] = option(("contour",), "pictures of the loss", choices=KINDS)
+    out: Path | None = option(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
+    data_dir: Path | None = option(None, "folder of the data set's files, if it has moved", metavar="DIR")
+    world_size: int = option(1, "share the points among N processes", least=1, metavar="N")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.plane == "solutions" and len(self.runs) != 3:
+            raise ValueError(f"--plane solutions goes through three runs, and {len(self.runs)} are named: name three")
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of :func:`ddpcore.training.landscapes.landscape_of` but for runs and files."""
+        names = ("plane", "points", "span", "seed", "batch_norm", "split", "samples", "ratio")
+        return {name: getattr(self, name) for name in names}
 
 
-def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptions:
+COMMANDS = {"list": ListOptions, "run": RunOptions, "compare": CompareOptions, "landscape": LandscapeOptions}
+
+
+def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptions | LandscapeOptions:
     """The options of the command that the first word names.
 
     Raises:

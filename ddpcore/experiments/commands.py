@@ -1,4 +1,4 @@
-"""The commands of ``ddpcore.experiments``: list, run, compare."""
+"""The commands of ``ddpcore.experiments``: list, run, compare, landscape."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ddpcore.experiments import study
-from ddpcore.experiments.command_line import CompareOptions, ListOptions, RunOptions, parse
+from ddpcore.experiments.command_line import CompareOptions, LandscapeOptions, ListOptions, RunOptions, parse
 from ddpcore.experiments.folder import Folder
+from ddpcore.experiments.landscapes import landscapes
 from ddpcore.experiments.plan import Datasets, check_data, make_plan
 from ddpcore.experiments.run import run
 from ddpcore.report.compare import compare
@@ -32,7 +33,9 @@ def run_command(argv: Sequence[str] | None) -> int:
     Raises:
         ValueError: the command is wrong.
     """
-    commands: dict[type, Callable[[Any], int]] = {ListOptions: _list, RunOptions: _run, CompareOptions: _compare}
+    commands: dict[type, Callable[[Any], int]] = {
+        ListOptions: _list, RunOptions: _run, CompareOptions: _compare, LandscapeOptions: landscapes
+    }  # fmt: skip
     options = parse(argv)
     return commands[type(options)](options)
 

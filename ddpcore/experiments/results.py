@@ -44,6 +44,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
         "consensus_distance": last.get("consensus_distance"),
         "recoveries": recoveries,
         **_statistics(record),
+        **_hessian(record),
         **{name: (record.final.get("flatness") or {}).get(name) for name in FLATNESS},
     }
 
@@ -63,6 +64,22 @@ def _statistics(record: RunRecord) -> dict[str, float | None]:
         **{f"{name}_late": _mean(late, name) for name in NOISES},
         "full_loss": lines[-1]["loss"] if lines else None,
         "escape_step": below[0] if below else None,
+    }
+
+
+def _hessian(record: RunRecord) -> dict[str, float | None]:
+    """Metrics from the Hessian along the run; None if it was not measured."""
+    lines = [line for line in record.hessian if line["problem"] is None]
+    late = [line for line in lines if line["step"] > (1 - SHARE) * record.header["total_steps"]]
+
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    return {
+        "sharpness_late": mean([line["largest"][0] for line in late]),
+        "sharpness_max": max((line["largest"][0] for line in lines), default=None),
+        "disagreement_top_late": mean([sum(line["disagreement"]) for line in late if line["disagreement"]]),
+        "noise_top_late": mean([sum(line["noise_shares"]) for line in late if line["noise_shares"]]),
     }
 
 

@@ -55,11 +55,14 @@ class Chart:
 
     Attributes:
         title: one line.
-        kind: "lines", "bars", "dots" (rows of points with bars), "heat" or "network".
+        kind: "lines", "bars", "dots" (rows of points with bars), "heat", "contour" or "network".
         x_label, y_label: names of the axes, with units.
-        series: the curves. Of "heat": one series a row of the map, ``x`` the columns and ``y`` the values.
+        series: the curves. Of "heat" and "contour": one series a row of the map, ``x`` the columns and ``y`` the
+            values. A further series of "contour" holds named points.
         log_x, log_y: whether an axis is logarithmic.
         note: a sentence below the chart.
+        rows: of "contour": the y coordinate of each row.
+        levels: of "contour": the values between two colours, on a logarithmic scale with ``log_y``.
         ticks: the values to mark on the x axis; (): chosen by the library.
     """
 
@@ -72,6 +75,8 @@ class Chart:
     log_y: bool = False
     note: str = ""
     ticks: Sequence[Any] = ()
+    rows: Sequence[float] = ()
+    levels: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,13 @@ from ddpcore.options.extras import extra
 from ddpcore.options.typed import check_choice
 from ddpcore.report.plot_option import check_plot
 from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import plain, shown
+from ddpcore.storage.limits import SURFACE_BYTES, plain, read_file, shown
 
 Array = npt.NDArray[np.float64]
 KINDS = ("contour", "filled", "3d", "heat")
+METRICS = ("train_loss", "train_acc", "max_eig", "min_eig")
+_COORDINATES = ("xcoordinates", "ycoordinates")
+_MISSING = -1.0  # a point that the loss-landscape project has not computed
 _FINE = 16  # linear steps between two points for areas
 
 
@@ -86,7 +89,7 @@ class Surface:
         same = saved.settings == self.settings and list(saved.values) == list(self.values)
         if not (same and np.array_equal(saved.x, self.x) and np.array_equal(saved.y, self.y)):
             raise ValueError(
-                f"{shown(path)} holds another landscape (plane, coordinates or settings): take another file"
+                f"{shown(path)} holds another landscape (plane, coordinates or settings): take another file or folder"
             )
         self.values, self.done = saved.values, saved.done
 
@@ -157,29 +160,48 @@ def read_surface(path: Path) -> Surface:
     """Read an HDF5 file. ValueError if it is no landscape, or a damaged one."""
     with extra("train"):
         import h5py  # noqa: PLC0415
+    content = read_file(path, SURFACE_BYTES, "ddpcore.storage.limits.SURFACE_BYTES")
     try:
-        with h5py.File(path, "r") as file:
-            arrays = {name: np.asarray(file[name][()]) for name in file}
-            attributes = {name: file.attrs[name] for name in file.attrs}
-    except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{shown(path)} is not a landscape, or it is damaged: {plain(str(error))}") from error
-    x, y, done = (arrays.pop(name, None) for name in ("xcoordinates", "ycoordinates", "done"))
-    if x is None or y is None or "train_loss" not in arrays:
-        raise ValueError(f"{shown(path)} is not a landscape: xcoordinates, ycoordinates and train_loss must be in it")
-    shape = len(y), len(x)
-    done = np.ones(shape, dtype=bool) if done is None else done.astype(bool)  # a file of the loss-landscape project
-    if any(found.shape != shape or found.dtype.kind not in "fi" for found in arrays.values()) or done.shape != shape:
-        raise ValueError(f"{shown(path)} is damaged: its arrays do not have the shape {list(shape)}")
-    order = [name for name in ("train_loss", "train_acc", "max_eig", "min_eig") if name in arrays]
+        with h5py.File(io.BytesIO(content), "r") as file:
+            return _surface_of(file)
+    except Exception as error:  # damaged bytes can cause any error
+        reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__
+        raise ValueError(f"{shown(path)} is not a landscape, or it is damaged: {reason}") from error
+
+
+def _surface_of(file: Any) -> Surface:
+    arrays = {name: _array(file, name) for name in (*_COORDINATES, *METRICS, "done") if name in file}
+    if not {*_COORDINATES, "train_loss"} <= set(arrays):
+        raise ValueError("xcoordinates, ycoordinates and train_loss must be in it")
+    x, y = (arrays[name].astype(np.float64) for name in _COORDINATES)
+    if x.ndim != 1 or y.ndim != 1 or not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ValueError("its coordinates are no rows of numbers")
+    values = {name: arrays[name].astype(np.float64) for name in METRICS if name in arrays}
+    done = arrays["done"].astype(bool) if "done" in arrays else values["train_loss"] != _MISSING
+    if any(found.shape != (len(y), len(x)) for found in (*values.values(), done)):
+        raise ValueError(f"its arrays do not have the shape {[len(y), len(x)]}")
+    marks = {name[5:]: file.attrs[name] for name in file.attrs if name.startswith("mark ")}
     return Surface(
-        x=x.astype(np.float64),
-        y=y.astype(np.float64),
-        values={name: arrays[name].astype(np.float64) for name in order},
+        x=x,
+        y=y,
+        values=values,
         done=done,
-        about=str(attributes.get("about", "")),
-        settings=str(attributes.get("settings", "")),
-        marks={n[5:]: (float(p[0]), float(p[1])) for n, p in attributes.items() if n.startswith("mark ")},
+        about=plain(str(file.attrs.get("about", ""))),
+        settings=str(file.attrs.get("settings", "")),
+        marks={plain(name): (float(point[0]), float(point[1])) for name, point in marks.items()},
     )
+
+
+def _array(file: Any, name: str) -> npt.NDArray[Any]:
+    """An array that lies in the file itself, as it says, without compression: so it takes no more than the file."""
+    import h5py  # noqa: PLC0415  :func:`read_surface` has checked that it is there
+
+    array = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
+    if not isinstance(array, h5py.Dataset) or array.external is not None or array.is_virtual or array.chunks:
+        raise ValueError(f"{name} is no plain array of this file")
+    if array.id.get_storage_size() < array.nbytes or array.dtype.kind not in "fiub":
+        raise ValueError(f"{name} is cut, or holds no numbers")
+    return np.asarray(array[()])
 
 
 def plot_surfaces(
@@ -203,9 +225,8 @@ def plot_surfaces(
     from ddpcore.report.plot import save  # noqa: PLC0415
 
     found = {title: _values(surface, metric) for title, surface in surfaces.items()}
-    low, high = (float(f([f(v[np.isfinite(v)]) for v in found.values()])) for f in (np.min, np.max))
     figure = Figure(figsize=(1 + 4.2 * len(surfaces), 4), layout="constrained")
-    levels = _levels(low, high)
+    levels = levels_of(list(found.values()))
     drawn: Any = None
     panels = []
     for number, (title, values) in enumerate(found.items(), start=1):
@@ -233,8 +254,10 @@ def _values(surface: Surface, metric: str) -> Array:
     return np.ma.masked_invalid(values)
 
 
-def _levels(low: float, high: float) -> Array:
-    """Contour levels: in equal ratios if the values are positive and differ much, else in equal steps."""
+def levels_of(surfaces: Sequence[Array]) -> Array:
+    """Contour levels for values with finite ones: in equal ratios if they are positive and differ much, else steps."""
+    finite = np.concatenate([values[np.isfinite(values)] for values in surfaces])
+    low, high = float(finite.min()), float(finite.max())
     if high <= low:
         return np.asarray([low, low + 1.0])
     if low > 0 and high / low > 20:

@@ -14,6 +14,7 @@ from typing import Any
 from ddpcore.report.baseline import baseline_section
 from ddpcore.report.benches import bench_section
 from ddpcore.report.chart import Chart, Section, thinned_chart
+from ddpcore.report.curvature import curvature_sections
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.runs import labels, run_sections
 from ddpcore.report.sources import Sources
@@ -77,7 +78,9 @@ def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Secti
         sections.append(Section(title="The baseline, not read", problems=lost))
         sections += _guarded(lambda: [baseline_section(sources, baseline, comparisons, others)], "the baseline")
     sections += _guarded(lambda: run_sections(sources.runs), "the runs")
-    for run, name in zip(sources.runs, labels(sources.runs), strict=True):
+    names = labels(sources.runs)
+    sections += _guarded(lambda: curvature_sections(sources.runs, names), "the curvature of the runs")
+    for run, name in zip(sources.runs, names, strict=True):
         what = f"the recorded steps of {name}"
         sections += _guarded(lambda one=run, name=name: timeline_sections([one], [name]), what)  # type: ignore[misc]
     for comparison in comparisons:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ddpcore.report.chart import GREY, Chart, Series, band_parts, color_of, dash_of, distances, finite
@@ -12,7 +13,9 @@ HEAT = "Cividis"  # readable with every colour blindness, and in grey
 
 def figure_of(chart: Chart) -> dict[str, Any]:
     """Data and layout of a chart, with short numbers."""
-    traces = {"bars": _bars, "dots": _bars, "heat": _heat, "network": _network}.get(chart.kind, _lines)(chart)
+    traces = {"bars": _bars, "dots": _bars, "heat": _heat, "contour": _contour, "network": _network}.get(
+        chart.kind, _lines
+    )(chart)
     return {"data": traces, "layout": _layout(chart)}
 
 
@@ -29,6 +32,8 @@ def _layout(chart: Chart) -> dict[str, Any]:
     if chart.kind in ("bars", "dots"):
         y_axis |= {"type": "category", "autorange": "reversed", "automargin": True}
         return {"xaxis": x_axis, "yaxis": y_axis, "barmode": "group", "showlegend": len(chart.series) > 1}
+    if chart.kind == "contour":
+        return {"xaxis": x_axis, "yaxis": y_axis | {"type": "-"}, "showlegend": False, "hovermode": "closest"}
     return {"xaxis": x_axis, "yaxis": y_axis, "showlegend": len(chart.series) > 1}
 
 
@@ -96,6 +101,33 @@ def _heat(chart: Chart) -> list[dict[str, Any]]:
         "z": [_short(series.y) for series in chart.series], "colorscale": HEAT, "hoverongaps": False,
         "colorbar": {"title": {"text": _text(chart.y_label), "side": "right"}, "thickness": 12},
     }]  # fmt: skip
+
+
+def _contour(chart: Chart) -> list[dict[str, Any]]:
+    """Plotly has equal steps between levels: on a logarithmic scale it gets logarithms, and the values as text."""
+    num = len(chart.rows)
+    values = [_short(series.y) for series in chart.series[:num]]
+    scale = math.log10 if chart.log_y else float
+    ends = [scale(end) for end in (chart.levels[0], chart.levels[-1])]
+    marked = chart.levels[:: max(1, len(chart.levels) // 5)]
+    trace: dict[str, Any] = {
+        "type": "contour", "x": _short(chart.series[0].x), "y": _short(chart.rows), "colorscale": HEAT,
+        "z": [[None if value is None or (chart.log_y and value <= 0) else scale(value) for value in row]
+              for row in values],
+        "text": [["-" if value is None else f"{value:.4g}" for value in row] for row in values],
+        "hovertemplate": "x %{x}, y %{y}: %{text}<extra></extra>", "autocontour": False,
+        "contours": {"start": ends[0], "end": ends[1], "size": (ends[1] - ends[0]) / max(1, len(chart.levels) - 1)},
+        "zmin": ends[0], "zmax": ends[1], "line": {"width": 0.5},
+        "colorbar": {"thickness": 12, "tickmode": "array", "tickvals": [scale(level) for level in marked],
+                     "ticktext": [f"{level:.3g}" for level in marked]},
+    }  # fmt: skip
+    points = [
+        {"x": _short(series.x), "y": _short(series.y), "mode": "markers+text", "text": [*map(_text, series.text or ())],
+         "textposition": "top right", "hoverinfo": "text", "textfont": {"color": "#ffffff"},
+         "marker": {"color": "#ffffff", "size": 8, "line": {"color": "#000000", "width": 1}}}
+        for series in chart.series[num:]
+    ]  # fmt: skip
+    return [trace, *points]
 
 
 def _network(chart: Chart) -> list[dict[str, Any]]:

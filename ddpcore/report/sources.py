@@ -9,17 +9,19 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ddpcore.report.landscapes import Surface, read_surface
 from ddpcore.report.study_folder import MANIFEST, RESULTS
 from ddpcore.storage.json_lines import read_json, read_lines
 from ddpcore.storage.limits import plain, shown
 
 RECORD = "record.jsonl"
+LANDSCAPES = "landscape"  # a folder with the files of landscapes
 STEPS = "steps"  # a folder with the files rank-N.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of ``train``: its lines by kind, the recorded steps of each rank, and what is wrong with them."""
+    """A run of ``train``: its lines by kind, the recorded steps of each rank, its landscapes, and what is wrong."""
 
     name: str
     path: Path
@@ -31,6 +33,8 @@ class Run:
     steps: dict[int, list[dict[str, Any]]]
     problems: list[str]
     members: list[dict[str, Any]] = field(default_factory=list)
+    hessian: list[dict[str, Any]] = field(default_factory=list)
+    landscapes: dict[str, Surface] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +115,13 @@ def read_run(path: Path) -> Run:
         return [line for line in lines if line.get("kind") == kind and _has_step(line)]
 
     steps: dict[int, list[dict[str, Any]]] = {}
-    for file in _files_of_steps(path / STEPS, problems):
+    for file in _files(path / STEPS, "rank-*.jsonl", "steps", problems):
         number = file.stem.removeprefix("rank-")
         if number.isascii() and number.isdigit():
             of_rank, more = _lines(file)
             steps[int(number)] = [line for line in of_rank if _has_step(line)]
             problems += more
-    final = of("end")
+    final, landscapes = of("end"), _landscapes(path / LANDSCAPES, problems)
     return Run(
         name=str(path),
         path=path,
@@ -129,18 +133,31 @@ def read_run(path: Path) -> Run:
         steps=dict(sorted(steps.items())),
         problems=problems,
         members=of("members"),
+        hessian=of("hessian"),
+        landscapes=landscapes,
     )
 
 
-def _files_of_steps(folder: Path, problems: list[str]) -> list[Path]:
+def _landscapes(folder: Path, problems: list[str]) -> dict[str, Surface]:
+    """Those that ``ddpcore.experiments landscape`` wrote into a run, by the name of the file."""
+    found = {}
+    for path in _files(folder, "*.h5", "landscapes", problems):
+        try:
+            found[plain(path.stem)] = read_surface(path)
+        except (ValueError, OSError) as error:
+            problems.append(plain(f"{error}: the landscape is not shown"))
+    return found
+
+
+def _files(folder: Path, pattern: str, what: str, problems: list[str]) -> list[Path]:
     try:
         names = sorted(os.listdir(folder))  # not glob, which skips a folder that it may not read
     except FileNotFoundError:
         return []
     except OSError as error:
-        problems.append(f"{plain(str(folder))} cannot be read ({error.strerror}): its steps are not shown")
+        problems.append(f"{plain(str(folder))} cannot be read ({error.strerror}): its {what} are not shown")
         return []
-    return [folder / name for name in names if fnmatchcase(name, "rank-*.jsonl")]
+    return [folder / name for name in names if fnmatchcase(name, pattern) and not name.startswith(".")]
 
 
 def _has_step(line: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from ddpcore.storage.limits import plain
 
 try:
     import matplotlib
+    from matplotlib.colors import BoundaryNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 except ImportError:  # the extra `report`
@@ -45,7 +46,9 @@ def height_of(chart: Chart) -> float:
 
 def draw(axes: Any, chart: Chart) -> None:
     """Draw the chart into axes of matplotlib."""
-    {"bars": _bars, "dots": _bars, "heat": _heat, "network": _network}.get(chart.kind, _lines)(axes, chart)
+    {"bars": _bars, "dots": _bars, "heat": _heat, "contour": _contour, "network": _network}.get(chart.kind, _lines)(
+        axes, chart
+    )
     if chart.kind != "network":
         axes.set_xlabel(_text(chart.x_label))
         axes.spines[["top", "right"]].set_visible(False)
@@ -122,6 +125,22 @@ def _heat(axes: Any, chart: Chart) -> None:
     image = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", extent=extent)
     axes.set_yticks(range(len(values)), [_text(series.name) for series in chart.series])
     axes.figure.colorbar(image, ax=axes, label=_text(chart.y_label))
+
+
+def _contour(axes: Any, chart: Chart) -> None:
+    num = len(chart.rows)
+    values = [_numbers(series.y) for series in chart.series[:num]]
+    norm = BoundaryNorm(list(chart.levels), 256, extend="both")
+    areas = axes.contourf(
+        chart.series[0].x, chart.rows, values, levels=list(chart.levels), norm=norm, cmap="cividis", extend="both"
+    )
+    for series in chart.series[num:]:
+        axes.plot(series.x, _numbers(series.y), "o", color="white", markeredgecolor="black", markersize=5)
+        for x, y, name in zip(series.x, series.y, series.text or (), strict=False):
+            at = {"textcoords": "offset points", "xytext": (4, 4), "fontsize": "x-small", "color": "white"}
+            axes.annotate(_text(name), (x, y), **at)
+    axes.set_ylabel(_text(chart.y_label))
+    axes.figure.colorbar(areas, ax=axes, format="%.3g")
 
 
 def _network(axes: Any, chart: Chart) -> None:

@@ -21,6 +21,7 @@ FEATURES_BYTES = 4 * GiB  # of all files of the folders train and test together
 # A text that is parsed as a whole: the argument max_bytes of what reads it. Parsed, JSON takes up to 20 times as much.
 STUDY_BYTES = MiB // 4  # the largest study of ddpcore has 39 KiB
 TEXT_BYTES = 16 * MiB
+SURFACE_BYTES = 64 * MiB  # of the HDF5 file of a landscape
 TREE_BYTES = 256 * MiB  # of one rank's state in a checkpoint, without its tensors
 # Runs of one command of ddpcore.experiments: --max-runs.
 NUM_RUNS = 10_000

@@ -191,7 +191,8 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
     return warmup(schedule, round(config.warmup * unit), config.warmup_start)
 
 
-def _build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> nn.Module:
+def build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> nn.Module:
+    """The model of the config for the samples of a data set. ValueError: it refuses an option or these samples."""
     model = MODELS.build(
         config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
     ).to(device)
@@ -217,7 +218,7 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     """
     steps = build_batches(config, dataset).steps_per_epoch
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        _build_optimizer(config, _build_model(config, dataset, torch.device("meta")), build_schedule(config, steps))
+        _build_optimizer(config, build_model(config, dataset, torch.device("meta")), build_schedule(config, steps))
     strategy, policies = config.make_strategy(), Policies(**config.policies)
     if isinstance(strategy, Strategy):
         policies.check(strategy, None)
@@ -246,7 +247,7 @@ def build_trainer(
     config, rank = placement.config, placement.world.rank
     batches = build_batches(config, dataset)
     torch.manual_seed(config.seed)
-    model = _build_model(config, dataset, placement.device)
+    model = build_model(config, dataset, placement.device)
     schedule = build_schedule(config, batches.steps_per_epoch)
     optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()

@@ -147,6 +147,9 @@ class TrainConfig:
     recalibration_batches: int = _field(32, "training batches for the batch normalization ``recalibrate``", least=1)
     statistics_every: int = _field(0, "steps between records of ``NoiseStatistics``; 0: no statistics", least=0)
     statistics_samples: int | None = _field(None, "training samples for its full loss; None: all", least=1)
+    hessian_every: int = _field(0, "steps between records of ``HessianStatistics``; 0: none", least=0)
+    hessian_samples: int | None = _field(None, "training samples for its loss; None: all", least=1)
+    hessian_top: int = _field(5, "its largest eigenvalues and eigenvectors", least=1)
     flatness_samples: int = _field(0, "training samples for ``flatness`` of the final model; 0: skip it", least=0)
     escape_loss: float | None = _field(None, "a run has escaped from its start when the full loss is below this")
     record_steps: bool = _field(False, "also record loss and times of every step, a file for each rank in ``steps/``")
@@ -208,6 +211,11 @@ class TrainConfig:
                 f"statistics_every is {self.statistics_every}: it needs at least two learners, and a strategy "
                 "other than ddp and push_sum; set it to 0"
             )
+        if self.hessian_every and self.strategy in ("ddp", "push_sum"):
+            raise ValueError(
+                f"hessian_every is {self.hessian_every}: {self.strategy} does not show the mean of its learners, take "
+                "ssgd or dpsgd, or set it to 0"
+            )
         if self.escape_loss is not None and not self.statistics_every:
             raise ValueError(
                 f"escape_loss is {self.escape_loss}: the statistics compute the full loss, set statistics_every"
@@ -224,7 +232,7 @@ class TrainConfig:
         needed = f"on_failure is {self.on_failure!r}: "
         if self.learners <= LEAST:
             raise ValueError(f"{needed}{LEAST} learners must be left, and learners is {self.learners}: take more")
-        if self.statistics_every or self.link is not None:
+        if self.statistics_every or self.hessian_every or self.link is not None:
             raise ValueError(f"{needed}statistics and an emulated link need a fixed number of ranks: leave them out")
         if self.sampler != SAMPLERS[0] or not self.drop_last:
             raise ValueError(f"{needed}samples are dealt again with sampler {SAMPLERS[0]!r} and drop_last: take these")

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, is_finite
@@ -20,7 +19,7 @@ from ddpcore.training.checkpoint import Checkpoints, load_safetensors
 from ddpcore.training.joining import share_progress
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import RunWriter
-from ddpcore.training.statistics import flatness_of, row_of
+from ddpcore.training.statistics import Measurements, flatness_of
 from ddpcore.training.step_record import StepRecorder
 from ddpcore.training.trainer import Trainer
 
@@ -34,7 +33,7 @@ class Loop:
     Attributes:
         placement: config, ranks and device.
         trainer: takes the steps.
-        statistics: None without ``statistics_every``.
+        measured: the statistics along the run.
         progress: losses, times and evaluations so far.
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
@@ -45,7 +44,7 @@ class Loop:
 
     placement: LearnerPlacement
     trainer: Trainer
-    statistics: NoiseStatistics | None
+    measured: Measurements
     progress: Progress
     checkpoints: Checkpoints
     writer: RunWriter | None
@@ -61,7 +60,6 @@ class Loop:
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
         self._writer = 0 if self.comm.membership is None else self.comm.membership.members[0]  # id of the rank
-        self._num_records = 0  # records of the statistics that are written
         self.is_saved = True  # whether the last checkpoint that was due was written
 
     def run(self, stop_signal: StopSignal) -> bool:
@@ -175,11 +173,10 @@ class Loop:
 
     def _write_statistics(self) -> None:
         """Write the new records. Reading them waits for the device; a check of the loss has just done so."""
-        records = [] if self.statistics is None else self.statistics.records[self._num_records :]
-        self._num_records += len(records)
+        rows = self.measured.new_rows()
         if self.writer is not None:
-            for record in records:
-                self.writer.write(row_of(record))
+            for row in rows:
+                self.writer.write(row)
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.checkpoint_every
@@ -289,7 +286,7 @@ class Loop:
             {
                 **state,
                 "progress": self.progress.state_dict(),
-                "statistics": None if self.statistics is None else self.statistics.state_dict(),
+                "statistics": self.measured.state_dict(),
             },
             keep_last=self.config.keep_last,
             best=best["step"] if best is not None and self.config.keep_best else None,

@@ -10,7 +10,7 @@ from ddpcore.storage.json_lines import read_lines
 from ddpcore.storage.limits import shown
 
 FILE = "record.jsonl"
-KINDS = ("run", "resume", "epoch", "statistics", "nonfinite", "members", "end")
+KINDS = ("run", "resume", "epoch", "statistics", "hessian", "nonfinite", "members", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class RunRecord:
             :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
         members: ``kind`` "members", one line each time that a rank died or joined: the values of ``handle.changes``,
             step (of the check that wrote the line) and text.
+        hessian: ``kind`` "hessian", one line every ``hessian_every`` steps: the values of
+            :class:`ddpcore.diagnostics.HessianRecord`.
         nonfinite: ``kind`` "nonfinite": the values of :class:`ddpcore.NonFinite`, one line for each learner and step.
         final: ``kind`` "end": step, diverged, diverged_reason (the first number that was not finite), accuracy (of the
             last evaluation), best_accuracy, best_epoch, total_seconds; test, the scores on the test split if the run
@@ -47,6 +49,7 @@ class RunRecord:
     epochs: list[dict[str, Any]]
     statistics: list[dict[str, Any]]
     final: dict[str, Any]
+    hessian: list[dict[str, Any]] = field(default_factory=list)
     nonfinite: list[dict[str, Any]] = field(default_factory=list)
     members: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -75,6 +78,7 @@ class RunRecord:
             epochs=kinds["epoch"],
             statistics=kinds["statistics"],
             final=(kinds["end"] or [{}])[-1],
+            hessian=kinds["hessian"],
             nonfinite=kinds["nonfinite"],
             members=kinds["members"],
             problems=found.problems,

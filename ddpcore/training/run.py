@@ -12,7 +12,6 @@ import torch
 
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.data import Dataset, total_variation
-from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
@@ -29,7 +28,7 @@ from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
 from ddpcore.training.record import RunRecord
 from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
-from ddpcore.training.statistics import check_samples, noise_statistics
+from ddpcore.training.statistics import Measurements, check_samples
 from ddpcore.training.step_record import StepRecorder
 from ddpcore.training.trainer import Trainer
 
@@ -86,14 +85,14 @@ def train(
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
-        statistics = noise_statistics(config, trainer)
+        measured = Measurements.of(config, trainer)
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
             finished = _check_folder(config, out, resume, trainer.dataset)
             placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
-                finished = _train(placement, trainer, statistics, out, resume, outputs, stop_signal)
+                finished = _train(placement, trainer, measured, out, resume, outputs, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
 
@@ -124,7 +123,7 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
             raise ValueError(f"{shown(out)} holds a run on other samples: take the same samples")
         trainer = build_trainer(placement, dataset, store)
         outputs = {"tensorboard": False, "on_record": None}
-        finished = _train(placement, trainer, None, out, False, outputs, stop_signal)
+        finished = _train(placement, trainer, Measurements.of(config, trainer), out, False, outputs, stop_signal)
     stop_signal.pass_on()
     return finished
 
@@ -132,7 +131,7 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
 def _train(
     placement: LearnerPlacement,
     trainer: Trainer,
-    statistics: NoiseStatistics | None,
+    measured: Measurements,
     out: Path,
     resume: bool,
     outputs: dict[str, Any],
@@ -145,7 +144,7 @@ def _train(
     checkpoints = Checkpoints(
         folder=out / "checkpoints", config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
     )
-    progress = _resume(placement, trainer, statistics, checkpoints) if resume else None
+    progress = _resume(placement, trainer, measured, checkpoints) if resume else None
     recorder = StepRecorder(out, rank, trainer) if config.record_steps else nullcontext()
 
     is_first = world.rank == 0 and not placement.joins
@@ -161,7 +160,7 @@ def _train(
         loop = Loop(
             placement=placement,
             trainer=trainer,
-            statistics=statistics,
+            measured=measured,
             progress=progress or Progress.start(num_rows, placement.device),
             checkpoints=checkpoints,
             writer=writer,
@@ -208,7 +207,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
 
 
 def _resume(
-    placement: LearnerPlacement, trainer: Trainer, statistics: NoiseStatistics | None, checkpoints: Checkpoints
+    placement: LearnerPlacement, trainer: Trainer, measured: Measurements, checkpoints: Checkpoints
 ) -> Progress | None:
     """Load the last complete checkpoint and return its progress; None if there is no checkpoint. Collective."""
     saved = checkpoints.load_last(placement.device, lambda line: print(f"ddpcore: {line}", file=sys.stderr, flush=True))
@@ -219,8 +218,7 @@ def _resume(
     if differences:
         raise ValueError(f"{checkpoints.path(step)} is of another run: {'; '.join(differences)}")
     trainer.load_state_dict(state)
-    if statistics is not None:
-        statistics.load_state_dict(state["statistics"])
+    measured.load_state_dict(state["statistics"], step)
     return Progress(**state["progress"])
 
 

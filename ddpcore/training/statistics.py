@@ -1,9 +1,9 @@
-"""Noise statistics and flatness of a run: the samples that they use, and the lines that they add to the record."""
+"""Statistics and flatness of a run: the samples that they use, and the lines that they add to the record."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,12 +12,54 @@ from torch import Tensor, nn
 
 from ddpcore.data import Dataset
 from ddpcore.data.shards import permutation
-from ddpcore.diagnostics import Flatness, NoiseRecord, NoiseStatistics, flatness
+from ddpcore.diagnostics import Flatness, HessianStatistics, NoiseStatistics, flatness
+from ddpcore.options.typed import check_range
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.evaluation import BATCH_SIZE
 from ddpcore.training.trainer import Trainer
 
 _KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
+
+
+@dataclass(kw_only=True)
+class Measurements:
+    """What is measured along a run.
+
+    Attributes:
+        noise: None without ``statistics_every``.
+        hessian: None without ``hessian_every``.
+    """
+
+    noise: NoiseStatistics | None
+    hessian: HessianStatistics | None
+    _num_seen: dict[str, int] = field(default_factory=lambda: {"noise": 0, "hessian": 0})
+
+    @classmethod
+    def of(cls, config: TrainConfig, trainer: Trainer) -> Measurements:
+        """Those of a trainer before its first step. ValueError as the functions below."""
+        return cls(noise=noise_statistics(config, trainer), hessian=hessian_statistics(config, trainer))
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """The entries of the run's record since the last call, without those of single parameters."""
+        rows: list[dict[str, Any]] = []
+        for name, kind, source in (("noise", "statistics", self.noise), ("hessian", "hessian", self.hessian)):
+            records = [] if source is None else source.records[self._num_seen[name] :]
+            self._num_seen[name] += len(records)
+            for record in records:
+                names = [item.name for item in fields(record) if item.name != "segments"]
+                rows.append({"kind": kind, **{item: getattr(record, item) for item in names}})
+        return rows
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What later records depend on: that of the noise statistics, None without them."""
+        return None if self.noise is None else self.noise.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None, step: int) -> None:
+        """Restore :meth:`state_dict` in a run that goes on after ``step``."""
+        if self.noise is not None and state is not None:
+            self.noise.load_state_dict(state)
+        if self.hessian is not None:
+            self.hessian.num_steps = step
 
 
 def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics | None:
@@ -34,31 +76,63 @@ def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics |
     if not config.statistics_every:
         return None
     n, total = trainer.batches.num_learners, len(trainer.dataset.train)
-    num = total if config.statistics_samples is None else config.statistics_samples
-    chosen = random_samples(trainer.dataset, "statistics_samples", num, n, config.seed)
-    indices_LM = chosen[: num - num % n].view(n, -1)[trainer.learners]  # M samples per learner
+    parts_of_all = _fixed_parts(trainer, "statistics_samples", config.statistics_samples, config.seed)
+    num = n * sum(part.shape[1] for part in parts_of_all)
     size = trainer.batches.batch_size // n
-    model = trainer.handle.model
-
-    def loss_of(parts: Sequence[Tensor]) -> Iterator[Tensor]:
-        num = sum(part.shape[1] for part in parts)
-        for part in parts:
-            yield trainer.losses(model, part).sum() * (part.shape[1] / num)
-
-    kind = "the training set" if num == total else f"a part of the training set, {indices_LM.shape[1] * n} samples"
+    is_all = config.statistics_samples in (None, total)
+    kind = "the training set" if is_all else f"a part of the training set, {num} samples"
     return NoiseStatistics(
         trainer.handle,
         trainer.optimizer,
         config.statistics_every,
         batch_size=size,
-        loss=lambda: loss_of(trainer.parts()),
-        full_loss=lambda: loss_of(indices_LM.split(-(-size // trainer.accumulation), dim=1)),
+        loss=lambda: _loss_of(trainer, trainer.parts()),
+        full_loss=lambda: _loss_of(trainer, parts_of_all),
         full_loss_of=kind,
         per_segment=False,
         full_batch=None if trainer.batches.drop_last else lambda: trainer.indices().shape[1] == size,
         population=total,
         max_grad_norm=trainer.max_grad_norm,
     )
+
+
+def hessian_statistics(config: TrainConfig, trainer: Trainer) -> HessianStatistics | None:
+    """The Hessian along a run, of a trainer before its first step; None if ``hessian_every`` is 0.
+
+    The loss is the one of :func:`noise_statistics`, on ``hessian_samples`` samples. No bit of the training changes.
+
+    Raises:
+        ValueError: the training set is smaller than ``hessian_samples``, or has fewer samples than learners; or the
+            model has fewer parameters than ``hessian_top`` eigenvectors.
+    """
+    if not config.hessian_every:
+        return None
+    num_parameters = sum(one.numel() for one in trainer.module.parameters() if one.requires_grad)
+    check_range("hessian_top", config.hessian_top, most=num_parameters - 1)
+    parts = _fixed_parts(trainer, "hessian_samples", config.hessian_samples, config.seed)
+    return HessianStatistics(
+        trainer.handle,
+        lambda: _loss_of(trainer, parts),
+        optimizer=trainer.optimizer,
+        every=config.hessian_every,
+        top=config.hessian_top,
+        seed=config.seed,
+    )
+
+
+def _fixed_parts(trainer: Trainer, name: str, num: int | None, seed: int) -> Sequence[Tensor]:
+    """``num`` random training samples (None: all), divided equally among the n learners, ``[L, M]`` a part."""
+    n = trainer.batches.num_learners
+    num = len(trainer.dataset.train) if num is None else num
+    chosen = random_samples(trainer.dataset, name, num, n, seed)
+    indices_LM = chosen[: num - num % n].view(n, -1)[trainer.learners]  # M samples per learner
+    return indices_LM.split(-(-trainer.batches.batch_size // (n * trainer.accumulation)), dim=1)
+
+
+def _loss_of(trainer: Trainer, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    num = sum(part.shape[1] for part in parts)
+    for part in parts:
+        yield trainer.losses(trainer.handle.model, part).sum() * (part.shape[1] / num)
 
 
 def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: int) -> Flatness:
@@ -81,9 +155,11 @@ def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: i
 
 
 def check_samples(config: TrainConfig, dataset: Dataset) -> None:
-    """Raise ValueError if the training set is too small for ``statistics_samples`` or ``flatness_samples``."""
+    """Raise ValueError if the training set is too small for the samples of statistics, Hessian or flatness."""
     if config.statistics_every and config.statistics_samples is not None:
         random_samples(dataset, "statistics_samples", config.statistics_samples, config.learners, config.seed)
+    if config.hessian_every and config.hessian_samples is not None:
+        random_samples(dataset, "hessian_samples", config.hessian_samples, config.learners, config.seed)
     if config.flatness_samples:
         random_samples(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
 
@@ -98,9 +174,3 @@ def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int)
     if not least <= num <= total:
         raise ValueError(f"{name} is {num}: take {least} to {total}, the size of the training set")
     return torch.from_numpy(permutation(total, seed, *_KEY)[:num].copy())
-
-
-def row_of(record: NoiseRecord) -> dict[str, Any]:
-    """The entry of one measurement in the run's record, without its segments."""
-    values = {item.name: getattr(record, item.name) for item in fields(record) if item.name != "segments"}
-    return {"kind": "statistics", **values}

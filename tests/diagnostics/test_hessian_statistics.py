@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ddpcore
-from ddpcore.diagnostics import HessianStatistics
+from ddpcore.diagnostics import Hessian, HessianStatistics
 from ddpcore.optim import FusedSGD
 from helpers import hessian_ranks as training
 from helpers import ranks
@@ -38,6 +39,8 @@ def test_training_has_the_same_bits(strategy: str) -> None:
     assert torch.equal(watched["random"], plain["random"])
     assert watched["bytes_sent"] == plain["bytes_sent"]
     assert [record["step"] for record in watched["records"]] == [3, 6]
+    distances = [record["distance"] for record in watched["records"]]
+    assert (distances == [0.0, 0.0]) == (strategy == "ssgd"), "the rounding of an average is no disagreement"
     assert all(record["problem"] is None for record in watched["records"])
 
 
@@ -61,6 +64,26 @@ def test_ranks_with_unequal_shares_have_the_hessian_of_all_samples(real: list[di
     for one in real:
         torch.testing.assert_close(one["data"]["products"], alone["products"], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(one["data"]["values"], alone["values"], rtol=1e-7, atol=1e-9)
+
+
+def test_two_ranks_two_learners_and_one_process(real: list[dict[Any, Any]]) -> None:
+    """A sum of two products has one order, and a factor of 1/2 rounds nothing, so all have the same bits.
+
+    The batches of both learners begin at a multiple of 64 bytes: elsewhere torch's kernels add in another order.
+    """
+    alone = training.of_two()
+    assert alone[0] > alone[1] > alone[2]
+    assert training.of_two(learners=2) == alone
+    assert [one["two"] for one in real] == [alone, alone, None]
+
+
+def test_ranks_share_the_points_of_a_landscape(real: list[dict[Any, Any]]) -> None:
+    """Each point is computed by one rank, so it has the bits of one process."""
+    alone = training.landscape_of()
+    assert np.ptp(alone["train_loss"]) > 0.01 and not np.isnan(alone["max_eig"]).any()
+    for one in real:
+        for name, values in alone.items():
+            assert np.array_equal(one["landscape"][name], values), name
 
 
 class Quadratic(nn.Module):
@@ -133,10 +156,45 @@ def test_refused(options: dict[str, Any], text: str) -> None:
     assert len(handle.observers) == num
 
 
+def test_a_model_without_learners() -> None:
+    """One device: both ends of the spectrum at each second step, and no bit of the training changes."""
+    inputs, labels = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+    weights = []
+    for watched in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model: nn.Module = model) -> torch.Tensor:
+            return nn.functional.cross_entropy(model(inputs), labels)
+
+        if watched:
+            statistics = HessianStatistics(model, loss, optimizer=optimizer, every=2, top=2, tolerance=1e-6)
+            other = HessianStatistics(model, loss, optimizer=optimizer)
+            other.num_steps = 48
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss().backward()
+            if watched and statistics.num_steps == 1:
+                expected = Hessian(model, loss, vectorize=False).eigenvalues(2, 1, tolerance=1e-6)
+            optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
+    (record,) = statistics.records
+    assert (record.step, other.records[0].step) == (2, 50)
+    assert [*record.largest, record.smallest] == pytest.approx(expected.values, rel=1e-4)
+    assert (record.distance, record.disagreement, record.noise) == (0.0, None, None)
+    statistics.close()
+    optimizer.step()
+    assert statistics.num_steps == 3
+
+
 def test_push_sum_and_plain_models_are_refused() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="use Hessian"):
-        HessianStatistics(model, lambda: torch.ones(()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass optimizer="):
+        HessianStatistics(model, lambda: torch.ones(()))
+    with pytest.raises(ValueError, match="is no loop"):
+        HessianStatistics("model", lambda: torch.ones(()))  # type: ignore[arg-type]
     handle = ddpcore.distribute(
         model, FusedSGD(model.parameters(), lr=0.1), ddpcore.PushSum(ddpcore.Ring()), learners=3
     )

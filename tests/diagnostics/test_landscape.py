@@ -173,6 +173,17 @@ def test_another_landscape_in_the_file_is_refused(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
+def test_other_data_or_running_statistics_are_another_landscape(tmp_path: Path) -> None:
+    model, path = network(norm=True), tmp_path / "surface.h5"
+    landscape(data_of(model), random_plane(model), x=X, y=Y, out=path)
+    other = DataLoss(model, F.cross_entropy, [(inputs, (labels + 1) % 3) for inputs, labels in batches()])
+    with pytest.raises(ValueError, match="holds another landscape"):
+        landscape(other, random_plane(model), x=X, y=Y, out=path)
+    model.train()(batches()[0][0])
+    with pytest.raises(ValueError, match="holds another landscape"):
+        landscape(data_of(model), random_plane(model), x=X, y=Y, out=path)
+
+
 def test_file_has_the_layout_of_loss_landscape(tmp_path: Path) -> None:
     model, path = network(), tmp_path / "surface.h5"
     found = landscape(data_of(model), random_plane(model), x=X, y=Y, out=path)
@@ -180,6 +191,18 @@ def test_file_has_the_layout_of_loss_landscape(tmp_path: Path) -> None:
         assert np.array_equal(file["xcoordinates"], X) and np.array_equal(file["ycoordinates"], Y)
         assert file["train_loss"].shape == np.meshgrid(X, Y)[0].shape
         assert np.array_equal(file["train_loss"], found.loss) and np.array_equal(file["train_acc"], found.accuracy)
+
+
+def test_a_file_of_the_loss_landscape_project(tmp_path: Path) -> None:
+    """It has the name of another file, and -1 where no loss is computed yet."""
+    path = tmp_path / "surface.h5"
+    with h5py.File(path, "w") as file:
+        file["dir_file"] = "directions.h5"
+        file["xcoordinates"], file["ycoordinates"] = X, Y
+        file["train_loss"], file["train_acc"] = -np.ones((len(Y), len(X))), -np.ones((len(Y), len(X)))
+        file["train_loss"][1, 2] = 0.5
+    found = read_surface(path)
+    assert found.done.sum() == 1 and found.done[1, 2] and found.loss[1, 2] == 0.5
 
 
 def bowl(num: int = 41) -> Surface:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.optim import FusedSGD
 from ddpcore.parameters.learner_models import LearnerModels
-from ddpcore.strategies.compression import Int8, TopK
+from ddpcore.strategies.compression import Int4, Int8, TopK
 from helpers import training
 
 STATEFUL = {
@@ -25,6 +25,12 @@ STATEFUL = {
     "topk": lambda: ddpcore.DPSGD(ddpcore.Ring(), compression=TopK(ratio=0.2)),
     "diloco": lambda: ddpcore.LocalSGD(2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
     "post-local": lambda: ddpcore.LocalSGD(2, switch_step=2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)),
+    "streaming": lambda: ddpcore.LocalSGD(
+        4, fragments=2, overlap=2, alpha=0.5, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)
+    ),
+    "outer int4": lambda: ddpcore.LocalSGD(2, outer=lambda p: torch.optim.SGD(p, lr=0.7), compression=Int4()),
+    "noloco": lambda: ddpcore.NoLoCo(period=2),
+    "gasloc": lambda: ddpcore.GASLoC(period=2),
     "slowmo": lambda: ddpcore.SlowMo(ddpcore.DPSGD(), period=2),
     "push_sum": lambda: ddpcore.PushSum(ddpcore.FromGraph(nx.DiGraph([(0, 1), (0, 2), (1, 2), (2, 0)]))),
     "noisy": lambda: ddpcore.NoisySSGD(0.1, seed=2),

@@ -29,6 +29,22 @@ def record(lines: list[dict[str, Any]], final: dict[str, Any] | None = None) -> 
     return RunRecord(path=Path(), header=header, resumed=[], epochs=[epoch], statistics=lines, final=ended)
 
 
+def test_the_hessian_along_a_run() -> None:
+    lines = [
+        {"step": 10 * k, "problem": None, "largest": [k * 1.0, 0.5], "disagreement": [0.01 * k, 0.01],
+         "noise_shares": None}
+        for k in range(1, 11)
+    ]  # fmt: skip
+    lines[9] |= {"problem": "not finite", "largest": [None, None], "disagreement": None}
+    of_run = record([])
+    of_run.hessian.extend(lines)
+    seen = metrics_of(of_run)
+    assert (seen["sharpness_late"], seen["sharpness_max"]) == (9.0, 9.0), "only step 90 is late and known"
+    assert seen["disagreement_top_late"] == pytest.approx(0.1)
+    assert seen["noise_top_late"] is None
+    assert metrics_of(record([]))["sharpness_max"] is None
+
+
 def test_early_late_and_escape() -> None:
     lines = [line(10 * k, 0.05 * k, 1 - 0.1 * k) for k in range(1, 11)]
     seen = metrics_of(record(lines))

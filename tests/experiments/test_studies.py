@@ -10,6 +10,7 @@ from ddpcore.report.claims import Outcome, judge
 NAMES = (
     "batch-size-cifar10",
     "digits-large-rate",
+    "edge-of-stability",
     "gpu-configs-cifar10",
     "large-batch-cifar100",
     "large-batch-search",

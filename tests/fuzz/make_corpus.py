@@ -53,6 +53,17 @@ def hdf5_elsewhere() -> bytes:
         return Path(file.name).read_bytes()
 
 
+def surface(**how: object) -> bytes:
+    import h5py
+
+    file = io.BytesIO()
+    with h5py.File(file, "w") as out:
+        out["xcoordinates"], out["ycoordinates"] = np.arange(2.0), np.arange(3.0)
+        out.create_dataset("train_loss", **(how or {"data": np.ones((3, 2))}))
+        out.attrs["mark a\n"] = "b" if how else (0.0, 1.0)
+    return file.getvalue()
+
+
 def corpus() -> dict[str, dict[str, bytes]]:
     text = b"T" + struct.pack("<i", 3000) + b"a" * 3000
     array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
@@ -74,6 +85,12 @@ def corpus() -> dict[str, dict[str, bytes]]:
             "gzip": hdf5(compression="gzip", shuffle=True, fletcher32=True),
             "latest": hdf5(libver="latest", compression="lzf"),
             "elsewhere": hdf5_elsewhere(),
+        },
+        "surface": {
+            "plain": surface(),
+            "elsewhere": surface(shape=(3, 2), dtype="f8", external=[("/etc/hostname", 0, 48)]),
+            "claims": surface(shape=(30_000, 20_000), dtype="f8"),
+            "chunks": surface(data=np.ones((3, 2)), chunks=(3, 2), compression="gzip"),
         },
         "toml": {"study": study, "dots": b"a." * 3000 + b"b = 1\n", "seeds": b"seeds = 100000000\n" + study},
         "record": {"lines": b'{"kind": "run", "config": {}}\n{"kind": "epoch", "step": 1}\n', "deep": b"[" * 3000},

@@ -17,6 +17,7 @@ import numpy as np
 
 from ddpcore.data import cifar, features, mnist, pickles
 from ddpcore.experiments.study import load_study
+from ddpcore.report.landscapes import read_surface
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.training.checkpoint import Checkpoints
 
@@ -63,6 +64,10 @@ def hdf5(content: bytes) -> None:
     refuses(lambda: features._checked("features", features._read(path, MAX_BYTES, 0)))
 
 
+def surface(content: bytes) -> None:
+    refuses(lambda: read_surface(written("surface.h5", content)))
+
+
 def toml(content: bytes) -> None:
     refuses(lambda: load_study(written("study.toml", content)))
 
@@ -104,6 +109,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "gzip": gzip,
     "npz": npz,
     "hdf5": hdf5,
+    "surface": surface,
     "toml": toml,
     "record": record,
     "checkpoint": checkpoint,

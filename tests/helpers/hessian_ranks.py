@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics
+from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, landscape, random_plane
 from ddpcore.optim import FusedSGD
 from ddpcore.storage.json_lines import to_json
 from helpers import noise_training
@@ -68,12 +69,56 @@ def of_data(group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     return {"products": hessian.product(vectors), "values": torch.from_numpy(ends.values)}
 
 
+def samples(num: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, 5, generator=generator), torch.randint(3, (num,), generator=generator)
+
+
+def landscape_of(group: dist.ProcessGroup | None = None) -> dict[str, np.ndarray]:
+    """20 points with eigenvalues, which ranks share."""
+    model = noise_training.model_of().eval()
+    data = DataLoss(model, F.cross_entropy, [samples(13)])
+    x, y = np.linspace(-1, 1, 5), np.linspace(0, 1, 4)
+    return landscape(data, random_plane(model), x=x, y=y, curvature=True, group=group, vectorize=False).values
+
+
+def of_two(group: dist.ProcessGroup | None = None, *, learners: int | None = None) -> list[float]:
+    """The eigenvalues of the mean loss of two batches: of two ranks, of two virtual learners, or of one process."""
+    model = noise_training.model_of()
+    model[3] = nn.Identity()
+    batches = [samples(16, seed) for seed in (0, 1)]
+    limits: dict[str, Any] = {"seed": 0, "tolerance": 1e-6}
+    if group is None and learners is None:
+        ends = Hessian(model, DataLoss(model, F.cross_entropy, batches), vectorize=False)
+        return ends.eigenvalues(2, 1, **limits).values.tolist()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    vectorize = None if learners is None else False
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=learners, group=group, vectorize=vectorize)
+
+    def loss() -> Tensor:
+        if group is not None:
+            inputs, labels = batches[dist.get_rank(group)]
+            return F.cross_entropy(handle.model(inputs), labels)
+        outputs = handle.model(torch.stack([inputs for inputs, _ in batches]))
+        return torch.stack([F.cross_entropy(outputs[j], batches[j][1]) for j in (0, 1)]).sum()
+
+    statistics = HessianStatistics(handle, loss, every=1, top=2, **limits)
+    loss().backward()
+    optimizer.step()
+    (record,) = statistics.records
+    return [*record.largest, record.smallest]
+
+
 def main() -> None:
     """As a script: one rank of three, over both transports."""
     from helpers.ranks import join
 
     path, _, _ = join()
     results: dict[Any, Any] = {"data": of_data(dist.group.WORLD)}
+    results["landscape"] = landscape_of(dist.group.WORLD)
+    pair = dist.new_group([0, 1])
+    results["two"] = of_two(pair) if dist.get_rank() < 2 else None
     for strategy in STRATEGIES:
         for transport in ("pg", "shm"):
             results[strategy, transport] = train(strategy, watched=True, group=dist.group.WORLD, transport=transport)

@@ -39,7 +39,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 # Of two learners, real or virtual: without dropout, whose masks differ from rank to rank.
 PLAIN: dict[str, Any] = {"strategy": "dpsgd", "learners": 2, "model_options": {"dropout": 0.0}}
-WATCHED: dict[str, Any] = {**PLAIN, "statistics_every": 2, "flatness_samples": 20}
+HESSIAN: dict[str, Any] = {"hessian_every": 3, "hessian_samples": 12, "hessian_top": 2}
+WATCHED: dict[str, Any] = {**PLAIN, **HESSIAN, "statistics_every": 2, "flatness_samples": 20}
 
 
 def images(*, augment: bool = True, validation: int = 0) -> Dataset:

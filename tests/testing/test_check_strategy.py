@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from ddpcore import DPSGD, SSGD, LocalSGD, NoisySSGD, PushSum, Ring, SlowMo, Strategy
+from ddpcore import DPSGD, SSGD, GASLoC, LocalSGD, NoisySSGD, NoLoCo, PushSum, Ring, SlowMo, Strategy
 from ddpcore.testing import Scenario, check_strategy
 from helpers import own_parts
 
@@ -21,8 +21,11 @@ def test_real_ranks(factory: Callable[[], Strategy]) -> None:
 
 @pytest.mark.parametrize(
     "factory",
-    [SSGD, partial(LocalSGD, 2), NoisySSGD, partial(SlowMo, period=3), partial(PushSum, Ring())],
-    ids=["ssgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum"],
+    [
+        *(SSGD, partial(LocalSGD, 2), NoisySSGD, partial(SlowMo, period=3), partial(PushSum, Ring())),
+        *(partial(NoLoCo, period=2), partial(GASLoC, period=2)),
+    ],
+    ids=["ssgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "noloco", "gasloc"],
 )
 def test_virtual_learners(factory: Callable[[], Strategy]) -> None:
     check_strategy(factory, num_learners=(1, 3), transports=())

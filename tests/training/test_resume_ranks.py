@@ -64,6 +64,15 @@ def test_statistics_beside_training(seen: list[dict[str, Any]], tmp_path: Path) 
         for ours, theirs in zip(through, virtual.statistics, strict=True):
             for name in ("full_loss", "effective_lr", "noise", "grad_squared"):
                 assert ours["dynamics"][name] == pytest.approx(theirs["dynamics"][name], rel=1e-3), name
+        through, resumed = (
+            [{**line, "seconds": 0} for line in one.hessian]
+            for one in (rank["watched"]["through"], rank["watched"]["resumed"])
+        )
+        assert through == resumed
+        assert [line["step"] for line in through] == [3, 6]
+        for ours, theirs in zip(through, virtual.hessian, strict=True):
+            for name in ("largest", "disagreement", "noise_shares", "noise"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-2), name
         flat = rank["watched"]["through"].final["flatness"]
         assert flat["relative_trace"] == pytest.approx(virtual.final["flatness"]["relative_trace"], rel=1e-3)
 

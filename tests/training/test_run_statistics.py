@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from ddpcore.data import Dataset
-from ddpcore.diagnostics import NoiseStatistics, flatness
+from ddpcore.diagnostics import Hessian, NoiseStatistics, flatness
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer
 from ddpcore.training.checkpoint import Checkpoints
+from ddpcore.training.statistics import random_samples
 from helpers import images as helper
 
 WATCHED = {"learners": 3, "statistics_every": 2}
@@ -72,6 +73,56 @@ def test_a_resumed_run_writes_the_same(strategy: str, at: int, tmp_path: Path, m
     resumed = train(helper.config(**fields), out=tmp_path / "resumed", resume=True, dataset=helper.images())
     assert [line["step"] for line in resumed.statistics] == [2, 4, 6]
     assert numbers(resumed) == numbers(through)
+
+
+@pytest.mark.parametrize("fields", [{}, {"learners": 3, "strategy": "ssgd"}, {"learners": 3, "strategy": "dpsgd"}])
+def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and noise statistics keep their bits, and a resumed run writes the same records."""
+    save = Checkpoints.save
+
+    def save_and_crash(self: Checkpoints, step: int, state: Any, **options: Any) -> None:
+        save(self, step, state, **options)
+        if step == 4 and (tmp_path / "through") in self.folder.parents:
+            shutil.copytree(tmp_path / "through", tmp_path / "resumed")
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_crash)
+    noise = {"statistics_every": 2} if fields else {}
+    fields = {"checkpoint_every": 1, **fields, **noise}
+    plain = run(tmp_path / "plain", **fields)
+    through = run(tmp_path / "through", **fields, **helper.HESSIAN)
+    torch.manual_seed(99)
+    config = helper.config(**fields, **helper.HESSIAN)
+    resumed = train(config, out=tmp_path / "resumed", resume=True, dataset=helper.images())
+    files = ["model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"]
+    contents = [[(tmp_path / out / file).read_bytes() for file in files] for out in ("plain", "through", "resumed")]
+    assert contents[0] == contents[1] == contents[2]
+    assert numbers(plain) == numbers(through)
+    records = [[{**line, "seconds": 0} for line in one.hessian] for one in (through, resumed)]
+    assert records[0] == records[1]
+    assert [line["step"] for line in records[0]] == [3, 6]
+    for line in records[0]:
+        assert line["problem"] is None and line["largest"][0] > line["largest"][1] > line["smallest"]
+        is_gossip = fields.get("strategy") == "dpsgd"
+        for name in ("disagreement", "noise_shares"):
+            assert (line[name] is not None and len(line[name]) == 2) == is_gossip, name
+    assert plain.hessian == []
+
+
+def test_the_hessian_is_that_of_the_training_set(tmp_path: Path) -> None:
+    """SSGD's learners are equal: one pass over all samples, without random layers, has the same largest eigenvalue."""
+    config = TrainConfig(
+        model="mlp", dataset="digits", batch_size=40, learners=4, steps=1, lr=0.5, strategy="ssgd", num_train=202,
+        hessian_every=1, hessian_top=1, device="cpu", label_smoothing=0.1, model_options={"hidden": [8]},
+    )  # fmt: skip
+    (line,) = train(config, out=tmp_path).hessian
+    place = LearnerPlacement.of(config, None)
+    trainer = build_trainer(place, build_dataset(place))
+    model = trainer.handle.evaluation_model()
+    inputs, labels = trainer.dataset.train.batch(random_samples(trainer.dataset, "", 202, 1, 0)[:200])
+    found = Hessian(model, lambda: torch.nn.functional.cross_entropy(model(inputs), labels, label_smoothing=0.1))
+    values = found.eigenvalues().values
+    assert line["largest"] == pytest.approx([values[0]], rel=1e-3)
+    assert line["smallest"] == pytest.approx(values[1], abs=1e-3 * values[0])
 
 
 def test_the_full_gradient_is_that_of_the_training_set(tmp_path: Path) -> None:
@@ -150,6 +201,9 @@ def test_an_error_of_flatness_does_not_lose_the_training(tmp_path: Path, monkeyp
         ({"statistics_every": 5}, "statistics_every is 5: it needs at least two learners"),
         ({"statistics_every": 5, "learners": 2, "strategy": "push_sum"}, "a strategy other than ddp and push_sum"),
         ({"statistics_every": -1}, "statistics_every is -1"),
+        ({"hessian_every": 5, "learners": 2, "strategy": "push_sum"}, "hessian_every is 5: push_sum does not show"),
+        ({"hessian_every": 5, "learners": 3, "on_failure": "shrink", "strategy": "dpsgd"}, "leave them out"),
+        ({"hessian_samples": 0}, "hessian_samples is 0"),
         ({"statistics_samples": 0}, "statistics_samples is 0"),
         ({"flatness_samples": -1}, "flatness_samples is -1"),
         ({"escape_loss": 0.5}, "escape_loss is 0.5: the statistics compute the full loss, set statistics_every"),
@@ -163,6 +217,11 @@ def test_refusals(fields: dict[str, Any], says: str) -> None:
 def test_too_many_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="statistics_samples is 51: take 3 to 50, the size of the training set"):
         run(tmp_path, **WATCHED, strategy="ssgd", statistics_samples=51)
+    with pytest.raises(ValueError, match="hessian_samples is 51: take 1 to 50, the size of the training set"):
+        run(tmp_path, hessian_every=1, hessian_samples=51)
+    with pytest.raises(ValueError, match="hessian_top is 100000000: it must be"):
+        run(tmp_path, hessian_every=1, hessian_top=100_000_000)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -39,7 +39,7 @@
     return {
       ...layout, xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis), paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 }, margin: { t: 16, r: 12, b: 44, l: 56 },
-      legend: { orientation: "h", x: 0, xref: "paper", y: 1.01, yanchor: "bottom" }, hovermode: layout.yaxis.type === "category" ? "closest" : "x unified",
+      legend: { orientation: "h", x: 0, xref: "paper", y: 1.01, yanchor: "bottom" }, hovermode: layout.hovermode || layout.yaxis.type === "category" ? "closest" : "x unified",
       hoverlabel: { bgcolor: style.getPropertyValue("--back").trim(), font: { color: text } },
     };
   };

@@ -1,0 +1,99 @@
+"""The command ``landscape``: contours of the loss around the final models of runs, their files and their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpcore.experiments.command_line import LandscapeOptions
+from ddpcore.options.extras import extra
+from ddpcore.report.landscapes import Surface, plot_surfaces, read_surface
+from ddpcore.report.plot_option import SUFFIXES
+from ddpcore.report.sources import LANDSCAPES
+from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World
+from ddpcore.storage.files import replace_file
+from ddpcore.storage.limits import shown
+from ddpcore.training import FinishedRun
+from ddpcore.training.landscapes import landscape_of
+
+
+def landscapes(options: LandscapeOptions) -> int:
+    """Compute what is missing, and draw. Returns 0.
+
+    Raises:
+        ValueError: a run cannot be loaded, the options do not fit, or a file holds another landscape.
+        launch.Stopped: Ctrl-C; the finished points are saved.
+    """
+    with extra("report"):
+        import matplotlib  # noqa: F401, PLC0415  before an hour of work, not after it
+    if launch.torchrun_world() is not None:
+        raise ValueError("landscape starts its processes itself: run it without torchrun, with --world-size")
+    backend = "virtual" if options.world_size == 1 else "gloo"
+    try:
+        launch.run(_compute, (options,), world_size=options.world_size, backend=backend)
+    except launch.RankFailed as error:
+        line = str(error).splitlines()[-1]
+        reason = line.removeprefix("ValueError: ")
+        again = "" if reason != line else ": finished points are saved, and the same command goes on"
+        raise ValueError(f"{reason}{again}") from None
+    surfaces = {}
+    for name, path in _files(options).items():
+        surfaces[name] = surface = read_surface(path)
+        replace_file(path.with_suffix(".csv"), surface.csv().encode())
+        print(f"{name}: {_about(surface)}: {shown(path)}")
+    folder = next(iter(_files(options).values())).parent
+    drawn = [(kind, "train_loss", kind) for kind in options.kinds]
+    drawn += [("ratio", "ratio", "heat")] if options.ratio else []
+    for word, metric, kind in drawn:
+        for suffix in SUFFIXES:
+            path = folder / f"{_stem(options)}-{word}{suffix}"
+            plot_surfaces(surfaces, path, kind=kind, metric=metric)
+        print(f"picture: {shown(path)}")
+    return 0
+
+
+def _compute(world: World, options: LandscapeOptions) -> None:
+    runs = {name: FinishedRun.load(path, data_dir=options.data_dir) for name, path in _names(options.runs).items()}
+    parts: Mapping[str, Mapping[str, FinishedRun]] = {name: {name: run} for name, run in runs.items()}
+    if options.plane == "solutions":
+        parts = {"solutions": runs}
+    group = dist.group.WORLD if world.world_size > 1 else None
+    for name, path in _files(options).items():
+        try:
+            landscape_of(parts[name], **options.settings(), out=path, group=group)
+        except KeyboardInterrupt:
+            raise launch.Stopped(f"stopped: {shown(path)} has what is finished, and the same command goes on") from None
+
+
+def _about(surface: Surface) -> str:
+    loss = surface.loss[surface.done]
+    return f"{surface.about}; loss {loss.min():.4g} to {loss.max():.4g}"
+
+
+def _names(paths: Sequence[Path]) -> dict[str, Path]:
+    """The runs by the names of their folders, or by their paths if two folders have one name."""
+    short = [path.resolve().name for path in paths]
+    names = [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
+    if len(set(names)) < len(names):
+        raise ValueError("a run is named twice: name each once")
+    return dict(zip(names, paths, strict=True))
+
+
+def _files(options: LandscapeOptions) -> dict[str, Path]:
+    """The HDF5 file of each landscape, by title."""
+    names, stem = _names(options.runs), _stem(options)
+    if options.plane == "solutions":
+        return {"solutions": (options.out or options.runs[0] / LANDSCAPES) / f"{stem}.h5"}
+    if options.out is None:
+        return {name: path / LANDSCAPES / f"{stem}.h5" for name, path in names.items()}
+    return {name: options.out / f"{name.replace('/', '-')}-{stem}.h5" for name in names}
+
+
+def _stem(options: LandscapeOptions) -> str:
+    words: list[Any] = [options.plane, *([options.seed] if options.plane == "random" else [])]
+    words += [options.split] if options.split != "train" else []
+    return "-".join(map(str, [*words, *(["ratio"] if options.ratio else [])]))

@@ -1,0 +1,111 @@
+"""Sections of the page about curvature: the Hessian along runs, and landscapes of their final models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
+from ddpcore.report.landscapes import Surface, levels_of
+from ddpcore.report.sources import Run
+
+MOST_POINTS = 64  # of a landscape in each direction
+RISE = 0.1  # of the loss, for the width of a level set
+_METRICS = {"train_loss": "Loss", "ratio": "|Smallest / largest eigenvalue|"}
+
+
+def curvature_sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
+    """The Hessian along the runs, and their landscapes: those of one plane and metric have one scale of colours."""
+    return [_hessian(runs, names), _landscapes(runs, names)]
+
+
+def _hessian(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    def chart(title: str, y_label: str, value: Callable[[dict[str, Any]], Number], note: str = "") -> Chart:
+        series = []
+        for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+            points = [(line["step"], value(line)) for line in run.hessian]
+            if any(found is not None for _, found in points):
+                x, y = zip(*points, strict=True)
+                series.append(Series(name=name, x=x, y=y, style="line+points", color=number))
+        return Chart(title=title, x_label="step", y_label=y_label, series=series, note=note)
+
+    alike = "The number that {} alike in all directions would have is 1 / P for each eigenvector, with P weights."
+    charts = [
+        chart("Largest eigenvalue of the Hessian", "largest eigenvalue", lambda line: _first(line.get("largest"))),
+        chart("Smallest eigenvalue of the Hessian", "smallest eigenvalue", lambda line: finite(line.get("smallest"))),
+        chart(
+            "Disagreement along the top eigenvectors", "share of the squared distance from the mean",
+            lambda line: _sum(line.get("disagreement")), alike.format("a disagreement"),
+        ),
+        chart(
+            "Gradient noise along the top eigenvectors", "share of the squared noise",
+            lambda line: _sum(line.get("noise_shares")), alike.format("a noise"),
+        ),
+    ]  # fmt: skip
+    return Section(title="Hessian along the run", charts=[one for one in charts if one.series])
+
+
+def _first(values: Any) -> Number:
+    return finite(values[0]) if isinstance(values, list) and values else None
+
+
+def _sum(values: Any) -> Number:
+    numbers = [finite(value) for value in values] if isinstance(values, list) and values else [None]
+    return None if None in numbers else sum(value for value in numbers if value is not None)
+
+
+def _landscapes(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    planes = sorted({stem for run in runs for stem in run.landscapes})
+    found: dict[str, dict[str, Surface]] = {
+        plane: {name: run.landscapes[plane] for run, name in zip(runs, names, strict=True) if plane in run.landscapes}
+        for plane in planes
+    }
+    charts = []
+    for plane, surfaces in found.items():
+        for metric, title in _METRICS.items():
+            values = {name: _values(surface, metric) for name, surface in surfaces.items()}
+            drawn = {name: own for name, own in values.items() if own is not None and np.isfinite(own).any()}
+            levels = levels_of(list(drawn.values())).tolist() if drawn else []
+            charts += [
+                _contour(f"{title}, {name}: {plane}", surfaces[name], own, levels) for name, own in drawn.items()
+            ]
+    lines = ["Pictures of one kind and one plane have the same scale of colours."] if len(charts) > 1 else []
+    return Section(title="Landscapes", lines=lines, tables=[_table(found)] if found else [], charts=charts)
+
+
+def _values(surface: Surface, metric: str) -> Any:
+    """The values ``[Y, X]``; None if the landscape has none."""
+    if metric == "ratio":
+        return surface.ratio() if {"min_eig", "max_eig"} <= set(surface.values) else None
+    return surface.values[metric]
+
+
+def _contour(title: str, surface: Surface, values: Any, levels: Sequence[float]) -> Chart:
+    rows, columns = (slice(None, None, -(-len(axis) // MOST_POINTS)) for axis in (surface.y, surface.x))
+    x, y, shown = surface.x[columns].tolist(), surface.y[rows].tolist(), values[rows, columns].tolist()
+    series = [
+        Series(name=f"{at:.4g}", x=x, y=[finite(value) for value in row]) for at, row in zip(y, shown, strict=True)
+    ]
+    if surface.marks:
+        marks = [*zip(*surface.marks.values(), strict=True)]
+        series.append(Series(name="models", x=marks[0], y=marks[1], text=list(surface.marks)))
+    note = f"{surface.about[:1].upper()}{surface.about[1:]}." if surface.about else ""
+    is_partial = not surface.done.all()
+    note += f" {int(surface.done.sum())} of {surface.done.size} points are computed." if is_partial else ""
+    note += f" Every {rows.step}th point is shown." if max(rows.step, columns.step) > 1 else ""
+    return Chart(title=title, kind="contour", x_label="x", y_label="y", series=series, rows=y, levels=levels,
+                 log_y=len(levels) > 2 and levels[0] > 0 and not np.allclose(np.diff(levels, 2), 0),
+                 note=note.strip())  # fmt: skip
+
+
+def _table(found: dict[str, dict[str, Surface]]) -> TableData:
+    headings = ["landscape", "points", "lowest loss", "highest loss", f"radius of the set at lowest + {RISE:g}"]
+    rows = []
+    for name, surface in [(f"{name}: {plane}", one) for plane, own in found.items() for name, one in own.items()]:
+        loss = surface.loss[np.isfinite(surface.loss)]
+        row = [name, f"{int(surface.done.sum())} of {surface.done.size}"]
+        numbers = [loss.min(), loss.max(), surface.level_radius(RISE)] if loss.size else []
+        rows.append([*row, *(f"{value:.4g}" for value in numbers), *["-"] * (3 - len(numbers))])
+    return TableData(title="", headings=headings, rows=rows)

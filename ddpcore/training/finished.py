@@ -1,0 +1,112 @@
+"""A finished run: its model and its data, from its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddpcore.data import Dataset
+from ddpcore.data.shards import permutation
+from ddpcore.diagnostics import DataLoss
+from ddpcore.options.typed import check_choice
+from ddpcore.storage.limits import plain, shown
+from ddpcore.training.build import LearnerPlacement, build_model, read_dataset
+from ddpcore.training.checkpoint import load_safetensors
+from ddpcore.training.config import TrainConfig
+from ddpcore.training.evaluation import BATCH_SIZE
+from ddpcore.training.record import RunRecord
+
+MODEL = "model.safetensors"
+_KEY = (0, 0, 0, 4)  # key of the permutation of the samples; no other random draw uses this key
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FinishedRun:
+    """What a run has left.
+
+    Attributes:
+        path: its folder.
+        config: as recorded.
+        model: the averaged model at the end, in evaluation mode.
+        dataset: its data, on the device of the model.
+    """
+
+    path: Path
+    config: TrainConfig
+    model: nn.Module
+    dataset: Dataset
+
+    @classmethod
+    def load(cls, path: str | Path, *, data_dir: str | Path | None = None) -> FinishedRun:
+        """Load the folder of a run.
+
+        Args:
+            path: the ``out`` of ``train``.
+            data_dir: the folder of the data set's files, if it is another one than in the config.
+
+        Raises:
+            ValueError: there is no run, it has no final model, its model is of another architecture, or the data are
+                other ones than it was trained on.
+        """
+        path = Path(path)
+        record = RunRecord.read(path)
+        config = TrainConfig.from_dict(record.header.get("config", {}))
+        if data_dir is not None:
+            config = replace(config, data_dir=str(data_dir))
+        if not (path / MODEL).is_file():
+            state = "it has not ended" if not record.final else "its model was not finite" if record.final.get(
+                "diverged") else "the file was removed"  # fmt: skip
+            raise ValueError(f"{shown(path)} has no {MODEL} ({state}): train it to the end, or take another run")
+        dataset = read_dataset(config, first=False)
+        if record.header.get("dataset_digest") not in (None, dataset.digest()):
+            raise ValueError(
+                f"{shown(path)} was trained on other samples than {config.dataset!r} has here: check data_dir"
+            )
+        device = LearnerPlacement.of(replace(config, learners=1, strategy="single"), None).device
+        model = build_model(config, dataset, device)
+        _load(model, path / MODEL)
+        return cls(path=path, config=config, model=model.eval(), dataset=dataset.to(device))
+
+    def data(self, split: str = "train", num_samples: int | None = None) -> DataLoss:
+        """The mean cross-entropy of the model over samples of a split, without augmentation and label smoothing.
+
+        Args:
+            split: ``train``, ``validation`` or ``test``.
+            num_samples: so many of them, chosen at random, the same for each run on these data; None: all.
+
+        Raises:
+            ValueError: the data have no such split, or not so many samples.
+        """
+        check_choice("split", split, tuple(self.dataset.splits()))
+        samples = replace(self.dataset.splits()[split], augmentation=None)
+        num = len(samples) if num_samples is None else num_samples
+        if not 1 <= num <= len(samples):
+            raise ValueError(f"samples is {num}: take 1 to {len(samples)}, the size of the split {split!r}")
+        order = torch.from_numpy(permutation(len(samples), *_KEY)[:num].copy())
+        return DataLoss(self.model, _cross_entropy, [samples.batch(part) for part in order.split(BATCH_SIZE)])
+
+
+def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.float(), labels)
+
+
+def _load(model: nn.Module, path: Path) -> None:
+    try:
+        tensors = load_safetensors().torch.load_file(path)
+    except Exception as error:  # damaged bytes can cause any error
+        raise ValueError(
+            f"{shown(path)} cannot be read ({plain(str(error).splitlines()[0])}): is it damaged?"
+        ) from error
+    own = model.state_dict()
+    for name in [*own, *tensors]:
+        here, there = (tuple(side[name].shape) if name in side else None for side in (own, tensors))
+        if here != there:
+            raise ValueError(
+                f"{shown(path)} is of another model: {plain(name)} is {there} there and {here} in the model of the "
+                "run's config"
+            )
+    model.load_state_dict(tensors)
