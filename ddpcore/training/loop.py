@@ -261,12 +261,15 @@ class Loop:
     def _save(self) -> bool:
         """Save a checkpoint, unless a number on any rank is not finite, so that good ones stay. Collective."""
         with self._paused():
-            while (is_saved := self._try_to_save()) is None:
-                pass  # a rank has died: now without it
-        return is_saved
+            while True:
+                members = self.checkpoints.members
+                is_saved = self._try_to_save()
+                if self.checkpoints.members == members:
+                    return is_saved
+                # a rank has died meanwhile, and the state depends on who is left: again without it
 
-    def _try_to_save(self) -> bool | None:
-        """The same; None if a rank died meanwhile, because the state depends on who is left."""
+    def _try_to_save(self) -> bool:
+        """Save, unless a number is not finite, or a rank dies before."""
         members, state = self.checkpoints.members, self.trainer.state_dict()
         if not self.config.save_nonfinite:
             is_bad = not is_finite(tensors_of(state))
@@ -276,12 +279,12 @@ class Loop:
                     self.writer.warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
                 return False
         if self.checkpoints.members != members:
-            return None
+            return False
         self._write_statistics()  # a run that resumes here does not compute these records again
         if self.writer is not None:
             self.writer.sync()
         best = self.progress.best
-        is_complete = self.checkpoints.save(
+        self.checkpoints.save(
             self.trainer.num_steps,
             {
                 **state,
@@ -291,7 +294,7 @@ class Loop:
             keep_last=self.config.keep_last,
             best=best["step"] if best is not None and self.config.keep_best else None,
         )
-        return True if is_complete else None
+        return True
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

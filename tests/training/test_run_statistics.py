@@ -60,10 +60,11 @@ def test_a_resumed_run_writes_the_same(strategy: str, at: int, tmp_path: Path, m
     """Resumed between two records, and at a record, from a copy of the folder right after the checkpoint."""
     save = Checkpoints.save
 
-    def save_and_crash(self: Checkpoints, step: int, state: Any, **options: Any) -> None:
-        save(self, step, state, **options)
+    def save_and_crash(self: Checkpoints, step: int, state: Any, **options: Any) -> bool:
+        is_complete = save(self, step, state, **options)
         if step == at:
             shutil.copytree(tmp_path / "through", tmp_path / "resumed")
+        return is_complete
 
     monkeypatch.setattr(Checkpoints, "save", save_and_crash)
     fields = {**WATCHED, "strategy": strategy, "checkpoint_every": 1}
@@ -80,10 +81,11 @@ def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeyp
     """Training and noise statistics keep their bits, and a resumed run writes the same records."""
     save = Checkpoints.save
 
-    def save_and_crash(self: Checkpoints, step: int, state: Any, **options: Any) -> None:
-        save(self, step, state, **options)
+    def save_and_crash(self: Checkpoints, step: int, state: Any, **options: Any) -> bool:
+        is_complete = save(self, step, state, **options)
         if step == 4 and (tmp_path / "through") in self.folder.parents:
             shutil.copytree(tmp_path / "through", tmp_path / "resumed")
+        return is_complete
 
     monkeypatch.setattr(Checkpoints, "save", save_and_crash)
     noise = {"statistics_every": 2} if fields else {}
