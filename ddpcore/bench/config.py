@@ -129,8 +129,9 @@ class BenchConfig(Options):
         Raises:
             ValueError: the options do not fit together.
         """
-        values = {name: getattr(self, name) for name in ("period", "order", "staleness", "compression")}
-        values["std"] = self.noise_std
+        values = {"period": self.period, "std": self.noise_std}
+        if strategy == DPSGD.name:  # other strategies may have options of these names
+            values |= {name: getattr(self, name) for name in ("order", "staleness", "compression")}
         known = STRATEGIES.options(strategy)
         is_baseline = strategy in BASELINES
         has_hosts = TOPOLOGIES.takes(self.topology, "local_size")

@@ -33,6 +33,7 @@ ROW = {
     "consensus_distance",
     "consensus_ms",
     "num_nonfinite",
+    "deaths",
     "ratio_to_ddp",
 }
 ENVIRONMENT = {
