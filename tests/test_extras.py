@@ -88,4 +88,4 @@ def test_every_package_that_the_code_names_is_in_that_extra() -> None:
                     assert package in packages, f"{path}: {package} is not in the extra {name}"
                     checked.add(package)
     # rich is left out: without it, progress is shown as lines.
-    assert checked == {"scipy", "safetensors", "pooch", "h5py", "tensorboard"}
+    assert checked == {"scipy", "safetensors", "pooch", "h5py", "tensorboard", "matplotlib"}

@@ -55,7 +55,7 @@ def test_another_study_of_the_same_file_name(main: Main, tiny: Path, tmp_path: P
 def test_two_processes(main: Main, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with locked(out):
-        refused(main("run", tiny, "--out", out), "another process is at work")
+        refused(main("run", tiny, "--out", out), "another process works in it")
         assert [path.name for path in out.iterdir()] == [".lock"]
     assert main("run", tiny, "--out", out, "--rows", "a")[0] == 0
 

@@ -85,7 +85,7 @@ def test_checkpoints_without_a_record_are_a_run(stopped: Path) -> None:
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path / "out"), pytest.raises(ValueError, match="another process is at work"):
+    with locked(tmp_path / "out"), pytest.raises(ValueError, match="another process works in it"):
         run(tmp_path / "out")
     assert run(tmp_path / "out").final["step"] == 6
 
