@@ -97,6 +97,8 @@ def test_ranks_that_wait_are_not_metered() -> None:
     assert not seen and len(waiting.block_seconds) == 1
     trainer = SimpleNamespace(step=lambda: torch.zeros(1), dataset=SimpleNamespace(train=SimpleNamespace()))
     trainer.dataset.train.labels = torch.zeros(1)
+    trainer.handle, trainer.num_steps = SimpleNamespace(comm=None, deals=[]), 0
+    trainer.batches = SimpleNamespace(num_learners=1, batch_size=8)
     working = contender.Contender("single", trainer)
     for timed in (False, True):
         contender.run_block(working, 3, timed, meter)
