@@ -85,10 +85,9 @@ class Int8(RoundingCodec):
     @override
     def encode(self, rows_LP: Tensor) -> Tensor:
         num_learners, numel = rows_LP.shape
-        blocks = pad(rows_LP.float(), (0, -numel % self.block)).view(num_learners, -1, self.block)
-        scales = blocks.abs().amax(dim=2).div_(127)
-        integers = (blocks / scales.where(scales > 0, 1.0).unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8)
-        parts = [integers.view(num_learners, -1)[:, :numel].contiguous().view(torch.uint8), scales.view(torch.uint8)]
+        rounded, scales = _scaled(rows_LP, self.block, 127)
+        integers = rounded.to(torch.int8).view(num_learners, -1)[:, :numel]
+        parts = [integers.contiguous().view(torch.uint8), scales.view(torch.uint8)]
         return torch.cat(parts, dim=1)
 
     @override
@@ -109,11 +108,8 @@ class Int4(RoundingCodec):
 
     @override
     def encode(self, rows_LP: Tensor) -> Tensor:
-        num_learners, numel = rows_LP.shape
-        blocks = pad(rows_LP.float(), (0, -numel % self.block)).view(num_learners, -1, self.block)
-        scales = blocks.abs().amax(dim=2).div_(7)
-        integers = (blocks / scales.where(scales > 0, 1.0).unsqueeze(2)).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
-        pairs = integers.view(num_learners, -1, 2)
+        rounded, scales = _scaled(rows_LP, self.block, 7)
+        pairs = rounded.add_(8).to(torch.uint8).view(len(rows_LP), -1, 2)
         return torch.cat([pairs[..., 0] * 16 + pairs[..., 1], scales.view(torch.uint8)], dim=1)
 
     @override
@@ -228,6 +224,13 @@ class SparseTopK(Codec):
         rows = like_LP.new_zeros(num_learners, num_chunks, self.chunk)
         rows.scatter_(2, places.view(kept.shape).long(), kept.to(rows.dtype))
         return rows.view(num_learners, -1)[:, :numel]
+
+
+def _scaled(rows_LP: Tensor, block: int, largest: int) -> tuple[Tensor, Tensor]:
+    """Blocks ``[L, B, block]`` of whole numbers from -largest to largest, and the scale of each block, ``[L, B]``."""
+    blocks = pad(rows_LP.float(), (0, -rows_LP.shape[1] % block)).view(len(rows_LP), -1, block)
+    scales = blocks.abs().amax(dim=2).div_(largest)
+    return (blocks / scales.where(scales > 0, 1.0).unsqueeze(2)).round_().clamp_(-largest, largest), scales
 
 
 def _floats(bytes_LX: Tensor) -> Tensor:
