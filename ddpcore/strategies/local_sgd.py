@@ -109,6 +109,8 @@ class LocalSGD(SSGD):
         check_range("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
         check_topology(self.name, topology)
+        if not isinstance(compression, Codec | None):
+            raise ValueError(f"local_sgd: compression is {compression!r}: pass an instance, such as Int4(), or None")
         if compression is not None and (outer is None or topology is not None):
             raise ValueError(
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
