@@ -27,6 +27,25 @@ Randn = Callable[..., Tensor]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # once, not in each process of pytest-xdist
+        config.pluginmanager.register(_FailuresAtOnce(config), "failures-at-once")
+
+
+class _FailuresAtOnce:
+    """Prints a failed test when it fails: a run that is cut off never comes to its list of failures."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and reporter is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = report.longreprtext if crash is None else crash.message
+            reporter.write_line(f"\nFAILED in {report.when} of {report.nodeid}: {why.strip()[:300]}")
+
+
 def _why_no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"

@@ -9,30 +9,48 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from ddpcore.training.checkpoint import Checkpoints
 
-SECONDS = 100.0  # for what takes two or three
+SECONDS = 300.0  # for what takes two or three; on a busy machine it takes a hundred
+
+
+def wait_until(started: subprocess.Popen[str], records: list[Path]) -> None:
+    """Until each record holds an epoch."""
+    deadline = time.monotonic() + SECONDS
+    while not all(path.exists() and '"epoch"' in path.read_text() for path in records):
+        if started.poll() is not None:
+            raise AssertionError(f"ended before its first epoch, with {started.returncode}: {started.communicate()[1]}")
+        assert time.monotonic() < deadline, "no epoch in time"
+        time.sleep(0.05)
+
+
+@contextmanager
+def study(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A study that has more steps than anyone waits for. None of its processes outlives the test."""
+    words = [sys.executable, "-m", "ddpcore.experiments", "run", *words, "--seeds", "1", "--set", "steps=1000000"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(words, env=env, text=True, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        yield started
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_save_before_they_end(number: signal.Signals, tiny: Path, tmp_path: Path) -> None:
     """Only the parent receives the signal, as from `kill`; it forwards the signal and waits."""
     out = tmp_path / "out"
-    words = [sys.executable, "-m", "ddpcore.experiments", "run", str(tiny), "--out", str(out), "--rows", "ssgd"]
-    words += ["--seeds", "1", "--world-size", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen([*words, "--set", "steps=1000000"], env=env, text=True, stderr=subprocess.PIPE)
     path = out / "runs" / "ssgd" / "seed-0"
-    deadline = time.monotonic() + SECONDS
-    while not (path / "record.jsonl").exists() or '"epoch"' not in (path / "record.jsonl").read_text():
-        assert started.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    started.send_signal(number)
-    _, error = started.communicate(timeout=SECONDS)
+    with study([str(tiny), "--out", str(out), "--rows", "ssgd", "--world-size", "2"]) as started:
+        wait_until(started, [path / "record.jsonl"])
+        started.send_signal(number)
+        _, error = started.communicate(timeout=SECONDS)
     assert started.returncode == 130, error
     assert "and saved: go on with --resume" in error.splitlines()[-1]
     (step,) = Checkpoints(folder=path / "checkpoints", config={}).steps()
@@ -45,19 +63,9 @@ def test_ranks_save_before_they_end(number: signal.Signals, tiny: Path, tmp_path
 def side_by_side(tiny: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Rows a and b, each with more steps than anyone waits for, both in training."""
     out = tmp_path / "out"
-    words = [sys.executable, "-m", "ddpcore.experiments", "run", str(tiny), "--out", str(out), "--rows", "a,b"]
-    words += ["--seeds", "1", "--jobs", "2", "--set", "steps=1000000"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen(words, env=env, text=True, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + SECONDS
-        records = [out / "runs" / row / "seed-0" / "record.jsonl" for row in "ab"]
-        while not all(path.exists() and '"epoch"' in path.read_text() for path in records):
-            assert started.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+    with study([str(tiny), "--out", str(out), "--rows", "a,b", "--jobs", "2"]) as started:
+        wait_until(started, [out / "runs" / row / "seed-0" / "record.jsonl" for row in "ab"])
         yield started, out
-    finally:
-        started.kill()
 
 
 def test_runs_side_by_side_are_all_saved(side_by_side: tuple[subprocess.Popen[str], Path]) -> None:

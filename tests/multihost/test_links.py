@@ -49,5 +49,6 @@ def test_a_cut_link_is_named_in_time(rank: int, found: list[dict[str, Any]]) -> 
         assert "\n" not in said[strategy]
         assert said[f"{strategy} seconds"] < 10 * link_faults.TIMEOUT
     if rank != 3:  # a neighbour of rank 1; rank 3 waits for these
-        assert f"failed on rank {rank}: a rank of [{1 if rank != 1 else 0}] {late}" in said["ring"]
+        waited_for = [0, 2] if rank == 1 else [1]  # rank 1 may wait for any of its two neighbours
+        assert any(f"failed on rank {rank}: a rank of [{other}] {late}" in said["ring"] for other in waited_for)
         assert late in said["ssgd"]

@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ TEN_MILLION = 10_000_003  # no multiple of a vector, a block or a tile
 STEPS = 2
 TOLERANCE = 8 * 2**-23 * 8  # eight units in the last place of weights below 8
 MORE_THAN_32_BITS = 2**31 + 4097
-LARGE_BYTES = 2 * 2 * MORE_THAN_32_BITS  # bf16 weights, and as much to spare
+CHUNK = 2**28
+LARGE_BYTES = 16 * CHUNK  # weights, gradients and two states of four chunks each
 
 
 def free_bytes() -> int:
@@ -31,21 +33,38 @@ def free_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def zeros_in_few_pages(numel: int) -> torch.Tensor:
-    """Zeros of fp32 whose chunks, but for the last two, are one chunk of memory: what writes zeros needs no more."""
-    chunk, num_bytes = 2**28, 4 * numel
-    total = -(-num_bytes // chunk) * chunk
-    place = ctypes.CDLL(None).mmap
+def zeros_in_few_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose chunks, but the first and the last two, are one chunk of memory: what writes zeros needs no more."""
+    num_bytes = dtype.itemsize * numel
+    total = -(-num_bytes // CHUNK) * CHUNK
+    place, free = ctypes.CDLL(None).mmap, ctypes.CDLL(None).munmap
+    free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     place.restype = ctypes.c_void_p
     place.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     both, unreserved, fixed = mmap.PROT_READ | mmap.PROT_WRITE, 0x4000, 0x10
     first = place(None, total, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved, -1, 0)
     file = os.memfd_create("zeros")
-    os.ftruncate(file, chunk)
-    for start in range(chunk, total - 2 * chunk, chunk):
-        assert place(first + start, chunk, both, mmap.MAP_SHARED | fixed, file, 0) == first + start
+    os.ftruncate(file, CHUNK)
+    for start in range(CHUNK, total - 2 * CHUNK, CHUNK):
+        assert place(first + start, CHUNK, both, mmap.MAP_SHARED | fixed, file, 0) == first + start
     os.close(file)
-    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(first), dtype=torch.float32)
+    memory = (ctypes.c_char * num_bytes).from_address(first)
+    weakref.finalize(memory, free, first, total)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def large_parameter() -> nn.Parameter:
+    """Weights (1, 0, ..., 0, 3) of bf16 whose gradient is zero except for its last element."""
+    if free_bytes() < LARGE_BYTES:
+        pytest.skip(f"{LARGE_BYTES / 1e9:.0f} GB of memory are not free")
+    param = nn.Parameter(zeros_in_few_pages(MORE_THAN_32_BITS, torch.bfloat16))
+    param.grad = zeros_in_few_pages(MORE_THAN_32_BITS, torch.bfloat16)
+    with torch.no_grad():
+        param[0], param[-1], param.grad[-1] = 1.0, 3.0, 4.0
+    return param
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="many chunks in one chunk of memory need Linux' mmap")
 
 
 @pytest.fixture
@@ -102,15 +121,10 @@ def test_ten_million_elements_of_lamb(two_threads):
     assert_close(param, exact)
 
 
+@on_linux
 @pytest.mark.parametrize("make", [FusedSGD, FusedLARS])
 def test_more_elements_than_32_bits_count(make, two_threads):
-    """The gradient is zero except for its last element, and uses one page of zeros in memory."""
-    if free_bytes() < LARGE_BYTES:
-        pytest.skip(f"{LARGE_BYTES / 1e9:.0f} GB of memory are not free")
-    param = nn.Parameter(torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16))
-    param.grad = torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16)
-    with torch.no_grad():
-        param[0], param[-1], param.grad[-1] = 1.0, 3.0, 4.0
+    param = large_parameter()
     if make is FusedSGD:
         moved = 3.0 - 0.5 * 4.0
         optimizer = FusedSGD([param], lr=0.5)
@@ -125,17 +139,11 @@ def test_more_elements_than_32_bits_count(make, two_threads):
         assert optimizer.trust_ratios()[0][-3:] == pytest.approx((ratio, math.sqrt(10.0), 4.0))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="two states in one chunk of memory need Linux' mmap")
+@on_linux
 def test_more_elements_than_32_bits_count_in_lamb(two_threads):
-    """Its states, fp32 for weights of bf16, would take 17 GB."""
-    if free_bytes() < LARGE_BYTES:
-        pytest.skip(f"{LARGE_BYTES / 1e9:.0f} GB of memory are not free")
-    param = nn.Parameter(torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16))
-    param.grad = torch.zeros(MORE_THAN_32_BITS, dtype=torch.bfloat16)
-    with torch.no_grad():
-        param[0], param[-1], param.grad[-1] = 1.0, 3.0, 4.0
+    param = large_parameter()
     optimizer = FusedLAMB([param], lr=0.5)
-    first, second = zeros_in_few_pages(MORE_THAN_32_BITS), zeros_in_few_pages(MORE_THAN_32_BITS)
+    first, second = (zeros_in_few_pages(MORE_THAN_32_BITS, torch.float32) for _ in range(2))
     optimizer.state[param] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
     optimizer.step()
     assert optimizer.state[param]["exp_avg"].data_ptr() == first.data_ptr()
