@@ -9,6 +9,7 @@ from ddpcore.report.claims import Outcome, judge
 
 NAMES = (
     "batch-size-cifar10",
+    "cifar10-landscape",
     "digits-large-rate",
     "edge-of-stability",
     "gpu-configs-cifar10",
