@@ -75,12 +75,14 @@ def _about(surface: Surface) -> str:
 
 
 def _names(paths: Sequence[Path]) -> dict[str, Path]:
-    """The runs by the names of their folders, or by their paths if two folders have one name."""
-    short = [path.resolve().name for path in paths]
-    names = [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
-    if len(set(names)) < len(names):
+    """The runs by as many last parts of their paths as tell them apart: ssgd/seed-0 and dpsgd/seed-0."""
+    parts = [path.resolve().parts for path in paths]
+    if len(set(parts)) < len(parts):
         raise ValueError("a run is named twice: name each once")
-    return dict(zip(names, paths, strict=True))
+    count = 1
+    while len({found[-count:] for found in parts}) < len(parts):
+        count += 1
+    return {"/".join(found[-count:]): path for found, path in zip(parts, paths, strict=True)}
 
 
 def _files(options: LandscapeOptions) -> dict[str, Path]:

@@ -9,6 +9,7 @@ from ddpcore.report.claims import Outcome, judge
 
 NAMES = (
     "batch-size-cifar10",
+    "cifar10-landscape",
     "digits-large-rate",
     "edge-of-stability",
     "gpu-configs-cifar10",
@@ -18,6 +19,7 @@ NAMES = (
     "lr-sweep-synthetic",
     "mnist-effective-lr",
     "mnist-flat-minimum",
+    "mnist-landscape",
     "saddle-escape",
     "single-vs-two",
     "ssgd-vs-dpsgd-cifar10",
@@ -45,6 +47,8 @@ PUBLISHED = [
     ("mnist-flat-minimum", "dpsgd", "error_pct", 2.3),
     ("mnist-flat-minimum", "ssgd", "error_pct", 2.6),
     ("mnist-flat-minimum", "noise-0.01", "error_pct", 3.9),
+    ("mnist-landscape", "dpsgd", "error_pct", 2.3),
+    ("mnist-landscape", "ssgd", "error_pct", 2.6),
     ("gpu-configs-cifar10", "simple-cnn-1x1-16", "seconds", 393.81),
     ("gpu-configs-cifar10", "simple-cnn-1x1-16", "precision", 0.39407),
     ("gpu-configs-cifar10", "simple-cnn-2x2-64", "f1", 0.0333),
@@ -77,6 +81,7 @@ NUM_PUBLISHED = {
     "lr-sweep-synthetic": 10,
     "mnist-effective-lr": 2,
     "mnist-flat-minimum": 3,
+    "mnist-landscape": 2,
     "ssgd-vs-dpsgd-cifar10": 132,  # tables 3 and 5, which share 20, and two of section 4.3
     "ssgd-vs-dpsgd-speech": 30,  # tables 4 and 6, which share 6
 }
