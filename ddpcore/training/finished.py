@@ -66,7 +66,7 @@ class FinishedRun:
             raise ValueError(
                 f"{shown(path)} was trained on other samples than {config.dataset!r} has here: check data_dir"
             )
-        device = LearnerPlacement.of(replace(config, learners=1, strategy="single"), None).device
+        device = LearnerPlacement.of(config, None).device
         model = build_model(config, dataset, device)
         _load(model, path / MODEL)
         return cls(path=path, config=config, model=model.eval(), dataset=dataset.to(device))

@@ -30,8 +30,9 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    for seed, name in enumerate(("a", "b", "c")):
-        train(TrainConfig(**CONFIG, seed=0, lr=0.5 + seed), out=folder / name)
+    gossip = {"strategy": "dpsgd", "strategy_options": {"order": "adapt_then_combine"}, "learners": 2}
+    for seed, (name, more) in enumerate({"a": {}, "b": gossip, "c": {}}.items()):
+        train(TrainConfig(**{**CONFIG, **more}, seed=0, lr=0.5 + seed), out=folder / name)
     return folder
 
 
@@ -60,6 +61,19 @@ def test_two_runs(runs: Path, main: Main) -> None:
     for suffix in ("svg", "png"):
         assert (runs / "a" / "landscape" / f"random-5-contour.{suffix}").is_file()
     assert not [*(runs / "b" / "landscape").glob("*.png")]
+
+
+def test_runs_of_a_study_are_told_apart_by_their_rows(runs: Path, main: Main) -> None:
+    """All their folders are named seed-N."""
+    for row in "ab":
+        (runs / row).rename(runs / "seed-0")
+        (runs / row).mkdir()
+        (runs / "seed-0").rename(runs / row / "seed-0")
+    words = ("--points", 2, "--samples", 20, "--out", runs / "planes")
+    code, out, error = main("landscape", runs / "a" / "seed-0", runs / "b" / "seed-0", *words)
+    assert (code, error) == (0, "")
+    assert "a/seed-0: two random" in out and "b/seed-0: two random" in out
+    assert str(runs / "a") not in out.replace(str(runs / "planes"), "")
 
 
 def test_it_goes_on_where_it_stopped(runs: Path, main: Main) -> None:
