@@ -70,6 +70,15 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread for all tests of a file, as ranks have: sums in several threads can have other bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
     """``torch.set_num_threads``, undone after the test."""

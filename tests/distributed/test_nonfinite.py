@@ -31,14 +31,8 @@ def real() -> list[dict[Any, helper.Outcome]]:
 
 
 @pytest.fixture(scope="module")
-def virtual() -> dict[helper.Case, helper.Outcome]:
-    """In one thread, as each rank: batch norm adds its sums by thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return {case: helper.train(case, learners=helper.NUM_RANKS, vectorize=False) for case in helper.CASES}
-    finally:
-        torch.set_num_threads(before)
+def virtual(one_thread: None) -> dict[helper.Case, helper.Outcome]:
+    return {case: helper.train(case, learners=helper.NUM_RANKS, vectorize=False) for case in helper.CASES}
 
 
 def averages(case: helper.Case) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from ddpcore.experiments import hosts
 
@@ -19,9 +16,5 @@ def permitted() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks have, so that matrix products have the same bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def as_ranks_have(one_thread: None) -> None:
+    """So that matrix products have the same bits."""
