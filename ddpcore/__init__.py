@@ -4,6 +4,7 @@ from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
+from ddpcore.strategies.adpsgd import ADPSGD
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.consensus import AdaptiveConsensus
@@ -30,6 +31,7 @@ from ddpcore.topology.rounds import Round
 __version__ = VERSION
 
 __all__ = [
+    "ADPSGD",
     "DDP",
     "DPSGD",
     "GASLoC",

@@ -42,7 +42,9 @@ COPIED = (
     "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms",
     "num_nonfinite", "deaths",
 )  # fmt: skip
-GOSSIP = ("dpsgd", "slowmo", "push_sum", "exact_diffusion", "gradient_tracking")  # the strategies with a topology
+GOSSIP = (  # the strategies with a topology
+    "dpsgd", "slowmo", "push_sum", "exact_diffusion", "gradient_tracking", "adpsgd",
+)  # fmt: skip
 
 
 def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:

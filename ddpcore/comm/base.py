@@ -150,6 +150,7 @@ class Communicator(ABC):
         num_learners: n.
         learners: the learners whose rows this process holds, ascending.
         bytes_sent: bytes that one learner has sent: its weights to each neighbour, and its part of each average.
+        transport: ``virtual``, ``shm``, ``ipc``, ``pg``, or ``link`` for an emulated network.
         description: the transport, as text for people.
         membership: which learners take part, if they may die or join; else None.
     """
@@ -157,6 +158,7 @@ class Communicator(ABC):
     num_learners: int
     learners: Sequence[int]
     membership: Membership | None = None
+    transport: str = "pg"
     bytes_sent: int = 0
     description: str
 

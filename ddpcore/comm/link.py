@@ -114,6 +114,8 @@ class LinkedCommunicator(Communicator):
         clock: the clock of this learner.
     """
 
+    transport = "link"
+
     def __init__(self, inner: Communicator, link: Link, cpu: Callable[[], float] = time.thread_time) -> None:
         self._inner, self.link = inner, link
         self.num_learners, self.learners = inner.num_learners, inner.learners

@@ -26,6 +26,8 @@ COLUMNS = 2**20  # averaged at a time; the sum of all columns would take the mem
 class VirtualCommunicator(Communicator):
     """Connects the rows of one ``[n, P]`` buffer. Nothing is sent; ``bytes_sent`` counts what gloo ranks would send."""
 
+    transport = "virtual"
+
     def __init__(self, num_learners: int) -> None:
         if num_learners < 1:
             raise ValueError(f"learners is {num_learners}: it must be at least 1")

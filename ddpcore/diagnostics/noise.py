@@ -17,6 +17,7 @@ from ddpcore.diagnostics.series import Series
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range, typed
+from ddpcore.strategies.adpsgd import ADPSGD
 from ddpcore.strategies.push_sum import PushSum
 
 MOST_DIRECTIONS = 256  # most learners whose inner products one kernel computes
@@ -177,6 +178,8 @@ def _hooked(
         return None
     if isinstance(handle.strategy, PushSum):
         raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
+    if isinstance(handle.strategy, ADPSGD):
+        raise ValueError("gradients of adpsgd belong to older weights than those that are compared: take dpsgd")
     if config.directions and handle.learner.comm.num_learners > MOST_DIRECTIONS:
         raise ValueError(f"directions compares {MOST_DIRECTIONS} learners at most: leave it out")
     if config.full_loss is not None:

@@ -17,6 +17,7 @@ from ddpcore.training.build import (
     LearnerPlacement,
     backend_here,
     build_dataset,
+    check_connection,
     check_parts,
     needs_ranks,
     shape_options,
@@ -162,6 +163,7 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
         try:
             check_parts(job.config, datasets.of(LearnerPlacement.of(job.config, None)))
             backend_of(job)
+            check_connection(job.config, job.ranks, job.hosts)
             if not job.ranks:
                 _check_one_process(job)
         except ValueError as error:

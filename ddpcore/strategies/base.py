@@ -33,6 +33,7 @@ class Strategy:
     in_use: bool = False  # whether a distribute() call owns the object
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
+    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "pg", "link")  # connections that it runs over
     can_quarantine: bool = False  # whether a learner can take the average of its neighbours, without its own weights
 
     def __repr__(self) -> str:
@@ -143,6 +144,24 @@ def check_topology(name: str, topology: object) -> None:
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
+
+
+def check_transport(strategy: Strategy, transport: str, num_learners: int) -> None:
+    """Check that the strategy runs over a connection.
+
+    Args:
+        strategy: the strategy.
+        transport: ``Communicator.transport`` of the connection.
+        num_learners: that it connects; one learner needs no connection.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if num_learners > 1 and transport not in strategy.transports:
+        raise ValueError(
+            f"{strategy.name} runs on the virtual learners of one process and not over transport={transport!r}: pass "
+            "learners= without a group, or take dpsgd"
+        )
 
 
 def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:

@@ -12,6 +12,7 @@ import torch
 from ddpcore.options.registry import Registry
 from ddpcore.options.suggest import suggest
 from ddpcore.options.typed import check_choice, check_keys
+from ddpcore.strategies.adpsgd import ADPSGD
 from ddpcore.strategies.anchor import MakeOptimizer
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.baselines import DDP, Single
@@ -102,6 +103,7 @@ STRATEGIES: Registry[Strategy | Baseline] = Registry(
         PushSum.name: PushSum,
         ExactDiffusion.name: ExactDiffusion,
         GradientTracking.name: GradientTracking,
+        ADPSGD.name: ADPSGD,
         Single.name: Single,
         DDP.name: DDP,
     },

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcore.comm import Choice, choose_backend
+from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import time_limit
 from ddpcore.comm.membership import Membership
@@ -22,7 +22,7 @@ from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.base import Baseline, Strategy, check_transport
 from ddpcore.strategies.baselines import DDP
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.statistics import check_samples
@@ -145,6 +145,27 @@ def shape_options(config: TrainConfig) -> dict[str, Any]:
 def needs_ranks(config: TrainConfig) -> bool:
     """Whether the strategy of the config cannot run on virtual learners."""
     return config.strategy == DDP.name
+
+
+def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) -> None:
+    """Check that the strategy runs on so many ranks, before any is started. 0 and 1 are one process.
+
+    Raises:
+        ValueError: it does not run over their connection.
+    """
+    strategy = config.make_strategy()
+    if not isinstance(strategy, Strategy):
+        return
+    if num_ranks <= 1:
+        name = "virtual"
+    elif config.link is not None:
+        name = "link"
+    elif config.learners > num_ranks:
+        name = "pg"
+    else:
+        device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
+        name = choose_transport(config.transport, world_size=num_ranks, device=device, num_hosts=num_hosts).name
+    check_transport(strategy, name, config.learners)
 
 
 def backend_here(config: TrainConfig, num_ranks: int) -> Choice:

@@ -15,6 +15,7 @@ from ddpcore.options.command_line import check, option, parse
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import TIMEOUT_SECONDS, World
 from ddpcore.storage.limits import plain, shown
+from ddpcore.training.build import check_connection
 from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.record import RunRecord
@@ -110,6 +111,7 @@ def _start(options: TrainOptions) -> None:
         backend = choose_backend("auto", world_size=world_size, device=kind, num_gpus=num_gpus).backend
         if backend == "virtual":
             raise ValueError(f"{world_size} ranks would share {num_gpus} GPU: leave --world-size out, or device=cpu")
+    check_connection(config, world_size, 1 if torchrun is None else -(-world_size // torchrun.local_world_size))
     launch.run(
         _run_rank,
         (config, options),

@@ -206,10 +206,10 @@ class TrainConfig:
             raise ValueError(f"milestones is {self.milestones}: set milestones if and only if schedule is 'step'")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=0) < 0:
             raise ValueError(f"milestones is {self.milestones}: they must be in ascending order, from 0")
-        if self.statistics_every and (self.learners == 1 or self.strategy in ("ddp", "push_sum")):
+        if self.statistics_every and (self.learners == 1 or self.strategy in ("ddp", "push_sum", "adpsgd")):
             raise ValueError(
                 f"statistics_every is {self.statistics_every}: it needs at least two learners, and a strategy "
-                "other than ddp and push_sum; set it to 0"
+                "other than ddp, push_sum and adpsgd; set it to 0"
             )
         if self.hessian_every and self.strategy in ("ddp", "push_sum"):
             raise ValueError(

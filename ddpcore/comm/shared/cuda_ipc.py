@@ -62,6 +62,8 @@ class CudaIpcCommunicator(SegmentCommunicator):
         ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
     """
 
+    transport = "ipc"
+
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float = TIMEOUT_SECONDS) -> None:
         super().__init__(group, CudaMemory(device), timeout, "CUDA IPC on one host")
 

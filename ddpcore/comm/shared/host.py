@@ -20,5 +20,7 @@ class SharedMemoryCommunicator(SegmentCommunicator):
         ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
     """
 
+    transport = "shm"
+
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
         super().__init__(group, HostMemory(), timeout, "shared memory of one host")

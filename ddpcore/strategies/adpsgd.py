@@ -1,0 +1,191 @@
+"""Asynchronous decentralized parallel SGD: a learner averages with one peer as it is now, and waits for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ddpcore.ops.dtypes import is_narrow
+from ddpcore.options.typed import check_range, typed
+from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.learner import Learner
+from ddpcore.topology.base import Topology
+from ddpcore.topology.regular import Complete
+
+SLOWEST = 1e-3  # of the fastest learner's speed
+
+
+class Event(NamedTuple):
+    """The end of a job: the learner averages with its peer, and then adds the step of its optimizer.
+
+    Attributes:
+        time: in jobs of the fastest learner.
+        learner: whose job has ended.
+        peer: with whom it averages; itself if the topology gives it no neighbour at this step.
+    """
+
+    time: Fraction
+    learner: int
+    peer: int
+
+
+class ADPSGD(Strategy):
+    r"""Asynchronous decentralized parallel SGD (AD-PSGD; Lian et al. 2018, arXiv:1710.06952), simulated.
+
+    Each learner does one job after the other. It begins a job with a copy v_i of its weights w_i, and computes the
+    gradient there. When the job ends, at once and whatever the others do:
+
+    ``w_i, w_j <- (w_i + w_j) / 2`` with one peer j;  ``w_i <- w_i - a g_i(v_i)``;  ``v_i <- w_i``.
+
+    During a job peers change w_i, so the gradient belongs to older weights: that is the price of not waiting. Averages
+    in pairs do not move the mean over learners, so the mean moves by the gradients alone. ``- a g_i(v_i)`` stands for
+    the change of v_i by the optimizer, whose state moves once a job. The equation is second-hand (the paper was not
+    read); in the paper the order is the same: average, then gradient.
+
+    It runs on the virtual learners of one process, as a simulation of time. A job of the fastest learner takes one step
+    of the training loop. A learner with speed 0.5 begins a job in every second step; the batches that it is given
+    between are not used, and its gradients of them are removed. All ends of jobs form a list of events
+    (:meth:`events`) by simulated time. Those of the same time are in random order. So a run can be repeated bit for
+    bit, and what it shows about accuracy does not depend on the machine. It says nothing about seconds.
+
+    The models hold v from a forward pass to the end of the step, and w between steps: change and save weights after a
+    step. Three more copies of the weights are kept.
+
+    Args:
+        topology: the possible peers; None is ``Complete()``, any learner. A learner takes one of its neighbours of the
+            step at random, so ``RandomPair`` gives it one.
+        speeds: of each learner, relative to the fastest: from 0.001 to 1, rounded to fractions with a denominator of at
+            most 1000. None: all are equally fast.
+        seed: of the random order and the peers.
+
+    Raises:
+        ValueError: an option has another type, or is out of its range.
+    """
+
+    name: ClassVar[str] = "adpsgd"
+    takes_closure: bool = False  # the gradient must be the one at v
+    transports: ClassVar[tuple[str, ...]] = ("virtual",)
+    topology: Topology
+
+    def __init__(
+        self, topology: Topology | None = None, *, speeds: Sequence[float] | None = None, seed: int = 0
+    ) -> None:
+        check_topology(self.name, topology)
+        self.topology = Complete() if topology is None else topology
+        self.speeds: tuple[float, ...] | None = typed("adpsgd: speeds", speeds, tuple[float, ...] | None)
+        self.seed = typed("adpsgd: seed", seed, int)
+        check_range("adpsgd: seed", self.seed, least=0)
+        for learner, speed in enumerate(self.speeds or ()):
+            check_range(f"adpsgd: speeds: that of learner {learner}", speed, least=SLOWEST, most=1)
+        if self.speeds is not None and max(self.speeds, default=0) != 1:
+            raise ValueError(f"adpsgd: speeds is {self.speeds}: the fastest learner must have 1, divide by its speed")
+        self._fractions = [Fraction(speed).limit_denominator(1000) for speed in self.speeds or ()]
+        self._read_LP: Tensor | None = None  # v
+        self._steps_LP: Tensor | None = None  # -a g(v) of the jobs that have not ended
+        self._live_LP: Tensor | None = None  # w, while the models hold v
+
+    def __repr__(self) -> str:
+        return f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed})"
+
+    @override
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        check_mixable(self.name, dtype)
+        if is_narrow(dtype):
+            raise ValueError(
+                "adpsgd: averages in pairs are too inexact in 16 bits: keep parameters in float32, use autocast"
+            )
+        if self.speeds is not None and len(self.speeds) != num_learners:
+            raise ValueError(f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners")
+        self.topology.validate(num_learners)
+
+    @override
+    def check_shrink(self) -> None:
+        raise ValueError("adpsgd: learners that die or join are not supported: take on_failure='raise', or dpsgd")
+
+    def events(self, step: int, num_learners: int) -> list[Event]:
+        """The events of a step in their order: all ends of jobs after time ``step`` and up to time ``step + 1``."""
+        bits = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(step, 0))).random_raw(2 * num_learners)
+        order, choices = bits.reshape(2, num_learners).tolist()
+        events = []
+        for learner in range(num_learners):
+            speed, job = self._speed(learner), self._num_ended(learner, step + 1)
+            if job == self._num_ended(learner, step):
+                continue
+            peers = self.topology.round(step, learner, num_learners).sources or (learner,)
+            events.append(Event(job / speed, learner, peers[choices[learner] % len(peers)]))
+        return sorted(events, key=lambda event: (event.time, order[event.learner]))
+
+    def begins(self, step: int, learner: int) -> bool:
+        """Whether the learner's gradient of a step is that of a new job."""
+        return step == 0 or self._num_ended(learner, step) > self._num_ended(learner, step - 1)
+
+    def _num_ended(self, learner: int, time: int) -> int:
+        """The number of jobs that have ended."""
+        return int(self._speed(learner) * time)
+
+    def _speed(self, learner: int) -> Fraction:
+        return self._fractions[learner] if self._fractions else Fraction(1)
+
+    @override
+    def before_forward(self, learner: Learner) -> None:
+        """Put v into the models."""
+        if self._live_LP is not None:
+            return
+        weights_LP = learner.flat.param_LP
+        if self._read_LP is None:
+            self._read_LP, self._steps_LP = weights_LP.clone(), torch.zeros_like(weights_LP)
+        self._live_LP = weights_LP.clone()
+        weights_LP.copy_(self._read_LP)
+        torch.autograd.graph.increment_version(learner.flat.parameters)
+
+    @override
+    def restore_weights(self, learner: Learner) -> None:
+        """Put w into the models, also after a step that failed."""
+        if self._live_LP is not None:
+            learner.flat.param_LP.copy_(self._live_LP)
+            self._live_LP = None
+            torch.autograd.graph.increment_version(learner.flat.parameters)
+
+    @override
+    def before_step(self, learner: Learner) -> None:
+        """Let the optimizer step v, of the learners that have begun a job."""
+        self.before_forward(learner)
+        for number, model in zip(learner.comm.learners, learner.models, strict=True):
+            if not self.begins(learner.step, number):
+                for parameter in model.parameters():
+                    parameter.grad = None  # so any optimizer leaves the parameter and its state alone
+
+    @override
+    def after_step(self, learner: Learner) -> None:
+        """Play the events."""
+        assert self._read_LP is not None
+        assert self._steps_LP is not None
+        weights_LP, comm = learner.flat.param_LP, learner.comm
+        learner.check_sent()
+        self._steps_LP += weights_LP - self._read_LP
+        self.restore_weights(learner)
+        for _, i, j in self.events(learner.step - 1, comm.num_learners):
+            if i != j:
+                weights_LP[i].add_(weights_LP[j]).mul_(0.5)
+                weights_LP[j].copy_(weights_LP[i])
+            weights_LP[i].add_(self._steps_LP[i])
+            self._steps_LP[i].zero_()
+            self._read_LP[i].copy_(weights_LP[i])
+            if i == 0 and i != j:
+                comm.bytes_sent += 2 * weights_LP[i].nbytes  # to the peer and back
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self._read_LP, "steps": self._steps_LP}
+
+    @override
+    def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        for name in ("read", "steps"):
+            setattr(self, f"_{name}_LP", None if state[name] is None else state[name].clone())
+        self._live_LP = None  # the loaded weights are w

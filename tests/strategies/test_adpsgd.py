@@ -1,0 +1,360 @@
+"""AD-PSGD on virtual learners, against a replay that follows a clock and knows no steps of a training loop.
+
+The loss of learner j in batch t is ``sum_i h_ji / 2 (w_i - b_tji)^2``.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import math
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore import ADPSGD, Complete, OnePeerExponential, RandomPair, Ring
+from ddpcore.bench.config import BenchConfig, resolve
+from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.optim import FusedAdamW, FusedSGD
+from ddpcore.testing import check_strategy
+from ddpcore.training import TrainConfig
+from ddpcore.training.build import check_connection
+from helpers.training import assert_near, mlp, weights_of_learners
+
+N, SIZE, STEPS = 4, 6, 12
+RATE, MOMENTUM = 0.2, 0.5
+GENERATOR = np.random.default_rng(0)
+CURVATURES = GENERATOR.uniform(0.5, 1.5, (N, SIZE))
+MINIMA = GENERATOR.normal(size=(STEPS, N, SIZE))
+SPEEDS = {"equal": (1, 1, 1, 1), "half": (1, 1, 1, 0.5), "odd": (0.3, 1, 0.7, 0.25)}
+SGD = lambda p: torch.optim.SGD(p, lr=RATE, momentum=MOMENTUM)  # noqa: E731
+
+
+class Quadratic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, problem: Tensor) -> Tensor:
+        """The loss of one learner; ``problem [2, SIZE]`` has its curvatures and minima."""
+        return (problem[0] / 2 * (self.weight - problem[1]).square()).sum()
+
+
+class Run:
+    """N virtual learners."""
+
+    def __init__(self, strategy: Any, make_optimizer: Any = SGD, learners: int = N) -> None:
+        self.model, self.num_steps = Quadratic(), 0
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.handle = ddpcore.distribute(self.model, self.optimizer, strategy, learners=learners, vectorize=False)
+
+    def step(self, num_steps: int = 1) -> Tensor:
+        """The weights ``[N, SIZE]`` after so many steps."""
+        for _ in range(num_steps):
+            self.optimizer.zero_grad()
+            self.loss().backward()
+            self.optimizer.step()
+            self.num_steps += 1
+        return self.weights()
+
+    def loss(self) -> Tensor:
+        minima = MINIMA[self.num_steps % STEPS]
+        return self.handle.model(torch.from_numpy(np.stack([CURVATURES, minima], 1)).float()).sum()
+
+    def weights(self) -> Tensor:
+        return weights_of_learners(self.handle).double()
+
+    def start_apart(self) -> Tensor:
+        with torch.no_grad():
+            for seed, model in enumerate(self.handle.models):
+                model.weight.copy_(torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)))
+        return self.weights()
+
+
+def replayed_events(strategy: ADPSGD, speeds: Any, num_steps: int) -> list[tuple[Fraction, int, int]]:
+    """(time, learner, peer) of all jobs that end by then: a clock runs from one end to the next."""
+    exact = [Fraction(speed).limit_denominator(1000) for speed in speeds]
+    draws = [
+        np.random.Philox(np.random.SeedSequence(strategy.seed, spawn_key=(step, 0))).random_raw(2 * N)
+        for step in range(num_steps)
+    ]
+    queue: list[tuple[Fraction, int, int]] = []
+
+    def begin(learner: int, now: Fraction) -> None:
+        end = now + 1 / exact[learner]
+        if end <= num_steps:
+            heapq.heappush(queue, (end, int(draws[math.ceil(end) - 1][learner]), learner))
+
+    for learner in range(N):
+        begin(learner, Fraction(0))
+    events = []
+    while queue:
+        now, _, learner = heapq.heappop(queue)
+        step = math.ceil(now) - 1
+        row = strategy.topology.matrix(step, N)[learner]
+        peers = [peer for peer in range(N) if row[peer] and peer != learner] or [learner]
+        events.append((now, learner, peers[int(draws[step][N + learner]) % len(peers)]))
+        begin(learner, now)
+    return events
+
+
+@pytest.mark.parametrize("topology", [Complete(), Ring(), RandomPair(3), OnePeerExponential()], ids=repr)
+@pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
+def test_events_follow_a_clock(speeds: Any, topology: Any) -> None:
+    strategy = ADPSGD(topology, speeds=speeds, seed=5)
+    events = [tuple(event) for step in range(40) for event in strategy.events(step, N)]
+    assert events == replayed_events(strategy, speeds, 40)
+    assert len(events) == sum(int(40 * Fraction(speed).limit_denominator(1000)) for speed in speeds)
+
+
+def test_events_of_one_time_are_in_random_order() -> None:
+    orders = {tuple(event.learner for event in ADPSGD(seed=1).events(step, N)) for step in range(200)}
+    assert len(orders) == 24
+    peers = {(event.learner, event.peer) for step in range(200) for event in ADPSGD(seed=1).events(step, N)}
+    assert peers == {(i, j) for i in range(N) for j in range(N) if i != j}
+    assert ADPSGD(seed=1).events(0, N) == ADPSGD(seed=1).events(0, N)
+    assert [ADPSGD(seed=1).events(s, N) for s in range(9)] != [ADPSGD(seed=2).events(s, N) for s in range(9)]
+
+
+def test_a_partner_of_a_random_pair_is_the_peer() -> None:
+    for step in range(20):
+        for _, learner, peer in ADPSGD(RandomPair(seed=2), seed=1).events(step, 5):
+            assert (peer,) == (RandomPair(seed=2).round(step, learner, 5).sources or (learner,))
+
+
+@pytest.mark.parametrize("topology", [Complete(), Ring(), RandomPair(3)], ids=repr)
+@pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
+def test_weights_against_a_replay(speeds: Any, topology: Any) -> None:
+    """The gradient is that of the weights at the job's start, and momentum moves once a job."""
+    strategy = ADPSGD(topology, speeds=speeds, seed=3)
+    run, events = Run(strategy), replayed_events(strategy, speeds, STEPS)
+    weights, momentum, updates = np.zeros((3, N, SIZE))
+
+    def begin(learner: int, now: Fraction) -> None:
+        batch = math.ceil(now)  # the next one that the loop hands out
+        if batch < STEPS:
+            gradient = CURVATURES[learner] * (weights[learner] - MINIMA[batch, learner])
+            momentum[learner] = MOMENTUM * momentum[learner] + gradient
+            updates[learner] = -RATE * momentum[learner]
+
+    for learner in range(N):
+        begin(learner, Fraction(0))
+    for step in range(STEPS):
+        while events and events[0][0] <= step + 1:
+            now, i, j = events.pop(0)
+            weights[i] = weights[j] = (weights[i] + weights[j]) / 2
+            weights[i] = weights[i] + updates[i]
+            begin(i, now)
+        torch.testing.assert_close(run.step(), torch.from_numpy(weights), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("speeds", SPEEDS.values(), ids=SPEEDS)
+def test_averages_do_not_move_the_mean(speeds: Any) -> None:
+    """At rate 0: only by rounding, at most half a unit of the last place in each average. Learners agree."""
+    run = Run(ADPSGD(speeds=speeds), lambda p: torch.optim.SGD(p, lr=0.0))
+    start = run.start_apart()
+    end = run.step(60)
+    error = 60 * N * torch.finfo(torch.float32).eps * start.abs().max()
+    assert (end.mean(0) - start.mean(0)).abs().max() <= error
+    assert (start - start.mean(0)).abs().max() > 1
+    assert (end - end.mean(0)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("topology", [Complete(), Ring(), RandomPair(3)], ids=repr)
+def test_the_mean_moves_by_the_gradients_alone(topology: Any) -> None:
+    """By those of the jobs that have ended, as the models' gradients show them."""
+    speeds = SPEEDS["odd"]
+    strategy = ADPSGD(topology, speeds=speeds, seed=1)
+    run = Run(strategy, lambda p: torch.optim.SGD(p, lr=RATE))
+    start = run.start_apart()
+    total, begun = torch.zeros(SIZE).double(), torch.zeros(N, SIZE).double()
+    largest = start.abs().max()
+    for step in range(40):
+        begins = [strategy.begins(step, learner) for learner in range(N)]
+        largest = max(largest, run.step().abs().max())
+        for learner, model in enumerate(run.handle.models):
+            assert (model.weight.grad is not None) == begins[learner]
+            if begins[learner]:
+                begun[learner] = -RATE * model.weight.grad.double()
+        for event in strategy.events(step, N):
+            total += begun[event.learner]
+    moved = run.weights().mean(0) - start.mean(0)
+    error = 3 * 40 * N * torch.finfo(torch.float32).eps * largest  # an average, a step, and that step's own rounding
+    assert (moved - total / N).abs().max() <= error
+    assert moved.abs().max() > 1000 * error
+
+
+@pytest.mark.parametrize("at", [1, 4, 5])
+@pytest.mark.parametrize("speeds", [None, SPEEDS["odd"]], ids=["equal", "odd"])
+def test_a_resumed_run_has_the_same_bits(speeds: Any, at: int) -> None:
+    make = partial(ADPSGD, speeds=speeds, seed=2)
+    run, resumed, whole = Run(make()), Run(make()), Run(make())
+    run.step(at)
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.handle.state_dict()))
+    for part, state in zip((resumed.model, resumed.optimizer, resumed.handle), saved, strict=True):
+        part.load_state_dict(state)
+    resumed.num_steps = at
+    assert torch.equal(resumed.step(6), whole.step(at + 6))
+
+
+@pytest.mark.parametrize("factory", [ADPSGD, partial(ADPSGD, Ring(), seed=3)], ids=["complete", "ring"])
+def test_virtual_learners(factory: Any) -> None:
+    check_strategy(factory, num_learners=(1, 2, 3), transports=())
+
+
+def test_virtual_learners_of_different_speeds() -> None:
+    check_strategy(partial(ADPSGD, speeds=(0.4, 1, 0.5)), num_learners=(3,), transports=())
+
+
+def test_reading_the_weights_changes_nothing() -> None:
+    """Also between a backward pass and the step. What is read are w, not v."""
+    run, plain = (Run(ADPSGD(speeds=SPEEDS["half"])) for _ in range(2))
+    for _ in range(6):
+        mean = run.weights().mean(0)
+        run.optimizer.zero_grad()
+        run.loss().backward()
+        assert run.num_steps == 0 or (run.weights().mean(0) - mean).abs().max() > 1e-3
+        torch.testing.assert_close(run.handle.evaluation_model().weight.double(), mean, rtol=0, atol=1e-6)
+        run.handle.consensus_distance()
+        run.optimizer.step()
+        run.num_steps += 1
+        run.handle.evaluation_model()
+        assert torch.equal(run.weights(), plain.step())
+
+
+@pytest.mark.parametrize("kinds", [(FusedAdamW, torch.optim.AdamW), (FusedSGD, torch.optim.SGD)], ids=["adamw", "sgd"])
+def test_fused_optimizers_equal_those_of_torch(kinds: Any) -> None:
+    """Those of slow learners, too, whose states count their own jobs."""
+    options = {"lr": 0.05, "weight_decay": 0.1} | ({"momentum": 0.9} if kinds[0] is FusedSGD else {})
+    runs = [Run(ADPSGD(speeds=SPEEDS["odd"]), partial(kind, **options)) for kind in kinds]
+    assert_near(runs[0].step(20), runs[1].step(20), ulps=64)
+    if kinds[1] is torch.optim.AdamW:
+        for run in runs:
+            counts = [int(run.optimizer.state[model.weight]["step"]) for model in run.handle.models]
+            assert counts == [1 + int(19 * Fraction(speed).limit_denominator(10)) for speed in (0.3, 1, 0.7)] + [5]
+
+
+def test_a_gradient_that_is_not_finite_is_left_out() -> None:
+    model = Quadratic()
+    optimizer = SGD(model.parameters())
+    handle = ddpcore.distribute(model, optimizer, ADPSGD(), learners=2, vectorize=False, on_nonfinite="skip")
+    problems = torch.ones(2, 2, SIZE)
+    problems[1] = torch.nan
+    handle.model(problems).sum().backward()
+    optimizer.step()
+    assert [event.learner for event in handle.nonfinite] == [1]
+    assert weights_of_learners(handle).isfinite().all()
+    torch.testing.assert_close(weights_of_learners(handle).sum(0), torch.full((SIZE,), RATE))
+
+
+def test_a_step_that_overflows_reaches_nobody() -> None:
+    run = Run(ADPSGD(), lambda p: torch.optim.SGD(p, lr=1e38))
+    run.start_apart()
+    with pytest.raises(ddpcore.NonFiniteError, match=r"learner \d: the weights of weight are not finite"):
+        run.step(4)
+
+
+def test_vmap_takes_the_weights_at_the_start_of_the_job() -> None:
+    ends = []
+    for vectorize in (True, False):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, ADPSGD(), learners=3, vectorize=vectorize)
+        for step in range(5):
+            inputs = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            handle.model(inputs).square().sum().backward()
+            optimizer.step()
+        ends.append(weights_of_learners(handle))
+    assert_near(*ends, ulps=16)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ADPSGD("ring"), "adpsgd: topology is 'ring': pass an instance"),
+        (lambda: ADPSGD(seed=-1), "adpsgd: seed is -1"),
+        (lambda: ADPSGD(seed=0.5), "adpsgd: seed is 0.5: it must be a whole number"),
+        (lambda: ADPSGD(speeds=0.5), "adpsgd: speeds is 0.5: it must be a list of numbers"),
+        (lambda: ADPSGD(speeds=(1, 1, 1, 0)), "adpsgd: speeds: that of learner 3 is 0.0: it must be at least 0.001"),
+        (lambda: ADPSGD(speeds=(1, 2, 1, 1)), "adpsgd: speeds: that of learner 1 is 2.0"),
+        (lambda: ADPSGD(speeds=(1, math.nan, 1, 1)), "adpsgd: speeds is nan: it must be a finite number"),
+        (lambda: ADPSGD(speeds=(0.5, 0.5, 0.5, 0.5)), "the fastest learner must have 1"),
+        (lambda: ADPSGD(speeds=()), "the fastest learner must have 1"),
+        (lambda: ADPSGD(speeds=(1, 1)), "adpsgd: speeds has 2 numbers and there are 4 learners"),
+    ],
+)
+def test_refusals(make: Any, says: str) -> None:
+    model = Quadratic()
+    optimizer = SGD(model.parameters())
+    with pytest.raises(ValueError, match=says) as caught:
+        ddpcore.distribute(model, optimizer, make(), learners=N, vectorize=False)
+    assert "\n" not in str(caught.value)
+    model(torch.ones(2, SIZE)).backward()  # nothing was changed
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("dtype", "says"), [(torch.bfloat16, "16 bits"), (torch.float64, "model.float")])
+def test_dtypes_that_are_refused(dtype: torch.dtype, says: str) -> None:
+    model = Quadratic().to(dtype)
+    with pytest.raises(ValueError, match=says):
+        ddpcore.distribute(model, SGD(model.parameters()), ADPSGD(), learners=N)
+
+
+def test_what_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="take on_failure='raise', or dpsgd"):
+        ADPSGD().check_shrink()
+    run = Run(ADPSGD())
+    with pytest.raises(ValueError, match="gradients of adpsgd belong to older weights"):
+        NoiseStatistics(run.handle, run.optimizer, every=5, batch_size=4)
+    with pytest.raises(RuntimeError, match="adpsgd takes no closure"):
+        run.optimizer.step(lambda: run.loss())
+    with pytest.raises(ValueError, match="averages no weights of neighbours alone: take 'skip'"):
+        ddpcore.distribute(*_parts(), ADPSGD(), learners=N, on_nonfinite="quarantine")
+
+
+def test_ranks_of_several_learners_are_refused(tmp_path: Path) -> None:
+    """Before the model is changed."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model, optimizer = _parts()
+        with pytest.raises(ValueError, match=r"adpsgd .* not over transport='pg'"):
+            ddpcore.distribute(model, optimizer, ADPSGD(), learners=2, group=dist.group.WORLD)
+        ddpcore.distribute(model, optimizer, ADPSGD(), learners=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_commands_refuse_ranks_before_they_start_any() -> None:
+    config = BenchConfig(strategies=("adpsgd",), device="cpu")
+    with pytest.raises(ValueError, match=r"adpsgd .* not over transport='shm'"):
+        resolve(config, world_size=4, num_gpus=0)
+    virtual = BenchConfig(strategies=("adpsgd",), device="cpu", backend="virtual")
+    assert resolve(virtual, world_size=4, num_gpus=0).strategies == ("adpsgd",)
+    run = {"strategy": "adpsgd", "steps": 1, "learners": 4, "batch_size": 4, "device": "cpu"}
+    check_connection(TrainConfig(**run), 1)
+    with pytest.raises(ValueError, match=r"adpsgd .* not over transport='pg'"):
+        check_connection(TrainConfig(**run), 2)
+    with pytest.raises(ValueError, match=r"adpsgd .* not over transport='link'"):
+        check_connection(TrainConfig(**run, link="1Gb/s,1us"), 4)
+    with pytest.raises(ValueError, match="other than ddp, push_sum and adpsgd"):
+        TrainConfig(**run, statistics_every=5)
+
+
+def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Quadratic()
+    return model, SGD(model.parameters())
+
+
+def test_by_name() -> None:
+    made = ddpcore.STRATEGIES.build("adpsgd", topology=Ring(), speeds=[1, 0.5], seed=4)
+    assert repr(made) == repr(ADPSGD(Ring(), speeds=(1, 0.5), seed=4))
+    assert TrainConfig(strategy="adpsgd", steps=1, seed=7, learners=2).make_strategy().seed == 7
