@@ -86,7 +86,7 @@ def test_spaces_between_strategies() -> None:
         ({"dataset": "cifar"}, "--dataset: unknown data set 'cifar': did you mean 'cifar10'"),
         ({"device": "tpu"}, "--device is 'tpu': did you mean 'cpu'"),
         ({"backend": "mpi"}, "--backend is 'mpi': choose from"),
-        ({"strategies": ("adpsgd",)}, "--strategies: unknown strategy 'adpsgd': did you mean 'dpsgd'"),
+        ({"strategies": ("dpsdg",)}, "--strategies: unknown strategy 'dpsdg': did you mean 'dpsgd'"),
         ({"strategies": ("ssgd", "ssgd")}, "names one twice"),
         ({"strategies": ()}, "--strategies is empty"),
         ({"json": Path("/nowhere/at/all/out.json")}, "/nowhere/at/all does not exist"),

@@ -8,6 +8,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore import (
+    ADPSGD,
     DDP,
     DPSGD,
     SSGD,
@@ -38,10 +39,11 @@ def test_ddp_needs_real_ranks() -> None:
 
 
 def test_by_name() -> None:
-    names = "ssgd dpsgd local_sgd noloco gasloc noisy_ssgd slowmo push_sum exact_diffusion gradient_tracking single ddp"
+    names = "ssgd dpsgd local_sgd noloco gasloc noisy_ssgd slowmo push_sum exact_diffusion gradient_tracking"
+    names += " adpsgd single ddp"
     assert STRATEGIES.names() == tuple(names.split())
     kinds = (SSGD, DPSGD, LocalSGD, NoLoCo, GASLoC, NoisySSGD, SlowMo, PushSum, ExactDiffusion, GradientTracking)
-    kinds += (Single, DDP)
+    kinds += (ADPSGD, Single, DDP)
     for name, kind in zip(STRATEGIES.names(), kinds, strict=True):
         strategy = STRATEGIES.build(name, topology=Ring())
         assert type(strategy) is kind
