@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.errors import check_has_average
+from ddpcore.comm.live import LiveWeights, LocalLiveWeights
 from ddpcore.comm.membership import Membership
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage
 from ddpcore.topology.base import Topology
@@ -182,6 +183,16 @@ class Communicator(ABC):
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros, in memory that the connection averages without a copy."""
         return torch.zeros(shape, dtype=dtype, device=device)
+
+    def live(self, weights_LP: Tensor) -> LiveWeights:
+        """Weights that learners average in pairs without waiting; they begin as these. Collective.
+
+        Raises:
+            ValueError: the connection cannot do that.
+        """
+        if len(self.learners) < self.num_learners:
+            raise ValueError(f"{self.description}: no learner reads the weights of another without waiting")
+        return LocalLiveWeights(weights_LP)
 
     @abstractmethod
     def broadcast_(self, rows: Tensor) -> None:

@@ -42,6 +42,26 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
 
 
 @torch.no_grad()
+def meet_(own: Tensor, peer: Tensor | None, step: Tensor, out: Tensor) -> None:
+    """Overwrite two rows ``[P]`` with their mean, add ``step`` to the own one, and copy that to ``out``.
+
+    Args:
+        own: this learner's row.
+        peer: that of another; None: no mean.
+        step: ``[P]``.
+        out: ``[P]``.
+    """
+    for begin in range(0, len(own), _chunk(own)):
+        mine, added, copied = (row[begin : begin + _chunk(own)] for row in (own, step, out))
+        if peer is not None:
+            theirs = peer[begin : begin + _chunk(own)]
+            ops.mix_(mine, [theirs], 0.5, [0.5])
+            theirs.copy_(mine)
+        mine.add_(added)
+        copied.copy_(mine)
+
+
+@torch.no_grad()
 def average_share_(columns: Sequence[Tensor], rank: int) -> None:
     """Overwrite share ``rank`` of n rows of one shape with the mean of the rows, added in ascending order."""
     num_rows, numel = len(columns), len(columns[0])

@@ -25,7 +25,7 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
             values average them.
     """
     flat, model = learner.flat, learner.models[0]
-    views = flat.views_of(learner.average_of(flat.param_LP)[:1])
+    views = flat.views_of(learner.average_of(learner.weights())[:1])
     averages = dict(zip(map(id, flat.parameters), views, strict=False))  # a parametrization may change names
     result = copy_of(model)
     for parameter, copied in zip(model.parameters(), result.parameters(), strict=True):

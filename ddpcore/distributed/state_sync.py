@@ -69,6 +69,11 @@ class Policies:
 
     def check(self, strategy: Strategy, scaler: torch.amp.GradScaler | None) -> None:
         """Raise ValueError if a policy needs neighbours or a scaler that are missing."""
+        averages = (self.momentum, self.batch_norm, self.scaler)
+        if not strategy.waits and (self.moments or not {AVERAGE, GOSSIP}.isdisjoint(averages)):
+            raise ValueError(
+                f"policies that average wait for other learners and {strategy.name} does not: take keep or reset"
+            )
         if GOSSIP in (self.momentum, self.batch_norm):
             if strategy.topology is None:
                 raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")

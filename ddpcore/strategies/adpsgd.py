@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm.live import LiveWeights
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
@@ -36,7 +37,7 @@ class Event(NamedTuple):
 
 
 class ADPSGD(Strategy):
-    r"""Asynchronous decentralized parallel SGD (AD-PSGD; Lian et al. 2018, arXiv:1710.06952), simulated.
+    r"""Asynchronous decentralized parallel SGD (AD-PSGD; Lian et al. 2018, arXiv:1710.06952).
 
     Each learner does one job after the other. It begins a job with a copy v_i of its weights w_i, and computes the
     gradient there. When the job ends, at once and whatever the others do:
@@ -48,20 +49,24 @@ class ADPSGD(Strategy):
     the change of v_i by the optimizer, whose state moves once a job. The equation is second-hand (the paper was not
     read); in the paper the order is the same: average, then gradient.
 
-    It runs on the virtual learners of one process, as a simulation of time. A job of the fastest learner takes one step
-    of the training loop. A learner with speed 0.5 begins a job in every second step; the batches that it is given
-    between are not used, and its gradients of them are removed. All ends of jobs form a list of events
-    (:meth:`events`) by simulated time. Those of the same time are in random order. So a run can be repeated bit for
-    bit, and what it shows about accuracy does not depend on the machine. It says nothing about seconds.
+    On **ranks of one host** w lies in shared memory, where each rank averages its row with that of a peer
+    (``transport="shm"``). Only the two rows are locked meanwhile, and no rank waits for the step of another. Who comes
+    first is up to the machine: no run can be repeated, so there is no bitwise oracle of ranks.
 
-    The models hold v from a forward pass to the end of the step, and w between steps: change and save weights after a
-    step. Three more copies of the weights are kept.
+    On **virtual learners of one process** it is a simulation of time, which can be repeated bit for bit. A job of the
+    fastest learner takes one step of the training loop. A learner with speed 0.5 begins a job in every second step; the
+    batches that it is given between are not used, and its gradients of them are removed. All ends of jobs form a list
+    of events (:meth:`events`) by simulated time. Those of the same time are in random order. It shows what older
+    gradients cost in accuracy, and says nothing about seconds.
+
+    The models hold v. ``handle.evaluation_model()`` has the mean of w. A change of the models' weights by the program
+    is added to w at the end of the job. A learner keeps three more copies of the weights.
 
     Args:
         topology: the possible peers; None is ``Complete()``, any learner. A learner takes one of its neighbours of the
             step at random, so ``RandomPair`` gives it one.
-        speeds: of each learner, relative to the fastest: from 0.001 to 1, rounded to fractions with a denominator of at
-            most 1000. None: all are equally fast.
+        speeds: of each virtual learner, relative to the fastest: from 0.001 to 1, rounded to fractions with a
+            denominator of at most 1000. None: all are equally fast.
         seed: of the random order and the peers.
 
     Raises:
@@ -70,7 +75,8 @@ class ADPSGD(Strategy):
 
     name: ClassVar[str] = "adpsgd"
     takes_closure: bool = False  # the gradient must be the one at v
-    transports: ClassVar[tuple[str, ...]] = ("virtual",)
+    waits: bool = False
+    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm")
     topology: Topology
 
     def __init__(
@@ -86,9 +92,9 @@ class ADPSGD(Strategy):
         if self.speeds is not None and max(self.speeds, default=0) != 1:
             raise ValueError(f"adpsgd: speeds is {self.speeds}: the fastest learner must have 1, divide by its speed")
         self._fractions = [Fraction(speed).limit_denominator(1000) for speed in self.speeds or ()]
-        self._read_LP: Tensor | None = None  # v
+        self._live: LiveWeights | None = None  # w
+        self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
         self._steps_LP: Tensor | None = None  # -a g(v) of the jobs that have not ended
-        self._live_LP: Tensor | None = None  # w, while the models hold v
 
     def __repr__(self) -> str:
         return f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed})"
@@ -107,6 +113,15 @@ class ADPSGD(Strategy):
     @override
     def check_shrink(self) -> None:
         raise ValueError("adpsgd: learners that die or join are not supported: take on_failure='raise', or dpsgd")
+
+    @override
+    def check_transport(self, transport: str) -> None:
+        super().check_transport(transport)
+        if transport != "virtual" and self.speeds is not None:
+            raise ValueError(
+                f"adpsgd: speeds is for virtual learners, and ranks are as fast as they are (transport={transport!r}): "
+                "leave it out"
+            )
 
     def events(self, step: int, num_learners: int) -> list[Event]:
         """The events of a step in their order: all ends of jobs after time ``step`` and up to time ``step + 1``."""
@@ -134,23 +149,9 @@ class ADPSGD(Strategy):
 
     @override
     def before_forward(self, learner: Learner) -> None:
-        """Put v into the models."""
-        if self._live_LP is not None:
-            return
-        weights_LP = learner.flat.param_LP
-        if self._read_LP is None:
-            self._read_LP, self._steps_LP = weights_LP.clone(), torch.zeros_like(weights_LP)
-        self._live_LP = weights_LP.clone()
-        weights_LP.copy_(self._read_LP)
-        torch.autograd.graph.increment_version(learner.flat.parameters)
-
-    @override
-    def restore_weights(self, learner: Learner) -> None:
-        """Put w into the models, also after a step that failed."""
-        if self._live_LP is not None:
-            learner.flat.param_LP.copy_(self._live_LP)
-            self._live_LP = None
-            torch.autograd.graph.increment_version(learner.flat.parameters)
+        """Before the first step: begin with w = v, the weights of the models. Collective."""
+        if learner.live is None:
+            self._begin(learner)
 
     @override
     def before_step(self, learner: Learner) -> None:
@@ -163,29 +164,40 @@ class ADPSGD(Strategy):
 
     @override
     def after_step(self, learner: Learner) -> None:
-        """Play the events."""
+        """End jobs: let the events of the learners held here happen."""
+        live, models_LP, first = learner.live, learner.flat.param_LP, learner.comm.learners[0]
+        assert live is not None
         assert self._read_LP is not None
         assert self._steps_LP is not None
-        weights_LP, comm = learner.flat.param_LP, learner.comm
         learner.check_sent()
-        self._steps_LP += weights_LP - self._read_LP
-        self.restore_weights(learner)
-        for _, i, j in self.events(learner.step - 1, comm.num_learners):
-            if i != j:
-                weights_LP[i].add_(weights_LP[j]).mul_(0.5)
-                weights_LP[j].copy_(weights_LP[i])
-            weights_LP[i].add_(self._steps_LP[i])
-            self._steps_LP[i].zero_()
-            self._read_LP[i].copy_(weights_LP[i])
-            if i == 0 and i != j:
-                comm.bytes_sent += 2 * weights_LP[i].nbytes  # to the peer and back
+        self._steps_LP += models_LP - self._read_LP
+        models_LP.copy_(self._read_LP)
+        for _, i, j in self.events(learner.step - 1, learner.comm.num_learners):
+            if i not in learner.comm.learners:
+                continue
+            row = i - first
+            live.meet(i, j, self._steps_LP[row], models_LP[row])
+            self._steps_LP[row].zero_()
+            self._read_LP[row].copy_(models_LP[row])
+            if i == first and i != j:
+                learner.comm.bytes_sent += 2 * models_LP[row].nbytes  # to the peer and back
+
+    def _begin(self, learner: Learner) -> None:
+        weights_LP = learner.flat.param_LP
+        self._read_LP, self._steps_LP = weights_LP.clone(), torch.zeros_like(weights_LP)
+        learner.live = self._live = learner.comm.live(weights_LP)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"read": self._read_LP, "steps": self._steps_LP}
+        live = None if self._live is None else self._live.own()
+        return {"live": live, "read": self._read_LP, "steps": self._steps_LP}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        for name in ("read", "steps"):
-            setattr(self, f"_{name}_LP", None if state[name] is None else state[name].clone())
-        self._live_LP = None  # the loaded weights are w
+        if state["live"] is None:
+            learner.live = self._live = self._read_LP = self._steps_LP = None
+            return
+        self.before_forward(learner)
+        assert learner.live is not None
+        learner.live.load(state["live"])
+        self._read_LP, self._steps_LP = state["read"].clone(), state["steps"].clone()

@@ -18,6 +18,8 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.topology.base import Topology
 
+_PLACES = {"virtual": "virtual learners of one process", "shm": "ranks of one host with transport='shm'"}
+
 
 class Strategy:
     """One algorithm that averages gradients or weights of the learners. One object serves one ``distribute`` call.
@@ -33,6 +35,7 @@ class Strategy:
     in_use: bool = False  # whether a distribute() call owns the object
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
+    waits: bool = True  # whether learners meet in each step that averages, where policies can average, too
     transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "pg", "link")  # connections that it runs over
     can_quarantine: bool = False  # whether a learner can take the average of its neighbours, without its own weights
 
@@ -104,6 +107,12 @@ class Strategy:
         """Whether the step that sets ``learner.step`` to ``step`` averages weights or gradients. Policies act then."""
         return True
 
+    def check_transport(self, transport: str) -> None:
+        """Raise ValueError if the strategy does not run over ``Communicator.transport`` of several learners."""
+        if transport not in self.transports:
+            places = " or ".join(_PLACES.get(name, f"transport={name!r}") for name in self.transports)
+            raise ValueError(f"{self.name} does not run over transport={transport!r}: take {places}, or dpsgd")
+
     def check_shrink(self) -> None:
         """Raise ValueError if the strategy cannot go on when a learner dies."""
 
@@ -144,24 +153,6 @@ def check_topology(name: str, topology: object) -> None:
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
-
-
-def check_transport(strategy: Strategy, transport: str, num_learners: int) -> None:
-    """Check that the strategy runs over a connection.
-
-    Args:
-        strategy: the strategy.
-        transport: ``Communicator.transport`` of the connection.
-        num_learners: that it connects; one learner needs no connection.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if num_learners > 1 and transport not in strategy.transports:
-        raise ValueError(
-            f"{strategy.name} runs on the virtual learners of one process and not over transport={transport!r}: pass "
-            "learners= without a group, or take dpsgd"
-        )
 
 
 def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:

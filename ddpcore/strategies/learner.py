@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ddpcore import ops
 from ddpcore.comm.base import Communicator
+from ddpcore.comm.live import LiveWeights
 from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, first_nonfinite, is_capturing, suspect_rows
@@ -28,6 +29,7 @@ class Learner:
         hooks_paused: whether forward passes call no strategy and no observer, as in passes of diagnostics.
         shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
         share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
+        live: the weights that peers change at any time, if they are not those of the models; else None.
     """
 
     flat: FlatParameters
@@ -38,6 +40,7 @@ class Learner:
     hooks_paused: bool = False
     shares: Tensor | None = None
     share_mean: float = 1.0
+    live: LiveWeights | None = None
 
     @torch.no_grad()
     def living(self, rows: list[int]) -> list[int]:
@@ -72,6 +75,14 @@ class Learner:
             )
 
     @torch.no_grad()
+    def weights(self) -> Tensor:
+        """The weights ``[L, P]`` whose average is evaluated: the models', or a copy of the live ones. Collective."""
+        if self.live is None:
+            return self.flat.param_LP
+        self.live.settle()
+        return self.live.own()
+
+    @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:
         """Return ``[L, X]``, each row the average over all n learners of their weights or some columns. Collective."""
         average_LX = weights_LX.clone()
@@ -86,14 +97,15 @@ class Learner:
 
         It sums squared differences without the padding: they are exact where weights are close.
         """
-        flat, average_LP = self.flat, self.average_of(self.flat.param_LP)
+        flat, weights_LP = self.flat, self.weights()
+        average_LP = self.average_of(weights_LP)
         if average_LP.dtype not in KERNEL_DTYPES:
-            apart_LP = average_LP.sub_(flat.param_LP)
+            apart_LP = average_LP.sub_(weights_LP)
             parts = [apart_LP[:, segment.offset : segment.offset + segment.numel] for segment in flat.segments]
             return torch.stack([part.double().square().sum(dim=1) for part in parts]).sum(dim=0)
         bounds = [bound for segment in flat.segments for bound in (segment.offset, segment.offset + segment.numel)]
         sums = [
             ops.noise_sums([row], [*bounds, flat.numel], average)[::2].sum()  # every second interval is padding
-            for row, average in zip(flat.param_LP, average_LP, strict=True)
+            for row, average in zip(weights_LP, average_LP, strict=True)
         ]
         return torch.stack(sums)

@@ -22,7 +22,7 @@ from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
-from ddpcore.strategies.base import Baseline, Strategy, check_transport
+from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.baselines import DDP
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.statistics import check_samples
@@ -154,7 +154,7 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
         ValueError: it does not run over their connection.
     """
     strategy = config.make_strategy()
-    if not isinstance(strategy, Strategy):
+    if not isinstance(strategy, Strategy) or config.learners == 1:
         return
     if num_ranks <= 1:
         name = "virtual"
@@ -165,7 +165,7 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
     else:
         device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
         name = choose_transport(config.transport, world_size=num_ranks, device=device, num_hosts=num_hosts).name
-    check_transport(strategy, name, config.learners)
+    strategy.check_transport(name)
 
 
 def backend_here(config: TrainConfig, num_ranks: int) -> Choice:

@@ -70,7 +70,8 @@ class Run:
         return self.handle.model(torch.from_numpy(np.stack([CURVATURES, minima], 1)).float()).sum()
 
     def weights(self) -> Tensor:
-        return weights_of_learners(self.handle).double()
+        """w, not the models' v."""
+        return self.handle.learner.weights()[:, :SIZE].double()
 
     def start_apart(self) -> Tensor:
         with torch.no_grad():
@@ -224,13 +225,23 @@ def test_reading_the_weights_changes_nothing() -> None:
         mean = run.weights().mean(0)
         run.optimizer.zero_grad()
         run.loss().backward()
-        assert run.num_steps == 0 or (run.weights().mean(0) - mean).abs().max() > 1e-3
+        assert run.num_steps == 0 or (weights_of_learners(run.handle).double().mean(0) - mean).abs().max() > 1e-3
         torch.testing.assert_close(run.handle.evaluation_model().weight.double(), mean, rtol=0, atol=1e-6)
         run.handle.consensus_distance()
         run.optimizer.step()
         run.num_steps += 1
         run.handle.evaluation_model()
         assert torch.equal(run.weights(), plain.step())
+
+
+def test_a_change_by_the_program_is_part_of_the_job() -> None:
+    run, plain = (Run(ADPSGD(), lambda p: torch.optim.SGD(p, lr=0.0)) for _ in range(2))
+    for one in (run, plain):
+        one.step(3)
+    with torch.no_grad():
+        run.handle.models[2].weight += 4
+    change = run.step() - plain.step()
+    torch.testing.assert_close(change.sum(0), torch.full((SIZE,), 4.0).double())
 
 
 @pytest.mark.parametrize("kinds", [(FusedAdamW, torch.optim.AdamW), (FusedSGD, torch.optim.SGD)], ids=["adamw", "sgd"])
@@ -329,27 +340,48 @@ def test_ranks_of_several_learners_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         model, optimizer = _parts()
-        with pytest.raises(ValueError, match=r"adpsgd .* not over transport='pg'"):
+        with pytest.raises(ValueError, match="adpsgd does not run over transport='pg': take virtual learners"):
             ddpcore.distribute(model, optimizer, ADPSGD(), learners=2, group=dist.group.WORLD)
         ddpcore.distribute(model, optimizer, ADPSGD(), learners=2)
     finally:
         dist.destroy_process_group()
 
 
-def test_commands_refuse_ranks_before_they_start_any() -> None:
-    config = BenchConfig(strategies=("adpsgd",), device="cpu")
-    with pytest.raises(ValueError, match=r"adpsgd .* not over transport='shm'"):
-        resolve(config, world_size=4, num_gpus=0)
-    virtual = BenchConfig(strategies=("adpsgd",), device="cpu", backend="virtual")
-    assert resolve(virtual, world_size=4, num_gpus=0).strategies == ("adpsgd",)
-    run = {"strategy": "adpsgd", "steps": 1, "learners": 4, "batch_size": 4, "device": "cpu"}
-    check_connection(TrainConfig(**run), 1)
-    with pytest.raises(ValueError, match=r"adpsgd .* not over transport='pg'"):
-        check_connection(TrainConfig(**run), 2)
-    with pytest.raises(ValueError, match=r"adpsgd .* not over transport='link'"):
-        check_connection(TrainConfig(**run, link="1Gb/s,1us"), 4)
+def test_commands_refuse_transports_before_they_start_ranks() -> None:
+    def bench(**options: Any) -> str | None:
+        config = BenchConfig(strategies=("adpsgd",), device="cpu", **options)
+        return resolve(config, world_size=4, num_gpus=0).transport_name
+
+    assert (bench(), bench(backend="virtual")) == ("shm", None)
+    with pytest.raises(ValueError, match="adpsgd does not run over transport='pg'"):
+        bench(transport="pg")
+
+    def check(num_ranks: int, num_hosts: int = 1, **options: Any) -> None:
+        run = {"strategy": "adpsgd", "steps": 1, "learners": 4, "batch_size": 4, "device": "cpu", **options}
+        check_connection(TrainConfig(**run), num_ranks, num_hosts)
+
+    check(1)
+    check(4)
+    check(1, strategy_options={"speeds": [1, 1, 1, 0.5]})
+    for refused in (
+        {"num_ranks": 2},
+        {"num_ranks": 4, "transport": "pg"},
+        {"num_ranks": 4, "num_hosts": 2},
+        {"num_ranks": 4, "link": "1Gb/s,1us"},
+    ):
+        with pytest.raises(ValueError, match=r"adpsgd does not run over transport='(pg|link)'"):
+            check(**refused)
+    with pytest.raises(ValueError, match="adpsgd: speeds is for virtual learners"):
+        check(4, strategy_options={"speeds": [1, 1, 1, 0.5]})
     with pytest.raises(ValueError, match="other than ddp, push_sum and adpsgd"):
-        TrainConfig(**run, statistics_every=5)
+        check(1, statistics_every=5)
+
+
+@pytest.mark.parametrize("policies", [{"momentum": "average"}, {"batch_norm": "gossip"}, {"moments": {"exp_avg": 2}}])
+def test_policies_that_wait_are_refused(policies: Any) -> None:
+    model, optimizer = _parts()
+    with pytest.raises(ValueError, match="policies that average wait for other learners and adpsgd does not"):
+        ddpcore.distribute(model, optimizer, ADPSGD(), learners=N, policies=ddpcore.Policies(**policies))
 
 
 def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -192,7 +192,7 @@ class Coordinator:
         for rank in arrived:
             theirs = self._text(rank, number)
             if theirs != mine:
-                self._fail(
+                self.fail(
                     f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}: all ranks "
                     "must call the same in the same order, so run a pass of one rank alone under torch.no_grad()"
                 )
@@ -258,8 +258,8 @@ class Coordinator:
     def fail_to_read(self, rank: int, number: int, error: Exception) -> NoReturn:
         """Raise on all ranks that the memory of a rank cannot be opened, usually because the rank died."""
         if self.is_alive(rank):
-            self._fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
-        self._fail(self._gone(rank, number))
+            self.fail(f"rank {rank} cannot be read by rank {self.rank} ({error})")
+        self.fail(self._gone(rank, number))
 
     # --- waiting and faults --------------------------------------------------------------------------------------
 
@@ -284,14 +284,26 @@ class Coordinator:
         # The order matters: lock, flags, fault. So the flags and the fault that a rank wrote before it died count.
         gone = [rank for rank in ranks if rank != self.rank and not memory.is_held(self._descriptors[rank])]
         gone = [rank for rank in gone if not has_come(rank)]
+        self._check_faults()
+        if gone:
+            self.fail(self._gone(gone[0], number))
+
+    def check_present(self, rank: int, when: str) -> None:
+        """Raise RuntimeError if a rank is gone, or any rank has failed. It does not wait."""
+        if self._fault:
+            raise RuntimeError(self._fault)
+        is_gone = rank != self.rank and not memory.is_held(self._descriptors[rank])
+        self._check_faults()
+        if is_gone:
+            self.fail(f"rank {rank} is gone (it died or left) {when}")
+
+    def _check_faults(self) -> None:
         for rank in self.others:
             if self._flags[rank].read(FAULT):
-                self._fail(_read(self._controls[rank], _WHY).decode(errors="replace"))
-        if gone:
-            self._fail(self._gone(gone[0], number))
+                self.fail(_read(self._controls[rank], _WHY).decode(errors="replace"))
 
     def _fail_late(self, rank: int, number: int) -> NoReturn:
-        self._fail(
+        self.fail(
             f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
             f"{self._text(self.rank, number)}"
         )
@@ -300,7 +312,7 @@ class Coordinator:
         what = self._text(self.rank, number)
         return f"rank {rank} is gone (it died or left) before the end of operation {number}, {what}"
 
-    def _fail(self, why: str) -> NoReturn:
+    def fail(self, why: str) -> NoReturn:
         """Raise here, and on every other rank when it waits next."""
         self._fault = why
         _write(self._own, _WHY, why.encode(), _TEXTS - _WHY)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
 
 from ddpcore.comm.errors import TIMEOUT_SECONDS
+from ddpcore.comm.live import LiveWeights
+from ddpcore.comm.shared.live import SharedLiveWeights
 from ddpcore.comm.shared.memory import HostMemory
 from ddpcore.comm.shared.segments import SegmentCommunicator
 
@@ -24,3 +28,9 @@ class SharedMemoryCommunicator(SegmentCommunicator):
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
         super().__init__(group, HostMemory(), timeout, "shared memory of one host")
+
+    @override
+    def live(self, weights_LP: Tensor) -> LiveWeights:
+        rows = [row[: weights_LP.nbytes].view(weights_LP.dtype) for row in self._allocate(weights_LP.nbytes)]
+        rows[self.rank].copy_(weights_LP[0])
+        return SharedLiveWeights(self._coordinator, rows)

@@ -1,0 +1,193 @@
+"""Ranks that train with AD-PSGD over shared memory: ``adpsgd_ranks.py FILE``.
+
+Each function is a trial, as in ``shared_memory_ranks``, whose way of running them this takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore import ADPSGD
+from ddpcore.comm import SharedMemoryCommunicator
+from ddpcore.comm.shared import live, memory
+from helpers.shared_memory_ranks import main
+
+SIZE, RATE = 70_000, 0.05  # three chunks of an average
+EPS = torch.finfo(torch.float32).eps
+
+
+class Pull(nn.Module):
+    """Its loss pulls all weights towards a number."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((SIZE,), start))
+
+    def forward(self, goal: float) -> Tensor:
+        return (self.weight - goal).square().sum() / 2
+
+
+def parts() -> tuple[Pull, torch.optim.Optimizer, Any]:
+    model = Pull(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return model, optimizer, ddpcore.distribute(model, optimizer, ADPSGD(), transport="shm")
+
+
+def step(model: Pull, optimizer: torch.optim.Optimizer, goal: float) -> float:
+    """One step. Returns by how much it moves each weight."""
+    optimizer.zero_grad()
+    model(goal).backward()
+    optimizer.step()
+    return -RATE * float(model.weight.grad[0])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def trains(rank: int) -> None:
+    """300 fast steps, with evaluations between: nothing is torn, and the mean moves by the gradients alone.
+
+    All columns start alike and have the same gradient, so they stay alike, bit for bit, as long as every average is
+    atomic.
+    """
+    model, optimizer, handle = parts()
+    moved, largest = 0.0, 1.0
+    for number in range(300):
+        moved += step(model, optimizer, goal=float(rank + number % 7))
+        assert model.weight.unique().numel() == 1, f"torn at step {number}"
+        largest = max(largest, abs(float(model.weight.detach()[0])))
+        if number % 50 == 49:
+            total = handle.comm.gather(torch.tensor([[moved, largest]], dtype=torch.float64))
+            mean = float(handle.evaluation_model().weight.detach().unique())
+            error = 3 * 4 * (number + 1) * EPS * float(total[:, 1].max())
+            assert abs(mean - (1 + float(total[:, 0].mean()))) <= error, (mean, total, error)
+            assert error < RATE / 100, "a lost step would not be seen"
+    assert handle.consensus_distance() > 0
+    print("right")
+
+
+def meets(rank: int) -> None:
+    """All ranks average with all as fast as they can, without a model between."""
+    comm = SharedMemoryCommunicator()
+    rows = comm.live(torch.full((1, SIZE), float(rank)))
+    out, generator = torch.empty(SIZE), torch.Generator().manual_seed(rank)
+    for peer in torch.randint(comm.num_learners, (1000,), generator=generator).tolist():
+        rows.meet(rank, peer, torch.full((SIZE,), 0.25), out)
+        assert out.unique().numel() == 1
+    rows.settle()
+    everyone = comm.gather(rows.own())
+    mean = float(everyone.double().mean())
+    expected = (comm.num_learners - 1) / 2 + 1000 * 0.25
+    assert abs(mean - expected) <= 2 * 4000 * EPS * 300, mean
+    print(everyone.unique(dim=1).shape[1] == 1)
+
+
+def is_slow(rank: int) -> None:
+    """Rank 1 ends its second step after the others have ended all theirs: they do not wait for it."""
+    folder, (model, optimizer, handle) = Path(os.environ["ADPSGD_FOLDER"]), parts()
+    for number in range(20):
+        if rank == 1 and number == 1:
+            wait_for(lambda: all((folder / f"{other}").exists() for other in (0, 2)))
+        step(model, optimizer, float(rank))
+    (folder / f"{rank}").touch()
+    print(handle.learner.step, bool(handle.evaluation_model().weight.isfinite().all()))
+
+
+def dies(rank: int) -> None:
+    model, optimizer, _ = parts()
+    for number in range(10**6):
+        if rank == 1 and number == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer, float(rank))
+
+
+def dies_in_an_average(rank: int) -> None:
+    """Rank 1, with the row of rank 0 half written. Rank 2 does not ask whether rank 1 lives."""
+    comm = SharedMemoryCommunicator()
+    rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
+    if rank == 1:
+        live.meet_ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        rows.meet(1, 0, zeros, zeros.clone())
+    wait_for(lambda: not memory.is_held(comm._coordinator._descriptors[1]))
+    if rank == 2:
+        rows.meet(2, 0, zeros, zeros.clone())
+    else:
+        while True:
+            rows.own()
+
+
+def stops_in_an_average(rank: int) -> None:
+    """Rank 1 keeps the locks longer than the timeout."""
+    comm = SharedMemoryCommunicator(timeout=1.0)
+    rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
+    if rank == 1:
+        live.meet_ = lambda *_: time.sleep(4)
+    else:
+        time.sleep(0.5)
+    rows.meet(rank, 1 - rank, zeros, zeros.clone())
+
+
+def resumes(rank: int) -> None:
+    """What was saved is loaded, also when peers have changed the rows meanwhile."""
+    model, optimizer, handle = parts()
+    for _ in range(5):
+        step(model, optimizer, float(rank))
+    handle.learner.weights()  # all ranks are here
+    saved = copy.deepcopy((model.state_dict(), handle.state_dict()))
+    mean = float(handle.evaluation_model().weight.detach()[0])
+    for _ in range(5):
+        step(model, optimizer, 3.0)
+    model.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    print(float(handle.evaluation_model().weight.detach()[0]) == mean, handle.learner.step)
+    model, _, handle = parts()
+    model.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    print(float(handle.evaluation_model().weight.detach()[0]) == mean)
+
+
+def is_refused(rank: int, what: str) -> None:
+    """And the model is as it was."""
+    model = Pull(float(rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    options = {
+        "pg": {"transport": "pg"},
+        "link": {"link": ddpcore.comm.Link.parse("1Gb/s,1us")},
+        "rows": {"learners": 2, "group": dist.group.WORLD},
+        "speeds": {},
+    }[what]
+    try:
+        ddpcore.distribute(model, optimizer, ADPSGD(speeds=(1, 1) if what == "speeds" else None), **options)
+    finally:
+        assert model.weight.unique().tolist() == [rank]
+        step(model, optimizer, 0.0)
+
+
+TRIALS: list[tuple[Any, ...]] = [
+    (trains, 4),
+    (meets, 4),
+    (is_slow, 3),
+    (dies, 3),
+    (dies_in_an_average, 3),
+    (stops_in_an_average, 2),
+    (resumes, 2),
+    *((is_refused, 2, what) for what in ("pg", "link", "rows", "speeds")),
+]
+
+if __name__ == "__main__":
+    main(TRIALS)
