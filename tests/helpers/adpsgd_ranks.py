@@ -24,6 +24,7 @@ from ddpcore.comm.shared import live, memory
 from helpers.shared_memory_ranks import main
 
 SIZE, RATE = 70_000, 0.05  # three chunks of an average
+MEETINGS = 400
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -60,16 +61,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def trains(rank: int) -> None:
-    """300 fast steps, with evaluations between: nothing is torn, and the mean moves by the gradients alone.
+    """200 fast steps, with evaluations between: nothing is torn, and the mean moves by the gradients alone.
 
     All columns start alike and have the same gradient, so they stay alike, bit for bit, as long as every average is
     atomic.
     """
     model, optimizer, handle = parts()
     moved, largest = 0.0, 1.0
-    for number in range(300):
+    for number in range(200):
         moved += step(model, optimizer, goal=float(rank + number % 7))
-        assert model.weight.unique().numel() == 1, f"torn at step {number}"
+        assert bool((model.weight == model.weight[0]).all()), f"torn at step {number}"
         largest = max(largest, abs(float(model.weight.detach()[0])))
         if number % 50 == 49:
             total = handle.comm.gather(torch.tensor([[moved, largest]], dtype=torch.float64))
@@ -86,14 +87,14 @@ def meets(rank: int) -> None:
     comm = SharedMemoryCommunicator()
     rows = comm.live(torch.full((1, SIZE), float(rank)))
     out, generator = torch.empty(SIZE), torch.Generator().manual_seed(rank)
-    for peer in torch.randint(comm.num_learners, (1000,), generator=generator).tolist():
+    for peer in torch.randint(comm.num_learners, (MEETINGS,), generator=generator).tolist():
         rows.meet(rank, peer, torch.full((SIZE,), 0.25), out)
-        assert out.unique().numel() == 1
+        assert bool((out == out[0]).all()), "torn"
     rows.settle()
     everyone = comm.gather(rows.own())
     mean = float(everyone.double().mean())
-    expected = (comm.num_learners - 1) / 2 + 1000 * 0.25
-    assert abs(mean - expected) <= 2 * 4000 * EPS * 300, mean
+    expected = (comm.num_learners - 1) / 2 + MEETINGS * 0.25
+    assert abs(mean - expected) <= 3 * MEETINGS * EPS * expected, mean
     print(everyone.unique(dim=1).shape[1] == 1)
 
 
@@ -133,12 +134,12 @@ def dies_in_an_average(rank: int) -> None:
 
 def stops_in_an_average(rank: int) -> None:
     """Rank 1 keeps the locks longer than the timeout."""
-    comm = SharedMemoryCommunicator(timeout=1.0)
+    comm = SharedMemoryCommunicator(timeout=0.5)
     rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
     if rank == 1:
-        live.meet_ = lambda *_: time.sleep(4)
+        live.meet_ = lambda *_: time.sleep(2)
     else:
-        time.sleep(0.5)
+        time.sleep(0.3)
     rows.meet(rank, 1 - rank, zeros, zeros.clone())
 
 
