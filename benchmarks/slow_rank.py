@@ -1,10 +1,10 @@
 """One rank of four is slower than the others: how much of their own speed the others keep.
 
 Each rank trains a network of ``--parameters`` weights. A step computes a gradient and then sleeps up to ``--step-ms``,
-so that ranks that share cores have the steps of a larger network; on the last rank it lasts ``1 / --speed`` as long.
-``alone`` steps without any communication. Strategies take turns, in blocks of ``--seconds``. In a block, ranks that wait
-for others all take as many steps as the slow one has time for; the others count their steps until the time is up. A rate
-is that of a rank's own steps.
+so that ranks that share cores have the steps of a larger network. On the last rank it lasts ``1 / --speed`` as long.
+``alone`` steps without any communication. Strategies take turns, in blocks of ``--seconds``. In a block, ranks that
+wait for others all take as many steps as the slow one has time for. The others count their steps until the time is up.
+A rate is that of a rank's own steps.
 
 ``PYTHONPATH=. python benchmarks/slow_rank.py --seconds 5 --rounds 3``
 """
@@ -53,6 +53,7 @@ class Job:
             ddpcore.distribute(self.model, self.optimizer, strategy, transport="shm")
 
     def step(self) -> None:
+        """One step of training."""
         end = time.perf_counter() + self.step_seconds
         self.optimizer.zero_grad()
         self.model(self.inputs).square().mean().backward()

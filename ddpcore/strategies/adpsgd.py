@@ -170,8 +170,9 @@ class ADPSGD(Strategy):
         assert self._read_LP is not None
         assert self._steps_LP is not None
         learner.check_sent()
-        self._steps_LP += models_LP - self._read_LP
-        models_LP.copy_(self._read_LP)
+        self._steps_LP += models_LP.sub_(self._read_LP)
+        if self.speeds is not None:  # else all jobs end here, and meet() writes the next v
+            models_LP.copy_(self._read_LP)
         for _, i, j in self.events(learner.step - 1, learner.comm.num_learners):
             if i not in learner.comm.learners:
                 continue
