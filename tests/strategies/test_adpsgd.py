@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
+import warnings
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -232,6 +233,19 @@ def test_reading_the_weights_changes_nothing() -> None:
         run.num_steps += 1
         run.handle.evaluation_model()
         assert torch.equal(run.weights(), plain.step())
+
+
+def test_bytes_sent_are_those_of_one_learner() -> None:
+    """Its weights go to the peer and back, in each of its jobs; none if it has no peer."""
+    for learners, num_jobs in ((N, 10), (1, 0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one learner averages nothing
+            run = Run(ADPSGD(Ring()), learners=learners)
+        problems = torch.ones(learners, 2, SIZE)
+        for _ in range(10):
+            run.handle.model(problems).sum().backward()
+            run.optimizer.step()
+        assert run.handle.comm.bytes_sent == num_jobs * 2 * run.handle.learner.flat.param_LP[0].nbytes
 
 
 def test_a_change_by_the_program_is_part_of_the_job() -> None:
