@@ -92,7 +92,7 @@ class Job:
         self.recent = [*self.recent[-19:], seconds]
 
     def is_over(self, handle: Any) -> bool:
-        """Whether the time is over. Every ``EVERY`` steps the ranks agree on it, and the first one writes the test loss."""
+        """Whether the time is over: agreed on every ``EVERY`` steps, in which the first rank writes the test loss."""
         step = handle.learner.step
         if step == 0 or step % EVERY:
             return False
