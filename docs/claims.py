@@ -1,4 +1,4 @@
-"""Writes the table of all claims from the committed results: ``python docs/claims.py`` (``PYTHONPATH=.`` in a checkout)."""
+"""Writes the table of all claims from the committed results: ``PYTHONPATH=. python docs/claims.py``."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,9 +9,10 @@ from ddpcore.report.compare import compare
 RESULTS = Path(__file__).parent / "results"
 HEAD = """# All claims
 
-Each line is a claim of a published document or of this project, and what the runs here say about it. `n` is the smallest number of
-seeds behind the verdict: one seed proves nothing. *Published* applies the same predicate to the document's own numbers, where it has them.
-The page of a study has the predicates and explains the numbers. `python docs/claims.py` writes this table.
+Each line is a claim of a published document or of this project, and what the runs here say about it. `n` is the
+smallest number of seeds behind the verdict: one seed proves nothing. *Published* applies the same predicate to the
+document's own numbers, where it has them. The page of a study has the predicates and explains the numbers.
+`PYTHONPATH=. python docs/claims.py` writes this table.
 """
 COLUMNS = ("study", "claim", "source", "published", "verdict", "n", "scale")
 
@@ -29,10 +30,9 @@ def rows_of(study: Path) -> list[list[str]]:
         found = list(zip(comparison["runs"], claim["verdicts"], strict=True))
         judged = [(run, verdict) for run, verdict in found if verdict["word"] != "not run"]
         for run, verdict in judged or found[:1]:
-            rows.append([
-                f"[{study.name}]({study.name}/README.md)", claim["text"], claim["source"], claim["on_published"]["word"],
-                verdict["word"], verdict["reason"].removeprefix("n=") if judged else "-", run["scale"],
-            ])  # fmt: skip
+            num_seeds = verdict["reason"].removeprefix("n=") if judged else "-"
+            said = [claim["on_published"]["word"], verdict["word"], num_seeds, run["scale"]]
+            rows.append([f"[{study.name}]({study.name}/README.md)", claim["text"], claim["source"], *said])
     return rows
 
 
