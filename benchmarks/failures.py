@@ -91,8 +91,11 @@ class Job:
             self.write("joins", {"step": step, "ratio": seconds / statistics.median(self.recent)})
         self.recent = [*self.recent[-19:], seconds]
 
-    def evaluate(self, handle: Any, step: int) -> bool:
-        """The averaged model's loss on the test samples, written by the first rank. True: the time is over."""
+    def is_over(self, handle: Any) -> bool:
+        """Whether the time is over: agreed on every ``EVERY`` steps, in which the first rank writes the test loss."""
+        step = handle.learner.step
+        if step == 0 or step % EVERY:
+            return False
         model = handle.evaluation_model().eval()
         over = (self.folder / "over").exists()
         is_over = bool(handle.comm.gather(torch.tensor([[over]], device=self.device)).any())
@@ -136,12 +139,9 @@ def run_shrink(folder: Path, args: argparse.Namespace, rank: int, joins: bool) -
         handle = ddpcore.distribute(
             job.model, job.optimizer, job.strategy, on_failure="shrink", transport=args.transport
         )
-    is_over = False
     job.write("members", {"pid": os.getpid()})
-    while not is_over:
+    while not job.is_over(handle):  # a rank that joins takes part in what the others do after that step
         job.step(handle, handle.learner.step)
-        step = handle.learner.step
-        is_over = step % EVERY == 0 and job.evaluate(handle, step)
     os._exit(0)
 
 
@@ -157,12 +157,10 @@ def run_restart(folder: Path, args: argparse.Namespace, rank: int, joins: bool) 
         job.optimizer.load_state_dict(saved[1])
         handle.load_state_dict(saved[2])
     job.folder = folder.parent
-    is_over = False
     job.write("members", {"pid": os.getpid()})
-    while not is_over:
+    while not job.is_over(handle):
         job.step(handle, handle.learner.step)
         step = handle.learner.step
-        is_over = step % EVERY == 0 and job.evaluate(handle, step)
         if step % args.checkpoint_every == 0:
             place = folder.parent / f"step-{step}"
             place.mkdir(exist_ok=True)

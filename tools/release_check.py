@@ -111,8 +111,8 @@ def check_install(artifact: Path, version: str, cuda: str | None) -> dict[str, s
                 copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
                 copy(ROOT / name, Path(folder, name))
             files = [Path("tests", name) for name in SUITE]
-            pytest = python.parent / "pytest"
-            passed, row["tests"] = run(pytest, "-q", "-p", "no:cacheprovider", *files, cwd=Path(folder), log=log)
+            pytest = (python, "-m", "pytest")
+            passed, row["tests"] = run(*pytest, "-q", "-p", "no:cacheprovider", *files, cwd=Path(folder), log=log)
             row["tests"] = ("" if passed else "FAIL: ") + row["tests"].strip("= ")
     print(" | ".join(row.values()), flush=True)
     return row

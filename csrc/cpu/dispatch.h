@@ -10,6 +10,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__)
 #define DDPCORE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define DDPCORE_HAS_CLONES
 #else
 #define DDPCORE_CLONES
 #endif
@@ -60,11 +61,14 @@ DDPCORE_INLINE double add_square(double sum, float value) {
     return sum + wide * wide;
 }
 
-// Calls fn.template operator()<kFused>(). kFused: the running clone has instructions for fused operations.
+// Calls fn.template operator()<kFused>(). kFused: there are instructions for fused operations. A clone asks the
+// processor, because the preprocessor does not know for which clone it works.
 template <typename Fn>
 DDPCORE_INLINE void with_fused(Fn&& fn) {
-#if defined(__x86_64__)
+#if defined(DDPCORE_HAS_CLONES) && !defined(__FMA__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return fn.template operator()<true>();
+    return fn.template operator()<false>();
+#elif defined(__x86_64__) && !defined(__FMA__)
     return fn.template operator()<false>();
 #else
     return fn.template operator()<true>();

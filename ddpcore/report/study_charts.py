@@ -12,6 +12,7 @@ from ddpcore.report.chart import Chart, Number, Series
 FEWEST = 3  # values of a variable in a line
 MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
+MOST_BANDS = 6  # of one chart: more of them hide each other
 _NUMBER = re.compile(r"^([A-Za-z]*?)(\d+(?:\.\d+)?)([A-Za-z]*)$")
 _FIELDS = ("batch_size", "lr", "learners", "steps", "epochs", "period", "std")  # that a question may be about
 
@@ -131,10 +132,15 @@ def _common(rows: Sequence[str]) -> str:
 
 def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]) -> Chart:
     series = []
+    runs_of = {
+        name: [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
+        for name, points in lines.lines.items()
+    }
+    has_bands = sum(map(len, runs_of.values())) <= MOST_BANDS
     for number, (name, points) in enumerate(lines.lines.items()):
         x = [value for value, _ in points]
         printed = [cells[row]["published"] for _, row in points]
-        ran = [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
+        ran = runs_of[name]
         if any(value is not None for value in printed):
             series.append(Series(
                 name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="diamond",
@@ -144,14 +150,17 @@ def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels:
             known = [(value, row) for value, row in points if _has_run(cells[row], run)]
             y, low, high = _measured([cells[row] for _, row in known], run)
             series.append(Series(
-                    name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y, low=low, high=high,
-                    style="line+points", color=number, dash=run,
-                ))  # fmt: skip
+                name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y,
+                low=low if has_bands else None, high=high if has_bands else None,
+                style="line+points", color=number, dash=run if len(run_labels) > 1 else None,
+            ))  # fmt: skip
     values = [value for points in lines.lines.values() for value, _ in points]
     is_wide = all(isinstance(value, int | float) and value > 0 for value in values) and max(values) >= 8 * min(values)
     variable = _named(lines, cells)
     ticks = sorted(set(values)) if all(isinstance(value, int | float) for value in values) else ()
-    note = "Lines: measured means, with bands from the smallest to the largest seed. Diamonds: published."
+    bands = ", with bands from the smallest to the largest seed" if has_bands else ""
+    published = " Diamonds: published." if any(one.marker == "diamond" for one in series) else ""
+    note = f"Lines: measured means{bands}.{published}"
     return Chart(
         title=f"{metric} over {variable}",
         x_label=variable,

@@ -20,6 +20,7 @@ NAMES = (
     "mnist-effective-lr",
     "mnist-flat-minimum",
     "mnist-landscape",
+    "mnist-odds",
     "saddle-escape",
     "single-vs-two",
     "ssgd-vs-dpsgd-cifar10",

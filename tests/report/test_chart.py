@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpcore.report.baseline import Measure, baseline_section, verdict
-from ddpcore.report.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, thinned, thinned_chart
+from ddpcore.report.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, color_of, dash_of, thinned, thinned_chart
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.sources import Bench, Sources, read_sources
 from ddpcore.report.static_chart import svg_of
@@ -197,6 +197,21 @@ def test_charts_of_a_study() -> None:
     assert list(measured.y) == list(range(0, 40, 2)), "rows that were not run are left out"
     assert [len(chart.series[0].x) for chart in lists] == [20, 5]
     assert [row for chart in lists for row in chart.series[0].x] == rows[40:]
+
+
+def test_many_lines_of_a_study_are_told_apart() -> None:
+    """No two have both the same colour and the same dash, and bands that would hide each other are left out."""
+    lines = [
+        {"row": f"{rule}-{size}", "metric": "m", "published": None, "config": {},
+         "measured": [{"num_seeds": 2, "mean": 1.0 * size, "min": 0.0, "max": 9.0}]}
+        for rule in "abcdefghij" for size in (1, 2, 4)
+    ]  # fmt: skip
+    (many,) = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
+    drawn = [(color_of(series, number), dash_of(series, number)) for number, series in enumerate(many.series)]
+    assert len(set(drawn)) == len(drawn) == 10
+    assert all(series.low is series.high is None for series in many.series) and "bands" not in many.note
+    (few,) = study_charts({"metrics": ["m"], "lines": lines[:9], "configs": {}}, ["measured"])
+    assert all(series.low == [0.0] * 3 for series in few.series) and "bands" in few.note
 
 
 @pytest.mark.parametrize("name", ["batch-size-cifar10", "saddle-escape"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def one_thread(set_threads: Callable[[int], None]) -> None:
-    set_threads(1)
+def as_ranks_have(one_thread: None) -> None:
+    """One thread."""

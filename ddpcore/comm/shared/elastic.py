@@ -152,27 +152,28 @@ class SharedMemoryFabric(Fabric):
         known = self._areas.setdefault(size, [])
         free = [area for area in known if area.used is not None and area.used < self._coordinator.num_operations]
         if not free:
-            free = [self._new_area(size) for _ in range(1 if known else 2)]
+            free = self._new_areas(size, 1 if known else 2)
             known += free
         area = min(free, key=lambda area: area.used or 0)
         if area.used is not None and area.used >= 0:
             self._coordinator.await_living(self.members, area.used, same=False)
         return area
 
-    def _new_area(self, size: int) -> _Area:
-        """Allocate zeros on each rank. Collective."""
+    def _new_areas(self, size: int, num: int) -> list[_Area]:
+        """Allocate zeros on each rank, in one piece, because ranks wait for each other twice. Collective."""
         coordinator = self._coordinator
-        own, handle = self._memory.allocate(size)
-        number = coordinator.arrive(f"the allocation of {size} bytes", handle)
+        own, handle = self._memory.allocate(num * size)
+        number = coordinator.arrive(f"the allocation of {num * size} bytes", handle)
         views = {self.rank: own}
         for rank in coordinator.await_living(self.members, number):
             if rank == self.rank:
                 continue
             try:
-                views[rank] = self._memory.open(coordinator.pids[rank], coordinator.handle_of(rank), size)
+                views[rank] = self._memory.open(coordinator.pids[rank], coordinator.handle_of(rank), num * size)
             except (OSError, ValueError) as error:  # the rank died after it arrived, so it begins no other operation
                 if coordinator.is_alive(rank):
                     coordinator.fail_to_read(rank, number, error)
         coordinator.finish(number)
         coordinator.await_living(self.members, number, finished=True)
-        return _Area(views)
+        parts = {rank: view.split(size) for rank, view in views.items()}
+        return [_Area({rank: part[place] for rank, part in parts.items()}) for place in range(num)]
