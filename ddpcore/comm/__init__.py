@@ -5,6 +5,7 @@ from .base import Communicator, Exchange, Work
 from .choice import Choice, Transport, choose_backend, choose_transport
 from .connect import connect
 from .link import LearnerClock, Link, LinkedCommunicator
+from .live import LiveWeights
 from .process import ProcessGroupCommunicator
 from .shared.cuda_ipc import CudaIpcCommunicator
 from .shared.host import SharedMemoryCommunicator
@@ -18,6 +19,7 @@ __all__ = [
     "LearnerClock",
     "Link",
     "LinkedCommunicator",
+    "LiveWeights",
     "ProcessGroupCommunicator",
     "SharedMemoryCommunicator",
     "Transport",
