@@ -22,12 +22,10 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import ADPSGD, Complete, OnePeerExponential, RandomPair, Ring
-from ddpcore.bench.config import BenchConfig, resolve
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedSGD
 from ddpcore.testing import check_strategy
 from ddpcore.training import TrainConfig
-from ddpcore.training.build import check_connection
 from helpers.training import assert_near, mlp, weights_of_learners
 
 N, SIZE, STEPS = 4, 6, 12
@@ -359,36 +357,6 @@ def test_ranks_of_several_learners_are_refused(tmp_path: Path) -> None:
         ddpcore.distribute(model, optimizer, ADPSGD(), learners=2)
     finally:
         dist.destroy_process_group()
-
-
-def test_commands_refuse_transports_before_they_start_ranks() -> None:
-    def bench(**options: Any) -> str | None:
-        config = BenchConfig(strategies=("adpsgd",), device="cpu", **options)
-        return resolve(config, world_size=4, num_gpus=0).transport_name
-
-    assert (bench(), bench(backend="virtual")) == ("shm", None)
-    with pytest.raises(ValueError, match="adpsgd does not run over transport='pg'"):
-        bench(transport="pg")
-
-    def check(num_ranks: int, num_hosts: int = 1, **options: Any) -> None:
-        run = {"strategy": "adpsgd", "steps": 1, "learners": 4, "batch_size": 4, "device": "cpu", **options}
-        check_connection(TrainConfig(**run), num_ranks, num_hosts)
-
-    check(1)
-    check(4)
-    check(1, strategy_options={"speeds": [1, 1, 1, 0.5]})
-    for refused in (
-        {"num_ranks": 2},
-        {"num_ranks": 4, "transport": "pg"},
-        {"num_ranks": 4, "num_hosts": 2},
-        {"num_ranks": 4, "link": "1Gb/s,1us"},
-    ):
-        with pytest.raises(ValueError, match=r"adpsgd does not run over transport='(pg|link)'"):
-            check(**refused)
-    with pytest.raises(ValueError, match="adpsgd: speeds is for virtual learners"):
-        check(4, strategy_options={"speeds": [1, 1, 1, 0.5]})
-    with pytest.raises(ValueError, match="other than ddp, push_sum and adpsgd"):
-        check(1, statistics_every=5)
 
 
 @pytest.mark.parametrize("policies", [{"momentum": "average"}, {"batch_norm": "gossip"}, {"moments": {"exp_avg": 2}}])

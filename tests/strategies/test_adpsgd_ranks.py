@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddpcore.bench.config import BenchConfig, resolve
+from ddpcore.training import TrainConfig
+from ddpcore.training.build import check_connection
 from helpers import adpsgd_ranks as trials
 from helpers import ranks
 
@@ -81,3 +84,33 @@ def test_what_ranks_are_refused(what: str, outcome: Callable[..., Outcome]) -> N
         assert status == 0
         assert output.startswith(f"ValueError: {says}")
         assert output.count("\n") == 1
+
+
+def test_commands_refuse_transports_before_they_start_ranks() -> None:
+    def bench(**options: Any) -> str | None:
+        config = BenchConfig(strategies=("adpsgd",), device="cpu", **options)
+        return resolve(config, world_size=4, num_gpus=0).transport_name
+
+    assert (bench(), bench(backend="virtual")) == ("shm", None)
+    with pytest.raises(ValueError, match="adpsgd does not run over transport='pg'"):
+        bench(transport="pg")
+
+    def check(num_ranks: int, num_hosts: int = 1, **options: Any) -> None:
+        run = {"strategy": "adpsgd", "steps": 1, "learners": 4, "batch_size": 4, "device": "cpu", **options}
+        check_connection(TrainConfig(**run), num_ranks, num_hosts)
+
+    check(1)
+    check(4)
+    check(1, strategy_options={"speeds": [1, 1, 1, 0.5]})
+    for refused in (
+        {"num_ranks": 2},
+        {"num_ranks": 4, "transport": "pg"},
+        {"num_ranks": 4, "num_hosts": 2},
+        {"num_ranks": 4, "link": "1Gb/s,1us"},
+    ):
+        with pytest.raises(ValueError, match=r"adpsgd does not run over transport='(pg|link)'"):
+            check(**refused)
+    with pytest.raises(ValueError, match="adpsgd: speeds is for virtual learners"):
+        check(4, strategy_options={"speeds": [1, 1, 1, 0.5]})
+    with pytest.raises(ValueError, match="other than ddp, push_sum and adpsgd"):
+        check(1, statistics_every=5)
