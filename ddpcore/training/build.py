@@ -154,7 +154,7 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
         ValueError: it does not run over their connection.
     """
     strategy = config.make_strategy()
-    if not isinstance(strategy, Strategy) or config.learners == 1:
+    if not isinstance(strategy, Strategy) or strategy.transports == Strategy.transports or config.learners == 1:
         return
     if num_ranks <= 1:
         name = "virtual"
