@@ -128,9 +128,14 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
     dataset = build_dataset(resolved, first=False).to(resolved.device)
     names = dict.fromkeys(map(compute_of, resolved.strategies))
     computes = {name: build_contender(name, resolved, world, dataset) for name in names}
-    for compute in computes.values():
-        run_block(compute, WARM_UP_STEPS, False)
-    candidates = [one for name in resolved.strategies for one in _candidates(name, config, resolved, world, dataset)]
+    num_models = len(computes) + len(resolved.strategies) * len(config.all_sizes())
+    with ProgressReport("warm-ups", num_models, shown=world.rank == 0) as progress:
+        for name, compute in computes.items():
+            run_block(compute, WARM_UP_STEPS, False)
+            progress.advance(1, name)
+        candidates = [
+            one for name in resolved.strategies for one in _candidates(name, config, resolved, world, dataset, progress)
+        ]
     calls = [averages(one.contender) for one in candidates]
     with ProgressReport("measurements", config.rounds * len(candidates), shown=world.rank == 0) as progress:
         for _ in range(config.rounds):
@@ -148,7 +153,12 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
 
 
 def _candidates(
-    name: str, config: BucketsConfig, resolved: ResolvedConfig, world: World, dataset: Dataset
+    name: str,
+    config: BucketsConfig,
+    resolved: ResolvedConfig,
+    world: World,
+    dataset: Dataset,
+    progress: ProgressReport,
 ) -> list[Candidate]:
     """One candidate for each different set of buckets. A contender whose buckets exist already is freed at once."""
     found: dict[tuple[int, ...], Candidate] = {}
@@ -156,6 +166,7 @@ def _candidates(
         memory = PeakMemory(resolved.device, world.local_world_size)
         contender = build_contender(name, resolved, world, dataset, size)
         run_block(contender, WARM_UP_STEPS, False)
+        progress.advance(1, name)
         built = tuple(bucket_bytes(contender))
         if built in found:
             found[built].same_mb.append(size)

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench import comm, environment
+from ddpcore.bench import buckets, comm, environment
 from ddpcore.bench.bucket_sizes import parse_sizes
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
 from ddpcore.models import MODELS
@@ -164,6 +165,17 @@ def test_a_rank_of_torchrun_names_itself(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert bench.main([command, "--world-size", "0"]) == 2
     assert capsys.readouterr().err == f"ddpcore.bench {command}, rank 1: --world-size is 0: it must be at least 1\n"
+
+
+def test_warm_ups_report_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a large model they take minutes. Each size counts, also one whose buckets exist already."""
+    for name in ("build_contender", "run_block", "PeakMemory"):
+        monkeypatch.setattr(buckets, name, Mock())
+    monkeypatch.setattr(buckets, "bucket_bytes", lambda contender: [MiB])
+    config, progress = BucketsConfig(bucket_mb=("1", "5", "one")), Mock()
+    (candidate,) = buckets._candidates("ssgd", config, Mock(), Mock(), Mock(), progress)
+    assert candidate.same_mb == [5, 25, math.inf]
+    assert progress.advance.call_args_list == [call(1, "ssgd")] * 4
 
 
 def test_two_ranks(tmp_path: Path) -> None:
