@@ -61,19 +61,28 @@ DDPCORE_INLINE double add_square(double sum, float value) {
     return sum + wide * wide;
 }
 
-// Calls fn.template operator()<kFused>(). kFused: there are instructions for fused operations. A clone asks the
-// processor, because the preprocessor does not know for which clone it works.
-template <typename Fn>
-DDPCORE_INLINE void with_fused(Fn&& fn) {
-#if defined(DDPCORE_HAS_CLONES) && !defined(__FMA__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return fn.template operator()<true>();
-    return fn.template operator()<false>();
+// Defines kernel(args, begin_block, end_block), which calls blocks<kFused>. kFused: there are instructions for fused
+// operations. DDPCORE_CLONES would compile both values of kFused for each instruction set, which takes three times as
+// long.
+#define DDPCORE_VERSION(attribute, kernel, blocks, Args, fused)                       \
+    attribute void kernel(const Args& args, int64_t begin_block, int64_t end_block) { \
+        blocks<fused>(args, begin_block, end_block);                                  \
+    }
+#if defined(DDPCORE_HAS_CLONES)
+#define DDPCORE_FUSED_VERSIONS(kernel, blocks, Args)                                                 \
+    namespace {                                                                                      \
+    DDPCORE_VERSION(__attribute__((target("arch=x86-64-v4"))), kernel##_version, blocks, Args, true) \
+    DDPCORE_VERSION(__attribute__((target("arch=x86-64-v3"))), kernel##_version, blocks, Args, true) \
+    DDPCORE_VERSION(__attribute__((target("default"))), kernel##_version, blocks, Args, false)       \
+    }                                                                                                \
+    void kernel(const Args& args, int64_t begin_block, int64_t end_block) {                          \
+        kernel##_version(args, begin_block, end_block);                                              \
+    }
 #elif defined(__x86_64__) && !defined(__FMA__)
-    return fn.template operator()<false>();
+#define DDPCORE_FUSED_VERSIONS(kernel, blocks, Args) DDPCORE_VERSION(, kernel, blocks, Args, false)
 #else
-    return fn.template operator()<true>();
+#define DDPCORE_FUSED_VERSIONS(kernel, blocks, Args) DDPCORE_VERSION(, kernel, blocks, Args, true)
 #endif
-}
 
 // The sums of squares of two values of each element, in the order of add_squares. value(i, first, second) computes
 // both.

@@ -32,19 +32,20 @@ DDPCORE_INLINE void moments_of_blocks(const LambArgs& args, int64_t begin_block,
         });
 }
 
-}  // namespace
-
-DDPCORE_CLONES void lamb_moments_(const LambArgs& args, int64_t begin_block, int64_t end_block) {
-    with_fused([&]<bool kFused>() __attribute__((always_inline)) {
-        with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
-            if (args.updates != nullptr) {
-                moments_of_blocks<kFused, true, T, Master>(args, begin_block, end_block);
-            } else {
-                moments_of_blocks<kFused, false, T, Master>(args, begin_block, end_block);
-            }
-        });
+template <bool kFused>
+DDPCORE_INLINE void lamb_moments_blocks(const LambArgs& args, int64_t begin_block, int64_t end_block) {
+    with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
+        if (args.updates != nullptr) {
+            moments_of_blocks<kFused, true, T, Master>(args, begin_block, end_block);
+        } else {
+            moments_of_blocks<kFused, false, T, Master>(args, begin_block, end_block);
+        }
     });
 }
+
+}  // namespace
+
+DDPCORE_FUSED_VERSIONS(lamb_moments_, lamb_moments_blocks, LambArgs)
 
 void lamb_trust(const LambArgs& args, int64_t begin_segment, int64_t end_segment) {
     for (int64_t index = begin_segment; index < end_segment; ++index) {

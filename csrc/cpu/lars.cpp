@@ -6,26 +6,31 @@
 
 namespace ddpcore::cpu {
 
-DDPCORE_CLONES void lars_norms(const LarsArgs& args, int64_t begin_block, int64_t end_block) {
+namespace {
+
+template <bool kFused>
+DDPCORE_INLINE void lars_norms_blocks(const LarsArgs& args, int64_t begin_block, int64_t end_block) {
     const SgdArgs& sgd = args.sgd;
-    with_fused([&]<bool kFused>() __attribute__((always_inline)) {
-        with_weights(sgd.dtype, sgd.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
-            for_each_part(
-                sgd.segments, sgd.num_segments, begin_block, end_block, 1,
-                [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
-                    mix_part<T>(sgd, segment, first, last);
-                    const Weights<T, Master> weights{
-                        static_cast<T*>(segment.param) + first, Master ? segment.master + first : nullptr};
-                    const T* grad = static_cast<const T*>(segment.grad) + first;
-                    args.partials[segment.first_block + first / kBlock] = sum_two_squares<kFused>(
-                        last - first, [=](int64_t i, float& weight, float& gradient) __attribute__((always_inline)) {
-                            weight = weights[i];
-                            gradient = load(grad[i]);
-                        });
-                });
-        });
+    with_weights(sgd.dtype, sgd.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
+        for_each_part(
+            sgd.segments, sgd.num_segments, begin_block, end_block, 1,
+            [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+                mix_part<T>(sgd, segment, first, last);
+                const Weights<T, Master> weights{
+                    static_cast<T*>(segment.param) + first, Master ? segment.master + first : nullptr};
+                const T* grad = static_cast<const T*>(segment.grad) + first;
+                args.partials[segment.first_block + first / kBlock] = sum_two_squares<kFused>(
+                    last - first, [=](int64_t i, float& weight, float& gradient) __attribute__((always_inline)) {
+                        weight = weights[i];
+                        gradient = load(grad[i]);
+                    });
+            });
     });
 }
+
+}  // namespace
+
+DDPCORE_FUSED_VERSIONS(lars_norms, lars_norms_blocks, LarsArgs)
 
 void lars_trust(const LarsArgs& args, int64_t begin_segment, int64_t end_segment) {
     const float grad = grad_factor(args.sgd.scaling);

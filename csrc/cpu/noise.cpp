@@ -119,16 +119,17 @@ DDPCORE_INLINE void products(const GramArgs& args, int64_t begin_block, int64_t 
         });
 }
 
-}  // namespace
-
-DDPCORE_CLONES void noise_sums(const GramArgs& args, int64_t begin_block, int64_t end_block) {
+template <bool kFused>
+DDPCORE_INLINE void noise_sums_blocks(const GramArgs& args, int64_t begin_block, int64_t end_block) {
     with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
-        with_fused([&]<bool kFused>() __attribute__((always_inline)) {
-            if (args.origin == nullptr) return products<T, false, kFused>(args, begin_block, end_block);
-            products<T, true, kFused>(args, begin_block, end_block);
-        });
+        if (args.origin == nullptr) return products<T, false, kFused>(args, begin_block, end_block);
+        products<T, true, kFused>(args, begin_block, end_block);
     });
 }
+
+}  // namespace
+
+DDPCORE_FUSED_VERSIONS(noise_sums, noise_sums_blocks, GramArgs)
 
 }  // namespace ddpcore::cpu
