@@ -102,7 +102,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	@rm -f build/built-for*
 	@$(PY) -c 'import torch, rich, numpy, scipy, safetensors' || \
 	  { echo "ddpcore: $(PY) lacks what the line above names: install it, or run make without PYTHON="; exit 2; }
-	@echo "compiling the kernels for $(PY): one to two minutes on two cores"
+	@echo "compiling the kernels for $(PY): about a minute on two cores"
 	@mkdir -p build
 	@$(PY) setup.py -q build_ext --inplace > build/log.txt 2>&1 || { cat build/log.txt; exit 1; }
 	@touch $@

@@ -19,7 +19,9 @@ class LiveWeights(ABC):
 
     @abstractmethod
     def meet(self, learner: int, peer: int, step_P: Tensor, out_P: Tensor) -> None:
-        """``w_i, w_j <- (w_i + w_j) / 2``; ``w_i <- w_i + step``; ``out <- w_i``: atomic. With peer i, only the rest.
+        """``w_i, w_j <- (w_i + w_j) / 2``; ``w_i <- w_i + step``; ``out <- w_i``: atomic.
+
+        If i is its own peer, nothing is averaged.
 
         Args:
             learner: i, held by this process.
@@ -42,7 +44,7 @@ class LiveWeights(ABC):
 
 
 class LocalLiveWeights(LiveWeights):
-    """Those of learners of one process, which is the whole world."""
+    """The weights of all learners, where one process holds all of them."""
 
     def __init__(self, weights_LP: Tensor) -> None:
         self._weights_LP = weights_LP.clone()

@@ -20,6 +20,7 @@ from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.observer import Observer
 from ddpcore.options.typed import check_range
+from ddpcore.strategies.adpsgd import ADPSGD
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.push_sum import PushSum
 
@@ -120,6 +121,8 @@ class HessianStatistics(Observer):
         if isinstance(handle, HookedDistributed):
             if isinstance(handle.strategy, PushSum):
                 raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
+            if isinstance(handle.strategy, ADPSGD):
+                raise ValueError("models of adpsgd hold older weights than those that it averages: take dpsgd")
             check_range("top", top, most=sum(segment.numel for segment in handle.learner.flat.segments) - 1)
             handle.observers.append(self)
         else:

@@ -211,7 +211,7 @@ class TrainConfig:
                 f"statistics_every is {self.statistics_every}: it needs at least two learners, and a strategy "
                 "other than ddp, push_sum and adpsgd; set it to 0"
             )
-        if self.hessian_every and self.strategy in ("ddp", "push_sum"):
+        if self.hessian_every and self.strategy in ("ddp", "push_sum", "adpsgd"):
             raise ValueError(
                 f"hessian_every is {self.hessian_every}: {self.strategy} does not show the mean of its learners, take "
                 "ssgd or dpsgd, or set it to 0"

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import ADPSGD, Complete, OnePeerExponential, RandomPair, Ring
-from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.diagnostics import HessianStatistics, NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedSGD
 from ddpcore.testing import check_strategy
 from ddpcore.training import TrainConfig
@@ -341,6 +342,8 @@ def test_what_else_is_refused() -> None:
     run = Run(ADPSGD())
     with pytest.raises(ValueError, match="gradients of adpsgd belong to older weights"):
         NoiseStatistics(run.handle, run.optimizer, every=5, batch_size=4)
+    with pytest.raises(ValueError, match="models of adpsgd hold older weights"):
+        HessianStatistics(run.handle, Mock())
     with pytest.raises(RuntimeError, match="adpsgd takes no closure"):
         run.optimizer.step(lambda: run.loss())
     with pytest.raises(ValueError, match="averages no weights of neighbours alone: take 'skip'"):

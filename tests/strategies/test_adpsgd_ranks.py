@@ -114,3 +114,5 @@ def test_commands_refuse_transports_before_they_start_ranks() -> None:
         check(4, strategy_options={"speeds": [1, 1, 1, 0.5]})
     with pytest.raises(ValueError, match="other than ddp, push_sum and adpsgd"):
         check(1, statistics_every=5)
+    with pytest.raises(ValueError, match="adpsgd does not show the mean of its learners"):
+        check(1, hessian_every=5)

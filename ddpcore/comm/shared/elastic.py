@@ -160,7 +160,7 @@ class SharedMemoryFabric(Fabric):
         return area
 
     def _new_areas(self, size: int, num: int) -> list[_Area]:
-        """Allocate zeros on each rank, in one piece, because ranks wait for each other twice. Collective."""
+        """Allocate zeros on each rank, for all areas in one piece: in each piece ranks wait twice. Collective."""
         coordinator = self._coordinator
         own, handle = self._memory.allocate(num * size)
         number = coordinator.arrive(f"the allocation of {num * size} bytes", handle)
