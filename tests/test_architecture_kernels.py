@@ -65,7 +65,9 @@ def kernel_complaints(root: Path) -> list[str]:
         arguments, implementation = schemas_of(path)[name]
         mixes = name.startswith("mix_") and name.endswith("_step_")
         kernel, tested = (name.removeprefix("mix_"), "mix_steps") if mixes else (name, path.stem)
-        definition = re.compile(rf"\b(?:void|cudaError_t) {kernel}\(const")
+        definition = re.compile(
+            rf"\b(?:void|cudaError_t) {kernel}\(const|^DDPCORE_FUSED_VERSIONS\({kernel},", re.MULTILINE
+        )
         stems = [path.stem for path in sorted((root / "csrc/cpu").glob("*.cpp")) if definition.search(path.read_text())]
         if stems != [path.stem]:
             complaints.append(f"csrc/cpu:1: {name} is defined in {stems or 'no file'}, not in exactly {path.stem}")
