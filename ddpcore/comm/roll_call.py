@@ -134,12 +134,16 @@ class RollCall:
         return json.loads(bytes(self._store.get(key))) if self._store.check([key]) else None
 
     def wait_for(self, key: str) -> Any:
-        """The value of a key, waiting for it. RuntimeError: it does not come in time."""
-        deadline = time.monotonic() + self.timeout
+        """The value of a key, waiting for it. RuntimeError: it does not come in time.
+
+        It looks again after a fiftieth of the time that it has waited: who wrote the value may wait for this rank.
+        """
+        began = time.monotonic()
         while (value := self.read(key)) is None:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > self.timeout:
                 raise RuntimeError(f"no rank of the run answered within {self.timeout:g} s: is it still training?")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(min(max(waited / 50, 0.001), _POLL_SECONDS))
         return value
 
     def ask(self) -> int:
