@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ddpcore.options.typed import check_range
+from ddpcore.options.typed import check_range, typed
 from ddpcore.topology.base import Topology, check
 from ddpcore.topology.rounds import Round, uniform
 
@@ -45,25 +45,39 @@ class Complete(Static, Cyclic):
 
 @dataclass(frozen=True)
 class Ring(Static, Cyclic):
-    """Each learner takes the mean with its neighbours on a ring (Lian et al. 2017).
+    """Each learner averages with its neighbours on a ring (Lian et al. 2017).
 
-    k > 1 neighbours on each side need at least 2k + 1 learners, else ValueError; one neighbour fits any number.
+    Args:
+        neighbors_each_side: k. More than one need at least 2k + 1 learners; one fits any number.
+        self_weight: s, the share of a learner's own weights, from 0 to below 1; the neighbours share the rest equally.
+            None is the mean, 1 / (number of neighbours + 1). With k = 1 and an even number of learners, the smallest
+            eigenvalue of W is 2s - 1.
+
+    Raises:
+        ValueError: an argument is out of its range, or there are too few learners.
     """
 
     neighbors_each_side: int = 1
+    self_weight: float | None = None
 
     def __post_init__(self) -> None:
         check_range("Ring: neighbors_each_side", self.neighbors_each_side, least=1)
+        if self.self_weight is not None:
+            check_range("Ring: self_weight", typed("Ring: self_weight", self.self_weight, float), least=0, below=1)
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The neighbours, with weights 1 / (number of neighbours + 1)."""
+        """The neighbours, with equal weights."""
         check(step, rank, num_learners)
         side = self.neighbors_each_side
         smallest = 2 * side + 1
         if side > 1 and num_learners < smallest:
             text = f"Ring: {side} neighbours each side need at least {smallest} learners, there are {num_learners}"
             raise ValueError(f"{text}: take more learners or fewer neighbours")
-        return _both_ways(_around(rank, hop, num_learners) for hop in range(-side, side + 1) if hop % num_learners)
+        mean = _both_ways(_around(rank, hop, num_learners) for hop in range(-side, side + 1) if hop % num_learners)
+        if self.self_weight is None or not mean.sources:
+            return mean
+        weight = (1 - self.self_weight) / len(mean.sources)
+        return replace(mean, self_weight=self.self_weight, weights=(weight,) * len(mean.sources))
 
 
 @dataclass(frozen=True)

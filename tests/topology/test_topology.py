@@ -114,6 +114,17 @@ def test_ring_is_the_documented_matrix() -> None:
     assert Ring(2).round(0, 0, 7) == Round(0.2, (1, 2, 5, 6), (0.2,) * 4, (1, 2, 5, 6))
 
 
+@pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.95])
+def test_a_ring_with_a_share_for_itself(share: float) -> None:
+    ring = Ring(self_weight=share)
+    side = (1 - share) / 2
+    np.testing.assert_array_equal(ring.matrix(0, 4)[1], [side, share, side, 0])
+    assert np.linalg.eigvalsh(ring.matrix(0, 6))[0] == pytest.approx(2 * share - 1, abs=1e-12), "as documented"
+    assert Ring(2, share).round(0, 0, 7) == Round(share, (1, 2, 5, 6), ((1 - share) / 4,) * 4, (1, 2, 5, 6))
+    assert ring.round(0, 0, 2) == Round(share, (1,), (1 - share,), (1,))
+    assert ring.round(0, 0, 1) == Round(1.0, (), (), ()), "alone it has nobody to share with"
+
+
 @pytest.mark.parametrize("num_learners", [1, 2, 4])
 def test_a_wide_ring_names_the_smallest_world(num_learners: int) -> None:
     with pytest.raises(ValueError, match="at least 5 learners"):
@@ -320,6 +331,9 @@ def test_impossible_questions(chosen: Topology) -> None:
 def test_impossible_fields() -> None:
     with pytest.raises(ValueError, match="neighbors_each_side"):
         Ring(0)
+    for share in (-0.1, 1, float("nan"), "much"):
+        with pytest.raises(ValueError, match="self_weight"):
+            Ring(self_weight=share)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seed"):
         RandomPair(-1)
 
