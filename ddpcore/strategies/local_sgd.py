@@ -80,10 +80,11 @@ class LocalSGD(SSGD):
             before these steps, so it travels meanwhile.
         alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``.
         compression: a codec for the changes ``phi - w_j``, which all learners send to all: a message of n - 1 times its
-            size each, where an average in fp32 sends twice the weights at most. It needs ``outer``.
-        group: k, a divisor of the number of learners. Learners 0 to k-1, k to 2k-1, and so on, are groups: each averages
-            its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively, so a group may
-            be a host. 1: each learner steps alone.
+            size each, where an average in fp32 sends twice the weights at most. It needs ``outer``. With ``group`` a
+            learner sends to one learner of each other group.
+        group: k, a divisor of the number of learners. Learners 0 to k-1, k to 2k-1, and so on, are groups, and each of
+            them averages its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively,
+            so a group may be a host. 1: each learner steps alone.
         error_decay: beta, the share of what a message lost that is added to the next one (error feedback; SparseLoCo,
             2508.15706, with ``SparseTopK()`` and beta 0.95).
 
