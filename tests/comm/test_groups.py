@@ -90,6 +90,25 @@ def test_a_process_group_may_be_a_part_of_the_world(seen: list[dict[str, Any]]) 
     assert [one["part"] for one in seen] == [[1.0, 0.5], [2.0, 0.5], [2.0, 1.0, 2.5], [2.0, 2.5]]
 
 
+@pytest.mark.parametrize("transport", ["pg", "shm"])
+def test_a_group_skips_the_same_steps_of_a_gradient_scaler(transport: str, seen: list[dict[str, Any]]) -> None:
+    """The learners of the second group leave out their second step and halve their scales; those of the first go on."""
+    steps = [one["scaled"][transport] for one in seen]
+    scales = [[scale for _, scale in one] for one in steps]
+    assert scales == [[256.0] * 6] * 2 + [[256.0] + [128.0] * 5] * 2
+    for step in range(6):
+        first, second, third, fourth = (one[step][0] for one in steps)
+        assert torch.equal(first, second)
+        assert torch.equal(third, fourth)
+        assert torch.equal(first, third) == (step % 3 == 2)
+    assert [torch.equal(one[0][0], one[1][0]) for one in steps] == [False, False, True, True]
+
+
+def test_a_part_of_the_learners_of_a_rank_is_no_group(seen: list[dict[str, Any]]) -> None:
+    text = "local_sgd: group is 2 and each rank holds 3 learners: take a divisor or a multiple of 3"
+    assert [one["refused"] for one in seen] == [text] * helper.NUM_RANKS
+
+
 def test_learners_that_may_die_have_no_groups() -> None:
     with pytest.raises(ValueError, match=r"virtual learners .* cannot average in groups of 2: leave group out"):
         ElasticVirtualCommunicator(4).form_groups(2)

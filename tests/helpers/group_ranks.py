@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import ddpcore
 from ddpcore.comm import (
     Communicator,
     Link,
@@ -18,6 +19,7 @@ from ddpcore.comm import (
     SharedMemoryCommunicator,
     traffic,
 )
+from ddpcore.optim import FusedSGD
 from helpers.ranks import join
 
 NUM_RANKS, NUM_ROWS, AHEAD = 4, 2, 600  # more averages than shared memory keeps texts of
@@ -89,6 +91,38 @@ def in_a_part_of_the_world(rank: int) -> list[float]:
     return seen
 
 
+def scaled(rank: int, transport: str) -> list[tuple[Tensor, float]]:
+    """Weights and scale after each step. In the second one the loss of rank 2 overflows."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(3, group=2), transport=transport, scaler=scaler)
+    seen = []
+    for step in range(6):
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(inputs).square().mean() * (1e38 if (rank, step) == (2, 1) else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((torch.cat([p.detach().flatten() for p in model.parameters()]), scaler.get_scale()))
+    return seen
+
+
+def refused(rank: int) -> str:
+    """A group of two that would hold a part of the three learners of each rank."""
+    model = nn.Linear(2, 1)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    before = model.weight.data_ptr()
+    try:
+        ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(3, group=2), learners=3, group=dist.group.WORLD)
+    except ValueError as error:
+        assert model.weight.data_ptr() == before
+        return str(error)
+    return ""
+
+
 def main() -> None:
     path, rank, _ = join()
     store = dist.FileStore(str(Path(sys.argv[1]) / "events"), NUM_RANKS)
@@ -102,6 +136,8 @@ def main() -> None:
     for name in ("pg", "shm"):
         alone(comms[name], rank, store, name)
     seen["part"] = in_a_part_of_the_world(rank)
+    seen["scaled"] = {transport: scaled(rank, transport) for transport in ("pg", "shm")}
+    seen["refused"] = refused(rank)
     torch.save(seen, path)
     dist.barrier()
     dist.destroy_process_group()

@@ -15,6 +15,9 @@ from ddpcore import SSGD, LocalSGD
 from ddpcore.diagnostics import HessianStatistics, NoiseStatistics
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import Int4
+from ddpcore.testing import check_strategy
+from ddpcore.training import TrainConfig
+from ddpcore.training.build import check_connection
 from helpers import training
 
 K = 2
@@ -246,6 +249,22 @@ def test_statistics() -> None:
     (record,) = statistics.records
     assert (record.noise, record.noise_shares) == (None, None)
     assert record.distance > 0
+
+
+def test_real_ranks_in_other_loops() -> None:
+    """That accumulate, freeze a parameter, have running statistics, or are resumed: the bits of virtual learners."""
+    check_strategy(partial(LocalSGD, 2, group=K), num_learners=(2, 4))
+
+
+def test_ranks_that_hold_parts_of_groups_are_not_started() -> None:
+    shared = {"strategy": "local_sgd", "strategy_options": {"group": 2}, "learners": 12, "steps": 3, "batch_size": 24}
+    for num_ranks in (0, 1, 2, 3, 6, 12):
+        check_connection(TrainConfig(**shared), num_ranks)
+    with pytest.raises(ValueError, match="group is 2 and each rank holds 3 learners: take a divisor or a multiple of"):
+        check_connection(TrainConfig(**shared), 4)
+    shared["strategy_options"] = {"group": 4}
+    for num_ranks in (3, 6, 12):
+        check_connection(TrainConfig(**shared), num_ranks)
 
 
 @pytest.mark.parametrize(
