@@ -127,7 +127,7 @@ def test_a_late_learner_delays_only_those_who_need_it() -> None:
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_an_average_of_a_group_is_a_ring_of_its_learners(rank: int) -> None:
-    """Two of the four: each sends 2 * 1 / 2 of the bytes, two delays long, and waits for no learner of another group."""
+    """Two of the four: each sends 2 * 1 / 2 of the bytes, two delays long, and waits for no other learner."""
     comm, clock, inner = joined(rank)
     inner.others = {0: 50.0, 1: 60.0}
     comm.average_groups_(rows(), 2).wait()
