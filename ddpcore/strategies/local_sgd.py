@@ -15,7 +15,7 @@ from ddpcore.comm.base import Exchange, Work
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer
-from ddpcore.strategies.base import check_group, check_mixable, check_topology
+from ddpcore.strategies.base import check_mixable, check_topology
 from ddpcore.strategies.compression import Codec
 from ddpcore.strategies.feedback import ErrorFeedback
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
@@ -172,7 +172,6 @@ class LocalSGD(SSGD):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_group(self, num_learners)
         if self.topology is None:
             return
         check_mixable(self.name, dtype)

@@ -215,6 +215,15 @@ def test_a_gradient_that_is_not_finite_concerns_its_group() -> None:
     assert [(one.step, one.learner) for one in run.handle.nonfinite] == [(2, 3), (3, 0), (3, 3)]
 
 
+def test_which_steps_average_what() -> None:
+    strategy = LocalSGD(3, group=K, switch_step=2)
+    assert [strategy.averages_gradients_at(step) for step in range(4)] == [True] * 4
+    assert [strategy.group_at(step) for step in range(4)] == [None, None, K, K]
+    assert [strategy.gradients_at_mean(step) for step in range(4)] == [True, True, False, False]
+    assert [step for step in range(1, 10) if strategy.averages_weights_at(step)] == [1, 2, 5, 8]
+    assert not strategy.learners_stay_identical
+
+
 def test_a_step_by_hand_is_refused() -> None:
     """Gradients of SSGD are those of all learners, so it would be right there; here groups would never meet."""
     run = Run(LocalSGD(3, group=K), *data(4))
