@@ -212,6 +212,24 @@ class Communicator(ABC):
             ValueError: the dtype has no average: it is an integer, bool, or has 8 bits. Nothing is sent then.
         """
 
+    def form_groups(self, size: int) -> None:
+        """Prepare :meth:`average_groups_`, before training. Collective.
+
+        Args:
+            size: of each group, a divisor of n.
+
+        Raises:
+            ValueError: the connection has no such groups. Nothing has changed.
+        """
+        raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
+
+    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+        """Like :meth:`average_`, but the mean is that of learners 0 to size-1, of size to 2 size-1, and so on.
+
+        A group waits for no learner of another one. :meth:`form_groups` must have been called with that size.
+        """
+        raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
+
     @abstractmethod
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.fabric import Fabric, Members, Operation
+from ddpcore.comm.own_group import own_group
 from ddpcore.comm.process import default_group
 from ddpcore.comm.roll_call import RollCall, new_run
 
@@ -70,20 +71,12 @@ class _Group:
     ) -> None:
         index, num = members.index(rank), len(members)
         self.members, self.device, self._worker, self.error = members, device, _Worker(), ""
-        self._group = dist.ProcessGroup(store, index, num)
+        self._is_nccl = backend == "nccl"
         if num == 1:
             return
-        timeout = timedelta(seconds=_CONNECT_SECONDS)
-        if backend == "nccl":
-            own: Any = dist.ProcessGroupNCCL(store, index, num, dist.ProcessGroupNCCL.Options())
-            kind = dist.ProcessGroup.BackendType.NCCL
-        else:
-            own = dist.ProcessGroupGloo(store, index, num, timeout=timeout)
-            kind = dist.ProcessGroup.BackendType.GLOO
-            own._set_default_timeout(timedelta(seconds=wait_seconds))
-        self._group._register_backend(device, kind, own)
-        self._group._set_default_backend(kind)
-        self._is_nccl = backend == "nccl"
+        self._group = own_group({device.type: backend}, store, index, num, _CONNECT_SECONDS)
+        if not self._is_nccl:
+            self._group.set_timeout(timedelta(seconds=wait_seconds))
 
     @classmethod
     def broken(cls, members: Members, why: str) -> _Group:

@@ -10,8 +10,8 @@ from typing_extensions import override
 from ddpcore.comm.base import Done, Exchange, Work
 from ddpcore.comm.errors import check_has_average
 from ddpcore.comm.membership import NUM_TO_JOIN, Change, Membership
-from ddpcore.comm.reductions import sum_of
-from ddpcore.comm.virtual import COLUMNS, StackedExchange, VirtualCommunicator, csr_of
+from ddpcore.comm.reductions import COLUMNS, sum_of
+from ddpcore.comm.virtual import StackedExchange, VirtualCommunicator, csr_of
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import mixing_matrix
 

@@ -99,7 +99,7 @@ class LinkedCommunicator(Communicator):
     - A learner sends its messages one after the other. Each starts when it is ready and the message before has left.
     - An exchange sends one message to each neighbour. It arrives one delay after its last bit left.
     - An average is a ring all-reduce: each learner sends ``2(n-1)/n`` of the bytes, and the average ends ``2(n-1)``
-      delays after the last bit of the last learner left.
+      delays after the last bit of the last learner left. In a group, n is the number of its learners.
     - Clocks advance when a result is used (``wait``, ``mixture``, ``correction``), so earlier computation overlaps.
 
     A wait gathers the send times of all ranks, so a late learner delays only the learners that need its message.
@@ -157,10 +157,21 @@ class LinkedCommunicator(Communicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        work = self._inner.average_(rows, step)
+        return self._linked_average(self._inner.average_(rows, step), rows, range(self.num_learners))
+
+    @override
+    def form_groups(self, size: int) -> None:
+        self._inner.form_groups(size)
+
+    @override
+    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+        first = self.learners[0] // size * size
+        return self._linked_average(self._inner.average_groups_(rows, size, step), rows, range(first, first + size))
+
+    def _linked_average(self, work: Work, rows: Tensor, learners: Sequence[int]) -> Work:
         self._count_bytes()
-        left = self._send(sum_bytes(rows[0], self.num_learners))
-        return _LinkedWork(self, work, left)
+        left = self._send(sum_bytes(rows[0], len(learners)))
+        return _LinkedWork(self, work, left, learners)
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
@@ -195,14 +206,13 @@ class LinkedCommunicator(Communicator):
 
 
 class _LinkedWork(Work):
-    def __init__(self, comm: LinkedCommunicator, work: Work, left: float) -> None:
-        self._comm, self._work, self._left = comm, work, left
+    def __init__(self, comm: LinkedCommunicator, work: Work, left: float, learners: Sequence[int]) -> None:
+        self._comm, self._work, self._left, self._learners = comm, work, left, learners
 
     @override
     def wait(self) -> None:
         self._work.wait()
-        n = self._comm.num_learners
-        self._comm.wait(self._left, range(n), num_delays=2 * (n - 1))
+        self._comm.wait(self._left, self._learners, num_delays=2 * (len(self._learners) - 1))
 
 
 class _LinkedExchange(Exchange):

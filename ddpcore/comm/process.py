@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
 from ddpcore.comm.errors import TIMEOUT_SECONDS, Call, at, check_has_average, check_timeout, size_of
-from ddpcore.comm.reductions import sum_of
+from ddpcore.comm.own_group import own_client, own_group
+from ddpcore.comm.reductions import average_blocks_, sum_of
 from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import wide
@@ -83,6 +87,7 @@ class ProcessGroupCommunicator(Communicator):
         self.description = f"torch.distributed, {backend}" if num_rows == 1 else virtual
         self._is_gloo = backend == "gloo"
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
+        self._groups: dict[int, tuple[dist.ProcessGroup, range]] = {}  # of this rank by their size, and their ranks
         self._busy: set[int] = set()  # receive buffers of exchanges in progress, by slot
         self._unfinished = _unfinished.setdefault(self.group, {})
         for number in list(self._unfinished):  # of earlier distribute() calls; all ranks have begun these
@@ -109,26 +114,63 @@ class ProcessGroupCommunicator(Communicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Sum and then divide, because gloo may lack the average.
+        return self._average(rows, self.group, range(self.num_ranks), step)
+
+    @override
+    def form_groups(self, size: int) -> None:
+        """Connect the ranks of this rank's group, if it has several ranks and not all of them.
+
+        Raises:
+            ValueError: the backend is neither gloo nor nccl.
+        """
+        if size == self.num_learners or self.num_rows % size == 0:
+            return
+        num = size // self.num_rows
+        first, what = self.rank // num * num, f"the set-up of groups of {size}"
+        ranks = range(first, first + num)
+        known = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
+        backends = {device.type: known[device.type] for device in self.group._device_types}
+        token = gather_objects(self.group, secrets.token_hex(8), what, self.timeout)[0]
+        store = dist.PrefixStore(f"ddpcore/{token}/{first}", own_client(c10d._get_process_group_store(self.group)))
+        with self._call(what, ranks):
+            group = own_group(backends, store, self.rank - first, num, self.timeout)
+        group.set_timeout(timedelta(seconds=self.timeout))
+        self._groups[size] = group, ranks
+
+    @override
+    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+        """Within a rank nothing is sent."""
+        if size == self.num_learners:
+            return self.average_(rows, step)
+        if self.num_rows % size:
+            return self._average(rows, *self._groups[size], step)
+        check_has_average(rows)
+        average_blocks_(rows, size)
+        return Done()
+
+    def _average(self, rows: Tensor, group: dist.ProcessGroup, ranks: Sequence[int], step: int | None) -> Work:
+        """Sum over the ranks of a group and then divide, because gloo may lack the average.
 
         An all-reduce sends rows of 16 bits as fp32, because it rounds at every hop. Gathered rows are added in
         ascending order, as the rows of virtual learners are.
         """
         check_has_average(rows)
-        if self.num_learners == 1:
+        num = len(ranks) * self.num_rows
+        if num == 1:
             return Done()
-        self.bytes_sent += (average_bytes if self._is_gloo else sum_bytes)(rows[0], self.num_learners)
-        call = self._call(f"an average of {size_of(rows[0])}{at(step)}")
-        if self._is_gloo and is_gathered(rows[0], self.num_learners):
-            everyone = rows.new_empty((self.num_ranks, self.num_rows, rows.shape[1]))
+        self.bytes_sent += (average_bytes if self._is_gloo else sum_bytes)(rows[0], num)
+        whose = "" if num == self.num_learners else f" in a group of {num}"
+        call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", ranks)
+        if self._is_gloo and is_gathered(rows[0], num):
+            everyone = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
             with call:
-                work = dist.all_gather(list(everyone), rows.contiguous(), group=self.group, async_op=True)
-            return _Average(work, call, rows, everyone.flatten(0, 1), self.num_learners)
+                work = group.allgather([[_real(one) for one in everyone]], [_real(rows.contiguous())])
+            return _Average(work, call, rows, everyone.flatten(0, 1), num)
         # A single fp32 row is summed in place: its columns are contiguous.
         total = rows[0].to(wide(rows.dtype)) if self.num_rows == 1 else sum_of(rows)
         with call:
-            work = dist.all_reduce(total, group=self.group, async_op=True)
-        return _Average(work, call, rows, total[None], self.num_learners)
+            work = group.allreduce([_real(total)])
+        return _Average(work, call, rows, total[None], num)
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
@@ -177,6 +219,11 @@ class ProcessGroupCommunicator(Communicator):
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(like)
         return self._buffers[key]
+
+
+def _real(numbers: Tensor) -> Tensor:
+    """The same memory, with a complex number as two real ones: backends add no others."""
+    return torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
 
 class _Average(Work):

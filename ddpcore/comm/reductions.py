@@ -10,6 +10,7 @@ from torch import Tensor
 from ddpcore import ops
 from ddpcore.ops.dtypes import wide
 
+COLUMNS = 2**20  # rows of one process are averaged so many at a time; the sum of all takes the memory of a learner
 CHUNK = 2**15  # elements that a CPU adds at a time: 128 KiB in fp32, which stay in cache until they are written
 _ALIGNMENT = 64  # elements: the shares of two ranks have no cache line in common
 
@@ -20,6 +21,13 @@ def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
     for row in rows[1:]:
         total += row
     return total
+
+
+def average_blocks_(rows: Tensor, size: int) -> None:
+    """Overwrite each block of ``size`` consecutive rows ``[L, x]`` with its mean, added in ascending order."""
+    for block in rows.split(size):
+        for columns in block.split(COLUMNS, dim=1):
+            columns.copy_(sum_of(columns).div_(size))
 
 
 def _chunk(row: Tensor) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ddpcore.comm.own_group import own_client
 from ddpcore.comm.process import gather_objects
 
 ANSWER_SECONDS = 1.0  # a rank that does not answer for so long is dead; ranks look for calls 20 times in this time
@@ -23,13 +24,6 @@ _POLL_SECONDS = ANSWER_SECONDS / 20
 
 
 _RUN_KEY = "ddpcore/elastic run"
-
-
-def own_client(store: dist.Store) -> dist.Store:
-    """The same store by a connection of its own, if it has connections: a wait of the program blocks its own."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.clone() if hasattr(store, "clone") else store
 
 
 def new_run(group: dist.ProcessGroup, timeout: float) -> dist.Store:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
 from ddpcore.comm.errors import check_has_average
-from ddpcore.comm.reductions import sum_of
+from ddpcore.comm.reductions import average_blocks_
 from ddpcore.comm.traffic import average_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.topology.base import Topology
@@ -19,8 +19,6 @@ from ddpcore.topology.rounds import MixingMatrix, Round, mixing_matrix
 
 Rows = tuple[Tensor, Tensor, Tensor]
 """Row offsets, columns and values of a sparse matrix (CSR)."""
-
-COLUMNS = 2**20  # averaged at a time; the sum of all columns would take the memory of a learner
 
 
 class VirtualCommunicator(Communicator):
@@ -42,11 +40,19 @@ class VirtualCommunicator(Communicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
+        return self.average_groups_(rows, self.num_learners, step)
+
+    @override
+    def form_groups(self, size: int) -> None:
+        if self.membership is not None:
+            super().form_groups(size)  # refuses
+
+    @override
+    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
         check_has_average(rows)
-        if self.num_learners > 1:
-            self.bytes_sent += average_bytes(rows[0], self.num_learners)
-            for columns in rows.split(COLUMNS, dim=1):
-                columns.copy_(sum_of(columns).div_(self.num_learners))
+        if size > 1:
+            self.bytes_sent += average_bytes(rows[0], size)
+            average_blocks_(rows, size)
         return Done()
 
     @override

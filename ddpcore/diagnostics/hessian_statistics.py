@@ -37,7 +37,8 @@ class HessianRecord:
         distance: ``1/n sum_j |w_j - w_a|^2``, the trace of the learners' covariance; 0 if they are identical.
         disagreement: the share of ``distance`` along each of the k top eigenvectors v,
             ``sum_j (v (w_j - w_a))^2 / sum_j |w_j - w_a|^2``; None if the learners are identical.
-        noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients; None if the strategy has averaged them.
+        noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients; None if the strategy has averaged them, among
+            all or in groups.
         noise_shares: the share of ``noise`` along each of the k top eigenvectors; None with it.
         isotropic: ``1 / P``, the share along one direction if all directions were alike.
         problem: why there are no eigenvalues; None if all is well.

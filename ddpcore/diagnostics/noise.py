@@ -180,6 +180,11 @@ def _hooked(
         raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
     if isinstance(handle.strategy, ADPSGD):
         raise ValueError("gradients of adpsgd belong to older weights than those that are compared: take dpsgd")
+    if (size := handle.strategy.group) > 1:
+        raise ValueError(
+            f"{handle.strategy.name} averages gradients in groups of {size}, which leaves no learner's own to compare: "
+            "leave group out"
+        )
     if config.directions and handle.learner.comm.num_learners > MOST_DIRECTIONS:
         raise ValueError(f"directions compares {MOST_DIRECTIONS} learners at most: leave it out")
     if config.full_loss is not None:

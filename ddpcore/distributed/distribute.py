@@ -31,7 +31,7 @@ from ddpcore.optim.muon import Muon
 from ddpcore.parameters.flat import FlatParameters, MiB
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
-from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
+from ddpcore.strategies.base import Baseline, Strategy, check_group, check_on_nonfinite
 from ddpcore.strategies.baselines import DDP
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.local_sgd import LocalSGD
@@ -131,6 +131,9 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
         strategy.check_shrink()
     if comm.num_learners > 1:
         strategy.check_transport(comm.transport)
+    if strategy.group > 1:
+        check_group(strategy, comm.num_learners, len(comm.learners))
+        comm.form_groups(strategy.group)
     if isinstance(comm, ElasticCommunicator):
         comm.door.announce(facts, num_first)
     if comm.num_learners == 1 and not strategy.averages_gradients:

@@ -197,7 +197,9 @@ class HookedDistributed(Distributed):
             observer.before_forward(self.learner)
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
-        self._weights.count_pass(by_weights=not self.strategy.averages_gradients_at(self.learner.step))
+        step = self.learner.step
+        is_of_all = self.strategy.averages_gradients_at(step) and self.strategy.group_at(step) is None
+        self._weights.count_pass(by_weights=not is_of_all)
 
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.averages_gradients_at(self.learner.step):

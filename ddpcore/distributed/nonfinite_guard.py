@@ -40,7 +40,8 @@ class NonFiniteGuard:
 
     Attributes:
         found: all that was found so far, by step. Averaged gradients are alike on all ranks, and so is this list then;
-            else it has only learners of this process.
+            else it has only learners of this process. In a group whose average is not finite, a rank names its own
+            learners, or the average (None) if their gradients were finite.
     """
 
     def __init__(self, learner: Learner, strategy: Strategy, on_nonfinite: str) -> None:
@@ -68,7 +69,7 @@ class NonFiniteGuard:
         self._sums.append(row_sums(columns))
 
     def check(self) -> None:
-        """Before a step, with the gradients that it uses. Collective if averaged gradients are not finite.
+        """Before a step, with the gradients that it uses. Collective if averages of all learners are not finite.
 
         Raises:
             NonFiniteError: with ``raise``, a gradient is not finite. Nothing has changed.
@@ -82,16 +83,19 @@ class NonFiniteGuard:
         named = {row: name for row in rows if (name := first_nonfinite(learner.models[row], gradients=True))}
         if not named:
             return
-        if sums:
-            name = named[min(named)]
-            whose = _all_suspects(sums, learner.comm)
-            found = [self._event(one, name) for one in whose] or [self._event(None, name)]
-        else:
-            found = [self._event(learner.comm.learners[row], name) for row, name in named.items()]
+        first, held, is_of_all = named[min(named)], learner.comm.learners, self._strategy.group_at(learner.step) is None
+        if not sums:
+            found = [self._event(held[row], name) for row, name in named.items()]
+        elif is_of_all:
+            found = [self._event(one, first) for one in _all_suspects(sums, learner.comm)]
+        else:  # other groups know nothing of it, so nothing is gathered
+            own = set(suspects(torch.stack(sums).sum(dim=0)))
+            found = [self._event(held[row], name) for row, name in named.items() if row in own]
+        found = found or [self._event(None, first)]
         if self._mode == "raise":
             raise NonFiniteError(found)
         self.found += found
-        self._leave_out(found, range(learner.flat.num_rows) if sums else list(named))
+        self._leave_out(found, range(learner.flat.num_rows) if sums and is_of_all else list(named))
 
     def _event(self, learner: int | None, name: str) -> NonFinite:
         return NonFinite(

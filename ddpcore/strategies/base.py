@@ -37,6 +37,7 @@ class Strategy:
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
     waits: bool = True  # whether learners meet in each step that averages, where policies can average, too
     transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "pg", "link")  # connections that it runs over
+    group: int = 1  # so many consecutive learners average their gradients in every step; see group_at
     can_quarantine: bool = False  # whether a learner can take the average of its neighbours, without its own weights
 
     def __repr__(self) -> str:
@@ -93,12 +94,16 @@ class Strategy:
         return self.averages_gradients
 
     def averages_gradients_at(self, step: int) -> bool:
-        """Whether the gradients of step t are averaged."""
+        """Whether the gradients of step t are averaged: those of all learners, or those of each group."""
         return self.averages_gradients
+
+    def group_at(self, step: int) -> int | None:
+        """The size of the groups of consecutive learners in which gradients of step t are averaged; None for all."""
+        return None
 
     def gradients_at_mean(self, step: int) -> bool:
         """Whether every learner computes its gradient of step t at the mean weights."""
-        return self.averages_gradients_at(step)
+        return self.averages_gradients_at(step) and self.group_at(step) is None
 
     def restore_weights(self, learner: Learner) -> None:
         """Undo a temporary change of the weights. It is called before the weights are read in the middle of a step."""
@@ -173,6 +178,29 @@ def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int 
         )
     if num_learners == 1:
         raise ValueError("on_nonfinite is 'quarantine': one learner has no neighbours: take 'skip', or more learners")
+
+
+def check_group(strategy: Strategy, num_learners: int, num_rows: int = 1) -> None:
+    """Check that learners can average in the groups of a strategy.
+
+    Args:
+        strategy: its ``group`` is the size.
+        num_learners: in all.
+        num_rows: learners of each rank.
+
+    Raises:
+        ValueError: a group would lack learners, or hold a part of those of a rank.
+    """
+    name, size = strategy.name, strategy.group
+    if num_learners % size:
+        raise ValueError(
+            f"{name}: group is {size} and there are {num_learners} learners: take a divisor of {num_learners}"
+        )
+    if num_rows % size and size % num_rows:
+        raise ValueError(
+            f"{name}: group is {size} and each rank holds {num_rows} learners: take a divisor or a multiple of "
+            f"{num_rows}"
+        )
 
 
 class Baseline(ABC):

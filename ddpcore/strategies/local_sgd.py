@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Exchange, Work
 from ddpcore.ops.dtypes import is_narrow
-from ddpcore.options.typed import check_range
+from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer
 from ddpcore.strategies.base import check_mixable, check_topology
 from ddpcore.strategies.compression import Codec
@@ -22,7 +22,7 @@ from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
-from ddpcore.topology.regular import Complete
+from ddpcore.topology.regular import Across
 from ddpcore.topology.slowed import Slowed
 
 
@@ -33,6 +33,7 @@ class _Average:
     rows: Tensor  # what was sent; in the end the average, [L, X], or [1, X] of all learners
     transfer: Work | Exchange | None  # None if it is complete
     decode: Callable[[Tensor], Tensor] | None = None  # of messages, uint8 [1, Y]
+    group: int = 1  # so many learners have sent the same message
 
     def finish(self) -> None:
         """Wait, and compute the average."""
@@ -41,9 +42,9 @@ class _Average:
         elif self.transfer is not None and self.decode is None:
             self.transfer.mixture().apply_(self.rows)
         elif self.transfer is not None and self.decode is not None:
-            messages = self.transfer.rows(self.rows)
-            decoded = map(self.decode, (messages[learner][None] for learner in sorted(messages)))
-            self.rows = reduce(torch.add, decoded) / len(messages)  # in one order, so anchors stay equal
+            found = self.transfer.rows(self.rows)
+            messages = {learner // self.group: found[learner][None] for learner in sorted(found)}  # one of each group
+            self.rows = reduce(torch.add, map(self.decode, messages.values())) / len(messages)  # in one order
         self.transfer = None
 
 
@@ -58,6 +59,8 @@ class LocalSGD(SSGD):
 
     - DiLoCo (Douillard et al. 2023): ``outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``.
     - Streaming DiLoCo (Douillard et al. 2025): with ``fragments``, ``overlap`` and ``alpha``.
+    - With ``group``, k consecutive learners are one learner with k times the batch: ``g_j(w_j)`` is the mean of the
+      gradients of j's group, whose learners hold the same weights.
     - With ``topology`` each learner steps an anchor of its own towards the average with its neighbours
       (:class:`~ddpcore.NoLoCo`).
 
@@ -77,7 +80,11 @@ class LocalSGD(SSGD):
             before these steps, so it travels meanwhile.
         alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``.
         compression: a codec for the changes ``phi - w_j``, which all learners send to all: a message of n - 1 times its
-            size each, where an average in fp32 sends twice the weights at most. It needs ``outer``.
+            size each, where an average in fp32 sends twice the weights at most. It needs ``outer``. With ``group`` a
+            learner sends to one learner of each other group.
+        group: k, a divisor of the number of learners. Learners 0 to k-1, k to 2k-1, and so on, are groups, and each of
+            them averages its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively,
+            so a group may be a host. 1: each learner steps alone.
         error_decay: beta, the share of what a message lost that is added to the next one (error feedback; SparseLoCo,
             2508.15706, with ``SparseTopK()`` and beta 0.95).
 
@@ -100,6 +107,7 @@ class LocalSGD(SSGD):
         alpha: float = 0.0,
         compression: Codec | None = None,
         error_decay: float = 1.0,
+        group: int = 1,
     ) -> None:
         super().__init__()
         check_range(f"{self.name}: period", period, least=1)
@@ -108,6 +116,8 @@ class LocalSGD(SSGD):
         check_range("local_sgd: overlap", overlap, least=0, below=period)
         check_range("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
+        group = typed("local_sgd: group", group, int)
+        check_range("local_sgd: group", group, least=1)
         check_topology(self.name, topology)
         if not isinstance(compression, Codec | None):
             raise ValueError(f"local_sgd: compression is {compression!r}: pass an instance, such as Int4(), or None")
@@ -115,6 +125,10 @@ class LocalSGD(SSGD):
             raise ValueError(
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
                 "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
+            )
+        if group > 1 and topology is not None:
+            raise ValueError(
+                f"local_sgd: group is {group} and neighbours average by topology: leave group or topology out"
             )
         self._num_fragments = check_fragments(fragments, period)
         for option, used in (("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap)):
@@ -130,7 +144,8 @@ class LocalSGD(SSGD):
         self.alpha = alpha
         self.compression = compression
         self.error_decay = error_decay
-        self.averages_gradients = switch_step > 0
+        self.group = group
+        self.averages_gradients = switch_step > 0 or group > 1
         self._rounds = None if topology is None else Slowed(topology, period)  # one round of the topology a period
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
@@ -146,6 +161,8 @@ class LocalSGD(SSGD):
             options += f", overlap={self.overlap}, alpha={self.alpha}"
         if self.compression is not None:
             options += f", compression={self.compression}, error_decay={self.error_decay}"
+        if self.group > 1:
+            options += f", group={self.group}"
         return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
 
     @property
@@ -167,6 +184,10 @@ class LocalSGD(SSGD):
 
     @override
     def check_shrink(self) -> None:
+        if self.group > 1:
+            raise ValueError(
+                f"{self.name}: on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
+            )
         if self.overlap or self.compression is not None:
             raise ValueError(
                 f"{self.name}: on_failure='shrink' works with averages that end in their step: leave overlap and "
@@ -226,7 +247,8 @@ class LocalSGD(SSGD):
             assert self._anchor is not None
             message = self._feedback.encode(self._anchor.rows(index) - weights_LX, index)
             decode = partial(self._feedback.codec.decode, like_LP=weights_LX[:1])
-            return _Average(message, learner.comm.exchange(message, Complete(), learner.step - 1), decode)
+            transfer = learner.comm.exchange(message, Across(self.group), learner.step - 1)
+            return _Average(message, transfer, decode, self.group)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
         if self._rounds is None:
             return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
@@ -255,12 +277,16 @@ class LocalSGD(SSGD):
 
     @override
     def averages_gradients_at(self, step: int) -> bool:
-        return step < self.switch_step
+        return step < self.switch_step or self.group > 1
+
+    @override
+    def group_at(self, step: int) -> int | None:
+        return None if step < self.switch_step else self.group
 
     @override
     def averages_weights_at(self, step: int) -> bool:
-        """At every step before the switch, then at the end of each period of fragment 0."""
-        return self.averages_gradients_at(step - 1) or self._is_due(step, 0)
+        """At every step before the switch, then at the end of each period of fragment 0: when all learners meet."""
+        return step <= self.switch_step or self._is_due(step, 0)
 
     def _due(self, step: int) -> list[int]:
         """The parts whose average is used in the step after which ``learner.step`` is ``step``."""

@@ -59,6 +59,7 @@ def _local_sgd(
     alpha: float = 0.0,
     compression: str | Mapping[str, Any] = "none",
     error_decay: float = 1.0,
+    group: int = 1,
 ) -> LocalSGD:
     """``outer`` has the settings of ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``."""
     return LocalSGD(
@@ -71,6 +72,7 @@ def _local_sgd(
         alpha=alpha,
         compression=_codec(compression),
         error_decay=error_decay,
+        group=group,
     )
 
 

@@ -49,7 +49,10 @@ class SSGD(Strategy):
                 "the backward pass runs on the graph of an earlier pass that failed while averages were in progress, "
                 "so its gradients are wrong: call zero_grad() and the model again"
             )
-        self._works.append(learner.comm.average_(columns, learner.step))
+        size, comm = self.group_at(learner.step), learner.comm
+        self._works.append(
+            comm.average_(columns, learner.step) if size is None else comm.average_groups_(columns, size, learner.step)
+        )
 
     @override
     def after_backward(self, learner: Learner) -> None:

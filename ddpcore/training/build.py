@@ -22,7 +22,7 @@ from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
-from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.base import Baseline, Strategy, check_group
 from ddpcore.strategies.baselines import DDP
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.statistics import check_samples
@@ -154,6 +154,8 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
         ValueError: it does not run over their connection.
     """
     strategy = config.make_strategy()
+    if isinstance(strategy, Strategy):
+        check_group(strategy, config.learners, config.learners // max(1, num_ranks))
     if not isinstance(strategy, Strategy) or strategy.transports == Strategy.transports or config.learners == 1:
         return
     if num_ranks <= 1:

@@ -21,7 +21,7 @@ from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
-from ddpcore.strategies.base import Baseline, Strategy, check_on_nonfinite
+from ddpcore.strategies.base import Baseline, Strategy, check_group, check_on_nonfinite
 from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
@@ -256,6 +256,12 @@ class TrainConfig:
         strategy = self.make_strategy()
         if isinstance(strategy, Strategy):
             check_on_nonfinite(self.on_nonfinite, strategy)
+            check_group(strategy, self.learners)
+            if self.statistics_every and strategy.group > 1:
+                raise ValueError(
+                    f"statistics_every is {self.statistics_every}: a group of {strategy.group} leaves no learner's own "
+                    "gradient to compare, set it to 0 or leave group out"
+                )
         elif self.on_nonfinite != "raise":
             raise ValueError(
                 f"on_nonfinite is {self.on_nonfinite!r}: {strategy.name} checks no gradients, leave it out"

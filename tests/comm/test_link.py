@@ -47,6 +47,9 @@ class Rank(Communicator):
         self.bytes_sent += 1  # the time of an average does not depend on this count
         return Done()
 
+    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+        return self.average_(rows, step)
+
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         plan = topology.round(step, self.learners[0], N)
         self.bytes_sent += len(plan.destinations) * weights_LP.numel() * weights_LP.element_size()
@@ -120,6 +123,18 @@ def test_a_late_learner_delays_only_those_who_need_it() -> None:
     inner.others = {stranger: 60.0}
     comm.average_(rows()).wait()
     assert clock.now() == pytest.approx(60.0 + 6 * 0.25), "an average needs all"
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_an_average_of_a_group_is_a_ring_of_its_learners(rank: int) -> None:
+    """Two of the four: each sends 2 * 1 / 2 of the bytes, two delays long, and waits for no other learner."""
+    comm, clock, inner = joined(rank)
+    inner.others = {0: 50.0, 1: 60.0}
+    comm.average_groups_(rows(), 2).wait()
+    assert clock.now() == pytest.approx(0.4 + 2 * 0.25)
+    inner.others = {5 - rank: 50.0}
+    comm.average_groups_(rows(), 2).wait()
+    assert clock.now() == pytest.approx(50.0 + 2 * 0.25)
 
 
 def test_mixing_without_overlap() -> None:

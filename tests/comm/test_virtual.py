@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpcore import Complete, Hierarchical, OnePeerExponential, RandomPair, Ring, Star, Topology, Torus2D
-from ddpcore.comm import VirtualCommunicator, virtual
+from ddpcore.comm import VirtualCommunicator, reductions
 
 
 def rows_of(num_learners: int, numel: int = 33) -> Tensor:
@@ -62,7 +62,7 @@ def test_averages_of_16_bits_are_rounded_once(n: int, dtype: torch.dtype) -> Non
 def test_an_average_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = rows_of(3), rows_of(3)
     VirtualCommunicator(3).average_(whole).wait()
-    monkeypatch.setattr(virtual, "COLUMNS", 10)
+    monkeypatch.setattr(reductions, "COLUMNS", 10)
     VirtualCommunicator(3).average_(parts).wait()
     assert torch.equal(whole, parts)
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore import training
 from ddpcore.comm.membership import Change
-from ddpcore.comm.roll_call import last_run, own_client
+from ddpcore.comm.own_group import own_client
+from ddpcore.comm.roll_call import last_run
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16

@@ -38,6 +38,11 @@ TOPOLOGIES: dict[str, Any] = {
     "ring": lambda: ddpcore.Ring(1),
     "random_pair": lambda: ddpcore.RandomPair(seed=5),
 }
+LOCAL: dict[str, Any] = {
+    "ssgd": ddpcore.SSGD,
+    "local_sgd": lambda: ddpcore.LocalSGD(STEPS // 2),
+    "grouped": lambda: ddpcore.LocalSGD(STEPS // 2, group=PER_HOST),
+}
 
 
 def train(
@@ -76,7 +81,7 @@ def sent_by(device: str) -> int:
 
 
 def count_bytes(rank: int, device: str) -> dict[str, int]:
-    """What this host sends in the steps of a run, by topology."""
+    """What this host sends in the steps of a run, by topology or strategy."""
     counted = {}
 
     def read() -> int:
@@ -91,9 +96,10 @@ def count_bytes(rank: int, device: str) -> dict[str, int]:
         if step == 0:  # all have the first weights
             start = read()
 
-    for name, make in TOPOLOGIES.items():
+    makes = {name: lambda make=make: ddpcore.DPSGD(make()) for name, make in TOPOLOGIES.items()}
+    for name, make in {**makes, **LOCAL}.items():
         start = 0
-        train(lambda make=make: ddpcore.DPSGD(make()), WORLD_SIZE, SIZES, rank, before_step)
+        train(make, WORLD_SIZE, SIZES, rank, before_step)
         counted[name] = read() - start
     return counted
 

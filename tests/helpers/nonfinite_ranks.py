@@ -21,6 +21,7 @@ STRATEGIES: dict[str, Any] = {
     "ssgd": ddpcore.SSGD,
     "local_sgd": lambda: ddpcore.LocalSGD(period=2),
     "post_local": lambda: ddpcore.LocalSGD(period=2, switch_step=2),
+    "grouped": lambda: ddpcore.LocalSGD(period=2, group=2),
     "push_sum": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
     "slowmo": lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Ring()), period=3),
     "stale": lambda: ddpcore.DPSGD(ddpcore.Ring(), staleness=1),
@@ -55,10 +56,14 @@ CASES = [
     for mode in ("raise", "skip", *(("quarantine",) if strategy in QUARANTINE else ()))
     for bad_step in (0, 3)
 ]
-CASES += [Case(strategy, "skip", 3, optimizer) for strategy in ("ssgd", "awc_Ring") for optimizer in ("lamb", "adam")]
+CASES += [
+    Case(strategy, "skip", 3, optimizer)
+    for strategy in ("ssgd", "grouped", "awc_Ring")
+    for optimizer in ("lamb", "adam")
+]
 CASES += [Case("awc_Ring", "quarantine", 3, "adam"), Case("cta_Ring", "quarantine", STEPS - 1)]
-CASES += [Case(strategy, "skip", 3, "fused", True) for strategy in ("ssgd", "awc_Ring")]
-ON_PROCESS_GROUPS = ("ssgd", "post_local", "push_sum", "awc_Ring", "atc_RandomPair", "cta_Ring")
+CASES += [Case(strategy, "skip", 3, "fused", True) for strategy in ("ssgd", "grouped", "awc_Ring")]
+ON_PROCESS_GROUPS = ("ssgd", "post_local", "grouped", "push_sum", "awc_Ring", "atc_RandomPair", "cta_Ring")
 RUNS = [(case, "shm") for case in CASES if case.bad_step or case.strategy == "post_local"]
 RUNS += [(case, "pg") for case, _ in RUNS if case.strategy in ON_PROCESS_GROUPS and case.optimizer == "fused"]
 """The cases that ranks run too, and the transport: those at step 0 differ only for post_local."""

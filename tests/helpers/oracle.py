@@ -43,6 +43,11 @@ MAKERS: dict[str, Any] = {
     "outer_sparse": lambda topology: ddpcore.LocalSGD(
         period=3, outer=outer, compression=SparseTopK(kept=4, chunk=32), fragments=2, overlap=2
     ),
+    "grouped": lambda topology: ddpcore.LocalSGD(period=4, group=2),
+    "grouped_streaming": lambda topology: ddpcore.LocalSGD(
+        period=3, group=2, switch_step=1, fragments=2, outer=outer, overlap=2, alpha=0.5
+    ),
+    "grouped_int4": lambda topology: ddpcore.LocalSGD(period=2, group=2, outer=outer, compression=Int4()),
     "noloco": lambda topology: ddpcore.NoLoCo(topology, period=2),
     "gasloc": lambda topology: ddpcore.GASLoC(topology, period=2),
     "slowmo": lambda topology: ddpcore.SlowMo(ddpcore.DPSGD(topology), period=3),
@@ -66,7 +71,7 @@ MAKERS |= {
     )
     for name, (order, codec) in CODED.items()
 }
-ALL_REDUCING = ("ssgd", "local_sgd")  # run with gathered and with reduced averages
+ALL_REDUCING = ("ssgd", "local_sgd", "grouped")  # run with gathered and with reduced averages
 UNBALANCED = "digraph"  # for push_sum alone
 UNEVEN = {
     "exact_diffusion": ("ring", "star"), "d2": ("ring", "complete"), "tracking": ("ring", "random_pair", "from_matrix"),
@@ -103,9 +108,11 @@ def _topologies(strategy: str) -> tuple[str, ...]:
 
 
 def fits(topology: str, n: int, strategy: str = "") -> bool:
-    """Some need factors, and D2 a least eigenvalue above -1/3."""
+    """Some need factors, groups of two an even number, and D2 a least eigenvalue above -1/3."""
     if (strategy, topology) == ("d2", "ring") and n in (4, 6):
         return False
+    if strategy.startswith("grouped"):
+        return n % 2 == 0
     numbers = {"torus_2d": (1, 4), "hypercube": (1, 2, 4), "hierarchical": (2, 4, 6), UNBALANCED: range(3, LARGEST + 1)}
     return n in numbers.get(topology, range(1, LARGEST + 1))
 
@@ -125,9 +132,10 @@ CASES = [
 ]
 CASES += [
     Case(strategy, AVERAGES[0], world_size, optimizer, "backwards")
-    for strategy in ("ssgd", "noisy_ssgd", "noisy_ssgd_apart")
+    for strategy in ("ssgd", "noisy_ssgd", "noisy_ssgd_apart", "grouped")
     for world_size in (1, 3, LARGEST)
     for optimizer in ("fused", "torch")
+    if fits(AVERAGES[0], world_size, strategy)
 ]
 
 

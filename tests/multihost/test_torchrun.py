@@ -65,6 +65,18 @@ def test_bytes_between_hosts(name: str, found: list[dict[str, Any]]) -> None:
         assert expected <= counted <= 1.02 * expected
 
 
+def test_bytes_of_averages_between_hosts(found: list[dict[str, Any]]) -> None:
+    """Nothing but the two averages of weights leaves a host if groups are hosts. A ring sends 2 * 3 / 4 of the weights.
+
+    A first step sends a few numbers about the parameters, too.
+    """
+    average = 2 * 3 * 4 * (host_ranks.SIZES[0] + 1) * host_ranks.SIZES[1] // 4
+    for host in range(NUM_HOSTS):
+        counted = found[host * host_ranks.PER_HOST]["bytes"]
+        for name, number in (("ssgd", host_ranks.STEPS), ("local_sgd", 2), ("grouped", 2)):
+            assert number * average <= counted[name] <= 1.02 * number * average, name
+
+
 def test_hierarchies_send_less_between_hosts(found: list[dict[str, Any]]) -> None:
     """Than all to all: an edge of hosts is one message of each learner, not one to each learner of the other host."""
     for host in range(NUM_HOSTS):

@@ -72,13 +72,14 @@ def test_options_reach_the_strategy_of_the_name() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             STRATEGIES.build("dpsgd", topology=Ring(), compression=wrong)
+    assert STRATEGIES.build("local_sgd", group=4).group == 4
     for outer in (3, "sgd", ["lr"]):
         with pytest.raises(ValueError, match=r"local_sgd: outer is .*: it must be a mapping"):
             STRATEGIES.build("local_sgd", outer=outer)
 
 
 def test_options_that_a_strategy_does_not_have_are_refused() -> None:
-    names = "period warmup_steps switch_step outer fragments overlap alpha compression error_decay"
+    names = "period warmup_steps switch_step outer fragments overlap alpha compression error_decay group"
     assert set(STRATEGIES.options("local_sgd")) == set(names.split())
     assert "topology" not in STRATEGIES.options("dpsgd")
     with pytest.raises(ValueError, match="ssgd has no option 'period': it takes none"):

@@ -20,7 +20,7 @@ def real() -> list[dict[Any, Any]]:
 
 
 GOSSIPING = tuple(name for name in oracle.GOSSIP if name != "slowmo")  # without other averages
-APART = ("local_sgd", "dpsgd", "dpsgd_cta", "dpsgd_stale")  # learners differ after the last step
+APART = ("local_sgd", "grouped", "dpsgd", "dpsgd_cta", "dpsgd_stale")  # learners differ after the last step
 
 
 def ulps(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -60,9 +60,10 @@ def test_weights_and_losses(case: Any, transport: str, real: list[dict[Any, Any]
     else:
         assert ulps(weights, virtual[case].weights) <= 4
         torch.testing.assert_close(losses, virtual[case].losses, rtol=1e-5, atol=1e-6)
-    if case.strategy in ("ssgd", "noisy_ssgd"):
-        parameters = weights[:, : virtual[case].num_weights]
-        assert torch.equal(parameters, parameters[:1].expand_as(parameters)), "they must hold the same bits"
+    size = 2 if case.strategy.startswith("grouped") else case.world_size
+    if case.strategy in ("ssgd", "noisy_ssgd") or size < case.world_size:
+        groups = weights[:, : virtual[case].num_weights].view(-1, size, virtual[case].num_weights)
+        assert torch.equal(groups, groups[:, :1].expand_as(groups)), "they must hold the same bits"
 
 
 @pytest.mark.parametrize(("case", "num_rows"), oracle.GRIDS, ids=str)
@@ -100,7 +101,7 @@ def test_average_distance_and_bytes(
     # The mean is rounded to fp32: the error of each distance is at most 4 ULPs of the largest weight.
     error = 4 * torch.finfo(torch.float32).eps * weights.abs().max().item() * weights.shape[1] ** 0.5
     assert expected.consensus == pytest.approx(distance, abs=error)
-    if case.strategy in APART and case.world_size > 1:
+    if case.strategy in APART and case.world_size > (2 if case.strategy == "grouped" else 1):
         assert distance > 0.01, "learners on different data must differ, or this test compares nothing"
     for one in (rank[tuple(case), transport] for rank in real[: case.world_size]):
         assert ulps(one.average, expected.average) <= (0 if is_bitwise(case, transport) else 4)
@@ -128,9 +129,20 @@ def test_strategies_differ(virtual: dict[Any, Any]) -> None:
     alike = [case for case in oracle.CASES if case.world_size == 5 and case.topology in ("ring", "all_gather")]
     alike = [case for case in alike if case.optimizer == "fused" and case.strategy != "push_sum"]
     ends = [virtual[case].weights for case in alike]
-    assert len(ends) == len(oracle.MAKERS) - 1
+    assert len(ends) == len(oracle.MAKERS) - 1 - sum(name.startswith("grouped") for name in oracle.MAKERS)
     for i, end in enumerate(ends):
         assert not any(torch.equal(end, other) for other in ends[:i]), alike[i]
+
+
+def test_groups_differ(virtual: dict[Any, Any]) -> None:
+    """Of six learners: from each other, and from the strategies between which they are."""
+    alike = [case for case in oracle.CASES if case.world_size == 6 and case.topology == "all_gather"]
+    alike = [case for case in alike if (case.optimizer, case.model) == ("fused", "mlp")]
+    ends = {case.strategy: virtual[case].weights for case in alike}
+    names = [name for name in ends if name.startswith("grouped")]
+    assert len(names) == 3
+    for name in names:
+        assert not any(torch.equal(ends[name], other) for strategy, other in ends.items() if strategy != name), name
 
 
 def test_topologies_differ(virtual: dict[Any, Any]) -> None:

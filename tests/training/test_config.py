@@ -75,6 +75,22 @@ from ddpcore.training.config import BOOKKEEPING, merged
         ),
         ({"strategy": "local_sgd", "strategy_options": {"period": 0}}, "local_sgd: period is 0"),
         (
+            {"strategy": "local_sgd", "strategy_options": {"group": 3}, "learners": 4},
+            "local_sgd: group is 3 and there are 4 learners: take a divisor of 4",
+        ),
+        (
+            {"strategy": "local_sgd", "strategy_options": {"group": 2}, "learners": 4, "statistics_every": 5},
+            "statistics_every is 5: a group of 2 leaves no learner's own gradient to compare, set it to 0 or leave",
+        ),
+        (
+            {"strategy": "local_sgd", "strategy_options": {"group": 2}, "learners": 4, "on_failure": "shrink"},
+            "local_sgd: on_failure='shrink' leaves a group with fewer learners than the others: leave group out",
+        ),
+        (
+            {"strategy": "gasloc", "strategy_options": {"group": 2}},
+            "strategy gasloc has no option 'group': choose from",
+        ),
+        (
             {"strategy": "local_sgd", "strategy_options": {"period": "a"}},
             "strategy local_sgd: period is 'a': it must be a whole",
         ),

@@ -61,12 +61,19 @@ class Coordinator:
         group: an initialised process group, used only by the constructor.
         timeout: seconds that a living rank may let the others wait.
         ids: the number of each rank here; None: as in the group.
+        among: the numbers of those ranks of the group that this rank coordinates with; None: all.
 
     Raises:
         Unreachable: on every rank: they are not on one host, or cannot reach each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, ids: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: float,
+        ids: Sequence[int] | None = None,
+        among: Sequence[int] | None = None,
+    ) -> None:
         self.num_ranks = dist.get_world_size(group)
         ids = range(self.num_ranks) if ids is None else ids
         self._begin(ids[dist.get_rank(group)], timeout)
@@ -81,7 +88,8 @@ class Coordinator:
             why = f"the {self.num_ranks} ranks are on {len(hosts)} hosts"
         try:
             if not why:
-                self.meet(dict(zip(ids, addresses, strict=True)))
+                known = dict(zip(ids, addresses, strict=True))
+                self.meet(known if among is None else {rank: known[rank] for rank in among})
         except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
         answers = gather_objects(group, why, "the set-up of shared memory", timeout)

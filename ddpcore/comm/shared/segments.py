@@ -6,7 +6,6 @@ Shapes: n learners, P elements of a learner's row. Every rank holds one learner 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -19,8 +18,9 @@ from typing_extensions import override
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
 from ddpcore.comm.errors import at, check_has_average, check_timeout, size_of
 from ddpcore.comm.process import default_group
-from ddpcore.comm.reductions import average_half_, average_share_
-from ddpcore.comm.shared.coordination import NUM_TEXTS, Coordinator
+from ddpcore.comm.reductions import average_half_
+from ddpcore.comm.shared.averages import Averages
+from ddpcore.comm.shared.coordination import Coordinator
 from ddpcore.comm.shared.memory import Memory
 from ddpcore.comm.traffic import all_reduce_bytes
 from ddpcore.ops import Mixture, WeightAverage
@@ -69,7 +69,7 @@ class SegmentCommunicator(Communicator):
 
     An average of columns in memory from :meth:`allocate` waits until all ranks have begun it. Then each rank averages
     one share of the columns, added in ascending order, writes it into the rows of all ranks, and waits for the others.
-    Other tensors are copied through a staging area.
+    Other tensors are copied through a staging area. Ranks that average in a group count these operations by themselves.
 
     Args:
         group: a process group, used only for setting up; None is the default group.
@@ -81,6 +81,7 @@ class SegmentCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup | None, memory: Memory, timeout: float, transport: str) -> None:
         group = default_group(group)
         check_timeout(timeout)
+        self._group, self._timeout = group, timeout
         self._coordinator = Coordinator(group, timeout)
         self._memory = memory
         self.rank, self.num_learners = self._coordinator.rank, self._coordinator.num_ranks
@@ -88,7 +89,8 @@ class SegmentCommunicator(Communicator):
         self.description = f"{transport}, {self.num_learners} ranks"
         self._shared: dict[int, _Shared] = {}
         self._numbers = count()  # of shared buffers
-        self._pending: deque[_Average] = deque()
+        self._averages = Averages(self._coordinator, memory, range(self.num_learners))
+        self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
         self._staging = self._allocate(STAGING_BYTES)
         self._snapshots: dict[_Kind, list[_Snapshot]] = {}
         self._next: dict[_Kind, _Snapshot] = {}  # where weights lie between two exchanges in place
@@ -96,7 +98,11 @@ class SegmentCommunicator(Communicator):
     @property
     @override
     def waited(self) -> Mapping[int, float]:
-        return self._coordinator.waited
+        total = dict(self._coordinator.waited)
+        for averages in self._groups.values():
+            for rank, seconds in averages.coordinator.waited.items():
+                total[rank] += seconds
+        return total
 
     @override
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -118,23 +124,31 @@ class SegmentCommunicator(Communicator):
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
         """Learners are added in ascending order. ``wait`` computes an average in shared memory."""
+        return self._average(rows, self._averages, step)
+
+    @override
+    def form_groups(self, size: int) -> None:
+        first = self.rank // size * size
+        ranks = range(first, first + size)
+        self._groups[size] = Averages(Coordinator(self._group, self._timeout, among=ranks), self._memory, ranks)
+
+    @override
+    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+        return self._average(rows, self._groups[size], step)
+
+    def _average(self, rows: Tensor, averages: Averages, step: int | None) -> Work:
         check_has_average(rows)
-        if self.num_learners == 1:
+        if len(averages.ranks) == 1:
             return Done()
-        self.bytes_sent += all_reduce_bytes(rows.nbytes, self.num_learners)
+        self.bytes_sent += all_reduce_bytes(rows.nbytes, len(averages.ranks))
         found = self._find(rows)
         if found is None:
-            for _, staged in self._staged(f"average{at(step)}", rows, comes_back=True):
-                average_share_([area.view(rows.dtype) for area in staged], self.rank)
+            for _, staged in self._staged(f"average{at(step)}", rows, averages, comes_back=True):
+                averages.share_([staged[rank].view(rows.dtype) for rank in averages.ranks])
             return Done()
-        if len(self._pending) >= NUM_TEXTS // 2:  # the others must still be able to read its text
-            self.complete(self._pending[0].number)
         where, columns = found
-        self._memory.publish()
-        number = self._coordinator.arrive(f"an average of {size_of(rows)}{at(step)} {where}")
-        work = _Average(self, number, columns)
-        self._pending.append(work)
-        return work
+        text = f"an average of {size_of(rows)}{at(step)} {where}"
+        return averages.begin(text, [columns[rank] for rank in averages.ranks])
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
@@ -163,7 +177,7 @@ class SegmentCommunicator(Communicator):
         if found is None or not all(map(_is_pair_or_idle, rounds)):  # the same on all ranks
             super().mix_(weights_LP, topology, step)
             return
-        self._complete_all()
+        self._averages.complete_all()
         where, columns = found
         self._memory.publish()
         number = self._coordinator.arrive(f"the average in pairs of {size_of(weights_LP)} at step {step} {where}")
@@ -188,17 +202,6 @@ class SegmentCommunicator(Communicator):
             begin += len(piece)
         return result
 
-    def complete(self, number: int) -> None:
-        """Finish the averages up to an operation, and the later ones that all ranks have begun."""
-        coordinator, pending = self._coordinator, self._pending
-        while pending and (pending[0].number <= number or coordinator.have_arrived(pending[0].number)):
-            coordinator.await_arrived(range(self.num_learners), pending[0].number)
-            average_share_(pending[0].columns, self.rank)
-            self._memory.publish()
-            coordinator.finish(pending[0].number)
-            pending.popleft()
-        coordinator.await_finished(number)
-
     def _publish(self, weights: Tensor, round_: Round, snapshot: _Snapshot, step: int) -> int:
         own = snapshot.views[self.rank]
         if round_.destinations and own.data_ptr() != weights.data_ptr():
@@ -209,13 +212,9 @@ class SegmentCommunicator(Communicator):
         self.bytes_sent += len(round_.destinations) * weights.nbytes
         return number
 
-    def _complete_all(self) -> None:
-        if self._pending:
-            self.complete(self._pending[-1].number)
-
     def _allocate(self, num_bytes: int) -> list[Tensor]:
         """Allocate a buffer of zeros on each rank, and return the buffers of all ranks. Collective."""
-        self._complete_all()  # because finishing this operation declares all earlier ones finished
+        self._averages.complete_all()  # because finishing this operation declares all earlier ones finished
         num_bytes = max(num_bytes, 1)  # an empty file cannot be mapped
         own, handle = self._memory.allocate(num_bytes)
         number = self._coordinator.arrive(f"the allocation of {num_bytes} bytes", handle)
@@ -271,33 +270,30 @@ class SegmentCommunicator(Communicator):
                 return f"at byte {start} of buffer {number}", columns
         return None
 
-    def _staged(self, what: str, rows: Tensor, *, comes_back: bool = False) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    def _staged(
+        self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
+    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yield pieces of ``rows`` as bytes, each with the same piece of every rank in the staging area. Collective.
 
-        With ``comes_back`` each piece of ``rows`` is then overwritten with this rank's staged piece.
+        With ``comes_back`` each piece of ``rows`` is then overwritten with this rank's staged piece. With ``averages``
+        their ranks alone take part, and only their pieces are there.
         """
-        self._complete_all()
+        averages = averages or self._averages
+        averages.complete_all()
+        coordinator = averages.coordinator
         own = rows.view(-1).view(torch.uint8)
         for piece in own.split(STAGING_BYTES) if len(own) else ():
             staged = [area[: len(piece)] for area in self._staging]
             staged[self.rank].copy_(piece)
             self._memory.publish()
-            number = self._coordinator.arrive(f"a piece of {len(piece)} bytes of the {what} of {size_of(rows)}")
-            self._coordinator.await_arrived(range(self.num_learners), number)
+            number = coordinator.arrive(f"a piece of {len(piece)} bytes of the {what} of {size_of(rows)}")
+            coordinator.await_arrived(averages.ranks, number)
             yield piece, staged
             self._memory.publish()
-            self._coordinator.finish(number)
-            self._coordinator.await_finished(number)
+            coordinator.finish(number)
+            coordinator.await_finished(number)
             if comes_back:
                 piece.copy_(staged[self.rank])
-
-
-class _Average(Work):
-    def __init__(self, comm: SegmentCommunicator, number: int, columns: list[Tensor]) -> None:
-        self._comm, self.number, self.columns = comm, number, columns
-
-    def wait(self) -> None:
-        self._comm.complete(self.number)
 
 
 class _SnapshotExchange(PeerExchange):
