@@ -99,7 +99,8 @@ struct SgdRule {
 struct SgdSegment {
     void* param;
     const void* grad;
-    void* momentum;  // null if SgdRule::momentum is zero; bf16 if states are rounded, fp32 beside a master, else as param
+    void*
+        momentum;  // null if SgdRule::momentum is zero; bf16 if states are rounded, fp32 beside a master, else as param
     union {
         float* master;        // fp32 copy of a 16-bit param, or null
         int64_t first_index;  // rounded states: index of element 0 among the random numbers, a multiple of 4

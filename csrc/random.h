@@ -1,6 +1,6 @@
 // Random numbers from a counter: standard normal ones, and the bits by which states are rounded. A number depends on
-// (seed, step, index) only, so it is the same on every rank, thread, instruction set and device, and for every partition
-// of a buffer. The CPU and the CUDA kernels include this file.
+// (seed, step, index) only, so it is the same on every rank, thread, instruction set and device, and for every
+// partition of a buffer. The CPU and the CUDA kernels include this file.
 //
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") takes the seed as its key and the
 // counter {index / 4, step}, each of 64 bits, low word first. The word of `index` is the one at index % 4. Box and

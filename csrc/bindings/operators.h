@@ -104,7 +104,8 @@ void lars_step_(
     const std::vector<int64_t>& adapt, std::string variant, double trust_coefficient, double eps, double momentum,
     double dampening, bool nesterov, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
     const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm,
-    const std::optional<Tensor>& squares, std::string passes, const std::vector<int64_t>& state_firsts, int64_t state_seed) {
+    const std::optional<Tensor>& squares, std::string passes, const std::vector<int64_t>& state_firsts,
+    int64_t state_seed) {
     SgdCall call(
         params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt},
         sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize},
@@ -150,8 +151,7 @@ void lamb_step_(
         lamb_rule(beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm);
     AdamCall call(
         params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt}, rule,
-        {grad_scale, found_inf, norm_squared, max_norm, maximize},
-        {state_firsts, state_seed});
+        {grad_scale, found_inf, norm_squared, max_norm, maximize}, {state_firsts, state_seed});
     run_step<Backend>(params[0], call, scratch, trust, rule, {passes, squares});
 }
 

@@ -80,7 +80,8 @@ struct StateArguments {
         bool fits = firsts.empty() || (firsts.size() == params.size() && masters.empty() && !steps.empty());
         for (const int64_t first : firsts) fits = fits && first >= 0 && first % 4 == 0;
         STD_TORCH_CHECK(
-            fits, "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters");
+            fits,
+            "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters");
         return !firsts.empty();
     }
 

@@ -14,15 +14,10 @@ struct AdamPlace {
     float* exp_avg_sq;
 
     DDPCORE_INLINE AdamPlace(const AdamSegment& segment, int64_t first)
-        : AdamPlace(
-              segment, first, static_cast<float*>(segment.exp_avg) + first,
-              static_cast<float*>(segment.exp_avg_sq) + first) {}
-
-    DDPCORE_INLINE AdamPlace(const AdamSegment& segment, int64_t first, float* first_moment, float* second_moment)
         : weights{static_cast<T*>(segment.param) + first, Master ? segment.master + first : nullptr},
           grad(static_cast<const T*>(segment.grad) + first),
-          exp_avg(first_moment),
-          exp_avg_sq(second_moment) {}
+          exp_avg(static_cast<float*>(segment.exp_avg) + first),
+          exp_avg_sq(static_cast<float*>(segment.exp_avg_sq) + first) {}
 };
 
 // The moments of a block whose states are rounded, in fp32.
@@ -38,14 +33,22 @@ struct WideMoments {
         widen_states(stored, exp_avg, numel);
         widen_states(stored_sq, exp_avg_sq, numel);
     }
+};
+
+// All of such a block in fp32, so that the steps are compiled for one dtype.
+struct WideBlock : WideMoments {
+    float weights[kBlock], grads[kBlock];
+
+    DDPCORE_INLINE WideBlock(const StepArgs<AdamSegment>& args, const AdamSegment& segment, int64_t first, int64_t last)
+        : WideMoments(segment, first, last) {
+        widen(args.dtype, segment.param, first, weights, numel);
+        widen(args.dtype, segment.grad, first, grads, numel);
+    }
 
     // Steps the moments. They are rounded before the update is formed of them, so that the passes of LAMB agree.
-    template <typename T>
-    DDPCORE_INLINE void step(const AdamPlace<T, false>& at, const AdamScales& scales, const Draw& draw) {
+    DDPCORE_INLINE void step_moments(const AdamScales& scales, const Draw& draw) {
         DDPCORE_IVDEP
-        for (int64_t i = 0; i < numel; ++i) {
-            adam_moments(at.weights[i], load(at.grad[i]), exp_avg[i], exp_avg_sq[i], scales);
-        }
+        for (int64_t i = 0; i < numel; ++i) adam_moments(weights[i], grads[i], exp_avg[i], exp_avg_sq[i], scales);
         round_states(draw, numel, exp_avg, stored, exp_avg_sq, stored_sq);
     }
 };

@@ -7,26 +7,23 @@ namespace ddpcore::cpu {
 
 namespace {
 
+// The step with rounded states.
 DDPCORE_INLINE void rounded_blocks(const AdamArgs& args, int64_t begin_block, int64_t end_block) {
     AdamGroupScales group_scales(args, args.rule);
-    with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
-        using T = std::remove_pointer_t<decltype(tag)>;
-        for_each_part(
-            args.segments, args.num_segments, begin_block, end_block, 1,
-            [&](const AdamSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
-                const AdamScales scales = group_scales.of(segment.group);
-                const float lr = lr_of(args.groups[segment.group]);
-                WideMoments moments(segment, first, last);
-                const AdamPlace<T, false> at(segment, first, moments.exp_avg, moments.exp_avg_sq);
-                moments.step(at, scales, draw_of(args, segment, first));
-                DDPCORE_IVDEP
-                for (int64_t i = 0; i < last - first; ++i) {
-                    const float weight = at.weights[i];
-                    const float update = adam_update(weight, at.exp_avg[i], at.exp_avg_sq[i], scales);
-                    at.weights.set(i, adam_element(weight, update, lr, scales.keep));
-                }
-            });
-    });
+    for_each_part(
+        args.segments, args.num_segments, begin_block, end_block, 1,
+        [&](const AdamSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
+            const AdamScales scales = group_scales.of(segment.group);
+            const float lr = lr_of(args.groups[segment.group]);
+            WideBlock at(args, segment, first, last);
+            at.step_moments(scales, draw_of(args, segment, first));
+            DDPCORE_IVDEP
+            for (int64_t i = 0; i < last - first; ++i) {
+                const float update = adam_update(at.weights[i], at.exp_avg[i], at.exp_avg_sq[i], scales);
+                at.weights[i] = adam_element(at.weights[i], update, lr, scales.keep);
+            }
+            narrow(args.dtype, segment.param, first, at.weights, last - first);
+        });
 }
 
 }  // namespace

@@ -47,9 +47,7 @@ DDPCORE_INLINE void sgd_part(
         part.momentum = momentum;
         part.master = weights;
         widen_states(static_cast<BFloat16*>(segment.momentum) + first, momentum, end);
-        if constexpr (Master) {
-            for (int64_t i = 0; i < end; ++i) weights[i] = load(static_cast<const T*>(part.param)[i]);
-        }
+        if (Master) widen(args.dtype, segment.param, first, weights, end);
     }
     sgd_part<T, Master>(part, begin, end, scales, flags);
     if (args.rounded_states) {

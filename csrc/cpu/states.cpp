@@ -26,6 +26,22 @@ DDPCORE_CLONES void widen_states(const BFloat16* stored, float* values, int64_t 
     for (int64_t i = 0; i < numel; ++i) values[i] = load(stored[i]);
 }
 
+DDPCORE_CLONES void widen(DType dtype, const void* data, int64_t first, float* values, int64_t numel) {
+    with_storage(dtype, [&](auto* tag) __attribute__((always_inline)) {
+        const auto* from = static_cast<decltype(tag)>(const_cast<void*>(data)) + first;
+        DDPCORE_IVDEP
+        for (int64_t i = 0; i < numel; ++i) values[i] = load(from[i]);
+    });
+}
+
+DDPCORE_CLONES void narrow(DType dtype, void* data, int64_t first, const float* values, int64_t numel) {
+    with_storage(dtype, [&](auto* tag) __attribute__((always_inline)) {
+        auto* to = static_cast<decltype(tag)>(data) + first;
+        DDPCORE_IVDEP
+        for (int64_t i = 0; i < numel; ++i) to[i] = store<std::remove_pointer_t<decltype(tag)>>(values[i]);
+    });
+}
+
 DDPCORE_CLONES void round_states(
     const Draw& draw, int64_t numel, float* first, BFloat16* stored_first, float* second, BFloat16* stored_second) {
     uint32_t words[kDrawn];

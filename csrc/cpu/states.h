@@ -1,5 +1,5 @@
-// States that are stored in bf16 and rounded stochastically. A block of them is widened to fp32, stepped by the code for
-// fp32 states, and rounded.
+// States that are stored in bf16 and rounded stochastically. A block of them is widened to fp32, stepped by the code
+// for fp32 states, and rounded.
 #pragma once
 
 #include "dispatch.h"
@@ -20,6 +20,10 @@ DDPCORE_INLINE Draw draw_of(const StepArgs<Segment>& args, const Segment& segmen
 
 // Copies numel stored states to `values`.
 void widen_states(const BFloat16* stored, float* values, int64_t numel);
+
+// Copies elements [first, first + numel) of a weight or gradient to `values`, and back, rounded to nearest.
+void widen(DType dtype, const void* data, int64_t first, float* values, int64_t numel);
+void narrow(DType dtype, void* data, int64_t first, const float* values, int64_t numel);
 
 // Rounds numel values of the first state, and of the second one unless it is null, and stores them. `first` and
 // `second` then hold what is stored.

@@ -93,7 +93,8 @@ struct Lamb {
                 at.exp_avg[i] = exp_avgs[k];
                 at.exp_avg_sq[i] = exp_avg_sqs[k];
                 sums.weight = add_square(sums.weight, weight);
-                sums.update = add_square(sums.update, adam_update(weight, load(exp_avgs[k]), load(exp_avg_sqs[k]), scales.adam));
+                sums.update =
+                    add_square(sums.update, adam_update(weight, load(exp_avgs[k]), load(exp_avg_sqs[k]), scales.adam));
             }
         }
         return sums;

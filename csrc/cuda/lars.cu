@@ -1,7 +1,7 @@
 // lars_step_: layer-wise adaptive SGD over a list of tensors. Traffic in fp32 with momentum: 20 bytes a parameter if
 // the second pass reads weights and gradients from L2 (first pass: read weight, gradient; second: read momentum, write
-// weight, momentum), else 28. In bf16 and fp16 half of that, with masters 22 and 30. With momentum of bf16 16 and 24, in
-// bf16 and fp16 10 and 14.
+// weight, momentum), else 28. In bf16 and fp16 half of that, with masters 22 and 30. With momentum of bf16 16 and 24,
+// in bf16 and fp16 10 and 14.
 #include "sgd.cuh"
 #include "two_pass.cuh"
 

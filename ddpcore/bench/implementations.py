@@ -108,7 +108,9 @@ OURS = {
 
 
 ROUNDED = {
-    name: replace(own, name=f"{own.name}(bfloat16 state)", options={**own.options, "state_dtype": "bfloat16"}, rounded=True)
+    name: replace(
+        own, name=f"{own.name}(bfloat16 state)", options={**own.options, "state_dtype": "bfloat16"}, rounded=True
+    )
     for name, own in OURS.items()
     if name != "muon"
 }

@@ -6,7 +6,6 @@ reference of the tests and the fallback where there is no kernel. Factors that t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any

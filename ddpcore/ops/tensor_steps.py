@@ -141,6 +141,7 @@ def _weight(param: Tensor, master: Tensor | None) -> Tensor:
 
 
 def store_weight(index: int, weight: Tensor, params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Store the new weight of a parameter, and in its master if there are masters."""
     params[index].copy_(weight)
     if masters:
         masters[index].copy_(weight)

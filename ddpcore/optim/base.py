@@ -162,8 +162,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             flat: the buffers; the optimizer's parameters are views of them.
 
-        Returns:
-            The object that steps the weights. It also accepts the average for the next step.
+        Returns: the object that steps the weights. It also accepts the average for the next step.
         """
         self._flat, self._weight_step = flat, WeightStep(flat, self)
         self._kept.clear()
@@ -182,8 +181,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return self._hooked_step() if closure is None else self._hooked_step(closure)
         return self._step(closure)
 
-    # torch's wrapper, which calls hooks and opens a profiler region, takes 11 of the 35 microseconds of a step of 4 small
-    # tensors. So this step skips it if there is no hook. `hooked` stops torch from adding it.
+    # torch's wrapper, which calls hooks and opens a profiler region, takes 11 of the 35 us of a step of 4 small tensors.
+    # So this step skips it if there is no hook. `hooked` stops torch from adding it.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -337,7 +336,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         rules = [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups]
         return (
             [rules.index(rule) for rule in rules],
-            [(self.state_names(group), group["master_weights"], group["max_grad_norm"]) for group in groups],
+            [(self.state_names(g), g["master_weights"], g["max_grad_norm"], is_rounded(g)) for g in groups],
             sizes,
             [len(state) for state in states],
             [(grad.dtype, grad.device, grad.is_sparse) for grad in grads],

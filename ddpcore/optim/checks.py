@@ -12,7 +12,7 @@ from torch import Tensor
 from ddpcore.optim.batch import Group
 from ddpcore.optim.rounding import STATE_DTYPES, name_of
 from ddpcore.optim.shards import check_shard_of_state, local
-from ddpcore.options.typed import check_choice, check_range
+from ddpcore.options.typed import check_range
 
 _OF_TORCH = ("capturable", "differentiable", "foreach", "fused")
 
@@ -62,7 +62,8 @@ def check_common(group: Group) -> None:
         raise ValueError(f"max_grad_norm is {norm}: it must be a number above 0, or None")
     check_flag("maximize", group["maximize"])
     check_flag("master_weights", group["master_weights"])
-    check_choice("state_dtype", name_of(group.get("state_dtype", "float32")), STATE_DTYPES)
+    if (dtype := name_of(group.get("state_dtype", "float32"))) not in STATE_DTYPES:
+        raise ValueError(f"state_dtype is {dtype}: it must be {' or '.join(STATE_DTYPES)}")
 
 
 def check_one_norm(groups: Sequence[Group]) -> None:

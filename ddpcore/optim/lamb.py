@@ -34,8 +34,8 @@ class FusedLAMB(AdaptiveOptimizer):
     - ``undebiased`` (the default of torch-optimizer and the paper's last version): m and v are not divided by
       ``1 - beta^step``, and tensors without weight decay have a ratio too.
 
-    ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 for parameters of all dtypes, unless
-    ``state_dtype`` is bfloat16.
+    ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 for parameters of all dtypes,
+    unless ``state_dtype`` is bfloat16.
 
     Args:
         params: parameters, named parameters or groups.

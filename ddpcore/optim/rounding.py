@@ -2,8 +2,8 @@
 
 The random bits of an element depend on the number of steps that its parameter has taken, on the number of the parameter
 in the optimizer, and on the place of the element in the memory of the parameter. So they are the same for a list and a
-flat buffer, for any number of threads, on every rank and for every virtual learner: ranks that have the same weights and
-gradients keep the same weights.
+flat buffer, for any number of threads, on every rank and for every virtual learner: ranks that have the same weights
+and gradients keep the same weights.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_loaded(
     """
     loaded = {id(param): states.get(number, {}) for number, param in saved.items()}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
-        names = own.get("param_names", group["params"])
+        names = own["param_names"] if "param_names" in own else group["params"]
         check_roundable(((pair, group) for pair in zip(names, own["params"], strict=True)), loaded)
 
 

@@ -134,8 +134,7 @@ TYPED_TEST(StatesTest, MomentsAreThoseOfFp32Rounded) {
             for (size_t i = 0; i < weights[s].size(); ++i) {
                 const float weight = cpu::load(weights[s][i]);
                 const float update = adam_update(weight, cpu::load(firsts[s][i]), cpu::load(seconds[s][i]), scales);
-                weights[s][i] =
-                    cpu::store<TypeParam>(adam_element(weight, update, rounded.groups[0].lr, scales.keep));
+                weights[s][i] = cpu::store<TypeParam>(adam_element(weight, update, rounded.groups[0].lr, scales.keep));
             }
         }
         take_step(rounded, 5);

@@ -228,7 +228,7 @@ def test_the_bits_of_states_elements_and_steps_are_not_correlated():
         assert abs(correlation(first, words(numel, seed, step, index) & 0xFFFF)) < DEVIATIONS
 
 
-@pytest.mark.parametrize("rule", steps.MOMENTS + ["sgd"])
+@pytest.mark.parametrize("rule", [*steps.MOMENTS, "sgd"])
 def test_the_mean_of_a_state_is_that_of_float64(rule, device):
     """Of 2**16 elements with one gradient, after 300 steps. Rounding to nearest would leave exp_avg_sq where it begins.
 
@@ -299,5 +299,5 @@ def test_bad_states_change_nothing(rule, assert_same_bits):
     with pytest.raises(RuntimeError, match="with steps and without masters"):
         masters.run()
     uncounted = new_step(rule, torch.device("cpu"), [33], counted=False)
-    with pytest.raises(RuntimeError, match="with steps and without masters|steps must have the length"):
+    with pytest.raises(RuntimeError, match=r"with steps and without masters|steps must have the length"):
         uncounted.run()

@@ -116,7 +116,9 @@ def test_virtual_learners_have_the_bits_of_optimizers_of_their_own(make, norm):
     together = make(groups, max_grad_norm=norm)
     together.bind(flat)
     singles = [
-        make([{"params": list(m.parameters())[:2]}, {"params": list(m.parameters())[2:], "lr": 0.02}], max_grad_norm=norm)
+        make(
+            [{"params": list(m.parameters())[:2]}, {"params": list(m.parameters())[2:], "lr": 0.02}], max_grad_norm=norm
+        )
         for m in alone
     ]
     for step in range(4):
@@ -208,7 +210,7 @@ def test_an_option_that_changes_between_steps(make):
     steps(model, optimizer, range(2))
     before = copy.deepcopy(states(optimizer))
     optimizer.param_groups[0]["state_dtype"] = torch.bfloat16
-    reference_model, reference = net(), make(net().parameters())
+    reference_model = net()
     reference_model.load_state_dict(model.state_dict())
     reference = make(reference_model.parameters())
     for state in before:
@@ -249,14 +251,14 @@ def test_a_parameter_that_joins_leaves_the_bits_of_the_others():
 def test_the_option_as_text():
     optimizer = build_optimizer("lamb", net(), lr=0.1, options={"state_dtype": "bfloat16"})
     assert optimizer.param_groups[0]["state_dtype"] == "bfloat16"
-    with pytest.raises(ValueError, match=r"optimizer sgd: state_dtype is 'bfloat61': did you mean 'bfloat16'\?"):
+    with pytest.raises(ValueError, match="optimizer sgd: state_dtype is bfloat61: it must be float32 or bfloat16"):
         build_optimizer("sgd", net(), lr=0.1, options={"state_dtype": "bfloat61"})
 
 
 @pytest.mark.parametrize("value", [torch.float16, torch.float64, None, 16])
 @every
 def test_other_dtypes_are_refused(make, value):
-    with pytest.raises(ValueError, match="state_dtype is .*: choose from float32, bfloat16"):
+    with pytest.raises(ValueError, match=r"state_dtype is [\w.]+: it must be float32 or bfloat16"):
         make(net().parameters(), state_dtype=value)
 
 
@@ -315,7 +317,11 @@ def test_a_small_problem_ends_near_the_run_in_float64(rule):
     for name, dtype, option in (("bf16", torch.float32, "bfloat16"), ("exact", torch.float64, "float32")):
         torch.manual_seed(5)
         weights = nn.Parameter(torch.zeros(64, 16, dtype=dtype))
-        optimizer = MAKES[rule]([weights], state_dtype=option, lr=1.0 if rule == "lars" else 0.01)
+        optimizer = MAKES[rule](
+            [weights],
+            state_dtype=option,
+            **({"lr": 0.3, "trust_coefficient": 0.02} if rule == "lars" else {"lr": 0.01}),
+        )
         target = torch.randn(64, 16, dtype=torch.float64)
         for _ in range(400):
             inputs = torch.randn(32, 64, dtype=torch.float64)
