@@ -19,8 +19,6 @@ struct Kind {
 };
 using Kinds = ::testing::Types<
     Kind<float, false>, Kind<BFloat16, false>, Kind<Float16, false>, Kind<BFloat16, true>, Kind<Float16, true>>;
-using RoundedKinds =
-    ::testing::Types<Kind<float, false, true>, Kind<BFloat16, false, true>, Kind<Float16, false, true>>;
 using AllKinds = ::testing::Types<
     Kind<float, false>, Kind<BFloat16, false>, Kind<Float16, false>, Kind<BFloat16, true>, Kind<Float16, true>,
     Kind<float, false, true>, Kind<BFloat16, false, true>, Kind<Float16, false, true>>;
