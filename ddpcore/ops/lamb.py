@@ -76,12 +76,9 @@ def lamb_step_(
 
     Args:
         exp_avgs, exp_avg_sqs: m and v, float32 (bfloat16 with ``state_firsts``), one per parameter; changed in place.
-        steps: one float32 per group: steps taken so far, increased by one.
-        scratch: see :func:`new_scratch`; float64 on the parameters' device, zero at first.
         trust: float64 ``[len(params), 3]``, overwritten: ratio, weight norm and update norm of each tensor.
         adapt: one per group: 0 sets the ratio to 1.
-        beta1, beta2, eps: decay rates of m and v, and a number that is added to the square root.
-        debias: divide m and v by ``1 - beta^step``, which gives m_hat and v_hat.
+        beta1, beta2, eps, debias: as in the equation. Without debias, m_hat is m and v_hat is v.
         decay_mode: ``in_update`` (the paper), ``coupled`` (added to the gradient) or ``decoupled`` (without the ratio).
         min_ratio, max_ratio, min_weight_norm, max_weight_norm: bounds of the ratio and of phi.
         squares: float64 ``[len(params), 2]``: sums of squares of weights and updates. Pass ``first`` writes them and

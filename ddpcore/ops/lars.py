@@ -72,7 +72,6 @@ def lars_step_(
     All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
 
     Args:
-        scratch: see :func:`new_scratch`; float64 on the parameters' device, zero at first.
         trust: float64 ``[len(params), 3]``, overwritten: R, weight norm and gradient norm of each tensor.
         adapt: one per group: 0 sets R to 1.
         variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``.

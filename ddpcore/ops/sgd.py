@@ -1,4 +1,10 @@
-"""``sgd_step_``: momentum SGD over a list of tensors in one launch."""
+"""``sgd_step_``: momentum SGD over a list of tensors in one launch.
+
+**Rounded states**, of all steps: ``state_firsts`` is empty, or has for each parameter the index of its first element
+among the random numbers, a multiple of 4. Then momentum and moments are bfloat16, and are rounded stochastically by the
+random bits of (``state_seed``, step count, index + place of the element in memory). This needs ``steps`` and takes no
+masters. SGD and LARS step along the momentum before it is rounded; Adam and LAMB use the moments as they are stored.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +71,7 @@ def sgd_step_(
     Args:
         params: float32, bfloat16 or float16 tensors of one dtype and device.
         grads: one per parameter, with its shape and dtype. Not changed.
-        momentum_buffers: like ``grads`` (float32 with masters, bfloat16 with ``state_firsts``), changed in place. Empty
-            if ``momentum`` is 0.
+        momentum_buffers: like ``grads`` (float32 with masters), changed in place. Empty if ``momentum`` is 0.
         masters: empty, or one float32 copy of the weights per 16-bit parameter. Where a master does not round to its
             parameter, the step starts from the parameter.
         steps: empty, or one float32 per group: steps taken so far, increased by one. At 0 the momentum buffers are not
@@ -82,11 +87,7 @@ def sgd_step_(
         found_inf: one float32. If it is not 0, the step changes and counts nothing.
         norm_squared: one float64, the squared norm of all gradients as they are stored; used with ``max_norm``.
         max_norm: gradients with a larger norm are scaled down to this norm; 0 disables it.
-        state_firsts: empty, or for each parameter the index of its first element among the random numbers, a multiple
-            of 4. Then momentum and moments are bfloat16 and are rounded stochastically, by (``state_seed``, step count,
-            index + place of the element in memory). Needs ``steps`` and takes no masters. SGD and LARS step along the
-            momentum before it is rounded; Adam and LAMB use the moments as they are stored.
-        state_seed: see ``state_firsts``; from 0 to 2**63 - 1.
+        state_firsts, state_seed: rounded states, see the docstring of this module.
 
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not match.

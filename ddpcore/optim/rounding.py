@@ -71,7 +71,7 @@ def check_loaded(
     loaded = {id(param): states.get(number, {}) for number, param in saved.items()}
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         names = own["param_names"] if "param_names" in own else group["params"]
-        check_roundable(((pair, group) for pair in zip(names, own["params"], strict=True)), loaded)
+        check_roundable(((pair, group) for pair in zip(names, own["params"], strict=False)), loaded)
 
 
 def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | None) -> list[int]:
