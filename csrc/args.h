@@ -81,6 +81,10 @@ struct StepArgs {
     // Not null: the weights are averaged before the step. The params are places in mix->weights, and no segment has a
     // master. The averaged weights are rounded to their dtype, so that one pass has the bits of mix_ and then the step.
     const MixArgs* mix = nullptr;
+    // Momentum and moments are bf16, and are rounded stochastically by random.h, with this seed, the step count of the
+    // group (0 without one) and the index of the element. Then no segment has a master, and there is no mix.
+    bool rounded_states = false;
+    uint64_t state_seed = 0;
 };
 
 // Hyperparameters of momentum SGD, named as in torch.optim.SGD.
@@ -95,8 +99,12 @@ struct SgdRule {
 struct SgdSegment {
     void* param;
     const void* grad;
-    void* momentum;  // null if SgdRule::momentum is zero; fp32 if there is a master, else of param's dtype
-    float* master;   // fp32 copy of a 16-bit param, or null
+    void*
+        momentum;  // null if SgdRule::momentum is zero; bf16 if states are rounded, fp32 beside a master, else as param
+    union {
+        float* master;        // fp32 copy of a 16-bit param, or null
+        int64_t first_index;  // rounded states: index of element 0 among the random numbers, a multiple of 4
+    };
     int64_t numel;
     int64_t first_block;  // sum of num_blocks_of() over the segments before this one
     int64_t group;        // ascending
@@ -170,9 +178,12 @@ struct AdamRule {
 struct AdamSegment {
     void* param;
     const void* grad;
-    float* exp_avg;
-    float* exp_avg_sq;
-    float* master;  // fp32 copy of a 16-bit param, or null
+    void* exp_avg;  // fp32, or bf16 if states are rounded
+    void* exp_avg_sq;
+    union {
+        float* master;        // fp32 copy of a 16-bit param, or null
+        int64_t first_index;  // as in SgdSegment
+    };
     int64_t numel;
     int64_t first_block;
     int64_t group;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "args.h"
 
@@ -38,6 +39,23 @@ DDPCORE_HOST_DEVICE float grad_factor(const GradScaling& scaling) {
         if (!(clip >= 1.0)) factor *= clip;  // a NaN norm makes all gradients NaN
     }
     return static_cast<float>(scaling.maximize ? -factor : factor);
+}
+
+// The count of steps after one more. With 2^24 steps an fp32 number cannot count on by ones, and stays there. Where the
+// count is part of the key of random numbers it goes on to the next fp32 number, so that no two steps draw the same
+// numbers, up to 2^62 (320 million steps).
+DDPCORE_HOST_DEVICE float next_count(float step, bool rounded_states) {
+    if (!rounded_states || step < 0x1p24f || step >= 0x1p62f) return step + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &step, sizeof bits);
+    ++bits;
+    memcpy(&step, &bits, sizeof step);
+    return step;
+}
+
+// The step in the key of random numbers.
+DDPCORE_HOST_DEVICE uint64_t step_of(const StepGroup& group) {
+    return group.step == nullptr ? 0 : static_cast<uint64_t>(*group.step);
 }
 
 DDPCORE_HOST_DEVICE float lr_of(const StepGroup& group) {

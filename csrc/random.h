@@ -1,10 +1,10 @@
-// Standard normal numbers from a counter. A number depends on (seed, step, index) only, so it is the same on every
-// rank, thread, instruction set and device, and for every partition of a buffer. The CPU and the CUDA kernels include
-// this file.
+// Random numbers from a counter: standard normal ones, and the bits by which states are rounded. A number depends on
+// (seed, step, index) only, so it is the same on every rank, thread, instruction set and device, and for every
+// partition of a buffer. The CPU and the CUDA kernels include this file.
 //
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") takes the seed as its key and the
-// counter {index / 4, step}, each of 64 bits, low word first. Box and Muller's method makes four
-// normals of the four words; number `index` is the one at index % 4.
+// counter {index / 4, step}, each of 64 bits, low word first. The word of `index` is the one at index % 4. Box and
+// Muller's method makes four normals of the four words; number `index` is the one at index % 4.
 //
 // All operations round in the same way on every device: + - * / and sqrt, without contraction, and integer operations.
 #pragma once
@@ -79,13 +79,47 @@ DDPCORE_HOST_DEVICE void normal_pair(uint32_t radius_word, uint32_t angle_word, 
     second = radius * ((quarter & 2u) != 0 ? -y : y);
 }
 
-// The normals of indices 4 * counter to 4 * counter + 3.
+// The words of indices 4 * counter to 4 * counter + 3.
+DDPCORE_HOST_DEVICE Words four_words(uint64_t seed, uint64_t step, uint64_t counter) {
+    return philox({{low_word(counter), high_word(counter), low_word(step), high_word(step)}}, seed);
+}
+
+// The word of one index.
+DDPCORE_HOST_DEVICE uint32_t random_word(uint64_t seed, uint64_t step, uint64_t index) {
+    const Words four = four_words(seed, step, index / 4);
+    const uint32_t low = (index & 1) != 0 ? four.words[1] : four.words[0];
+    const uint32_t high = (index & 1) != 0 ? four.words[3] : four.words[2];
+    return (index & 2) != 0 ? high : low;
+}
+
+// The normals of the same indices as four_words.
 DDPCORE_HOST_DEVICE Normals four_normals(uint64_t seed, uint64_t step, uint64_t counter) {
-    const Words drawn = philox({{low_word(counter), high_word(counter), low_word(step), high_word(step)}}, seed);
+    const Words drawn = four_words(seed, step, counter);
     Normals normals;
     normal_pair(drawn.words[0], drawn.words[1], normals.values[0], normals.values[1]);
     normal_pair(drawn.words[2], drawn.words[3], normals.values[2], normals.values[3]);
     return normals;
+}
+
+// ---- stochastic rounding ----
+
+// The random bits of a word for one of the two states of an element: the low half for the first one, the momentum or
+// exp_avg, and the high half for exp_avg_sq.
+enum class State { kFirst, kSecond };
+
+DDPCORE_HOST_DEVICE uint32_t bits_for(State state, uint32_t word) {
+    return state == State::kFirst ? word & 0xffffu : word >> 16;
+}
+
+// The bits of the bf16 number to which a value is rounded: the neighbour away from zero with a probability of the
+// dropped 16 bits over 2^16, else the one towards zero. So the mean of the result is the value, and a bf16 number stays
+// what it is. A finite value stays finite: beyond the largest bf16 number it becomes that. `random`: 16 bits.
+DDPCORE_HOST_DEVICE uint16_t round_to_bf16(float value, uint32_t random) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t magnitude = bits & 0x7fffffffu, kept = bits >> 16, rounded = (bits + random) >> 16;
+    const uint32_t special = magnitude > 0x7f800000u ? kept | 0x40u : kept;  // a quiet NaN
+    return static_cast<uint16_t>(magnitude >= 0x7f7f0000u ? special : rounded);
 }
 
 }  // namespace ddpcore

@@ -48,9 +48,11 @@ void in_batches(
     }
 }
 
-void count_step(const std::vector<StepGroup>& groups) {
-    for (const StepGroup& group : groups) {
-        if (group.step != nullptr) *group.step += 1.0f;
+template <typename Segment>
+void count_step(const StepArgs<Segment>& args) {
+    for (int64_t i = 0; i < args.num_groups; ++i) {
+        const StepGroup& group = args.groups[i];
+        if (group.step != nullptr) *group.step = next_count(*group.step, args.rounded_states);
     }
 }
 
@@ -66,7 +68,7 @@ struct Cpu {
     static void run(const Tensor&, const SgdCall& call) {
         if (skips_step(call.args.scaling)) return;
         spread(cpu::sgd_step_, call.args, 0, call.args.num_blocks, call.tensors.numel);
-        count_step(call.tensors.groups);
+        count_step(call.args);
     }
 
     static void run(const Tensor&, const SgdCall& call, const LarsArgs& args) {
@@ -79,20 +81,20 @@ struct Cpu {
         if (args.passes == Passes::kSecond) {
             cpu::lars_trust(args, 0, sgd.num_segments);
             spread(cpu::lars_step_, args, 0, sgd.num_blocks, call.tensors.numel);
-            return count_step(call.tensors.groups);
+            return count_step(sgd);
         }
         in_batches(
             call.segments, sgd.num_blocks, kLarsBatch,
             [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lars_norms, args, begin, end, numel); },
             [&](int64_t begin, int64_t end) { cpu::lars_trust(args, begin, end); },
             [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lars_step_, args, begin, end, numel); });
-        count_step(call.tensors.groups);
+        count_step(sgd);
     }
 
     static void run(const Tensor&, const AdamCall& call) {
         if (skips_step(call.args.scaling)) return;
         spread(cpu::adamw_step_, call.args, 0, call.args.num_blocks, call.tensors.numel);
-        count_step(call.tensors.groups);
+        count_step(call.args);
     }
 
     static void run(const Tensor&, const AdamCall& call, LambArgs args) {
@@ -104,7 +106,7 @@ struct Cpu {
         if (args.passes == Passes::kSecond) {
             cpu::lamb_trust(args, 0, args.num_segments);
             spread(cpu::lamb_step_, args, 0, args.num_blocks, call.tensors.numel);
-            return count_step(call.tensors.groups);
+            return count_step(args);
         }
         thread_local std::vector<float> updates;  // kept between calls: new memory costs more time than it saves
         in_batches(
@@ -120,7 +122,7 @@ struct Cpu {
             },
             [&](int64_t begin, int64_t end) { cpu::lamb_trust(args, begin, end); },
             [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lamb_step_, args, begin, end, numel); });
-        count_step(call.tensors.groups);
+        count_step(args);
     }
 
     static void run(const Tensor&, const MixCall& call) {

@@ -34,10 +34,12 @@ void sgd_step_(
     const Tensors& steps, const std::optional<Tensor>& scratch, const std::vector<int64_t>& group_sizes,
     const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr, double momentum,
     double dampening, bool nesterov, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
-    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm) {
+    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm,
+    const std::vector<int64_t>& state_firsts, int64_t state_seed) {
     SgdCall call(
         params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, nullptr},
-        sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
+        sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize},
+        {state_firsts, state_seed});
     STD_TORCH_CHECK(steps.empty() || scratch.has_value(), "ddpcore: steps need scratch");
     run_step<Backend>(params[0], call, scratch);
 }
@@ -67,10 +69,12 @@ void adamw_step_(
     const Tensors& masters, const Tensors& steps, const Tensor& scratch, const std::vector<int64_t>& group_sizes,
     const std::vector<double>& lr, const std::vector<double>& weight_decay, const Tensors& device_lr, double beta1,
     double beta2, double eps, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
-    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm) {
+    const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm,
+    const std::vector<int64_t>& state_firsts, int64_t state_seed) {
     AdamCall call(
         params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, nullptr},
-        adamw_rule(beta1, beta2, eps, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
+        adamw_rule(beta1, beta2, eps, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize},
+        {state_firsts, state_seed});
     run_step<Backend>(params[0], call, scratch);
 }
 
@@ -100,10 +104,12 @@ void lars_step_(
     const std::vector<int64_t>& adapt, std::string variant, double trust_coefficient, double eps, double momentum,
     double dampening, bool nesterov, bool decoupled, bool maximize, const std::optional<Tensor>& grad_scale,
     const std::optional<Tensor>& found_inf, const std::optional<Tensor>& norm_squared, double max_norm,
-    const std::optional<Tensor>& squares, std::string passes) {
+    const std::optional<Tensor>& squares, std::string passes, const std::vector<int64_t>& state_firsts,
+    int64_t state_seed) {
     SgdCall call(
         params, grads, momentum_buffers, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt},
-        sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize});
+        sgd_rule(momentum, dampening, nesterov, decoupled), {grad_scale, found_inf, norm_squared, max_norm, maximize},
+        {state_firsts, state_seed});
     run_step<Backend>(
         params[0], call, scratch, trust,
         LarsRule{lars_variant(variant), static_cast<float>(trust_coefficient), static_cast<float>(eps)},
@@ -140,12 +146,12 @@ void lamb_step_(
     std::string decay_mode, double min_ratio, double max_ratio, double min_weight_norm, double max_weight_norm,
     bool maximize, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
     const std::optional<Tensor>& norm_squared, double max_norm, const std::optional<Tensor>& squares,
-    std::string passes) {
+    std::string passes, const std::vector<int64_t>& state_firsts, int64_t state_seed) {
     const LambRule rule =
         lamb_rule(beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm);
     AdamCall call(
         params, grads, exp_avgs, exp_avg_sqs, masters, {group_sizes, lr, weight_decay, device_lr, steps, &adapt}, rule,
-        {grad_scale, found_inf, norm_squared, max_norm, maximize});
+        {grad_scale, found_inf, norm_squared, max_norm, maximize}, {state_firsts, state_seed});
     run_step<Backend>(params[0], call, scratch, trust, rule, {passes, squares});
 }
 

@@ -71,6 +71,28 @@ struct ScalingArguments {
     }
 };
 
+// Whether the states of a step are bf16 and rounded stochastically, and by which random numbers.
+struct StateArguments {
+    const std::vector<int64_t>& firsts;  // empty, or the index of each param's first element among the random numbers
+    int64_t seed;
+
+    bool rounded(const Tensors& params, const Tensors& masters, const Tensors& steps) const {
+        bool fits = firsts.empty() || (firsts.size() == params.size() && masters.empty() && !steps.empty());
+        for (const int64_t first : firsts) fits = fits && first >= 0 && first % 4 == 0;
+        STD_TORCH_CHECK(
+            fits,
+            "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters");
+        return !firsts.empty();
+    }
+
+    template <typename Segment>
+    void place(std::vector<Segment>& segments, StepArgs<Segment>& args) const {
+        args.rounded_states = true;
+        args.state_seed = static_cast<uint64_t>(seed);
+        for (size_t i = 0; i < segments.size(); ++i) segments[i].first_index = firsts[i];
+    }
+};
+
 // The params, gradients and masters of a step, in place or as dense copies, and their dtype and sizes.
 struct StepTensors {
     DenseCopies copies;
@@ -195,15 +217,18 @@ struct SgdCall {
 
     SgdCall(
         const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& masters,
-        const GroupLists& lists, const SgdRule& rule, const ScalingArguments& scaling) {
-        const bool momentum = rule.momentum != 0.0f;
+        const GroupLists& lists, const SgdRule& rule, const ScalingArguments& scaling,
+        const StateArguments& states = {{}, 0}) {
+        const bool momentum = rule.momentum != 0.0f, rounded = states.rounded(params, masters, lists.steps) && momentum;
         STD_TORCH_CHECK(
             !momentum || momentum_buffers.size() == params.size(),
             "ddpcore: with momentum, momentum_buffers must have the length of params");
         segments.reserve(params.size());
         tensors.fill(
             params, grads, masters, lists, [&](size_t i, int64_t group, Tensor param, int64_t numel, int64_t block) {
-                const ScalarType stored = masters.empty() ? param.scalar_type() : ScalarType::Float;
+                const ScalarType stored = rounded           ? ScalarType::BFloat16
+                                          : masters.empty() ? param.scalar_type()
+                                                            : ScalarType::Float;
                 segments.push_back(
                     {param.mutable_data_ptr(), tensors.read(param, grads[i], "a grad"),
                      momentum ? tensors.write(param, momentum_buffers[i], stored, "a momentum buffer") : nullptr,
@@ -211,6 +236,7 @@ struct SgdCall {
                      group});
             });
         args = {step_args(segments, tensors, scaling.scaling(params[0])), rule};
+        if (rounded) states.place(segments, args);
     }
 };
 
@@ -222,22 +248,26 @@ struct AdamCall {
 
     AdamCall(
         const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
-        const Tensors& masters, const GroupLists& lists, const AdamRule& rule, const ScalingArguments& scaling) {
+        const Tensors& masters, const GroupLists& lists, const AdamRule& rule, const ScalingArguments& scaling,
+        const StateArguments& states = {{}, 0}) {
         STD_TORCH_CHECK(
             exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size(),
             "ddpcore: exp_avgs and exp_avg_sqs must have the length of params");
         STD_TORCH_CHECK(lists.steps.size() == lists.sizes.size(), "ddpcore: steps must have the length of group_sizes");
+        const bool rounded = states.rounded(params, masters, lists.steps);
+        const ScalarType stored = rounded ? ScalarType::BFloat16 : ScalarType::Float;
         segments.reserve(params.size());
         tensors.fill(
             params, grads, masters, lists, [&](size_t i, int64_t group, Tensor param, int64_t numel, int64_t block) {
                 segments.push_back(
                     {param.mutable_data_ptr(), tensors.read(param, grads[i], "a grad"),
-                     tensors.write_float(param, exp_avgs[i], "an exp_avg"),
-                     tensors.write_float(param, exp_avg_sqs[i], "an exp_avg_sq"),
+                     tensors.write(param, exp_avgs[i], stored, "an exp_avg"),
+                     tensors.write(param, exp_avg_sqs[i], stored, "an exp_avg_sq"),
                      masters.empty() ? nullptr : tensors.write_float(param, masters[i], "a master"), numel, block,
                      group});
             });
         args = {step_args(segments, tensors, scaling.scaling(params[0])), rule};
+        if (rounded) states.place(segments, args);
     }
 };
 

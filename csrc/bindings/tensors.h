@@ -68,7 +68,9 @@ inline void check_fits(
     const Tensor& reference, const Tensor& tensor, ScalarType dtype, const char* reference_name, const char* name) {
     STD_TORCH_CHECK(
         same_device(reference, tensor) && tensor.scalar_type() == dtype, "ddpcore: ", name,
-        dtype == reference.scalar_type() ? " must have the device and dtype of " : " must be float32 on the device of ",
+        dtype == reference.scalar_type() ? " must have the device and dtype of "
+        : dtype == ScalarType::BFloat16  ? " must be bfloat16 on the device of "
+                                         : " must be float32 on the device of ",
         reference_name);
     STD_TORCH_CHECK(same_shape(reference, tensor), "ddpcore: ", name, " must have the shape of ", reference_name);
 }

@@ -1,6 +1,6 @@
 // lars_step_: layer-wise adaptive SGD over a list of tensors. Two passes over each batch of tensors: norms, then the
 // step. Traffic in fp32 with momentum: 20 bytes a parameter if the second pass finds weights and gradients in the
-// cache, else 28.
+// cache, else 28; 4 less with momentum of bf16.
 #include "kernels.h"
 #include "sgd.h"
 
@@ -48,14 +48,14 @@ void lars_trust(const LarsArgs& args, int64_t begin_segment, int64_t end_segment
 DDPCORE_CLONES void lars_step_(const LarsArgs& args, int64_t begin_block, int64_t end_block) {
     const SgdArgs& sgd = args.sgd;
     const float grad = grad_factor(sgd.scaling);
-    with_weights(sgd.dtype, sgd.masters, [&]<typename T, bool Master>() __attribute__((always_inline)) {
+    with_stepped_weights(sgd, [&]<typename T, bool Master>() __attribute__((always_inline)) {
         for_each_part_backwards(
-            sgd.segments, sgd.num_segments, begin_block, end_block, kRun,
+            sgd.segments, sgd.num_segments, begin_block, end_block, run_of(sgd, kRun),
             [&](const SgdSegment& segment, int64_t first, int64_t last) __attribute__((always_inline)) {
                 const StepGroup& group = sgd.groups[segment.group];
                 const SgdScales scales = lars_scales(
                     sgd_scales(sgd.rule, group, grad), args.rule.variant, args.trust[&segment - sgd.segments].ratio);
-                sgd_part<T, Master>(segment, first, last, scales, sgd_flags(sgd.rule, group));
+                sgd_part<T, Master>(sgd, segment, first, last, scales, sgd_flags(sgd.rule, group));
             });
     });
 }

@@ -175,18 +175,24 @@ struct StepMix : MixTable<kFewPeers> {
     }
 };
 
-// Calls fn.template operator()<T, Master>(mix) for the storage of a step's weights and its mix.
+// Calls fn.template operator()<T, Master, Rounded>(mix) for the storage of a step's weights and states, and its mix.
 template <typename Segment, typename Fn>
 cudaError_t with_mix(const StepArgs<Segment>& args, Fn&& fn) {
+    if (args.rounded_states) {
+        if (args.masters || args.mix != nullptr) return cudaErrorInvalidValue;
+        return with_storage(args.dtype, [&](auto* tag) {
+            return fn.template operator()<std::remove_pointer_t<decltype(tag)>, false, true>(NoMix{});
+        });
+    }
     if (args.mix == nullptr) {
         return with_weights(args.dtype, args.masters, [&]<typename T, bool Master>() {
-            return fn.template operator()<T, Master>(NoMix{});
+            return fn.template operator()<T, Master, false>(NoMix{});
         });
     }
     if (args.masters || args.mix->num_peers > kFewPeers) return cudaErrorInvalidValue;
     const StepMix mix{mix_table<kFewPeers>(*args.mix)};
     return with_storage(args.dtype, [&](auto* tag) {
-        return fn.template operator()<std::remove_pointer_t<decltype(tag)>, false>(mix);
+        return fn.template operator()<std::remove_pointer_t<decltype(tag)>, false, false>(mix);
     });
 }
 

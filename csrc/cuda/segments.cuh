@@ -80,6 +80,8 @@ struct StepTable {
     StepGroup groups[kMaxGroups];
     GradScaling scaling;
     uint64_t* finished;  // zero between launches; null if no group has a step count
+    uint64_t state_seed;
+    bool rounded_states;
 
     __device__ __forceinline__ const StepGroup& group_of(const Segment& segment) const {
         return groups[segment.group - first_group];
@@ -102,6 +104,8 @@ cudaError_t launch_step_chunk(
     table.num_counted = static_cast<int32_t>(next_group - first_group);
     std::copy(args.groups + first_group, args.groups + end_group, table.groups);
     table.scaling = args.scaling;
+    table.state_seed = args.state_seed;
+    table.rounded_states = args.rounded_states;
     table.finished = args.tickets == nullptr ? nullptr : args.tickets + args.num_segments;
     return fn.template operator()<capacity>(table);
 }
@@ -138,7 +142,8 @@ __device__ __forceinline__ void fill_scales(
     const StepTable<typename Optimizer::Segment, capacity>& table, const typename Optimizer::Rule& rule,
     typename Optimizer::Scales* scales) {
     if (static_cast<int>(threadIdx.x) < table.num_groups) {
-        scales[threadIdx.x] = Optimizer::scales(rule, table.groups[threadIdx.x], grad_factor(table.scaling));
+        const float grad = grad_factor(table.scaling);
+        scales[threadIdx.x] = Optimizer::scales(rule, table.groups[threadIdx.x], grad, table.state_seed);
     }
     __syncthreads();
 }
@@ -154,7 +159,8 @@ __device__ __forceinline__ void count_steps(const StepTable<Segment, capacity>& 
     if (atomicAdd(reinterpret_cast<unsigned long long*>(table.finished), 1ull) + 1 < gridDim.x) return;
     __threadfence();
     for (int i = 0; i < table.num_counted; ++i) {
-        if (table.groups[i].step != nullptr) *table.groups[i].step += 1.0f;
+        float* step = table.groups[i].step;
+        if (step != nullptr) *step = next_count(*step, table.rounded_states);
     }
     *table.finished = 0;
 }

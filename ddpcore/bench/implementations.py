@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ class Implementation:
         listed: whether the table has a line for it even if it is not installed.
         cuda_only: it does not run on the CPU.
         matrices: it gets the parameters of two dimensions only.
+        rounded: our optimizer with momentum and moments of bfloat16.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Implementation:
     listed: bool = True
     cuda_only: bool = False
     matrices: bool = False
+    rounded: bool = False
 
     @property
     def library(self) -> str:
@@ -105,6 +107,13 @@ OURS = {
 }
 
 
+ROUNDED = {
+    name: replace(
+        own, name=f"{own.name}(bfloat16 state)", options={**own.options, "state_dtype": "bfloat16"}, rounded=True
+    )
+    for name, own in OURS.items()
+    if name != "muon"
+}
 USUAL_OPTIMIZERS = tuple(name for name in OURS if name != "muon")  # whose steps take seconds
 
 
@@ -120,6 +129,7 @@ COMPARISONS = (
     Comparison("adamw", OURS["adamw"], _ADAMW),
     Comparison("lars", OURS["lars"], _SGD),
     Comparison("lamb", OURS["lamb"], _ADAMW),
+    *(Comparison(name, rounded, OURS[name]) for name, rounded in ROUNDED.items()),
     _peer("lamb", "torch_optimizer", "Lamb", _DECAY, install=_EXTRA),
     _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY, install=_EXTRA),
     _peer("lars", "torch_optimizer", "LARS", _MOMENTUM, install=_EXTRA),

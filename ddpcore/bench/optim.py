@@ -132,9 +132,10 @@ class _OwnStep:
         self._config, self._list, self._ours = config, LISTS[name], OURS[optimizer]
         self._about = self._list.describe()
         self._noise = torch.randn(2**20).to(config.resolved_device, DTYPES[config.dtype])
-        self._bytes = bytes_per_param(optimizer, DTYPES[config.dtype].itemsize)
+        self._optimizer, self._itemsize = optimizer, DTYPES[config.dtype].itemsize
         self._step = self._stepper(self._ours)
-        self._copy, self._copied = copying(self._bytes[0] * self._about["parameters"], config.resolved_device)
+        copied = bytes_per_param(optimizer, self._itemsize)[0] * self._about["parameters"]
+        self._copy, self._copied = copying(copied, config.resolved_device)
 
     def measure(self, comparison: Comparison) -> list[dict[str, Any]]:
         """Two rows: of the left side, whose ratio is left / right, and of the right side."""
@@ -165,9 +166,10 @@ class _OwnStep:
             "ms": quantiles(1e3 * seconds for seconds in mine),
             "ratio": quantiles(left / right for left, right in zip(mine, theirs, strict=True)),
         }
-        if side is not self._ours or side.matrices:  # the traffic of other libraries and of matrix products is unknown
+        is_own = side is self._ours or side.rounded
+        if not is_own or side.matrices:  # the traffic of other libraries and of matrix products is unknown
             return row | dict.fromkeys(("bytes_per_param", "bytes_per_param_uncached", "gb_per_s"))
-        least, most = self._bytes
+        least, most = bytes_per_param(self._optimizer, self._itemsize, side.rounded)
         rate = least * self._about["parameters"] / quantiles(mine)["p50"] / 1e9
         return row | {"bytes_per_param": least, "bytes_per_param_uncached": most, "gb_per_s": rate}
 

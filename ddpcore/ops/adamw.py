@@ -9,12 +9,12 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
 from ddpcore.ops.mix import NOISE_SCHEMA, STEP_MIX_SCHEMA, Mixture, mixture_arguments
-from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, SCALING_SCHEMA
+from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, SCALING_SCHEMA, STATE_SCHEMA
 
 _adamw_step = define(
     "adamw_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     f"Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor(f!) scratch, {GROUP_SCHEMA}, float beta1, float beta2, "
-    f"float eps, bool decoupled, {SCALING_SCHEMA}) -> ()",
+    f"float eps, bool decoupled, {SCALING_SCHEMA}, {STATE_SCHEMA}) -> ()",
     reference.adamw_step_,
     no_result,
 )
@@ -51,6 +51,8 @@ def adamw_step_(
     found_inf: Tensor | None = None,
     norm_squared: Tensor | None = None,
     max_norm: float = 0.0,
+    state_firsts: Sequence[int] = (),
+    state_seed: int = 0,
 ) -> None:
     """One step of ``torch.optim.AdamW`` or ``Adam`` on every tensor, in place.
 
@@ -60,7 +62,7 @@ def adamw_step_(
     All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
 
     Args:
-        exp_avgs, exp_avg_sqs: m and v, float32, one per parameter; changed in place.
+        exp_avgs, exp_avg_sqs: m and v, float32 (bfloat16 with ``state_firsts``), one per parameter; changed in place.
         steps: one float32 per group: the number of steps taken so far, increased by one.
         scratch: see :func:`new_scratch`; float64 on the parameters' device, zero at first.
         beta1, beta2: decay rates of m and v.
@@ -73,7 +75,7 @@ def adamw_step_(
     tensors = params, grads, exp_avgs, exp_avg_sqs, masters, steps, scratch
     rule = beta1, beta2, eps, decoupled
     scaling = maximize, grad_scale, found_inf, norm_squared, max_norm
-    _adamw_step(*tensors, group_sizes, lr, weight_decay, device_lr, *rule, *scaling)
+    _adamw_step(*tensors, group_sizes, lr, weight_decay, device_lr, *rule, *scaling, state_firsts, state_seed)
 
 
 def mix_adamw_step_(

@@ -10,14 +10,14 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
 from ddpcore.ops.mix import NOISE_SCHEMA, STEP_MIX_SCHEMA, Mixture, mixture_arguments
-from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, PASS_SCHEMA, SCALING_SCHEMA
+from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, PASS_SCHEMA, SCALING_SCHEMA, STATE_SCHEMA
 
 _lamb_step = define(
     "lamb_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] masters, Tensor(e!)[] steps, Tensor(f!) scratch, Tensor(g!) trust, "
     f"{GROUP_SCHEMA}, int[] adapt, float beta1, float beta2, float eps, bool debias, str decay_mode, float min_ratio, "
     f"float max_ratio, float min_weight_norm, float max_weight_norm, {SCALING_SCHEMA}, "
-    f"{PASS_SCHEMA}) -> ()",
+    f"{PASS_SCHEMA}, {STATE_SCHEMA}) -> ()",
     reference.lamb_step_,
     no_result,
 )
@@ -64,6 +64,8 @@ def lamb_step_(
     max_norm: float = 0.0,
     squares: Tensor | None = None,
     passes: str = "both",
+    state_firsts: Sequence[int] = (),
+    state_seed: int = 0,
 ) -> None:
     """One LAMB step (You et al. 2020, algorithm 2) on every tensor, in place.
 
@@ -73,13 +75,10 @@ def lamb_step_(
     All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
 
     Args:
-        exp_avgs, exp_avg_sqs: m and v, float32, one per parameter; changed in place.
-        steps: one float32 per group: steps taken so far, increased by one.
-        scratch: see :func:`new_scratch`; float64 on the parameters' device, zero at first.
+        exp_avgs, exp_avg_sqs: m and v, float32 (bfloat16 with ``state_firsts``), one per parameter; changed in place.
         trust: float64 ``[len(params), 3]``, overwritten: ratio, weight norm and update norm of each tensor.
         adapt: one per group: 0 sets the ratio to 1.
-        beta1, beta2, eps: decay rates of m and v, and a number that is added to the square root.
-        debias: divide m and v by ``1 - beta^step``, which gives m_hat and v_hat.
+        beta1, beta2, eps, debias: as in the equation. Without debias, m_hat is m and v_hat is v.
         decay_mode: ``in_update`` (the paper), ``coupled`` (added to the gradient) or ``decoupled`` (without the ratio).
         min_ratio, max_ratio, min_weight_norm, max_weight_norm: bounds of the ratio and of phi.
         squares: float64 ``[len(params), 2]``: sums of squares of weights and updates. Pass ``first`` writes them and
@@ -92,7 +91,8 @@ def lamb_step_(
     tensors = params, grads, exp_avgs, exp_avg_sqs, masters, steps, scratch, trust
     groups = group_sizes, lr, weight_decay, device_lr, adapt
     rule = beta1, beta2, eps, debias, decay_mode, min_ratio, max_ratio, min_weight_norm, max_weight_norm
-    _lamb_step(*tensors, *groups, *rule, maximize, grad_scale, found_inf, norm_squared, max_norm, squares, passes)
+    scaling = maximize, grad_scale, found_inf, norm_squared, max_norm
+    _lamb_step(*tensors, *groups, *rule, *scaling, squares, passes, state_firsts, state_seed)
 
 
 def mix_lamb_step_(

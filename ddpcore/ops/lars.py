@@ -9,12 +9,12 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
 from ddpcore.ops.mix import NOISE_SCHEMA, STEP_MIX_SCHEMA, Mixture, mixture_arguments
-from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, PASS_SCHEMA, RULE_SCHEMA, SCALING_SCHEMA
+from ddpcore.ops.sgd import CLIP_SCHEMA, GROUP_SCHEMA, PASS_SCHEMA, RULE_SCHEMA, SCALING_SCHEMA, STATE_SCHEMA
 
 _lars_step = define(
     "lars_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
     f"Tensor(d!)[] steps, Tensor(e!) scratch, Tensor(f!) trust, {GROUP_SCHEMA}, int[] adapt, str variant, "
-    f"float trust_coefficient, float eps, {RULE_SCHEMA}, {SCALING_SCHEMA}, {PASS_SCHEMA}) -> ()",
+    f"float trust_coefficient, float eps, {RULE_SCHEMA}, {SCALING_SCHEMA}, {PASS_SCHEMA}, {STATE_SCHEMA}) -> ()",
     reference.lars_step_,
     no_result,
 )
@@ -57,6 +57,8 @@ def lars_step_(
     max_norm: float = 0.0,
     squares: Tensor | None = None,
     passes: str = "both",
+    state_firsts: Sequence[int] = (),
+    state_seed: int = 0,
 ) -> None:
     """One LARS step (You, Gitman, Ginsburg 2017, algorithm 1) on every tensor, in place.
 
@@ -70,7 +72,6 @@ def lars_step_(
     All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
 
     Args:
-        scratch: see :func:`new_scratch`; float64 on the parameters' device, zero at first.
         trust: float64 ``[len(params), 3]``, overwritten: R, weight norm and gradient norm of each tensor.
         adapt: one per group: 0 sets R to 1.
         variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``.
@@ -87,7 +88,7 @@ def lars_step_(
     rule = variant, trust_coefficient, eps, momentum, dampening, nesterov, decoupled
     scaling = maximize, grad_scale, found_inf, norm_squared, max_norm
     tensors = params, grads, momentum_buffers, masters, steps, scratch, trust
-    _lars_step(*tensors, *groups, *rule, *scaling, squares, passes)
+    _lars_step(*tensors, *groups, *rule, *scaling, squares, passes, state_firsts, state_seed)
 
 
 def mix_lars_step_(

@@ -1,6 +1,7 @@
-"""The reference implementation of ``csrc/random.h``: standard normal numbers from a counter, bitwise as in the kernels.
+"""The reference implementation of ``csrc/random.h``: random numbers from a counter, bitwise as in the kernels.
 
-Philox4x32-10 (Salmon et al. 2011) on 32-bit words stored as int64, and the Box-Muller transform in fp32.
+Philox4x32-10 (Salmon et al. 2011) on 32-bit words stored as int64, the Box-Muller transform in fp32, and stochastic
+rounding to bfloat16.
 """
 
 from __future__ import annotations
@@ -61,11 +62,50 @@ def normals(numel: int, seed: int, step: int, first: int = 0, device: torch.devi
     A number depends only on seed, step and index. Its absolute value is at most 6.66, which a true normal number
     exceeds with a probability of 3e-11.
     """
+    drawn = _fours(numel, seed, step, first, device)
+    values = torch.stack([*_pair(drawn[0], drawn[1]), *_pair(drawn[2], drawn[3])], dim=1)
+    return values.flatten()[first % 4 : first % 4 + numel]
+
+
+def words(numel: int, seed: int, step: int, first: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    """The random words of the indices ``first`` to ``first + numel - 1``: int64 ``[numel]``, below 2**32."""
+    return torch.stack(_fours(numel, seed, step, first, device), dim=1).flatten()[first % 4 : first % 4 + numel]
+
+
+def _fours(
+    numel: int, seed: int, step: int, first: int, device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The words of each counter that has one of the indices."""
     fours = torch.arange(first // 4, (first + numel + 3) // 4, device=device)
     steps = torch.full_like(fours, step & _WORD), torch.full_like(fours, step >> 32)
-    words = philox((fours & _WORD, fours >> 32, *steps), seed)
-    values = torch.stack([*_pair(words[0], words[1]), *_pair(words[2], words[3])], dim=1)
-    return values.flatten()[first % 4 : first % 4 + numel]
+    return philox((fours & _WORD, fours >> 32, *steps), seed)
+
+
+def round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
+    """Round float32 to bfloat16, away from zero with a probability of the dropped 16 bits over 2**16.
+
+    So the mean of the result is the value. A bfloat16 number, an infinity and NaN stay what they are. A finite value
+    stays finite: beyond the largest bfloat16 number it becomes that.
+
+    Args:
+        values: float32.
+        random: 16 random bits for each, int64.
+    """
+    bits = values.view(torch.int32).long() & _WORD
+    magnitude = bits & 0x7FFFFFFF
+    special = torch.where(magnitude > 0x7F800000, (bits >> 16) | 0x40, bits >> 16)
+    rounded = torch.where(magnitude >= 0x7F7F0000, special, (bits + random) >> 16)
+    return ((rounded ^ 0x8000) - 0x8000).to(torch.int16).view(torch.bfloat16)
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """The index of each element in memory: int64, of the tensor's shape. One with gaps is numbered as a dense copy."""
+    index = torch.arange(tensor.numel(), device=tensor.device)
+    expected, dense = 1, True
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        dense = dense and (size == 1 or stride == expected)
+        expected *= size
+    return index.as_strided(tensor.shape, tensor.stride()) if dense and index.numel() > 0 else index.view(tensor.shape)
 
 
 def add_noise(

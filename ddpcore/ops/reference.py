@@ -6,109 +6,20 @@ reference of the tests and the fallback where there is no kernel. Factors that t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ddpcore.ops.random import add_noise
 from ddpcore.ops.scalars import clamped, norms, power, rounded
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.layout != torch.strided:
-        raise RuntimeError("ddpcore: tensors must be dense, not sparse")
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-class _TensorStep(NamedTuple):
-    """The step of one tensor: its position, its weight (the master's if there is one), and its group's options."""
-
-    position: int
-    weight: Tensor
-    lr: float
-    weight_decay: float
-    adapt: bool
-    taken: int | None  # steps before this one; None if they are not counted
-    factor: float  # of the gradient
-
-
-def _tensor_steps(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    others: Sequence[Sequence[Tensor]],
-    masters: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    group_sizes: Sequence[int],
-    lr: Sequence[float],
-    weight_decay: Sequence[float],
-    device_lr: Sequence[Tensor] = (),
-    adapt: Sequence[int] = (),
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    norm_squared: Tensor | None = None,
-    max_norm: float = 0.0,
-    is_counted: bool = True,
-) -> Iterator[_TensorStep]:
-    """Check the lists, yield the step of each tensor, then count the step. Yields nothing if ``found_inf`` is set."""
-    _check(params, grads, group_sizes, *others, masters)
-    if found_inf is not None and bool(found_inf):
-        return
-    factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-    if norm_squared is not None and max_norm != 0:
-        clip = float(np.float32(max_norm)) / (math.sqrt(float(norm_squared)) * factor + 1e-6)
-        if not clip >= 1:
-            factor *= clip
-    rates = [float(tensor) for tensor in device_lr] or lr
-    groups = [group for group, size in enumerate(group_sizes) for _ in range(size)]
-    for index, group in enumerate(groups):
-        weight = _weight(params[index], masters[index] if masters else None)
-        yield _TensorStep(
-            position=index,
-            weight=weight,
-            lr=rounded(rates[group], weight),
-            weight_decay=rounded(weight_decay[group], weight),
-            adapt=bool(adapt and adapt[group]),
-            taken=int(steps[group].item()) if steps else None,
-            factor=-factor if maximize else factor,
-        )
-    for step in steps if is_counted else ():
-        step.add_(1)
-
-
-def _check(params: Sequence[Tensor], grads: Sequence[Tensor], sizes: Sequence[int], *others: Sequence[Tensor]) -> None:
-    if not params or sum(sizes) != len(params):
-        raise RuntimeError("ddpcore: a step needs at least one param, and group_sizes must add up to their number")
-    for tensors in (grads, *others):
-        if len(tensors) != len(params) and (tensors is grads or len(tensors) > 0):
-            raise RuntimeError("ddpcore: gradients, buffers and masters must have the length of params")
-        for param, tensor in zip(params, tensors, strict=False):
-            if tensor.layout != torch.strided or tensor.shape != param.shape:
-                raise RuntimeError("ddpcore: tensors must be dense, not sparse, and have the shape of their param")
-
-
-def _weight(param: Tensor, master: Tensor | None) -> Tensor:
-    """The weight of a parameter: the master's elements where they round to the parameter's, else the parameter's."""
-    if master is None:
-        return _wide(param)
-    same = master.to(param.dtype).view(torch.int16) == param.contiguous().view(torch.int16).view_as(param)
-    return torch.where(same, master, param.float())
-
-
-def _store(index: int, weight: Tensor, params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    params[index].copy_(weight)
-    if masters:
-        masters[index].copy_(weight)
+from ddpcore.ops.tensor_steps import TensorStep, store_weight, tensor_steps, wide_of
 
 
 def _sgd_weight(
-    step: _TensorStep,
+    step: TensorStep,
     grad: Tensor,
     buffer: Tensor | None,
     *,
@@ -121,13 +32,13 @@ def _sgd_weight(
 ) -> Tensor:
     """``d = inner*(g + decay*w); m = momentum*m + (1-dampening)*d``; returns ``w - outer*(d + momentum*m or m)``."""
     weight = step.weight
-    direction = rounded(step.factor, weight) * _wide(grad)
+    direction = rounded(step.factor, weight) * wide_of(grad)
     if step.weight_decay != 0 and not decoupled:
         direction = direction + step.weight_decay * weight
     direction = rounded(inner, weight) * direction
     if buffer is not None:
-        new = direction if step.taken == 0 else momentum * _wide(buffer) + (1 - dampening) * direction
-        buffer.copy_(new)
+        new = direction if step.taken == 0 else momentum * wide_of(buffer) + (1 - dampening) * direction
+        buffer.copy_(step.stored(new))
         direction = direction + momentum * new if nesterov else new
     keep = 1.0 - step.lr * step.weight_decay if decoupled else 1.0
     return rounded(keep, weight) * weight - rounded(outer, weight) * direction
@@ -149,10 +60,10 @@ def sgd_step_(
 ) -> None:
     """Reference implementation of :func:`ddpcore.ops.sgd_step_`."""
     rule: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "decoupled": decoupled}
-    for step in _tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
+    for step in tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
         buffer = momentum_buffers[step.position] if momentum != 0 and momentum_buffers else None
         weight = _sgd_weight(step, grads[step.position], buffer, inner=1.0, outer=step.lr, **rule)
-        _store(step.position, weight, params, masters)
+        store_weight(step.position, weight, params, masters)
 
 
 def lars_step_(
@@ -178,7 +89,7 @@ def lars_step_(
     """Reference implementation of :func:`ddpcore.ops.lars_step_`."""
     rule: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "decoupled": decoupled}
     shared["is_counted"] = passes != "first"
-    for step in _tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
+    for step in tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
         weight, grad = step.weight, grads[step.position]
         weight_norm, grad_norm = norms(weight, grad, step.position, squares, passes)
         grad_norm *= abs(rounded(step.factor, weight))
@@ -197,11 +108,11 @@ def lars_step_(
             "scaled_lr": (1.0, step.lr * ratio),
         }[variant]
         weight = _sgd_weight(step, grad, buffer, inner=inner, outer=outer, **rule)
-        _store(step.position, weight, params, masters)
+        store_weight(step.position, weight, params, masters)
 
 
 def _adam_update(
-    step: _TensorStep,
+    step: TensorStep,
     grads: Sequence[Tensor],
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -218,13 +129,15 @@ def _adam_update(
     weight, count = step.weight, 1 + (step.taken or 0)
     debias1 = rounded(1.0 / (1.0 - power(beta1, count)), weight) if debias else 1.0
     debias2 = rounded(1.0 / (1.0 - power(beta2, count)), weight) if debias else 1.0
-    direction = rounded(step.factor, weight) * _wide(grads[step.position]) + coupled_decay * weight
+    direction = rounded(step.factor, weight) * wide_of(grads[step.position]) + coupled_decay * weight
+    first, second = exp_avg.to(weight.dtype), exp_avg_sq.to(weight.dtype)
     if not has_moments:
-        exp_avg.copy_(beta1 * exp_avg + (1 - beta1) * direction)
-        exp_avg_sq.copy_(beta2 * exp_avg_sq + (1 - beta2) * (direction * direction))
+        exp_avg.copy_(step.stored(beta1 * first + (1 - beta1) * direction))
+        exp_avg_sq.copy_(step.stored(beta2 * second + (1 - beta2) * (direction * direction), is_second=True))
+        first, second = exp_avg.to(weight.dtype), exp_avg_sq.to(weight.dtype)
     # The root in float64, because torch's own fp32 root is not always the nearest number.
-    root = (debias2 * exp_avg_sq).double().sqrt().to(weight.dtype)
-    return (debias1 * exp_avg) / (root + rounded(eps, weight)) + update_decay * weight
+    root = (debias2 * second).double().sqrt().to(weight.dtype)
+    return (debias1 * first) / (root + rounded(eps, weight)) + update_decay * weight
 
 
 def adamw_step_(
@@ -244,12 +157,12 @@ def adamw_step_(
 ) -> None:
     """Reference implementation of :func:`ddpcore.ops.adamw_step_`."""
     _check_counted(steps)
-    for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
+    for step in tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
         moments, decay = (exp_avgs[step.position], exp_avg_sqs[step.position]), step.weight_decay
         rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": True}
         update = _adam_update(step, grads, *moments, 0.0 if decoupled else decay, 0.0, **rule)
         keep = rounded(1.0 - step.lr * decay, step.weight) if decoupled else 1.0
-        _store(step.position, keep * step.weight - step.lr * update, params, masters)
+        store_weight(step.position, keep * step.weight - step.lr * update, params, masters)
 
 
 def _check_counted(steps: Sequence[Tensor]) -> None:
@@ -284,7 +197,7 @@ def lamb_step_(
     _check_counted(steps)
     rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": debias}
     shared["is_counted"] = passes != "first"
-    for step in _tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
+    for step in tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
         weight, exp_avg, exp_avg_sq = step.weight, exp_avgs[step.position], exp_avg_sqs[step.position]
         decay = step.weight_decay
         decays = (decay if decay_mode == mode else 0.0 for mode in ("coupled", "in_update"))
@@ -298,7 +211,7 @@ def lamb_step_(
             ratio = clamped(phi / update_norm, rounded(min_ratio, weight), rounded(max_ratio, weight))
         trust[step.position] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64)
         keep = rounded(1.0 - step.lr * decay, weight) if decay_mode == "decoupled" else 1.0
-        _store(step.position, keep * weight - rounded(step.lr * ratio, weight) * update, params, masters)
+        store_weight(step.position, keep * weight - rounded(step.lr * ratio, weight) * update, params, masters)
 
 
 def mix_(
@@ -311,20 +224,20 @@ def mix_(
     **noise: Any,
 ) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.mix_`."""
-    distances = [(_wide(weights) - _wide(peer)).double().square().sum() for peer in peers]
-    mixed = self_weight * _wide(weights)
+    distances = [(wide_of(weights) - wide_of(peer)).double().square().sum() for peer in peers]
+    mixed = self_weight * wide_of(weights)
     for peer_weight, peer in zip(peer_weights, peers, strict=True):
-        mixed = mixed + peer_weight * _wide(peer)
+        mixed = mixed + peer_weight * wide_of(peer)
     (weights if out is None else out).copy_(add_noise(mixed, **noise))
     return torch.stack(distances) if distances else weights.new_empty((0,), dtype=torch.float64)
 
 
 def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.mix_stacked_`."""
-    old = [_wide(row).clone() for row in weights]
+    old = [wide_of(row).clone() for row in weights]
     if not old:
         return weights.new_empty((0,), dtype=torch.float64)
-    rows = [*old, *map(_wide, others)]
+    rows = [*old, *map(wide_of, others)]
     bounds, of_entry = offsets.tolist(), columns.tolist()
     total = old[0]
     for row in old[1:]:
@@ -392,7 +305,7 @@ def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | N
         raise RuntimeError("ddpcore: bounds must ascend from 0 to the number of elements of at least one row")
     if any(row.dim() != 1 for row in rows):
         raise RuntimeError("ddpcore: rows must be contiguous rows of one length, dtype and device")
-    values = torch.stack([_wide(row) if origin is None else _wide(row) - _wide(origin) for row in rows]).double()
+    values = torch.stack([wide_of(row) if origin is None else wide_of(row) - wide_of(origin) for row in rows]).double()
     sums = values.new_empty((len(sizes), len(rows), len(rows)))
     for matrix, part in zip(sums, values.split(sizes, dim=1) if sizes else (), strict=True):
         upper = (part @ part.T).triu()

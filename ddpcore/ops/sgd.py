@@ -1,4 +1,10 @@
-"""``sgd_step_``: momentum SGD over a list of tensors in one launch."""
+"""``sgd_step_``: momentum SGD over a list of tensors in one launch.
+
+**Rounded states**, of all steps: ``state_firsts`` is empty, or has for each parameter the index of its first element
+among the random numbers, a multiple of 4. Then momentum and moments are bfloat16, and are rounded stochastically by the
+random bits of (``state_seed``, step count, index + place of the element in memory). This needs ``steps`` and takes no
+masters. SGD and LARS step along the momentum before it is rounded; Adam and LAMB use the moments as they are stored.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +21,11 @@ RULE_SCHEMA = "float momentum, float dampening, bool nesterov, bool decoupled"
 CLIP_SCHEMA = "bool maximize, Tensor? norm_squared, float max_norm"
 SCALING_SCHEMA = "bool maximize, Tensor? grad_scale, Tensor? found_inf, Tensor? norm_squared, float max_norm"
 PASS_SCHEMA = "Tensor(s!)? squares=None, str passes='both'"
+STATE_SCHEMA = "int[] state_firsts=[], int state_seed=0"
 
 _sgd_step = define(
     "sgd_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, "
-    f"Tensor(d!)[] steps, Tensor(e!)? scratch, {GROUP_SCHEMA}, {RULE_SCHEMA}, {SCALING_SCHEMA}) -> ()",
+    f"Tensor(d!)[] steps, Tensor(e!)? scratch, {GROUP_SCHEMA}, {RULE_SCHEMA}, {SCALING_SCHEMA}, {STATE_SCHEMA}) -> ()",
     reference.sgd_step_,
     no_result,
 )
@@ -52,6 +59,8 @@ def sgd_step_(
     found_inf: Tensor | None = None,
     norm_squared: Tensor | None = None,
     max_norm: float = 0.0,
+    state_firsts: Sequence[int] = (),
+    state_seed: int = 0,
 ) -> None:
     """One step of ``torch.optim.SGD`` on every tensor, in place.
 
@@ -78,6 +87,7 @@ def sgd_step_(
         found_inf: one float32. If it is not 0, the step changes and counts nothing.
         norm_squared: one float64, the squared norm of all gradients as they are stored; used with ``max_norm``.
         max_norm: gradients with a larger norm are scaled down to this norm; 0 disables it.
+        state_firsts, state_seed: rounded states, see the docstring of this module.
 
     Raises:
         RuntimeError: lengths, shapes, dtypes or devices do not match.
@@ -86,7 +96,8 @@ def sgd_step_(
     rates = [lr] if isinstance(lr, (int, float)) else lr
     decays = [weight_decay] if isinstance(weight_decay, (int, float)) else weight_decay
     rule = momentum, dampening, nesterov, decoupled, maximize, grad_scale, found_inf, norm_squared, max_norm
-    _sgd_step(params, grads, momentum_buffers, masters, steps, scratch, sizes, rates, decays, device_lr, *rule)
+    tensors = params, grads, momentum_buffers, masters, steps, scratch
+    _sgd_step(*tensors, sizes, rates, decays, device_lr, *rule, state_firsts, state_seed)
 
 
 def mix_sgd_step_(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import Batch, Group
 from ddpcore.optim.checks import check_differentiable, check_flag, check_number
+from ddpcore.optim.rounding import name_of
 
 
 class FusedAdamW(FusedOptimizer):
@@ -20,7 +22,8 @@ class FusedAdamW(FusedOptimizer):
     ``m_hat = m/(1-b1^t)`` and ``v_hat = v/(1-b2^t)`` at step t of the parameter.
 
     The state is torch's (``exp_avg``, ``exp_avg_sq`` and ``step``), so a ``state_dict`` can be exchanged with
-    ``torch.optim.AdamW`` and ``Adam`` in both directions. Both moments are fp32 for parameters of all dtypes.
+    ``torch.optim.AdamW`` and ``Adam`` in both directions. Both moments are fp32 for parameters of all dtypes, unless
+    ``state_dtype`` is bfloat16.
 
     Args:
         params: parameters, named parameters or groups, as for any optimizer.
@@ -38,6 +41,7 @@ class FusedAdamW(FusedOptimizer):
             the gradient, as in ``torch.optim.Adam``, whose ``weight_decay`` is 0 by default.
         max_grad_norm: see :class:`FusedSGD`.
         master_weights: keep fp32 weights for bfloat16 and float16 parameters.
+        state_dtype: see :class:`FusedSGD`.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, or out of its range; ``amsgrad`` is True; there are no
@@ -67,6 +71,7 @@ class FusedAdamW(FusedOptimizer):
         decoupled_weight_decay: bool = True,
         max_grad_norm: float | None = None,
         master_weights: bool = False,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         check_differentiable(differentiable)
         super().__init__(
@@ -81,6 +86,7 @@ class FusedAdamW(FusedOptimizer):
                 "decoupled_weight_decay": decoupled_weight_decay,
                 "max_grad_norm": max_grad_norm,
                 "master_weights": master_weights,
+                "state_dtype": name_of(state_dtype),
             },
         )
 

@@ -17,6 +17,7 @@ from ddpcore.ops.dtypes import KERNEL_DTYPES
 Group = dict[str, Any]
 State = dict[str, Any]
 Item = TypeVar("Item")
+STATE_SEED = 0x6D6F6D656E747573  # of the random numbers that round states
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Batch:
     device: torch.device
     dtype: torch.dtype
     masters: bool  # whether the parameters have fp32 master weights
+    firsts: list[int]  # index of each parameter's first element among the random numbers; empty: states are not rounded
     whole: bool  # whether the batch has all parameters of the step
     scratch: Tensor
     trust: Tensor
@@ -68,6 +70,7 @@ def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any,
             device_lr, lr = [tensor.to(exact) for tensor in lr], [0.0] * len(lr)
         else:
             lr = [float(tensor) for tensor in lr]
+    rounding = {"state_firsts": batch.firsts, "state_seed": STATE_SEED} if batch.firsts else {}
     return {
         "lr": lr,
         "device_lr": device_lr,
@@ -78,6 +81,7 @@ def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any,
         "found_inf": on_device(found_inf, device),
         "norm_squared": on_device(norm_squared, device),
         "max_norm": max_norm,
+        **rounding,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ddpcore.optim.batch import Group
+from ddpcore.optim.rounding import STATE_DTYPES, name_of
 from ddpcore.optim.shards import check_shard_of_state, local
 from ddpcore.options.typed import check_range
 
@@ -61,6 +62,8 @@ def check_common(group: Group) -> None:
         raise ValueError(f"max_grad_norm is {norm}: it must be a number above 0, or None")
     check_flag("maximize", group["maximize"])
     check_flag("master_weights", group["master_weights"])
+    if (dtype := name_of(group.get("state_dtype", "float32"))) not in STATE_DTYPES:
+        raise ValueError(f"state_dtype is {dtype}: it must be {' or '.join(STATE_DTYPES)}")
 
 
 def check_one_norm(groups: Sequence[Group]) -> None:

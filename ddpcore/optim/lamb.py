@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.optim.adamw import check_moments, moment_arguments
 from ddpcore.optim.batch import Batch, Group
 from ddpcore.optim.checks import check_differentiable, check_flag, is_number
+from ddpcore.optim.rounding import name_of
 from ddpcore.optim.trust import AdaptiveOptimizer
 from ddpcore.options.typed import check_choice
 
@@ -32,7 +34,8 @@ class FusedLAMB(AdaptiveOptimizer):
     - ``undebiased`` (the default of torch-optimizer and the paper's last version): m and v are not divided by
       ``1 - beta^step``, and tensors without weight decay have a ratio too.
 
-    ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 for parameters of all dtypes.
+    ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 for parameters of all dtypes,
+    unless ``state_dtype`` is bfloat16.
 
     Args:
         params: parameters, named parameters or groups.
@@ -55,6 +58,7 @@ class FusedLAMB(AdaptiveOptimizer):
         fused: accepted for compatibility with torch, and ignored.
         capturable: accepted and ignored: a CUDA graph can capture every step.
         master_weights: keep fp32 weights for bfloat16 and float16 parameters.
+        state_dtype: see :class:`FusedSGD`.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, out of its range or unknown; there are no parameters.
@@ -85,6 +89,7 @@ class FusedLAMB(AdaptiveOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         master_weights: bool = False,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         check_differentiable(differentiable)
         super().__init__(
@@ -102,6 +107,7 @@ class FusedLAMB(AdaptiveOptimizer):
                 "decay_mode": decay_mode,
                 "maximize": maximize,
                 "master_weights": master_weights,
+                "state_dtype": name_of(state_dtype),
             },
         )
 

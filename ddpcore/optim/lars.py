@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ddpcore.optim.batch import Batch, Group
 from ddpcore.optim.checks import check_differentiable, check_flag, check_momentum, check_number
+from ddpcore.optim.rounding import name_of
 from ddpcore.optim.sgd import momentum_arguments
 from ddpcore.optim.trust import AdaptiveOptimizer, TrustRatio
 from ddpcore.options.typed import check_choice
@@ -50,7 +51,7 @@ class FusedLARS(AdaptiveOptimizer):
         capturable: accepted and ignored: a CUDA graph can capture every step.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` and is not part of R.
         max_grad_norm: see :class:`FusedSGD`; R uses the clipped gradient.
-        master_weights: see :class:`FusedSGD`.
+        master_weights, state_dtype: see :class:`FusedSGD`.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, unknown, or does not fit the others; there are no
@@ -81,6 +82,7 @@ class FusedLARS(AdaptiveOptimizer):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         master_weights: bool = False,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         check_differentiable(differentiable)
         super().__init__(
@@ -99,6 +101,7 @@ class FusedLARS(AdaptiveOptimizer):
                 "decoupled_weight_decay": decoupled_weight_decay,
                 "max_grad_norm": max_grad_norm,
                 "master_weights": master_weights,
+                "state_dtype": name_of(state_dtype),
             },
         )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import Batch, Group
 from ddpcore.optim.checks import check_differentiable, check_momentum
+from ddpcore.optim.rounding import name_of
 
 
 class FusedSGD(FusedOptimizer):
@@ -37,6 +39,8 @@ class FusedSGD(FusedOptimizer):
         max_grad_norm: if the norm of all gradients together is larger, the step uses gradients scaled down to this
             norm, as after ``torch.nn.utils.clip_grad_norm_``; ``.grad`` does not change.
         master_weights: keep fp32 weights and momentum for bfloat16 and float16 parameters.
+        state_dtype: ``torch.bfloat16`` (or its name) stores momentum and moments in bfloat16, rounded stochastically.
+            It takes no parameters with master weights and no DTensors. ``torch.float32``: as the other options say.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, or does not fit the others; there are no parameters.
@@ -62,6 +66,7 @@ class FusedSGD(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         master_weights: bool = False,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         check_differentiable(differentiable)
         super().__init__(
@@ -76,6 +81,7 @@ class FusedSGD(FusedOptimizer):
                 "decoupled_weight_decay": decoupled_weight_decay,
                 "max_grad_norm": max_grad_norm,
                 "master_weights": master_weights,
+                "state_dtype": name_of(state_dtype),
             },
         )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ddpcore.ops.dtypes import is_narrow, wide
 from ddpcore.optim.batch import Group, State
+from ddpcore.optim.rounding import is_rounded
 
 
 class Stateful(Protocol):
@@ -44,7 +45,7 @@ def create_states(
     missing = [name for name in names if state.get(name) is None]
     for name in names:
         keeps_more = name in optimizer.float_states or "master" in state
-        dtype = wide(param.dtype) if keeps_more else param.dtype
+        dtype = torch.bfloat16 if is_rounded(group) else wide(param.dtype) if keeps_more else param.dtype
         if name in missing:
             state[name] = torch.zeros_like(param, dtype=dtype)
         elif state[name].dtype != dtype:  # the parameter has a new dtype or a new master
@@ -78,9 +79,13 @@ def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any
         given, state = states.get(number, {}), optimizer.state.get(param, {})
         index, group = group_of[id(param)]
         all_wide = "master" in given or has_master(group, param)
+        rounded = optimizer.state_names(group) if is_rounded(group) else ()
         for name, value in given.items():
-            if name != "step" and isinstance(value, Tensor) and (all_wide or name in optimizer.float_states):
-                state[name] = value.to(device=param.device, dtype=wide(param.dtype), copy=True)
+            if name == "step" or not isinstance(value, Tensor):
+                continue
+            if name in rounded or all_wide or name in optimizer.float_states:
+                dtype = torch.bfloat16 if name in rounded else wide(param.dtype)
+                state[name] = value.to(device=param.device, dtype=dtype, copy=True)
         if not is_narrow(param.dtype):
             state.pop("master", None)
         if "step" in given:

@@ -19,6 +19,7 @@ from ddpcore import ops
 from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.optim.batch import Group
+from ddpcore.optim.rounding import is_rounded
 from ddpcore.optim.states import Stateful, create_states
 from ddpcore.parameters.flat import FlatParameters, Segment
 
@@ -94,6 +95,8 @@ class WeightStep:
             return False
         if any(group["master_weights"] for group in groups) and flat.param_LP.dtype != torch.float32:
             return False
+        if any(map(is_rounded, groups)):
+            return False
         stepped = [id(p) for group in groups for p in group["params"] if p.grad is not None]
         return len(stepped) == len(flat.parameters) and self._members.issuperset(stepped)
 
@@ -129,6 +132,8 @@ class WeightStep:
         if isinstance(group["lr"], Tensor) or params[0].dtype not in KERNEL_DTYPES:
             return None
         if group["master_weights"] and params[0].dtype != torch.float32:
+            return None
+        if is_rounded(group):  # random numbers are numbered by parameter, not by the place in the row
             return None
         if any(map(is_, map(_gradient_of, params), repeat(None))) or not self._is_of_all_learners(params):
             return None

@@ -23,6 +23,10 @@ TABLE = [
     "FusedAdamW / torch.optim.AdamW(fused=True)",
     "FusedLARS / torch.optim.SGD(fused=True)",
     "FusedLAMB / torch.optim.AdamW(fused=True)",
+    "FusedSGD(bfloat16 state) / FusedSGD",
+    "FusedAdamW(bfloat16 state) / FusedAdamW",
+    "FusedLARS(bfloat16 state) / FusedLARS",
+    "FusedLAMB(bfloat16 state) / FusedLAMB",
     "torch_optimizer.Lamb / FusedLAMB",
     "pytorch_optimizer.Lamb / FusedLAMB",
     "torch_optimizer.LARS / FusedLARS",
@@ -48,7 +52,7 @@ def test_the_table_is_the_same_without_the_libraries() -> None:
         assert part in notes[0]
     assert "apex" not in notes[0], "it has no CPU path"
     chosen, notes = optim._comparisons(OptimConfig(device="cpu", peers=False, optimizers=("sgd", "lars")))
-    assert ([one.name for one in chosen], notes) == ([TABLE[0], TABLE[2]], [])
+    assert ([one.name for one in chosen], notes) == ([TABLE[index] for index in (0, 2, 4, 6)], [])
 
 
 def test_a_library_that_does_not_work_is_left_out_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +78,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["comparisons"] == TABLE
     rows = result["rows"]
     assert [(row["comparison"], row["implementation"]) for row in rows] == [
-        (name, side) for name in TABLE[:4] for side in name.split(" / ")
+        (name, side) for name in TABLE[:8] for side in name.split(" / ")
     ], "absent libraries have no rows"
     for row in rows:
         assert set(row) == ROW
@@ -83,8 +87,8 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert 0 < quantiles["p20"] <= quantiles["p50"] <= quantiles["p80"]
         assert (row["gb_per_s"] is None) == (row["bytes_per_param"] is None) == (row["implementation"][:5] != "Fused")
         assert row["copy_gb_per_s"] > 0
-    assert [row["bytes_per_param"] for row in rows[::2]] == [20, 28, 20, 28]
-    assert [row["bytes_per_param_uncached"] for row in rows[::2]] == [20, 28, 28, 40]
+    assert [row["bytes_per_param"] for row in rows[::2]] == [20, 28, 20, 28, 16, 20, 16, 20]
+    assert [row["bytes_per_param_uncached"] for row in rows[::2]] == [20, 28, 28, 40, 16, 20, 24, 28]
     for left, right in zip(rows[::2], rows[1::2], strict=True):
         assert left["ratio"]["p50"] * right["ratio"]["p50"] == pytest.approx(1), "of an odd number of pairs"
     text = capsys.readouterr().out
@@ -170,7 +174,7 @@ def test_every_implementation_steps_where_it_is_installed(comparison: Any) -> No
 def test_ours_is_on_one_side_of_every_comparison() -> None:
     for comparison in COMPARISONS:
         assert OURS[comparison.optimizer] in (comparison.left, comparison.right)
-        assert (comparison.peer is None) == (comparison.left is OURS[comparison.optimizer])
+        assert (comparison.peer is None) == (comparison.left is OURS[comparison.optimizer] or comparison.left.rounded)
     assert implementations.OURS["lars"].library == "ddpcore"
 
 

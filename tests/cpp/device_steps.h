@@ -126,7 +126,7 @@ struct DeviceSgd : DeviceStep<Kind> {
             segments[s].param = this->params.data(s);
             segments[s].grad = this->grads.data(s);
             segments[s].momentum = segments[s].momentum ? momenta.data(s) : nullptr;
-            segments[s].master = segments[s].master ? this->masters.data(s) : nullptr;
+            if (Kind::kMaster) segments[s].master = this->masters.data(s);
         }
     }
 
@@ -163,15 +163,11 @@ struct DeviceAdam : DeviceStep<Kind> {
           exp_avg_sqs(host.exp_avg_sqs, offset),
           segments(host.segments) {
         for (size_t s = 0; s < segments.size(); ++s) {
-            segments[s] = {
-                this->params.data(s),
-                this->grads.data(s),
-                exp_avgs.data(s),
-                exp_avg_sqs.data(s),
-                segments[s].master ? this->masters.data(s) : nullptr,
-                segments[s].numel,
-                segments[s].first_block,
-                segments[s].group};
+            segments[s].param = this->params.data(s);
+            segments[s].grad = this->grads.data(s);
+            segments[s].exp_avg = exp_avgs.data(s);
+            segments[s].exp_avg_sq = exp_avg_sqs.data(s);
+            if (Kind::kMaster) segments[s].master = this->masters.data(s);
         }
     }
 
@@ -202,7 +198,7 @@ struct DeviceAdam : DeviceStep<Kind> {
         ASSERT_NO_FATAL_FAILURE(exp_avg_sqs.expect_same_bits(host.exp_avg_sqs, "exp_avg_sq"));
     }
 
-    DeviceList<float> exp_avgs, exp_avg_sqs;
+    DeviceList<typename Kind::Moment> exp_avgs, exp_avg_sqs;
     std::vector<AdamSegment> segments;
 };
 

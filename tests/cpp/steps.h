@@ -8,15 +8,21 @@
 
 namespace ddpcore::test {
 
-// How the params of a step are stored. Beside a master the momentum is fp32, else it is stored like the param.
-template <typename Param_, bool kMaster_>
+// How the params of a step are stored. Beside a master the momentum is fp32, else it is stored like the param. Rounded
+// states are bf16.
+template <typename Param_, bool kMaster_, bool kRounded_ = false>
 struct Kind {
     using Param = Param_;
-    using Momentum = std::conditional_t<kMaster_, float, Param_>;
-    static constexpr bool kMaster = kMaster_;
+    using Momentum = std::conditional_t<kRounded_, BFloat16, std::conditional_t<kMaster_, float, Param_>>;
+    using Moment = std::conditional_t<kRounded_, BFloat16, float>;
+    static constexpr bool kMaster = kMaster_, kRounded = kRounded_;
 };
 using Kinds = ::testing::Types<
     Kind<float, false>, Kind<BFloat16, false>, Kind<Float16, false>, Kind<BFloat16, true>, Kind<Float16, true>>;
+using AllKinds = ::testing::Types<
+    Kind<float, false>, Kind<BFloat16, false>, Kind<Float16, false>, Kind<BFloat16, true>, Kind<Float16, true>,
+    Kind<float, false, true>, Kind<BFloat16, false, true>, Kind<Float16, false, true>>;
+inline constexpr uint64_t kStateSeed = 0x1234567890abcdef;
 
 struct GroupSetting {
     std::vector<int64_t> sizes;
@@ -142,6 +148,14 @@ struct StepProblem {
             scaling.norm_squared ? &*scaling.norm_squared : nullptr, scaling.max_norm, scaling.maximize};
     }
 
+    // Indices far apart, beyond 32 bits.
+    template <typename Segment>
+    void number_states(std::vector<Segment>& segments) const {
+        for (size_t s = 0; Kind::kRounded && s < segments.size(); ++s) {
+            segments[s].first_index = static_cast<int64_t>(s + 3) << 33;
+        }
+    }
+
     template <typename Segment>
     StepArgs<Segment> step_args(const std::vector<Segment>& segments, int64_t num_blocks) const {
         return {
@@ -154,7 +168,9 @@ struct StepProblem {
             Kind::kMaster,
             grad_scaling(),
             nullptr,
-            mix == nullptr ? nullptr : &mix_args};
+            mix == nullptr ? nullptr : &mix_args,
+            Kind::kRounded,
+            kStateSeed};
     }
 
     // From now on a step begins with a mix of the params, which are one row (Placement::flat), with rows of others.
@@ -211,7 +227,7 @@ struct StepProblem {
 
     void count_step() {
         for (const StepGroup& group : groups) {
-            if (group.step != nullptr) *group.step += 1.0f;
+            if (group.step != nullptr) *group.step = next_count(*group.step, Kind::kRounded);
         }
     }
 
@@ -242,10 +258,15 @@ struct SgdProblem : StepProblem<Kind> {
                  Kind::kMaster ? Base::masters.data(s) : nullptr, Base::sizes[s], 0,
                  static_cast<int64_t>(Base::group_of[s])});
         }
+        Base::number_states(segments);
         num_blocks = number_blocks(segments);
     }
 
-    SgdArgs args() const { return {Base::step_args(segments, num_blocks), rule}; }
+    SgdArgs args() const {
+        SgdArgs result{Base::step_args(segments, num_blocks), rule};
+        result.rounded_states = Kind::kRounded && rule.momentum != 0.0f;
+        return result;
+    }
 
     bool same_bits(const SgdProblem& other) const {
         return Base::weights_same_bits(other) && momenta.same_bits(other.momenta) && Base::steps == other.steps;
@@ -295,6 +316,7 @@ struct AdamProblem : StepProblem<Kind> {
                  Kind::kMaster ? Base::masters.data(s) : nullptr, Base::sizes[s], 0,
                  static_cast<int64_t>(Base::group_of[s])});
         }
+        Base::number_states(segments);
         num_blocks = number_blocks(segments);
     }
 
@@ -319,7 +341,7 @@ struct AdamProblem : StepProblem<Kind> {
     }
 
     AdamRule rule;
-    TensorList<float> exp_avgs, exp_avg_sqs;
+    TensorList<typename Kind::Moment> exp_avgs, exp_avg_sqs;
     std::vector<AdamSegment> segments;
     int64_t num_blocks = 0;
 };

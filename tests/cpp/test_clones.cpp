@@ -47,7 +47,7 @@ std::vector<Clone> clones() {
 
 template <typename Kind>
 class CloneTest : public ::testing::Test {};
-TYPED_TEST_SUITE(CloneTest, Kinds);
+TYPED_TEST_SUITE(CloneTest, AllKinds);
 
 TYPED_TEST(CloneTest, EveryInstructionSetHasTheSameBits) {
     for (const Clone& clone : clones()) {

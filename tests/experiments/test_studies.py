@@ -25,6 +25,7 @@ NAMES = (
     "single-vs-two",
     "ssgd-vs-dpsgd-cifar10",
     "ssgd-vs-dpsgd-speech",
+    "state-dtype",
     "time-to-accuracy",
 )
 

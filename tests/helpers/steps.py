@@ -106,8 +106,17 @@ class Step:
         for name in ("lr", "weight_decay", "device_lr", "adapt"):
             if new.options.get(name):
                 new.options[name] = [self.options[name][group]]
+        if "state_firsts" in new.options:
+            new.options["state_firsts"] = [self.options["state_firsts"][i] for i in indices]
         new.scratch, new.trust = ops.new_scratch(new.params), ops.new_trust(new.params)
         return new
+
+    def rounded(self, firsts: Sequence[int] | None = None, seed: int = 20_200_101) -> Step:
+        """The same step with buffers of bfloat16 that are rounded stochastically; by default with indices far apart."""
+        self.buffers = [[tensor.bfloat16() for tensor in buffers] for buffers in self.buffers]
+        firsts = [(index + 1) << 33 for index in range(len(self.params))] if firsts is None else list(firsts)
+        self.options.update(state_firsts=firsts, state_seed=seed)
+        return self
 
     def group_of(self, index: int) -> int:
         return [group for group, size in enumerate(self.options["group_sizes"]) for _ in range(size)][index]

@@ -23,10 +23,13 @@ def results() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rule in steps.RULES:
         for kind, (dtype, masters) in steps.KINDS.items():
-            weights = [torch.randn(size).to(dtype) for size in (5000, 0, 17)]
-            step = steps.new_step(rule, weights, masters=masters, group_sizes=[1, 2]).run()
-            for name, tensors in [*step.written().items(), ("trust", [step.trust])]:
-                found |= {f"{rule} {kind} {name} {index}": tensor for index, tensor in enumerate(tensors)}
+            for rounded in (False,) if masters else (False, True):
+                weights = [torch.randn(size).to(dtype) for size in (5000, 0, 17)]
+                step = steps.new_step(rule, weights, masters=masters, group_sizes=[1, 2])
+                (step.rounded() if rounded else step).run()
+                for name, tensors in [*step.written().items(), ("trust", [step.trust])]:
+                    what = f"{rule} {kind} rounded {rounded} {name}"
+                    found |= {f"{what} {index}": tensor for index, tensor in enumerate(tensors)}
     weights, peer, grad, buffer = torch.randn(4, 5000).unbind(0)
     stack, elsewhere, values = torch.randn(2, 500), torch.randn(500), torch.rand(6)
     found["mix_"] = ops.mix_(weights, [peer], 0.5, [0.5], noise=ops.Noise(0.1, seed=1, step=2))
