@@ -47,15 +47,14 @@ class NonFiniteGuard:
     def __init__(self, learner: Learner, strategy: Strategy, on_nonfinite: str) -> None:
         self._learner, self._strategy, self._mode = learner, strategy, on_nonfinite
         self.found: list[NonFinite] = []
-        self._sums: list[Tensor] = []  # [L] for each message, before its average
+        self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
         self._has_buffers = any(self._buffers(row) for row in range(len(learner.models)))
-        self._kept: list[list[Tensor]] = []  # copies of each model's floating-point buffers
+        self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
 
     def begin_step(self) -> None:
         """Before the first forward pass of a step: copy the models' buffers, which batch norm changes in the pass."""
-        self._sums.clear()
         if self._mode == "raise" or not self._has_buffers:
             return
         rows = range(len(self._learner.models))
@@ -65,8 +64,8 @@ class NonFiniteGuard:
             torch._foreach_copy_(self._kept[row], self._buffers(row))
 
     def note(self, columns: Tensor) -> None:
-        """Before columns ``[L, n]`` of the gradients are averaged."""
-        self._sums.append(row_sums(columns))
+        """Before columns ``[L, n]`` of the gradients are averaged. They replace those of a pass without a step."""
+        self._sums[columns.storage_offset()] = row_sums(columns)
 
     def check(self) -> None:
         """Before a step, with the gradients that it uses. Collective if averages of all learners are not finite.
@@ -75,7 +74,7 @@ class NonFiniteGuard:
             NonFiniteError: with ``raise``, a gradient is not finite. Nothing has changed.
         """
         learner, optimizer = self._learner, self._learner.optimizer
-        sums, self._sums = self._sums, []
+        sums, self._sums = list(self._sums.values()), {}
         is_scaled = getattr(optimizer, "found_inf", None) is not None  # the scaler has checked, and the step skips
         if is_scaled or is_capturing(learner.flat.grad_LP):
             return
@@ -130,7 +129,7 @@ class NonFiniteGuard:
             self._strategy.quarantine({event.learner for event in found if event.learner is not None})
 
     def _buffers(self, row: int) -> list[Tensor]:
-        return [buffer for buffer in self._learner.models[row].buffers() if buffer.is_floating_point()]
+        return list(self._learner.models[row].buffers())
 
 
 def _is_suspect(gradients: Sequence[Tensor | None]) -> bool:

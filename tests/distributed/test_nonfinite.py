@@ -242,6 +242,22 @@ def test_statistics_of_batch_norm_are_those_before_the_step(mode: str) -> None:
     assert [(one.step, one.learner) for one in handle.nonfinite] == [(4, 1)]
     assert [torch.equal(before, after) for before, after in zip(*means[2:], strict=True)] == [False, True, False]
     assert not torch.equal(means[1][1], means[2][1]), "it changes in other steps"
+    assert [int(one[1].num_batches_tracked) for one in handle.models] == [4, 3, 4], "by which momentum=None divides"
+
+
+def test_a_pass_whose_step_was_left_out_does_not_count() -> None:
+    """A loop that sees a bad loss may go on with the next samples, without a step."""
+    model = nn.Linear(2, 1)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=3)
+    for learner in (1, 2):
+        inputs = torch.ones(3, 1, 2)
+        inputs[learner] = torch.nan
+        optimizer.zero_grad()
+        handle.model(inputs).sum().backward()
+    with pytest.raises(ddpcore.NonFiniteError) as caught:
+        optimizer.step()
+    assert [one.learner for one in caught.value.found] == [2]
 
 
 def test_a_large_gradient_outside_of_the_buffer_is_found() -> None:
