@@ -65,7 +65,7 @@ class NonFiniteGuard:
 
     def note(self, columns: Tensor) -> None:
         """Before columns ``[L, n]`` of the gradients are averaged. They replace those of a pass without a step."""
-        self._sums[columns.storage_offset()] = row_sums(columns)
+        self._sums[int(columns.storage_offset())] = row_sums(columns)
 
     def check(self) -> None:
         """Before a step, with the gradients that it uses. Collective if averages of all learners are not finite.
