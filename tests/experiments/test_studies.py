@@ -11,6 +11,7 @@ NAMES = (
     "batch-size-cifar10",
     "cifar10-landscape",
     "digits-large-rate",
+    "disagreement-eigenspace",
     "edge-of-stability",
     "gpu-configs-cifar10",
     "large-batch-cifar100",
