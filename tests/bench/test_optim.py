@@ -77,8 +77,9 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["environment"]["threads"] == 1
     assert result["comparisons"] == TABLE
     rows = result["rows"]
+    measured = [name for pair in zip(TABLE[:4], TABLE[4:8], strict=True) for name in pair]  # optimizer by optimizer
     assert [(row["comparison"], row["implementation"]) for row in rows] == [
-        (name, side) for name in TABLE[:8] for side in name.split(" / ")
+        (name, side) for name in measured for side in name.split(" / ")
     ], "absent libraries have no rows"
     for row in rows:
         assert set(row) == ROW
@@ -87,8 +88,8 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert 0 < quantiles["p20"] <= quantiles["p50"] <= quantiles["p80"]
         assert (row["gb_per_s"] is None) == (row["bytes_per_param"] is None) == (row["implementation"][:5] != "Fused")
         assert row["copy_gb_per_s"] > 0
-    assert [row["bytes_per_param"] for row in rows[::2]] == [20, 28, 20, 28, 16, 20, 16, 20]
-    assert [row["bytes_per_param_uncached"] for row in rows[::2]] == [20, 28, 28, 40, 16, 20, 24, 28]
+    assert [row["bytes_per_param"] for row in rows[::2]] == [20, 16, 28, 20, 20, 16, 28, 20]
+    assert [row["bytes_per_param_uncached"] for row in rows[::2]] == [20, 16, 28, 20, 28, 24, 40, 28]
     for left, right in zip(rows[::2], rows[1::2], strict=True):
         assert left["ratio"]["p50"] * right["ratio"]["p50"] == pytest.approx(1), "of an odd number of pairs"
     text = capsys.readouterr().out
