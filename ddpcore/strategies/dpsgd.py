@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -102,6 +102,7 @@ class DPSGD(Strategy):
     """
 
     name: ClassVar[str] = "dpsgd"
+    added: ClassVar[Mapping[str, Any]] = {"consensus": None}
     takes_closure: bool = False  # the gradient must be computed before the average
     topology: Topology
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -93,6 +93,14 @@ class LocalSGD(SSGD):
     """
 
     name: ClassVar[str] = "local_sgd"
+    added: ClassVar[Mapping[str, Any]] = {
+        "topology": None,
+        "overlap": 0,
+        "alpha": 0.0,
+        "compression": None,
+        "error_decay": 1.0,
+        "group": 1,
+    }
 
     def __init__(
         self,

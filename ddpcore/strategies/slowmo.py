@@ -53,9 +53,13 @@ class SlowMo(Strategy):
         self.takes_closure = base is None or base.takes_closure
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
-        self.can_quarantine = base is not None and base.can_quarantine
         self._anchor_P: Tensor | None = None  # w(t-H)
         self._momentum_P: Tensor | None = None  # u
+
+    @property
+    @override
+    def can_quarantine(self) -> bool:  # type: ignore[override]
+        return self.base is not None and self.base.can_quarantine
 
     def __repr__(self) -> str:
         options = f"period={self.period}, slow_momentum={self.slow_momentum}, slow_lr={self.slow_lr}"

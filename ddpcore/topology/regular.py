@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from ddpcore.options.typed import check_range, typed
 from ddpcore.topology.base import Topology, check
@@ -76,10 +77,16 @@ class Ring(Static, Cyclic):
     neighbors_each_side: int = 1
     self_weight: float | None = None
 
+    added: ClassVar[Mapping[str, Any]] = {"self_weight": None}  # as in Strategy
+
     def __post_init__(self) -> None:
         check_range("Ring: neighbors_each_side", self.neighbors_each_side, least=1)
         if self.self_weight is not None:
             check_range("Ring: self_weight", typed("Ring: self_weight", self.self_weight, float), least=0, below=1)
+
+    def __repr__(self) -> str:
+        share = "" if self.self_weight is None else f", self_weight={self.self_weight}"
+        return f"Ring(neighbors_each_side={self.neighbors_each_side}{share})"
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         """The neighbours, with equal weights."""

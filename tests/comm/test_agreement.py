@@ -34,6 +34,51 @@ def test_settings_are_described_in_full() -> None:
     assert " at 0x" not in describe(Plain([Plain(len), torch.nn.Linear]))
 
 
+AWC = "order=average_while_computing, staleness=0, compression=None"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (ddpcore.SSGD(), "SSGD()"),
+        (ddpcore.DPSGD(), f"DPSGD(topology=RandomPair(seed=0), {AWC})"),
+        (ddpcore.DPSGD(ddpcore.Ring(2)), f"DPSGD(topology=Ring(neighbors_each_side=2), {AWC})"),
+        (
+            ddpcore.LocalSGD(4, fragments=2),
+            "LocalSGD(period=4, warmup_steps=0, switch_step=0, outer=None, fragments=2, averages_gradients=False)",
+        ),
+        (
+            ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Star())),
+            f"SlowMo(base=DPSGD(topology=Star(), {AWC}), takes_closure=False, period=8, slow_momentum=0.5, "
+            "slow_lr=1.0, topology=Star())",
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, ddpcore.Strategy) else "",
+)
+def test_a_checkpoint_of_version_0_1_0_is_of_the_same_strategy(strategy: ddpcore.Strategy, text: str) -> None:
+    """The texts are those of that version. Options that it lacked count only if they change something."""
+    assert describe(strategy).replace("'", "") == text
+    assert repr(ddpcore.Ring(2)) == "Ring(neighbors_each_side=2)"
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ddpcore.DPSGD(consensus=ddpcore.AdaptiveConsensus()),
+        ddpcore.DPSGD(ddpcore.Ring(self_weight=0.5)),
+        ddpcore.LocalSGD(4, fragments=2, overlap=1),
+        ddpcore.LocalSGD(4, fragments=2, alpha=0.5),
+        ddpcore.LocalSGD(4, fragments=2, group=2),
+        ddpcore.LocalSGD(4, fragments=2, topology=ddpcore.Ring()),
+        ddpcore.LocalSGD(4, fragments=2, error_decay=0.5),
+    ],
+    ids=repr,
+)
+def test_options_that_were_added_are_described(strategy: ddpcore.Strategy) -> None:
+    plain = ddpcore.DPSGD() if isinstance(strategy, ddpcore.DPSGD) else ddpcore.LocalSGD(4, fragments=2)
+    assert describe(strategy) != describe(plain)
+
+
 def test_functions_tensors_and_optimizers() -> None:
     assert describe(Plain(describe)) == "Plain(value=describe)"
     first, second = (Plain(partial(torch.optim.SGD, lr=lr)) for lr in (0.1, 0.7))
