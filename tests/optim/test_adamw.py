@@ -130,7 +130,7 @@ def test_is_lamb_without_ratios_bit_for_bit(decoupled):
 
 def test_the_defaults_are_torchs():
     ours, theirs = FusedAdamW(tensors()).defaults, torch.optim.AdamW(tensors()).defaults
-    added = {"max_grad_norm": None, "master_weights": False, "decoupled_weight_decay": True}
+    added = {"max_grad_norm": None, "master_weights": False, "decoupled_weight_decay": True, "state_dtype": "float32"}
     assert ours == {**{name: theirs[name] for name in ours if name in theirs}, **added}
     assert set(theirs) - set(ours) == {"foreach", "capturable", "differentiable", "fused"}
 
