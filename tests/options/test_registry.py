@@ -101,5 +101,5 @@ def test_reserved_parameters_are_no_options() -> None:
     assert "lr" not in OPTIMIZERS.options("sgd")
     assert OPTIMIZERS.takes("sgd", "max_grad_norm") and not OPTIMIZERS.takes("adam", "max_grad_norm")
     parts: Registry[Topology] = Registry("part", "none", Topology, {"a": Ring}, reserved=["neighbors_each_side"])
-    assert parts.options("a") == {}
+    assert parts.options("a") == {"self_weight": None}
     assert parts.build("a", neighbors_each_side=2) == Ring(2)
