@@ -130,7 +130,8 @@ class RollCall:
     def wait_for(self, key: str) -> Any:
         """The value of a key, waiting for it. RuntimeError: it does not come in time.
 
-        It looks again after a fiftieth of the time that it has waited: who wrote the value may wait for this rank.
+        It looks again after 1/50 of the time that it has waited so far, because the rank that writes the value may wait
+        for this one.
         """
         began = time.monotonic()
         while (value := self.read(key)) is None:

@@ -64,7 +64,7 @@ class NonFiniteGuard:
             torch._foreach_copy_(self._kept[row], self._buffers(row))
 
     def note(self, columns: Tensor) -> None:
-        """Before columns ``[L, n]`` of the gradients are averaged. They replace those of a pass without a step."""
+        """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
         self._sums[int(columns.storage_offset())] = row_sums(columns)
 
     def check(self) -> None:

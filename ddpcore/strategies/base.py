@@ -38,7 +38,8 @@ class Strategy:
     waits: bool = True  # whether learners meet in each step that averages, where policies can average, too
     transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "pg", "link")  # connections that it runs over
     group: int = 1  # so many consecutive learners average their gradients in every step; see group_at
-    added: ClassVar[Mapping[str, Any]] = {}  # options that version 0.1.0 lacked, with the values that change nothing
+    # Options that version 0.1.0 lacked, with the values that change nothing.
+    _added_options: ClassVar[Mapping[str, Any]] = {}
     can_quarantine: bool = False  # whether a learner can take the average of its neighbours, without its own weights
 
     def __repr__(self) -> str:

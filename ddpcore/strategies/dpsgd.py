@@ -102,7 +102,7 @@ class DPSGD(Strategy):
     """
 
     name: ClassVar[str] = "dpsgd"
-    added: ClassVar[Mapping[str, Any]] = {"consensus": None}
+    _added_options: ClassVar[Mapping[str, Any]] = {"consensus": None}
     takes_closure: bool = False  # the gradient must be computed before the average
     topology: Topology
 

@@ -93,7 +93,7 @@ class LocalSGD(SSGD):
     """
 
     name: ClassVar[str] = "local_sgd"
-    added: ClassVar[Mapping[str, Any]] = {
+    _added_options: ClassVar[Mapping[str, Any]] = {
         "topology": None,
         "overlap": 0,
         "alpha": 0.0,

@@ -48,7 +48,8 @@ class Complete(Static, Cyclic):
 class Across(Static):
     """Of groups of k consecutive learners, one of each averages: learner j with j + k, j + 2k, and so on.
 
-    Learners of a group stay apart, so it fits only where they are equal. ``Across(1)`` is :class:`Complete`.
+    Learners of one group do not average with each other. Use it only where they hold the same rows. ``Across(1)`` is
+    :class:`Complete`.
     """
 
     group: int
@@ -77,7 +78,7 @@ class Ring(Static, Cyclic):
     neighbors_each_side: int = 1
     self_weight: float | None = None
 
-    added: ClassVar[Mapping[str, Any]] = {"self_weight": None}  # as in Strategy
+    _added_options: ClassVar[Mapping[str, Any]] = {"self_weight": None}  # as in Strategy
 
     def __post_init__(self) -> None:
         check_range("Ring: neighbors_each_side", self.neighbors_each_side, least=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpcore import ops
 from ddpcore.ops import reference
@@ -191,3 +191,13 @@ def assert_unchanged(step: Step, before: Step, assert_same_bits: Callable[..., N
 
 def run_reference(step: Step) -> Step:
     return step.on_cpu().run(reference)
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range, gap: bool = False) -> None:
+    """Take these steps with gradients that depend on the step alone; with ``gap`` some parameters have none."""
+    for step in which:
+        generator = torch.Generator().manual_seed(step)
+        for index, param in enumerate(model.parameters()):
+            grad = torch.randn(param.shape, generator=generator).to(param)
+            param.grad = None if gap and (index + step) % 3 == 0 else grad
+        optimizer.step()

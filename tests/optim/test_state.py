@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD
 from ddpcore.parameters.flat import FlatParameters
+from helpers.steps import take_steps
 
 MAKES: dict[str, Any] = {
     "sgd": lambda p, **more: FusedSGD(p, **{"lr": 0.1, "momentum": 0.9, "dampening": 0.3, **more}),
@@ -33,15 +34,6 @@ SGDS = [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.3}, {"momentum":
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2)).to(dtype)
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range, gap: bool = False) -> None:
-    for step in which:
-        generator = torch.Generator().manual_seed(step)
-        for index, param in enumerate(model.parameters()):
-            grad = torch.randn(param.shape, generator=generator).to(param)
-            param.grad = None if gap and (index + step) % 3 == 0 else grad
-        optimizer.step()
 
 
 def assert_same(left: nn.Module, right: nn.Module, ulps: float = 0.0) -> None:
@@ -73,8 +65,8 @@ def test_a_file_in_the_middle_changes_no_bit(make, kind, gap, tmp_path):
     dtype, more = KINDS[kind]
     straight, stopped = net(dtype), net(dtype)
     optimizers = [make(straight.parameters(), **more), make(stopped.parameters(), **more)]
-    steps(straight, optimizers[0], range(6), gap)
-    steps(stopped, optimizers[1], range(3), gap)
+    take_steps(straight, optimizers[0], range(6), gap)
+    take_steps(stopped, optimizers[1], range(3), gap)
     torch.save([stopped.state_dict(), optimizers[1].state_dict()], tmp_path / "checkpoint.pt")
     weights, state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     resumed = net(dtype)
@@ -82,7 +74,7 @@ def test_a_file_in_the_middle_changes_no_bit(make, kind, gap, tmp_path):
     again = make(resumed.parameters(), lr=77.0, **more)
     again.load_state_dict(state)
     assert same_tree(again.state_dict()["state"], optimizers[1].state_dict()["state"])
-    steps(resumed, again, range(3, 6), gap)
+    take_steps(resumed, again, range(3, 6), gap)
     assert_same(straight, resumed)
     assert same_tree(again.state_dict()["state"], optimizers[0].state_dict()["state"])
     assert again.param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
@@ -93,14 +85,14 @@ def test_a_loaded_state_is_a_copy(make):
     """Two optimizers that loaded one state_dict do not share tensors with each other or with it."""
     model = net()
     optimizer = make(model.parameters())
-    steps(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     kept = copy.deepcopy(state)
     models = [net(), net()]
     others = [make(other.parameters()) for other in models]
     for other in others:
         other.load_state_dict(copy.deepcopy(state))
-    steps(models[0], others[0], range(2, 4))
+    take_steps(models[0], others[0], range(2, 4))
     assert same_tree(others[1].state_dict()["state"], kept["state"])
 
 
@@ -110,16 +102,16 @@ def test_copies_by_deepcopy_and_pickle_go_on(make, kind):
     dtype, more = KINDS[kind]
     model = net(dtype)
     optimizer = make(model.parameters(), **more)
-    steps(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     buffer = io.BytesIO()
     torch.save((model, optimizer), buffer)
     buffer.seek(0)
     copies.append(torch.load(buffer, weights_only=False))
-    steps(model, optimizer, range(2, 5))
+    take_steps(model, optimizer, range(2, 5))
     for copied, its_optimizer in copies:
         assert all(its_optimizer.param_groups[0]["params"][i] is p for i, p in enumerate(copied.parameters()))
-        steps(copied, its_optimizer, range(2, 5))
+        take_steps(copied, its_optimizer, range(2, 5))
         assert_same(model, copied)
 
 
@@ -131,8 +123,8 @@ def test_sgd_to_torch_and_back(options):
     reference = torch.optim.SGD(straight.parameters(), **options)
     now: torch.optim.Optimizer = FusedSGD(crossed.parameters(), **options)
     for leg, kind in enumerate((torch.optim.SGD, FusedSGD, torch.optim.SGD)):
-        steps(straight, reference, range(3 * leg, 3 * leg + 3))
-        steps(crossed, now, range(3 * leg, 3 * leg + 3))
+        take_steps(straight, reference, range(3 * leg, 3 * leg + 3))
+        take_steps(crossed, now, range(3 * leg, 3 * leg + 3))
         following = kind(crossed.parameters(), lr=77.0)
         following.load_state_dict(copy.deepcopy(now.state_dict()))
         now = following
@@ -145,15 +137,15 @@ def test_adam_to_lamb_and_back(kind, mode):
     straight, crossed = net(torch.float64), net(torch.float64)
     options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     reference, first = kind(straight.parameters(), **options), kind(crossed.parameters(), **options)
-    steps(straight, reference, range(9))
-    steps(crossed, first, range(3))
+    take_steps(straight, reference, range(9))
+    take_steps(crossed, first, range(3))
     lamb = FusedLAMB(crossed.parameters(), decay_mode=mode, trust_clip=(1.0, 1.0))
     lamb.load_state_dict(copy.deepcopy(first.state_dict()))
     assert lamb.param_groups[0]["betas"] == (0.8, 0.95)
-    steps(crossed, lamb, range(3, 6))
+    take_steps(crossed, lamb, range(3, 6))
     back = kind(crossed.parameters(), lr=77.0)
     back.load_state_dict(lamb.state_dict())
-    steps(crossed, back, range(6, 9))
+    take_steps(crossed, back, range(6, 9))
     assert all(float(back.state[param]["step"]) == 9 for param in crossed.parameters())
     assert all(lamb.state[param]["step"].item() == 6 for param in crossed.parameters()), "Adam counts on its own"
     assert_same(straight, crossed, ulps=9 * 20)
@@ -173,8 +165,8 @@ def test_adam_and_adamw_cross_both_ways(kind, named):
     options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-7}
     reference, now = kind(groups(straight), **options), kind(groups(crossed), **options)
     for leg, following in enumerate((FusedAdamW, kind, FusedAdamW, None)):
-        steps(straight, reference, range(3 * leg, 3 * leg + 3))
-        steps(crossed, now, range(3 * leg, 3 * leg + 3))
+        take_steps(straight, reference, range(3 * leg, 3 * leg + 3))
+        take_steps(crossed, now, range(3 * leg, 3 * leg + 3))
         if following is not None:
             new = following(groups(crossed), lr=77.0)
             new.load_state_dict(copy.deepcopy(now.state_dict()))
@@ -189,11 +181,11 @@ def test_momentum_of_16_bits_becomes_that_of_masters(kind):
     """A checkpoint of torch's SGD, without masters, continues with masters."""
     model = net(torch.bfloat16)
     before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    steps(model, before, range(2))
+    take_steps(model, before, range(2))
     variant = {"variant": "scaled_lr"} if kind is FusedLARS else {}
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.9, master_weights=True, **variant)
     optimizer.load_state_dict(before.state_dict())
-    steps(model, optimizer, range(2, 4))
+    take_steps(model, optimizer, range(2, 4))
     for state in optimizer.state.values():
         assert state["momentum_buffer"].dtype == state["master"].dtype == torch.float32
 
@@ -201,10 +193,10 @@ def test_momentum_of_16_bits_becomes_that_of_masters(kind):
 def test_masters_are_dropped_where_a_parameter_needs_none():
     small, full = net(torch.bfloat16), net()
     before = FusedLAMB(small.parameters(), master_weights=True)
-    steps(small, before, range(2))
+    take_steps(small, before, range(2))
     after = FusedLAMB(full.parameters())
     after.load_state_dict(before.state_dict())
-    steps(full, after, range(2, 4))
+    take_steps(full, after, range(2, 4))
     assert not any("master" in state for state in after.state.values())
 
 
@@ -228,7 +220,7 @@ def test_a_state_that_does_not_fit_changes_nothing(fault):
     model = net()
     params = list(model.parameters())
     optimizer = FusedLARS([{"params": params[:2]}, {"params": params[2:], "lr": 0.2}], lr=0.1)
-    steps(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     spoil, message = BAD[fault]
     spoil(state)
@@ -236,7 +228,7 @@ def test_a_state_that_does_not_fit_changes_nothing(fault):
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
     assert same_tree(snapshot(optimizer)[0], before[0])
-    steps(model, optimizer, range(2, 3))
+    take_steps(model, optimizer, range(2, 3))
 
 
 VARIANTS = ("you2017", "scaled_grad", "scaled_lr")
@@ -274,7 +266,7 @@ def test_convert_goes_on_along_the_same_way(begun, to):
 def test_convert_there_and_back_and_twice():
     model = net(torch.float64)
     optimizer = FusedLARS(model.parameters(), lr=0.1)
-    steps(model, optimizer, range(3))
+    take_steps(model, optimizer, range(3))
     before = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
     for variant in ("scaled_lr", "scaled_grad", "scaled_grad", "you2017"):
         optimizer.convert(variant)
@@ -288,7 +280,7 @@ def test_convert_that_cannot_be_changes_nothing(fault):
     optimizer = FusedLARS(model.parameters(), lr=0.1, trust_coefficient=0.0 if fault == "zero ratio" else 0.1)
     if fault == "overflow":
         optimizer.found_inf = torch.ones(1)
-    steps(model, optimizer, range(1))
+    take_steps(model, optimizer, range(1))
     if fault == "no step":
         again = FusedLARS(model.parameters())
         again.load_state_dict(optimizer.state_dict())
@@ -307,7 +299,7 @@ def test_a_state_that_is_cleared_begins_anew(make, clear):
     """As in torch, users may reset the momentum by clearing ``optimizer.state``."""
     model, fresh = net(), net()
     optimizer = make(model.parameters())
-    steps(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     fresh.load_state_dict(model.state_dict())
     params = list(model.parameters())
     if clear == "all":
@@ -319,8 +311,8 @@ def test_a_state_that_is_cleared_begins_anew(make, clear):
             del optimizer.state[param]
         elif clear == "inside of one entry":
             optimizer.state[param].clear()
-    steps(model, optimizer, range(2, 4))
-    steps(fresh, make(fresh.parameters()), range(2, 4))
+    take_steps(model, optimizer, range(2, 4))
+    take_steps(fresh, make(fresh.parameters()), range(2, 4))
     assert_same(model, fresh)
 
 
@@ -357,7 +349,7 @@ def test_momentum_of_some_of_torchs_parameters_survives_bind():
             optimizer.bind(FlatParameters([model.named_parameters()]))
         if way != "torch":
             optimizer.load_state_dict(before.state_dict())
-        steps(model, optimizer, range(3))
+        take_steps(model, optimizer, range(3))
         ends.append(model)
     assert_same(ends[0], ends[1], ulps=15)  # three steps of some five roundings
     assert_same(ends[1], ends[2])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, build_optimizer
 from ddpcore.parameters.flat import FlatParameters
+from helpers.steps import take_steps
 
 BF16 = {"state_dtype": torch.bfloat16}
 MAKES: dict[str, Any] = {
@@ -27,15 +28,6 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, to
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(60, 90), nn.Linear(90, 2)).to(dtype)
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range, gap: bool = False) -> None:
-    for step in which:
-        generator = torch.Generator().manual_seed(step)
-        for index, param in enumerate(model.parameters()):
-            grad = torch.randn(param.shape, generator=generator).to(param)
-            param.grad = None if gap and (index + step) % 3 == 0 else grad
-        optimizer.step()
 
 
 def states(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
@@ -57,7 +49,7 @@ def assert_same(left: tuple[nn.Module, Any], right: tuple[nn.Module, Any]) -> No
 def test_states_have_16_bits(make, dtype):
     model = net(dtype)
     optimizer = make(model.parameters())
-    steps(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     for state in optimizer.state.values():
         assert {value.dtype for name, value in state.items() if name != "step"} == {torch.bfloat16}
     assert optimizer.param_groups[0]["state_dtype"] == "bfloat16"
@@ -69,8 +61,8 @@ def test_states_have_16_bits(make, dtype):
 def test_a_file_in_the_middle_changes_no_bit(make, dtype, gap, tmp_path):
     straight, stopped = net(dtype), net(dtype)
     optimizers = [make(straight.parameters()), make(stopped.parameters())]
-    steps(straight, optimizers[0], range(6), gap)
-    steps(stopped, optimizers[1], range(3), gap)
+    take_steps(straight, optimizers[0], range(6), gap)
+    take_steps(stopped, optimizers[1], range(3), gap)
     torch.save([stopped.state_dict(), optimizers[1].state_dict()], tmp_path / "checkpoint.pt")
     weights, state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     resumed = net(dtype)
@@ -78,11 +70,11 @@ def test_a_file_in_the_middle_changes_no_bit(make, dtype, gap, tmp_path):
     again = make(resumed.parameters(), lr=77.0, state_dtype=torch.float32)  # the file says bfloat16
     again.load_state_dict(state)
     assert_same((stopped, optimizers[1]), (resumed, again))
-    steps(resumed, again, range(3, 6), gap)
+    take_steps(resumed, again, range(3, 6), gap)
     assert_same((straight, optimizers[0]), (resumed, again))
     copies = copy.deepcopy((resumed, again))
-    steps(*copies, range(6, 8), gap)
-    steps(straight, optimizers[0], range(6, 8), gap)
+    take_steps(*copies, range(6, 8), gap)
+    take_steps(straight, optimizers[0], range(6, 8), gap)
     assert_same((straight, optimizers[0]), copies)
 
 
@@ -97,7 +89,7 @@ def test_a_flat_buffer_has_the_bits_of_a_list(make, dtype):
     optimizers[1].bind(flat)
     for which, gap in ((range(2), False), (range(2, 4), True), (range(4, 6), False)):
         for model, optimizer in zip(models, optimizers, strict=True):
-            steps(model, optimizer, which, gap)
+            take_steps(model, optimizer, which, gap)
         flat.reorder([2, 0, 3, 1])
     assert_same((models[0], optimizers[0]), (models[1], optimizers[1]))
 
@@ -169,12 +161,12 @@ def test_skipped_steps_draw_nothing(make):
     """Steps with an overflow are not counted, so the next one has the bits that they would have had."""
     models = [net(), net()]
     optimizers = [make(model.parameters()) for model in models]
-    steps(models[0], optimizers[0], range(3))
+    take_steps(models[0], optimizers[0], range(3))
     for step in range(3):
         optimizers[1].found_inf = torch.ones(1)
-        steps(models[1], optimizers[1], range(50, 51))
+        take_steps(models[1], optimizers[1], range(50, 51))
         optimizers[1].found_inf = torch.zeros(1)
-        steps(models[1], optimizers[1], range(step, step + 1))
+        take_steps(models[1], optimizers[1], range(step, step + 1))
     assert_same((models[0], optimizers[0]), (models[1], optimizers[1]))
 
 
@@ -186,20 +178,20 @@ def test_states_of_torch_are_rounded_to_nearest_and_go_back(theirs, ours):
     model = net()
     momentum = {"momentum": 0.9} if theirs is torch.optim.SGD else {}
     before = theirs(model.parameters(), lr=0.01, **momentum)
-    steps(model, before, range(3))
+    take_steps(model, before, range(3))
     optimizer = ours(model.parameters(), lr=0.01, **BF16)
     optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
     assert optimizer.param_groups[0]["state_dtype"] == "bfloat16", "torch has no such option"
     for state, own in zip(states(before), states(optimizer), strict=True):
         for name in (name for name in own if name != "step"):
             assert torch.equal(own[name], state[name].bfloat16())
-    steps(model, optimizer, range(3, 5))
+    take_steps(model, optimizer, range(3, 5))
     after = theirs(model.parameters(), lr=0.01, **momentum)
     after.load_state_dict(optimizer.state_dict())
     for state, own in zip(states(after), states(optimizer), strict=True):
         for name in (name for name in own if name != "step"):
             assert state[name].dtype == torch.float32 and torch.equal(own[name].float(), state[name])
-    steps(model, after, range(5, 6))
+    take_steps(model, after, range(5, 6))
 
 
 @every
@@ -207,7 +199,7 @@ def test_an_option_that_changes_between_steps(make):
     """The states are converted: exactly to float32, and to the nearest number back."""
     model = net()
     optimizer = make(model.parameters(), state_dtype="float32")
-    steps(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     before = copy.deepcopy(states(optimizer))
     optimizer.param_groups[0]["state_dtype"] = torch.bfloat16
     reference_model = net()
@@ -217,11 +209,11 @@ def test_an_option_that_changes_between_steps(make):
         state.update({name: value.bfloat16() for name, value in state.items() if name != "step"})
     groups = [{**reference.state_dict()["param_groups"][0], "state_dtype": "bfloat16"}]
     reference.load_state_dict({"state": dict(enumerate(before)), "param_groups": groups})
-    steps(model, optimizer, range(2, 4))
-    steps(reference_model, reference, range(2, 4))
+    take_steps(model, optimizer, range(2, 4))
+    take_steps(reference_model, reference, range(2, 4))
     assert_same((model, optimizer), (reference_model, reference))
     optimizer.param_groups[0]["state_dtype"] = "float32"
-    steps(model, optimizer, range(4, 5))
+    take_steps(model, optimizer, range(4, 5))
     assert all(value.dtype == torch.float32 for state in states(optimizer) for value in state.values())
 
 
@@ -229,7 +221,7 @@ def test_without_momentum_there_is_nothing_to_round():
     models = [net(), net()]
     optimizers = [FusedSGD(models[0].parameters(), **BF16), FusedSGD(models[1].parameters())]
     for model, optimizer in zip(models, optimizers, strict=True):
-        steps(model, optimizer, range(3))
+        take_steps(model, optimizer, range(3))
     assert_same((models[0], optimizers[0]), (models[1], optimizers[1]))
     assert not optimizers[0].state
 
@@ -239,11 +231,11 @@ def test_a_parameter_that_joins_leaves_the_bits_of_the_others():
     models = [net(), net()]
     weights = [list(model.parameters()) for model in models]
     late, full = FusedAdamW(weights[0][:3], **BF16), FusedAdamW(weights[1], **BF16)
-    steps(models[0], late, range(2))
-    steps(models[1], full, range(2))
+    take_steps(models[0], late, range(2))
+    take_steps(models[1], full, range(2))
     late.add_param_group({"params": weights[0][3:]})
-    steps(models[0], late, range(2, 3))
-    steps(models[1], full, range(2, 3))
+    take_steps(models[0], late, range(2, 3))
+    take_steps(models[1], full, range(2, 3))
     for one, two in zip(weights[0][:3], weights[1][:3], strict=True):
         assert torch.equal(one, two) and torch.equal(late.state[one]["exp_avg"], full.state[two]["exp_avg"])
 
@@ -277,9 +269,9 @@ def test_masters_contradict_and_nothing_is_changed(make):
     assert len(optimizer.param_groups) == 1
 
     with_masters = make(model.parameters(), master_weights=True, state_dtype=torch.float32)
-    steps(model, with_masters, range(2))
+    take_steps(model, with_masters, range(2))
     optimizer = make(model.named_parameters())
-    steps(model, optimizer, range(1))
+    take_steps(model, optimizer, range(1))
     state = copy.deepcopy(with_masters.state_dict())
     before = copy.deepcopy((optimizer.state_dict(), optimizer.param_groups))
     for options in ({"state_dtype": "bfloat16"}, {"state_dtype": "bfloat16", "master_weights": False}):
@@ -291,7 +283,7 @@ def test_masters_contradict_and_nothing_is_changed(make):
     optimizer.param_groups[0]["master_weights"] = True
     weights = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=MASTER):
-        steps(model, optimizer, range(1))
+        take_steps(model, optimizer, range(1))
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert repr(before[0]["state"]) == repr(optimizer.state_dict()["state"])
 
