@@ -6,6 +6,7 @@ groups, if they differ only in learning rate, weight decay and adaptation. Later
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -85,16 +86,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: Group) -> None:
-        super().add_param_group(param_group)
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)  # its wrapper imports torch._dynamo
         group = self.param_groups[-1]
         group["state_dtype"] = name_of(group.get("state_dtype", "float32"))
         try:
             self.check_group(group)
             check_roundable(self.named_parameters())
             check_one_norm([self.param_groups[0], group])
-            for param in group["params"]:
-                if param.is_complex():
-                    raise ValueError(f"a parameter is {param.dtype}: pass torch.view_as_real of it, or real parameters")
+            if found := [param.dtype for param in group["params"] if param.is_complex()]:
+                raise ValueError(f"a parameter is {found[0]}: pass torch.view_as_real of it, or real parameters")
             check_shards(key for key, _ in self.named_parameters())
         except ValueError:
             self.param_groups.pop()

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import Popen
@@ -35,7 +37,6 @@ START_SECONDS = 60.0  # the least time for ranks to come up: they import torch, 
 WATCH_SECONDS = 1.0  # between two checks that torchrun's agent lives
 GRACE_SECONDS = 1.0  # wait for the reports of ranks that fail together, so that the first cause is shown
 KILL_SECONDS = 3.0  # between SIGTERM and SIGKILL
-
 LOOPBACK = "127.0.0.1"
 _watching = threading.Event()  # whether end_with_torchrun() has started its thread
 
@@ -174,14 +175,16 @@ def _start(
     store = dist.TCPStore(
         LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    context = multiprocessing.get_context("spawn")
+    context = _context(worker)
     ranks: list[BaseProcess] = []
     reports: list[Connection] = []
     try:
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
             world = World(rank, world_size, rank, world_size)
-            process = context.Process(target=_child, args=(worker, args, world, backend, timeout, store.port, send))
+            process = context.Process(
+                target=_child, args=(worker, args, world, backend, timeout, store.port, send, dict(os.environ))
+            )
             process.start()
             send.close()
             ranks.append(process)
@@ -192,6 +195,19 @@ def _start(
         _end(ranks)
 
 
+def _context(worker: Callable[..., None]) -> SpawnContext | ForkServerContext:
+    """How ranks start: forked from a server that has imported what they need, which takes seconds.
+
+    Where there are GPUs they are spawned: a fork of a process that has asked for a GPU cannot use it. So they are where
+    the path of the server's socket would be longer than a socket allows.
+    """
+    if sys.platform != "linux" or torch.cuda.device_count() or len(tempfile.gettempdir()) > 70:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", worker.__module__])  # which an optimizer's first step imports
+    return context
+
+
 def _child(
     worker: Callable[..., None],
     args: tuple[Any, ...],
@@ -200,7 +216,10 @@ def _child(
     timeout: float,
     port: int,
     report: Connection,
+    environment: dict[str, str],
 ) -> None:
+    os.environ.clear()  # a server has the one with which it was started
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent forwards it
     _die_with_parent()
     if sys.platform == "linux":  # else they listen on the address of the machine's name, or of a network card
@@ -264,8 +283,7 @@ def signals_passed_on(ranks: Sequence[BaseProcess | Popen[bytes]]) -> Iterator[N
 
 def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+    assert parent is not None
     sentinel = parent.sentinel
 
     def watch() -> None:

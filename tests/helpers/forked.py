@@ -1,8 +1,9 @@
 """Processes forked from one that has imported ddpcore and done nothing else: a fresh start without its seconds.
 
 The standard library's fork server holds that one process. Only the import is shared: environment, folder, arguments
-and output are a process's own, and the ranks that ``launch`` would spawn in one are forked likewise. What is
-tested of a start itself (``test_launch.py``, and one test of each command line) goes by ``subprocess`` and ``spawn``.
+and output are a process's own, and the ranks that ``launch`` would start in one, by a server of its own, are forked
+likewise. What is tested of a start itself (``test_launch.py``, and one test of each command line) goes by
+``subprocess``.
 """
 
 from __future__ import annotations
@@ -72,17 +73,12 @@ def run(words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float)
 
 
 class _Ranks:
-    """In the place of ``multiprocessing`` in ``launch``: forks from the server what would be spawned."""
+    """The context of ranks in ``launch``: forks them from this server."""
 
     Pipe = staticmethod(multiprocessing.Pipe)
-    parent_process = staticmethod(multiprocessing.parent_process)
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-
-    def get_context(self, method: str) -> _Ranks:
-        assert method == "spawn", f"launch starts ranks by {method!r}, which this does not stand in for"
-        return self
 
     def Process(self, target: Callable[..., None], args: tuple[Any, ...]) -> ForkServerProcess:
         return server().Process(target=_become, args=(self._logs, dict(os.environ), os.getcwd(), target, args))
@@ -96,7 +92,7 @@ def _become(logs: Path, env: dict[str, str], cwd: str, function: Callable[..., N
     os.environ.update(env)
     os.chdir(cwd)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", launch.num_cores())))
-    launch.multiprocessing = _Ranks(logs)
+    launch._context = lambda worker: _Ranks(logs)
     # The server that made this process is there for its ranks, too; it would start one of its own.
     forkserver._forkserver.ensure_running = lambda: None
     function(*args)
