@@ -77,7 +77,8 @@ class LocalSGD(SSGD):
             sends fewer bytes at once. A number divides the parameters by size, and lists of names by module:
             ``[["layer1"], ["layer2", "head"]]``. The last fragment comes first in the period.
         overlap: tau, steps between the start of an average and the step that uses it. The average is of the weights
-            before these steps, so it travels meanwhile.
+            before these steps, so it travels meanwhile. Changes of these steps, also your own, are kept in the share
+            ``alpha`` only.
         alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``.
         compression: a codec for the changes ``phi - w_j``, which all learners send to all: a message of n - 1 times its
             size each, where an average in fp32 sends twice the weights at most. It needs ``outer``. With ``group`` a
