@@ -24,6 +24,7 @@ def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: An
         backend=resolved.choice.backend,
         timeout=resolved.config.timeout,
         on_failure=resolved.config.on_failure,
+        forks=True,
     )
 
 

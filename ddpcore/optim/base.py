@@ -86,7 +86,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: Group) -> None:
-        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)  # its wrapper imports torch._dynamo
+        add, torchs = super().add_param_group.__func__, torch.optim.Optimizer.add_param_group  # type: ignore[attr-defined]
+        (inspect.unwrap(add) if add is torchs else add)(self, param_group)  # its wrapper imports torch._dynamo
         group = self.param_groups[-1]
         group["state_dtype"] = name_of(group.get("state_dtype", "float32"))
         try:
@@ -110,8 +111,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._weight_step is not None:
             self._weight_step.forget_states()
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            group.update({**self.defaults, **group})
         if self._given is not None:
             restore_bits(self, *self._given)
 

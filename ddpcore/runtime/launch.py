@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -21,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import Popen
@@ -102,6 +100,7 @@ def run(
     backend: str,
     timeout: float = TIMEOUT_SECONDS,
     on_failure: str = "raise",
+    forks: bool = False,
 ) -> None:
     """Run ``worker(world, *args)`` on every rank.
 
@@ -116,6 +115,9 @@ def run(
         timeout: seconds that a call of the process group may wait for a rank.
         on_failure: ``raise``: the others are ended when a rank fails. ``shrink``: they go on, and this process says who
             failed. torchrun ends all ranks of its agent when one of them fails.
+        forks: on a machine without GPUs, fork ranks from a server that has imported the worker's module and torch's
+            compiler, which takes each rank seconds. For one run of a process, of a worker that saves nothing: a SIGTERM
+            to all processes ends the server, and so the ranks. False: each rank imports what it needs.
 
     Raises:
         RankFailed: a rank failed (with ``shrink``: all of them), with its traceback. All ranks have ended.
@@ -135,7 +137,7 @@ def run(
         end_with_torchrun()
         _run_rank(worker, args, joined, backend, timeout, store=None)
     else:
-        _start(worker, args, world_size, backend, timeout, on_failure)
+        _start(worker, args, world_size, backend, timeout, on_failure, forks)
 
 
 def _run_rank(
@@ -170,21 +172,21 @@ def _start(
     backend: str,
     timeout: float,
     on_failure: str,
+    forks: bool,
 ) -> None:
     listener = socket.create_server((LOOPBACK, 0))  # a TCPStore by itself would listen on every address
     store = dist.TCPStore(
         LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    context = _context(worker)
+    context: Any = multiprocessing.get_context("forkserver" if forks and not torch.cuda.device_count() else "spawn")
+    context.set_forkserver_preload(["torch._dynamo", worker.__module__])  # nothing if they are spawned
     ranks: list[BaseProcess] = []
     reports: list[Connection] = []
     try:
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
             world = World(rank, world_size, rank, world_size)
-            process = context.Process(
-                target=_child, args=(worker, args, world, backend, timeout, store.port, send, dict(os.environ))
-            )
+            process = context.Process(target=_child, args=(worker, args, world, backend, timeout, store.port, send))
             process.start()
             send.close()
             ranks.append(process)
@@ -195,19 +197,6 @@ def _start(
         _end(ranks)
 
 
-def _context(worker: Callable[..., None]) -> SpawnContext | ForkServerContext:
-    """How ranks start: forked from a server that has imported what they need, which takes seconds.
-
-    Where there are GPUs they are spawned: a fork of a process that has asked for a GPU cannot use it. So they are where
-    the path of the server's socket would be longer than a socket allows.
-    """
-    if sys.platform != "linux" or torch.cuda.device_count() or len(tempfile.gettempdir()) > 70:
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", worker.__module__])  # which an optimizer's first step imports
-    return context
-
-
 def _child(
     worker: Callable[..., None],
     args: tuple[Any, ...],
@@ -216,10 +205,7 @@ def _child(
     timeout: float,
     port: int,
     report: Connection,
-    environment: dict[str, str],
 ) -> None:
-    os.environ.clear()  # a server has the one with which it was started
-    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent forwards it
     _die_with_parent()
     if sys.platform == "linux":  # else they listen on the address of the machine's name, or of a network card
@@ -283,7 +269,8 @@ def signals_passed_on(ranks: Sequence[BaseProcess | Popen[bytes]]) -> Iterator[N
 
 def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    assert parent is not None
+    if parent is None:
+        return
     sentinel = parent.sentinel
 
     def watch() -> None:

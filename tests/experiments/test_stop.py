@@ -82,16 +82,12 @@ def test_runs_side_by_side_are_all_saved(side_by_side: tuple[subprocess.Popen[st
     assert not (out / "results.jsonl").exists()
 
 
-def children(pid: int | str) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
 def test_a_killed_process_of_several_ends_the_study_in_one_line(
     side_by_side: tuple[subprocess.Popen[str], Path],
 ) -> None:
     started, _ = side_by_side
-    (server,) = (pid for pid in children(started.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    workers = children(server)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(workers) == 2
     os.kill(int(workers[1]), signal.SIGKILL)
     _, error = started.communicate(timeout=SECONDS)

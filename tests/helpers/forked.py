@@ -1,9 +1,8 @@
 """Processes forked from one that has imported ddpcore and done nothing else: a fresh start without its seconds.
 
 The standard library's fork server holds that one process. Only the import is shared: environment, folder, arguments
-and output are a process's own, and the ranks that ``launch`` would start in one, by a server of its own, are forked
-likewise. What is tested of a start itself (``test_launch.py``, and one test of each command line) goes by
-``subprocess``.
+and output are a process's own, and the ranks that ``launch`` would spawn in one are forked likewise. What is
+tested of a start itself (``test_launch.py``, and one test of each command line) goes by ``subprocess`` and ``spawn``.
 """
 
 from __future__ import annotations
@@ -73,12 +72,20 @@ def run(words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float)
 
 
 class _Ranks:
-    """The context of ranks in ``launch``: forks them from this server."""
+    """In the place of ``multiprocessing`` in ``launch``: forks from the server what would be spawned."""
 
     Pipe = staticmethod(multiprocessing.Pipe)
+    parent_process = staticmethod(multiprocessing.parent_process)
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
+
+    def get_context(self, method: str) -> _Ranks:
+        assert method in ("spawn", "forkserver"), f"launch starts ranks by {method!r}, which this does not stand in for"
+        return self
+
+    def set_forkserver_preload(self, modules: list[str]) -> None:
+        """The server has imported them."""
 
     def Process(self, target: Callable[..., None], args: tuple[Any, ...]) -> ForkServerProcess:
         return server().Process(target=_become, args=(self._logs, dict(os.environ), os.getcwd(), target, args))
@@ -92,7 +99,7 @@ def _become(logs: Path, env: dict[str, str], cwd: str, function: Callable[..., N
     os.environ.update(env)
     os.chdir(cwd)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", launch.num_cores())))
-    launch._context = lambda worker: _Ranks(logs)
+    launch.multiprocessing = _Ranks(logs)
     # The server that made this process is there for its ranks, too; it would start one of its own.
     forkserver._forkserver.ensure_running = lambda: None
     function(*args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -48,11 +47,6 @@ def threads(world: World, folder: str) -> None:
     Path(folder, f"{world.rank}.json").write_text(json.dumps(torch.get_num_threads()))
 
 
-def environment(world: World, folder: str) -> None:
-    """What this rank finds in its environment; the name of the file is there, too."""
-    Path(folder, os.environ["DDPCORE_TEST_NAME"]).write_text(multiprocessing.current_process().name)
-
-
 def raises(world: World, folder: str) -> None:
     """Rank 1 fails while the others wait for it in a collective."""
     dist.barrier()
@@ -88,9 +82,7 @@ def hangs(world: World, folder: str) -> None:
 def listens(world: World, folder: str) -> None:
     """Where this rank, and rank 0's parent too, listen on TCP, after the ranks have connected."""
     dist.all_reduce(torch.zeros(4))
-    parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None
-    found = {"rank": listening(os.getpid()), "parent": listening(parent.pid)}
+    found = {"rank": listening(os.getpid()), "parent": listening(os.getppid())}
     Path(folder, f"{world.rank}.json").write_text(json.dumps(found))
     dist.barrier()
 
@@ -163,11 +155,6 @@ def main() -> int:
     folder, trial, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
     if trial == "orphans":
         orphans(folder)
-        return 0
-    if trial == "environment":
-        for name in ("first", "second"):
-            os.environ["DDPCORE_TEST_NAME"] = name
-            launch.run(environment, (folder,), world_size=1, backend="none")
         return 0
     timeout = 2.0 if trial == "comes_late" else launch.TIMEOUT_SECONDS
     backend = "none" if trial in ("unconnected", "stops", "goes_on") else "gloo"

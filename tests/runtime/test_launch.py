@@ -181,20 +181,6 @@ def test_processes_that_nothing_connects(launcher: Launcher) -> None:
     assert launcher.results(3) == [[rank, 3, launch.threads_per_rank(3), False] for rank in range(3)]
 
 
-@pytest.mark.parametrize(("tempdir", "method"), [(None, "ForkServerProcess"), ("t" * 80, "SpawnProcess")])
-def test_each_start_has_the_environment_of_its_time(
-    tempdir: str | None, method: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the server that ranks are forked from is older; and where a socket's path would be too long for it."""
-    if tempdir is not None:
-        (launcher.folder / tempdir).mkdir()
-        monkeypatch.setenv("TMPDIR", str(launcher.folder / tempdir))
-    code, errors = launcher.run("environment", 1)
-    assert code == 0, errors
-    names = [(launcher.folder / name).read_text() for name in ("first", "second")]
-    assert names == [f"{method}-1", f"{method}-2"]
-
-
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
