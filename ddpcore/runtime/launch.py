@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -115,9 +116,9 @@ def run(
         timeout: seconds that a call of the process group may wait for a rank.
         on_failure: ``raise``: the others are ended when a rank fails. ``shrink``: they go on, and this process says who
             failed. torchrun ends all ranks of its agent when one of them fails.
-        forks: on a machine without GPUs, fork ranks from a server that has imported the worker's module and torch's
-            compiler, which takes each rank seconds. For one run of a process, of a worker that saves nothing: a SIGTERM
-            to all processes ends the server, and so the ranks. False: each rank imports what it needs.
+        forks: on a machine without GPUs, fork ranks from a server that has imported torch and its compiler, which takes
+            each rank seconds. Only for a process that runs once, and a worker that saves nothing: a SIGTERM to all
+            processes ends the server, and so the ranks. False: each rank imports torch itself.
 
     Raises:
         RankFailed: a rank failed (with ``shrink``: all of them), with its traceback. All ranks have ended.
@@ -178,8 +179,10 @@ def _start(
     store = dist.TCPStore(
         LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    context: Any = multiprocessing.get_context("forkserver" if forks and not torch.cuda.device_count() else "spawn")
-    context.set_forkserver_preload(["torch._dynamo", worker.__module__])  # nothing if they are spawned
+    # The path of a server's socket must be short. It imports torch alone: its sys.path is not that of this process.
+    forks = forks and not torch.cuda.device_count() and len(tempfile.gettempdir()) <= 70
+    context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+    context.set_forkserver_preload(["torch._dynamo"])
     ranks: list[BaseProcess] = []
     reports: list[Connection] = []
     try:
