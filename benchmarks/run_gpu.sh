@@ -212,7 +212,7 @@ kernel() {
 bench() {
     local all=(--dtype float32 bfloat16 --numel 6250000 25000000 250000000)
     local noise=(--numel 6250000 250000000 --repeats 7) noise16=(--numel 6250000 62500000 --repeats 7)
-    local lists=(--models lenet5,resnet18,resnet50,bert-base,bert-large --seconds 1) quick=() numel=250000000 message=()
+    local lists=(--models lenet5,resnet18,resnet50,vit-s,bert-base,bert-large --seconds 1) quick=() numel=250000000 message=()
     local strategies=(--steps 200 --batch-size 256) stats=(--every 20 --blocks 4 --batch-size 16)
     if [ -n "$dry" ]; then
         all=(--numel 5000 --repeats 3) noise=("${all[@]}") noise16=("${all[@]}") numel=5000

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ddpcore.bench.foreach import ForeachStep
+
 _DECAY = {"lr": 1e-3, "weight_decay": 1e-4}
 _MOMENTUM = {**_DECAY, "momentum": 0.9}
 _EXTRA = "pip install 'ddpcore[bench]'"
@@ -26,13 +28,14 @@ class Implementation:
     Attributes:
         name: as printed.
         module: from which it is imported when it is needed.
-        path: of the class in the module.
-        options: of the class.
+        path: of the class in the module, or of the rule, if it is compiled.
+        options: of the class or rule.
         install: how to install the library; empty for ddpcore and torch.
         listed: whether the table has a line for it even if it is not installed.
         cuda_only: it does not run on the CPU.
         matrices: it gets the parameters of two dimensions only.
         rounded: our optimizer with momentum and moments of bfloat16.
+        compiled: ``torch.compile`` makes its kernels at the first step.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Implementation:
     cuda_only: bool = False
     matrices: bool = False
     rounded: bool = False
+    compiled: bool = False
 
     @property
     def library(self) -> str:
@@ -54,11 +58,13 @@ class Implementation:
         """Whether the library can be found. It is not imported."""
         return importlib.util.find_spec(self.library) is not None
 
-    def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer | ForeachStep:
         """The optimizer of these parameters."""
-        kind = attrgetter(self.path)(importlib.import_module(self.module))
         chosen = [param for param in params if param.ndim == 2 or not self.matrices]
-        optimizer: torch.optim.Optimizer = kind(chosen, **self.options)
+        named = attrgetter(self.path)(importlib.import_module(self.module))
+        if self.compiled:
+            return ForeachStep(chosen, named, **self.options)
+        optimizer: torch.optim.Optimizer = named(chosen, **self.options)
         return optimizer
 
     def why_unusable(self, device: str, dtype: torch.dtype) -> str | None:
@@ -122,6 +128,14 @@ def _peer(optimizer: str, module: str, path: str, options: dict[str, Any], **mor
     return Comparison(optimizer, Implementation(name, module, path, options, **more), OURS[optimizer])
 
 
+def _compiled(optimizer: str) -> Comparison:
+    options = OURS[optimizer].options
+    name = f"torch.compile(foreach {optimizer})"
+    return Comparison(
+        optimizer, OURS[optimizer], Implementation(name, "ddpcore.bench.foreach", optimizer, options, compiled=True)
+    )
+
+
 _TIMM = {"install": "pip install timm", "listed": False}
 _APEX = {"install": "build it from github.com/NVIDIA/apex", "listed": False, "cuda_only": True}
 COMPARISONS = (
@@ -130,6 +144,7 @@ COMPARISONS = (
     Comparison("lars", OURS["lars"], _SGD),
     Comparison("lamb", OURS["lamb"], _ADAMW),
     *(Comparison(name, rounded, OURS[name]) for name, rounded in ROUNDED.items()),
+    *map(_compiled, USUAL_OPTIMIZERS),
     _peer("lamb", "torch_optimizer", "Lamb", _DECAY, install=_EXTRA),
     _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY, install=_EXTRA),
     _peer("lars", "torch_optimizer", "LARS", _MOMENTUM, install=_EXTRA),

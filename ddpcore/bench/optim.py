@@ -38,6 +38,7 @@ class OptimConfig(Options):
     models: tuple[str, ...] = option(USUAL, "comma-separated", choices=tuple(LISTS))
     optimizers: tuple[str, ...] = option(USUAL_OPTIMIZERS, "comma-separated", choices=tuple(OURS))
     peers: bool = option(True, "compare with other libraries too, if they are installed")
+    compiled: bool = option(False, "compare with what torch.compile makes of each rule too: compiling takes minutes")
     repeats: int = option(21, "pairs of samples of each comparison, at most", least=1)
     seconds: float = option(4.0, "no pair of a comparison begins after this time; three are always taken", above=0)
     threads: int | None = option(None, "of the CPU (torch's default)", least=1)
@@ -103,7 +104,7 @@ def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
     chosen, notes, absent = [], [], {}
     for comparison in COMPARISONS:
         peer = comparison.peer
-        if comparison.optimizer not in config.optimizers:
+        if comparison.optimizer not in config.optimizers or (comparison.right.compiled and not config.compiled):
             continue
         if peer is not None:
             if not config.peers or (peer.cuda_only and device != "cuda"):

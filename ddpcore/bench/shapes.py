@@ -54,6 +54,16 @@ def _bert(width: int, num_layers: int) -> Shapes:
     return embeddings + norm + layer * num_layers + _linear(width, width)
 
 
+def _vit_s() -> Shapes:
+    """Steiner et al. 2022, "How to train your ViT?": patches of 16 x 16 of images of 224 x 224, for 1000 classes."""
+    width = 384
+    norm: Shapes = [(width,), (width,)]
+    block = norm + _linear(width, 3 * width) + _linear(width, width) + norm
+    block += _linear(width, 4 * width) + _linear(4 * width, width)
+    embeddings: Shapes = [(1, 1, width), (1, 197, width), (width, 3, 16, 16), (width,)]
+    return embeddings + block * 12 + norm + _linear(width, 1000)
+
+
 def _linear(inputs: int, outputs: int) -> Shapes:
     return [(outputs, inputs), (outputs,)]
 
@@ -83,8 +93,9 @@ LISTS = {
         ParameterList("lenet5", "LeNet-5", _lenet5()),
         ParameterList("resnet18", "ResNet-18", _resnet18()),
         ParameterList("resnet50", "ResNet-50", _resnet50()),
+        ParameterList("vit-s", "ViT-S", _vit_s()),
         ParameterList("bert-base", "BERT-base", _bert(768, 12)),
         ParameterList("bert-large", "BERT-large", _bert(1024, 24)),
     )
 }
-USUAL = ("lenet5", "resnet18", "bert-base")  # one of each size: the default of the bench
+USUAL = ("lenet5", "resnet18", "vit-s", "bert-base")  # small to large: the default of the bench

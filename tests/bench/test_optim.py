@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench import environment, implementations, optim
-from ddpcore.bench.implementations import COMPARISONS, OURS, Implementation
+from ddpcore.bench import environment, foreach, implementations, optim
+from ddpcore.bench.foreach import ForeachStep
+from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, Implementation
 from ddpcore.bench.optim import OptimConfig
 from ddpcore.ops.traffic import bytes_per_param
 from helpers.drawn import words_drawn
@@ -99,6 +100,43 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert words_drawn(result, tmp_path) >= {"Bandwidth of a step, and of a copy", "step", "copy"}
 
 
+@pytest.mark.usefixtures("nothing_installed")
+def test_compiled_rules_have_lines_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda rule, **options: rule)  # it takes minutes
+    out = tmp_path / "out.json"
+    assert bench.main(["optim", *SMALL, "--compiled", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    names = [f"{OURS[name].name} / torch.compile(foreach {name})" for name in USUAL_OPTIMIZERS]
+    assert result["comparisons"] == [*TABLE[:8], *names, *TABLE[8:]]
+    assert {row["comparison"] for row in result["rows"]} == {*TABLE[:8], *names}
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, id="compiled")])
+@pytest.mark.parametrize("name", USUAL_OPTIMIZERS)
+def test_a_compiled_rule_is_that_of_our_optimizer(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps: of the rule, and of the traced rule without code of its own."""
+    if compiled:
+        compile_ = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda rule, **more: compile_(rule, backend="eager", **more))
+    ours, theirs = ([torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 4), (5,))] for _ in range(2))
+    for one, other in zip(ours, theirs, strict=True):
+        other.data.copy_(one.data)
+    compared = next(one.right for one in COMPARISONS if one.right.compiled and one.optimizer == name)
+    steps = [OURS[name].build(ours), compared.build(theirs) if compiled else uncompiled(compared, theirs)]
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for step in steps:
+            step.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def uncompiled(implementation: Implementation, params: list[torch.nn.Parameter]) -> ForeachStep:
+    return ForeachStep(params, getattr(foreach, implementation.path), compiled=False, **implementation.options)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.usefixtures("nothing_installed")
 def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
@@ -109,7 +147,7 @@ def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("optim --models vgg", "--models is 'vgg': choose from lenet5, resnet18, resnet50, bert-base, bert-large"),
+    ("optim --models vgg", "--models is 'vgg': choose from lenet5, resnet18, resnet50, vit-s, bert-base, bert-large"),
     ("optim --models lenet5,lenet5", "names one twice"),
     ("optim --models ,", "--models is empty"),
     ("optim --optimizers adam", "--optimizers is 'adam': did you mean 'adamw'?"),
@@ -135,10 +173,10 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 def test_too_little_memory_is_an_error_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment, "free_memory", lambda device: 1.5e9)
+    monkeypatch.setattr(environment, "free_memory", lambda device: 3e9)
     monkeypatch.setattr(optim, "measure", lambda config: pytest.fail("it was started"))
     assert bench.main(["optim", "--device", "cpu"]) == 2
-    assert "steps of bert-base need about 5.4 GB of memory and 1.5 GB are free" in capsys.readouterr().err
+    assert "steps of bert-base need about 5.4 GB of memory and 3.0 GB are free" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,13 @@ from ddpcore.bench.shapes import LISTS
         ("lenet5", 69_656, 10),
         ("resnet18", 11_689_512, 62),
         ("resnet50", 25_557_032, 161),
+        ("vit-s", 22_050_664, 152),
         ("bert-base", 109_482_240, 199),
         ("bert-large", 335_141_888, 391),
     ],
 )
 def test_sizes(name: str, parameters: int, num_tensors: int) -> None:
-    """The numbers of torchvision's ResNets and transformers' BertModel (bert-base-uncased, bert-large-uncased)."""
+    """The numbers of torchvision's ResNets, timm's vit_small_patch16_224 and transformers' BertModel (uncased)."""
     found = LISTS[name].describe()
     assert (found["parameters"], found["num_tensors"]) == (parameters, num_tensors)
 
@@ -40,5 +41,5 @@ def test_parts_of_the_larger_ones() -> None:
 
 def test_every_list_has_a_title() -> None:
     assert [found.title for found in LISTS.values()] == [
-        "LeNet-5", "ResNet-18", "ResNet-50", "BERT-base", "BERT-large",
+        "LeNet-5", "ResNet-18", "ResNet-50", "ViT-S", "BERT-base", "BERT-large",
     ]  # fmt: skip

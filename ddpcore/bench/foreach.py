@@ -1,0 +1,107 @@
+"""The rules of the fused optimizers in torch's operations on lists of tensors, for ``torch.compile`` to fuse.
+
+The rules are those of :class:`~ddpcore.optim.FusedSGD`, ``FusedAdamW``, ``FusedLARS`` and ``FusedLAMB`` with their
+default options. The bench compares with what the compiler makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+BETAS = (0.9, 0.999)
+
+
+class ForeachStep:
+    """An optimizer without groups: ``step()`` applies a rule to all parameters.
+
+    Args:
+        params: with gradients.
+        rule: a function of this module.
+        compiled: whether ``torch.compile`` compiles the rule, at the first step.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], rule: Callable[..., None], *, compiled: bool = True, **options: float
+    ) -> None:
+        self._params, self._options = list(params), options
+        self._rule = torch.compile(rule, fullgraph=True, dynamic=False) if compiled else rule
+        self._states = [[torch.zeros_like(param, dtype=torch.float32) for param in self._params] for _ in range(2)]
+        self._count = torch.zeros((), device=self._params[0].device)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all parameters."""
+        grads = [param.grad for param in self._params]
+        self._rule(self._params, grads, *self._states, self._count, **self._options)
+
+
+def sgd(
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], _: list[Tensor], __: Tensor,
+    *, lr: float, momentum: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """SGD with momentum."""
+    _momentum_step(params, torch._foreach_add(grads, params, alpha=weight_decay), buffers, lr, momentum)
+
+
+def lars(
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], _: list[Tensor], __: Tensor,
+    *, lr: float, momentum: float, weight_decay: float, trust_coefficient: float = 0.001, eps: float = 1e-8,
+) -> None:  # fmt: skip
+    """LARS as in You et al. 2017."""
+    weights, slopes = _norms(params), _norms(grads)
+    ratio = trust_coefficient * weights / (slopes + weight_decay * weights + eps)
+    ratio = torch.where((weights > 0) & (slopes > 0), ratio, 1.0)
+    update = torch._foreach_add(grads, params, alpha=weight_decay)
+    _momentum_step(params, torch._foreach_mul(update, (lr * ratio).unbind()), buffers, 1.0, momentum)
+
+
+def adamw(
+    params: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor], count: Tensor,
+    *, lr: float, weight_decay: float, eps: float = 1e-8,
+) -> None:  # fmt: skip
+    """Adam with decoupled weight decay."""
+    update = _adam_update(grads, means, squares, count, eps)
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_add_(params, update, alpha=-lr)
+
+
+def lamb(
+    params: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor], count: Tensor,
+    *, lr: float, weight_decay: float, eps: float = 1e-6,
+) -> None:  # fmt: skip
+    """LAMB as in You et al. 2020."""
+    update = _adam_update(grads, means, squares, count, eps)
+    update = torch._foreach_add(update, params, alpha=weight_decay)
+    weights, lengths = _norms(params), _norms(update)
+    ratio = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
+    torch._foreach_sub_(params, torch._foreach_mul(update, (lr * ratio).unbind()))
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def _momentum_step(
+    params: list[Tensor], update: list[Tensor], buffers: list[Tensor], lr: float, momentum: float
+) -> None:
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, update)
+    torch._foreach_add_(params, buffers, alpha=-lr)
+
+
+def _adam_update(
+    grads: list[Tensor], means: list[Tensor], squares: list[Tensor], count: Tensor, eps: float
+) -> list[Tensor]:
+    """The corrected mean over the root of the corrected square. Updates both and the count."""
+    beta1, beta2 = BETAS
+    torch._foreach_lerp_(means, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    count += 1
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_mul_(roots, (1 - beta2**count).rsqrt())
+    torch._foreach_add_(roots, eps)
+    return torch._foreach_mul(torch._foreach_div(means, roots), 1 / (1 - beta1**count))
