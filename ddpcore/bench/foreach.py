@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 BETAS = (0.9, 0.999)
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class ForeachStep:
@@ -39,7 +40,7 @@ class ForeachStep:
 
 
 def sgd(
-    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], _: list[Tensor], __: Tensor,
+    params: Tensors, grads: Tensors, buffers: Tensors, _: Tensors, __: Tensor,
     *, lr: float, momentum: float, weight_decay: float,
 ) -> None:  # fmt: skip
     """SGD with momentum."""
@@ -47,7 +48,7 @@ def sgd(
 
 
 def lars(
-    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], _: list[Tensor], __: Tensor,
+    params: Tensors, grads: Tensors, buffers: Tensors, _: Tensors, __: Tensor,
     *, lr: float, momentum: float, weight_decay: float, trust_coefficient: float = 0.001, eps: float = 1e-8,
 ) -> None:  # fmt: skip
     """LARS as in You et al. 2017."""
@@ -59,7 +60,7 @@ def lars(
 
 
 def adamw(
-    params: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor], count: Tensor,
+    params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, count: Tensor,
     *, lr: float, weight_decay: float, eps: float = 1e-8,
 ) -> None:  # fmt: skip
     """Adam with decoupled weight decay."""
@@ -69,7 +70,7 @@ def adamw(
 
 
 def lamb(
-    params: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor], count: Tensor,
+    params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, count: Tensor,
     *, lr: float, weight_decay: float, eps: float = 1e-6,
 ) -> None:  # fmt: skip
     """LAMB as in You et al. 2020."""
@@ -80,21 +81,17 @@ def lamb(
     torch._foreach_sub_(params, torch._foreach_mul(update, (lr * ratio).unbind()))
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
+def _norms(tensors: Tensors) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors))
 
 
-def _momentum_step(
-    params: list[Tensor], update: list[Tensor], buffers: list[Tensor], lr: float, momentum: float
-) -> None:
+def _momentum_step(params: Tensors, update: Tensors, buffers: Tensors, lr: float, momentum: float) -> None:
     torch._foreach_mul_(buffers, momentum)
     torch._foreach_add_(buffers, update)
     torch._foreach_add_(params, buffers, alpha=-lr)
 
 
-def _adam_update(
-    grads: list[Tensor], means: list[Tensor], squares: list[Tensor], count: Tensor, eps: float
-) -> list[Tensor]:
+def _adam_update(grads: Tensors, means: Tensors, squares: Tensors, count: Tensor, eps: float) -> Tensors:
     """The corrected mean over the root of the corrected square. Updates both and the count."""
     beta1, beta2 = BETAS
     torch._foreach_lerp_(means, grads, 1 - beta1)

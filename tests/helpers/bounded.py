@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import resource
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import torch
 
 CPU_SECONDS = 5
 MEGABYTES = 500
@@ -32,6 +35,8 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def _run(call: Callable[[], object], out: Connection) -> None:
+    faulthandler.dump_traceback_later(WALL_SECONDS - 10)  # where it waits
+    torch.set_num_threads(1)  # a fork has none of the threads of its parent, and OpenMP would wait for them
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
     try:
