@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import resource
 from collections.abc import Callable
@@ -35,7 +34,6 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def _run(call: Callable[[], object], out: Connection) -> None:
-    faulthandler.dump_traceback_later(WALL_SECONDS - 10)  # where it waits
     torch.set_num_threads(1)  # a fork has none of the threads of its parent, and OpenMP would wait for them
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
