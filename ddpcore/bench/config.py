@@ -82,8 +82,9 @@ class BenchConfig(Options):
     normalize: bool = option(False, "images to mean 0 and std 1 in each channel")
     augment: bool = option(False, "random crops, and random flips unless the images are digits")
     batch_size: int = option(256, "global, over all learners", least=1)
+    optimizer: str = option("sgd", "ddpcore's, and torch's fused one for ddp and single", choices=("sgd", "adamw"))
     lr: float = option(0.05, "learning rate", least=0)
-    momentum: float = option(0.9, "momentum", least=0)
+    momentum: float = option(0.9, "of sgd", least=0)
     period: int = option(8, "steps between two averages in local_sgd and slowmo", least=1)
     steps: int = option(300, "steps of each strategy", least=1)
     on_nonfinite: str = option(
@@ -120,7 +121,7 @@ class BenchConfig(Options):
     def train_config(self, strategy: str, **more: Any) -> TrainConfig:
         """The config of the training run of one strategy.
 
-        Baselines use the SGD of torch, as users of torch do. The other strategies use the SGD of ddpcore.
+        Baselines use the optimizer of torch, as users of torch do. The other strategies use the one of ddpcore.
 
         Args:
             strategy: name of the strategy.
@@ -134,13 +135,14 @@ class BenchConfig(Options):
             values |= {name: getattr(self, name) for name in ("order", "staleness", "compression")}
         known = STRATEGIES.options(strategy)
         is_baseline = strategy in BASELINES
+        momentum = {"momentum": self.momentum} if self.optimizer == "sgd" else {}
         has_hosts = TOPOLOGIES.takes(self.topology, "local_size")
         fields = {
             **{name: getattr(self, name) for name in SHARED},
             "model_options": self.model_options or {},
             "dataset_options": self.dataset_options or {},
-            "optimizer": "torch_sgd" if is_baseline else "sgd",
-            "optimizer_options": {"momentum": self.momentum, **({"fused": True} if is_baseline else {})},
+            "optimizer": f"torch_{self.optimizer}" if is_baseline else self.optimizer,
+            "optimizer_options": {**momentum, **({"fused": True} if is_baseline else {})},
             "strategy": strategy,
             "strategy_options": {name: value for name, value in values.items() if name in known},
             "on_nonfinite": "raise" if is_baseline else self.on_nonfinite,

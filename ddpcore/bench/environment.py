@@ -13,7 +13,7 @@ from ddpcore.models import MODELS
 from ddpcore.runtime import launch
 from ddpcore.runtime.machine import machine
 
-COPIES = 4  # of the parameters in each contender: weights, gradients, momentum, buckets or staging buffers
+COPIES = 5  # of the parameters in each contender: weights, gradients, two moments, buckets or staging buffers
 
 
 def environment(resolved: ResolvedConfig) -> dict[str, Any]:

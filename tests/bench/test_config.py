@@ -35,7 +35,7 @@ def test_every_flag(tmp_path: Path) -> None:
         "--data-dir /somewhere "
         "--model-options hidden=8x8 --dataset-options num_classes=10 "
         "--order adapt_then_combine --compression int8 --noise-std 0.5 --staleness 0 "
-        f"--batch-size 96 --lr 0.5 --momentum 0 --period 4 --steps 7 --seed 11 --device cpu --backend gloo "
+        f"--batch-size 96 --optimizer sgd --lr 0.5 --momentum 0 --period 4 --steps 7 --seed 11 --device cpu --backend gloo "
         f"--json {tmp_path / 'out.json'}"
     )
     assert parse(line.split()) == BenchConfig(
@@ -60,6 +60,14 @@ def test_every_flag(tmp_path: Path) -> None:
         backend="gloo",
         json=tmp_path / "out.json",
     )
+
+
+def test_baselines_have_the_optimizer_of_torch() -> None:
+    for name, momentum in (("sgd", {"momentum": 0.5}), ("adamw", {})):
+        config = BenchConfig(optimizer=name, momentum=0.5)
+        ours, theirs = config.train_config("dpsgd"), config.train_config("ddp")
+        assert (ours.optimizer, ours.optimizer_options) == (name, momentum)
+        assert (theirs.optimizer, theirs.optimizer_options) == (f"torch_{name}", {**momentum, "fused": True})
 
 
 def test_spaces_between_strategies() -> None:
