@@ -57,7 +57,8 @@ docs: $(TOOLED)
 	$(PY) -m sphinx -q -E -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 
-# Breaks the CUDA kernels on purpose, a line at a time. A test must fail for each break. Takes some minutes.
+# Breaks the CUDA kernels on purpose, a line at a time. A test must fail for each break. Takes hours;
+# ARGS="adamw" takes those whose name has the word.
 mutations:
 	@tools/system_packages
 	python3 tests/cuda_on_cpu/mutations.py $(ARGS)

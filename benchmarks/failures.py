@@ -40,8 +40,6 @@ from torch import nn
 import ddpcore
 from ddpcore.data import Dataset, Redealt, ShardedBatches, load_dataset
 from ddpcore.optim import FusedSGD
-from ddpcore.report.chart import Chart, Series
-from ddpcore.report.plot import plot_charts
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.training import TrainConfig, train
@@ -349,20 +347,6 @@ def summary(
     }
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Test loss over time: a chart for each mean time between failures and seed, a curve for each mode."""
-    charts = []
-    for mtbf, seed in dict.fromkeys((row["mtbf"], row["seed"]) for row in rows):
-        runs = [row for row in rows if (row["mtbf"], row["seed"]) == (mtbf, seed)]
-        curves = [(f"{row['mode']}, {row['kills']} kills", row["curve"]) for row in runs]
-        series = [
-            Series(name=name, x=[at["time"] for at in curve], y=[at["loss"] for at in curve]) for name, curve in curves
-        ]
-        title = f"a kill in {mtbf:g} s, seed {seed}"
-        charts.append(Chart(title=title, x_label="seconds", y_label="test loss", log_y=True, series=series))
-    plot_charts(charts, path, f"{rows[0]['ranks']} ranks that are killed at random times")
-
-
 def main() -> None:
     """Run both modes for each mean time between failures, in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -380,7 +364,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: a GPU for each rank, by NCCL")
     parser.add_argument("--spawn", action="store_true", help="each process imports torch when it starts")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="an SVG of the test loss over time")
     args = parser.parse_args()
     if args.device == "cuda":
         args.transport = "pg"
@@ -403,8 +386,6 @@ def main() -> None:
                 print(shown, f"pause after a kill: median {middle}, longest {longest}", flush=True)
                 if args.json:
                     args.json.write_text(json.dumps({"environment": machine("cpu"), "rows": rows}))
-    if args.plot:
-        draw(rows, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws the picture of the README from the committed results: ``python docs/pictures.py`` (needs matplotlib)."""
+"""Draws pictures of the documentation from committed results: ``python docs/pictures.py`` (needs matplotlib)."""
 
 import json
 from pathlib import Path
@@ -30,3 +30,12 @@ axes.set(yscale="log", xlim=(0, 3000), xlabel="step", ylabel="training loss of t
 axes.set_title("MNIST, 5 learners, learning rate 1: ten seeds and their median", loc="left", fontsize=11)
 axes.spines[["top", "right"]].set_visible(False)
 figure.savefig(HERE / "mnist-loss.svg", metadata={"Date": None})
+
+runs = json.loads((HERE.parent / "benchmarks" / "results" / "failures_cpu.json").read_text())["rows"]
+figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+for run in runs:
+    times, losses = ([at[key] for at in run["curve"]] for key in ("time", "loss"))
+    axes.semilogy(times, losses, label=f"{run['mode']}, {run['kills']} killed")
+axes.set(xlabel="seconds", ylabel="test loss")
+axes.legend()
+figure.savefig(HERE / "failures.svg", metadata={"Date": None})

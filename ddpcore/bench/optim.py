@@ -53,7 +53,7 @@ class OptimConfig(Options):
 
 def prepare(config: OptimConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that runs the bench."""
-    states = 2 if {"adamw", "lamb"} & set(config.optimizers) else 1
+    states = 2 if config.compiled or {"adamw", "lamb"} & set(config.optimizers) else 1
     for name in config.models:
         numbers = (2 * (2 + states) + NUM_TEMPORARIES) * LISTS[name].describe()["parameters"]
         needed = 4 * numbers + LARGEST_COPY
@@ -116,6 +116,9 @@ def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
             elif (why := peer.why_unusable(device, dtype)) is not None:
                 notes.append(why)
                 continue
+        if comparison.right.compiled and (why := comparison.right.why_unusable(device, dtype)) is not None:
+            notes.append(why)  # there is no compiler, say
+            continue
         chosen.append(comparison)
     if absent:
         ways = ", ".join(f"{library} ({install})" for library, install in absent.items())

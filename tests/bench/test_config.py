@@ -35,7 +35,8 @@ def test_every_flag(tmp_path: Path) -> None:
         "--data-dir /somewhere "
         "--model-options hidden=8x8 --dataset-options num_classes=10 "
         "--order adapt_then_combine --compression int8 --noise-std 0.5 --staleness 0 "
-        f"--batch-size 96 --optimizer sgd --lr 0.5 --momentum 0 --period 4 --steps 7 --seed 11 --device cpu --backend gloo "
+        "--batch-size 96 --optimizer sgd --lr 0.5 --momentum 0 --period 4 --steps 7 --seed 11 --device cpu "
+        "--backend gloo "
         f"--json {tmp_path / 'out.json'}"
     )
     assert parse(line.split()) == BenchConfig(
