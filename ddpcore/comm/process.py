@@ -17,8 +17,10 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
 from ddpcore.comm.errors import TIMEOUT_SECONDS, Call, at, check_has_average, check_timeout, size_of
+from ddpcore.comm.live import LiveWeights
 from ddpcore.comm.own_group import own_client, own_group
 from ddpcore.comm.reductions import average_blocks_, sum_of
+from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import wide
@@ -82,6 +84,7 @@ class ProcessGroupCommunicator(Communicator):
         self.rank, self.num_ranks, self.num_rows = dist.get_rank(self.group), dist.get_world_size(self.group), num_rows
         self.num_learners, self.timeout = num_rows * self.num_ranks, timeout
         self.learners = range(self.rank * num_rows, (self.rank + 1) * num_rows)
+        self.transport = "pg" if num_rows == 1 else "grid"
         backend = dist.get_backend(self.group)
         virtual = f"{num_rows} virtual learners on each of {self.num_ranks} ranks, {backend}"
         self.description = f"torch.distributed, {backend}" if num_rows == 1 else virtual
@@ -126,16 +129,32 @@ class ProcessGroupCommunicator(Communicator):
         if size == self.num_learners or self.num_rows % size == 0:
             return
         num = size // self.num_rows
-        first, what = self.rank // num * num, f"the set-up of groups of {size}"
-        ranks = range(first, first + num)
+        first = self.rank // num * num
         known = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
         backends = {device.type: known[device.type] for device in self.group._device_types}
+        ranks = range(first, first + num)
+        self._groups[size] = self._own_group(ranks, backends, f"the set-up of groups of {size}"), ranks
+
+    def _own_group(self, ranks: range, backends: Mapping[str, str], what: str) -> dist.ProcessGroup:
+        """A new group of these ranks, of which this is one. Collective over all ranks, each of which is in one group.
+
+        ValueError: another backend than gloo and nccl.
+        """
         token = gather_objects(self.group, secrets.token_hex(8), what, self.timeout)[0]
-        store = dist.PrefixStore(f"ddpcore/{token}/{first}", own_client(c10d._get_process_group_store(self.group)))
+        store = dist.PrefixStore(f"ddpcore/{token}/{ranks[0]}", own_client(c10d._get_process_group_store(self.group)))
         with self._call(what, ranks):
-            group = own_group(backends, store, self.rank - first, num, self.timeout)
+            group = own_group(backends, store, self.rank - ranks[0], len(ranks), self.timeout)
         group.set_timeout(timedelta(seconds=self.timeout))
-        self._groups[size] = group, ranks
+        return group
+
+    @override
+    def live(self, weights_LP: Tensor) -> LiveWeights:
+        """A thread of each rank answers the others, over a group of gloo."""
+        if self.num_rows > 1 or self.num_ranks == 1:
+            return super().live(weights_LP)
+        what = "the set-up of weights that others change"
+        group = self._own_group(range(self.num_ranks), {"cpu": "gloo"}, what)
+        return ServedLiveWeights(group, weights_LP, self.timeout)
 
     @override
     def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:

@@ -49,9 +49,10 @@ class ADPSGD(Strategy):
     the change of v_i by the optimizer, whose state moves once a job. The equation is second-hand (the paper was not
     read); in the paper the order is the same: average, then gradient.
 
-    On **ranks of one host** w lies in shared memory, where each rank averages its row with that of a peer
-    (``transport="shm"``). Only the two rows are locked meanwhile, and no rank waits for the step of another. Who comes
-    first is up to the machine: no run can be repeated, so there is no bitwise oracle of ranks.
+    On **ranks** only the two rows are locked during an average, and no rank waits for the step of another. On one host
+    w lies in shared memory, where a rank reads and writes the row of its peer (``transport="shm"``). Over a process
+    group a thread of each rank answers the others (``transport="pg"``), by gloo, also where the models are on GPUs. Who
+    comes first is up to the machine: no run can be repeated, so there is no bitwise oracle of ranks.
 
     On **virtual learners of one process** it is a simulation of time, which can be repeated bit for bit. A job of the
     fastest learner takes one step of the training loop. A learner with speed 0.5 begins a job in every second step; the
@@ -76,7 +77,7 @@ class ADPSGD(Strategy):
     name: ClassVar[str] = "adpsgd"
     takes_closure: bool = False  # the gradient must be the one at v
     waits: bool = False
-    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm")
+    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "pg")
     topology: Topology
 
     def __init__(

@@ -18,7 +18,10 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.topology.base import Topology
 
-_PLACES = {"virtual": "virtual learners of one process", "shm": "ranks of one host with transport='shm'"}
+_PLACES = {
+    "virtual": "virtual learners of one process", "shm": "ranks of one host with transport='shm'",
+    "pg": "one learner on each rank with transport='pg'",
+}  # fmt: skip
 
 
 class Strategy:
@@ -36,7 +39,7 @@ class Strategy:
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
     waits: bool = True  # whether learners meet in each step that averages, where policies can average, too
-    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "pg", "link")  # connections that it runs over
+    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "pg", "grid", "link")  # that it runs over
     group: int = 1  # so many consecutive learners average their gradients in every step; see group_at
     # Options that version 0.1.0 lacked, with the values that change nothing.
     _added_options: ClassVar[Mapping[str, Any]] = {}
@@ -118,7 +121,8 @@ class Strategy:
         """Raise ValueError if the strategy does not run over ``Communicator.transport`` of several learners."""
         if transport not in self.transports:
             places = " or ".join(_PLACES.get(name, f"transport={name!r}") for name in self.transports)
-            raise ValueError(f"{self.name} does not run over transport={transport!r}: take {places}, or dpsgd")
+            found = "several learners on each rank" if transport == "grid" else f"transport={transport!r}"
+            raise ValueError(f"{self.name} does not run over {found}: take {places}, or dpsgd")
 
     def check_shrink(self) -> None:
         """Raise ValueError if the strategy cannot go on when a learner dies."""

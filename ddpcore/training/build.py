@@ -163,7 +163,7 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
     elif config.link is not None:
         name = "link"
     elif config.learners > num_ranks:
-        name = "pg"
+        name = "grid"
     else:
         device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
         name = choose_transport(config.transport, world_size=num_ranks, device=device, num_hosts=num_hosts).name

@@ -1,4 +1,4 @@
-"""Ranks that train with AD-PSGD over shared memory: ``adpsgd_ranks.py FILE``.
+"""Ranks that train with AD-PSGD over shared memory and over gloo: ``adpsgd_ranks.py FILE``.
 
 Each function is a trial, as in ``shared_memory_ranks``, whose way of running them this takes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import ADPSGD
-from ddpcore.comm import SharedMemoryCommunicator
+from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator, served
 from ddpcore.comm.shared import live, memory
 from helpers.shared_memory_ranks import main
 
@@ -39,10 +40,10 @@ class Pull(nn.Module):
         return (self.weight - goal).square().sum() / 2
 
 
-def parts() -> tuple[Pull, torch.optim.Optimizer, Any]:
+def parts(transport: str) -> tuple[Pull, torch.optim.Optimizer, Any]:
     model = Pull(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return model, optimizer, ddpcore.distribute(model, optimizer, ADPSGD(), transport="shm")
+    return model, optimizer, ddpcore.distribute(model, optimizer, ADPSGD(), transport=transport)
 
 
 def step(model: Pull, optimizer: torch.optim.Optimizer, goal: float) -> float:
@@ -60,13 +61,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def trains(rank: int) -> None:
+def trains(rank: int, transport: str) -> None:
     """200 fast steps, with evaluations between: nothing is torn, and the mean moves by the gradients alone.
 
     All columns start alike and have the same gradient, so they stay alike, bit for bit, as long as every average is
     atomic.
     """
-    model, optimizer, handle = parts()
+    model, optimizer, handle = parts(transport)
     moved, largest = 0.0, 1.0
     for number in range(200):
         moved += step(model, optimizer, goal=float(rank + number % 7))
@@ -82,9 +83,9 @@ def trains(rank: int) -> None:
     print("right")
 
 
-def meets(rank: int) -> None:
+def meets(rank: int, transport: str) -> None:
     """All ranks average with all as fast as they can, without a model between."""
-    comm = SharedMemoryCommunicator()
+    comm = SharedMemoryCommunicator() if transport == "shm" else ProcessGroupCommunicator()
     rows = comm.live(torch.full((1, SIZE), float(rank)))
     out, generator = torch.empty(SIZE), torch.Generator().manual_seed(rank)
     for peer in torch.randint(comm.num_learners, (MEETINGS,), generator=generator).tolist():
@@ -98,19 +99,20 @@ def meets(rank: int) -> None:
     print(everyone.unique(dim=1).shape[1] == 1)
 
 
-def is_slow(rank: int) -> None:
+def is_slow(rank: int, transport: str) -> None:
     """Rank 1 ends its second step after the others have ended all theirs: they do not wait for it."""
-    folder, (model, optimizer, handle) = Path(os.environ["ADPSGD_FOLDER"]), parts()
+    folder, (model, optimizer, handle) = Path(os.environ["ADPSGD_FOLDER"], transport), parts(transport)
     for number in range(20):
         if rank == 1 and number == 1:
             wait_for(lambda: all((folder / f"{other}").exists() for other in (0, 2)))
         step(model, optimizer, float(rank))
+    folder.mkdir(exist_ok=True)
     (folder / f"{rank}").touch()
     print(handle.learner.step, bool(handle.evaluation_model().weight.isfinite().all()))
 
 
-def dies(rank: int) -> None:
-    model, optimizer, _ = parts()
+def dies(rank: int, transport: str) -> None:
+    model, optimizer, _ = parts(transport)
     for number in range(10**6):
         if rank == 1 and number == 20:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -143,9 +145,55 @@ def stops_in_an_average(rank: int) -> None:
     rows.meet(rank, 1 - rank, zeros, zeros.clone())
 
 
-def resumes(rank: int) -> None:
+def dies_in_a_meeting(rank: int, dead: int) -> None:
+    """Over gloo: a rank has asked another one for a meeting, and does not send its part."""
+    comm = ProcessGroupCommunicator(timeout=30)
+    rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
+    if rank == dead:
+        send = served._Row.send
+
+        def send_and_die(self: Any, tensor: Tensor, peer: int, tag: int) -> None:
+            if tag != served._TO_THREAD:
+                os.kill(os.getpid(), signal.SIGKILL)
+            send(self, tensor, peer, tag)
+
+        served._Row.send = send_and_die
+        rows.meet(dead, 1, zeros, zeros.clone())
+    while True:
+        rows.own()
+        if rank != 1:
+            rows.meet(rank, 1, zeros, zeros.clone())
+
+
+def does_not_answer(rank: int) -> None:
+    """Over gloo: the thread of rank 1 is held up."""
+    comm = ProcessGroupCommunicator(timeout=0.5)
+    rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
+    if rank == 1:
+        with rows._shared._lock:
+            time.sleep(3)
+    else:
+        rows.meet(0, 1, zeros, zeros.clone())
+
+
+def ends(rank: int) -> None:
+    """The threads end when all ranks have let their weights go; a second connection follows the first."""
+    comm = ProcessGroupCommunicator()
+    for number in range(3):
+        rows, zeros = comm.live(torch.full((1, 8), float(rank))), torch.zeros(8)
+        rows.meet(rank, (rank + 1 + number) % comm.num_learners, zeros, zeros.clone())
+        rows.settle()
+        total = float(comm.gather(rows.own()).mean())
+        assert total == (comm.num_learners - 1) / 2, total
+        del rows
+    wait_for(lambda: not any("live weights" in thread.name for thread in threading.enumerate()))
+    print("ended")
+    comm.gather(zeros[None])  # a rank that has left sends nothing more
+
+
+def resumes(rank: int, transport: str) -> None:
     """What was saved is loaded, also when peers have changed the rows meanwhile."""
-    model, optimizer, handle = parts()
+    model, optimizer, handle = parts(transport)
     for _ in range(5):
         step(model, optimizer, float(rank))
     handle.learner.weights()  # all ranks are here
@@ -156,7 +204,7 @@ def resumes(rank: int) -> None:
     model.load_state_dict(saved[0])
     handle.load_state_dict(saved[1])
     print(float(handle.evaluation_model().weight.detach()[0]) == mean, handle.learner.step)
-    model, _, handle = parts()
+    model, _, handle = parts(transport)
     model.load_state_dict(saved[0])
     handle.load_state_dict(saved[1])
     print(float(handle.evaluation_model().weight.detach()[0]) == mean)
@@ -167,7 +215,6 @@ def is_refused(rank: int, what: str) -> None:
     model = Pull(float(rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     options = {
-        "pg": {"transport": "pg"},
         "link": {"link": ddpcore.comm.Link.parse("1Gb/s,1us")},
         "rows": {"learners": 2, "group": dist.group.WORLD},
         "speeds": {},
@@ -180,15 +227,16 @@ def is_refused(rank: int, what: str) -> None:
 
 
 TRIALS: list[tuple[Any, ...]] = [
-    (trains, 4),
-    (meets, 4),
-    (is_slow, 3),
-    (dies, 3),
+    *((function, num, transport) for function, num in ((trains, 4), (meets, 4), (is_slow, 3), (dies, 3), (resumes, 2))
+      for transport in ("shm", "pg")),
     (dies_in_an_average, 3),
     (stops_in_an_average, 2),
-    (resumes, 2),
-    *((is_refused, 2, what) for what in ("pg", "link", "rows", "speeds")),
-]
+    (dies_in_a_meeting, 3, 0),
+    (dies_in_a_meeting, 3, 2),
+    (does_not_answer, 2),
+    (ends, 3),
+    *((is_refused, 2, what) for what in ("link", "rows", "speeds")),
+]  # fmt: skip
 
 if __name__ == "__main__":
     main(TRIALS)

@@ -355,7 +355,7 @@ def test_ranks_of_several_learners_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         model, optimizer = _parts()
-        with pytest.raises(ValueError, match="adpsgd does not run over transport='pg': take virtual learners"):
+        with pytest.raises(ValueError, match="adpsgd does not run over several learners on each rank: take"):
             ddpcore.distribute(model, optimizer, ADPSGD(), learners=2, group=dist.group.WORLD)
         ddpcore.distribute(model, optimizer, ADPSGD(), learners=2)
     finally:

@@ -1,4 +1,4 @@
-"""AD-PSGD on ranks that share memory. The functions that the ranks run are in helpers/adpsgd_ranks.py.
+"""AD-PSGD on ranks, over shared memory and over gloo. The functions that the ranks run are in helpers/adpsgd_ranks.py.
 
 No run can be repeated, so these tests hold what is true of every run.
 """
@@ -6,6 +6,8 @@ No run can be repeated, so these tests hold what is true of every run.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +38,7 @@ def outcome(outcomes: dict[str, Outcome]) -> Callable[..., Outcome]:
     return lambda function, *arguments: outcomes["-".join([function.__name__, *map(str, arguments)])]
 
 
+@pytest.mark.parametrize("transport", ["shm", "pg"])
 @pytest.mark.parametrize(
     ("function", "world_size", "says"),
     [
@@ -45,12 +48,14 @@ def outcome(outcomes: dict[str, Outcome]) -> Callable[..., Outcome]:
         (trials.resumes, 2, "True 5\nTrue"),
     ],
 )
-def test_what_is_true_of_every_run(function: Any, world_size: int, says: str, outcome: Callable[..., Outcome]) -> None:
-    assert outcome(function, world_size) == [(0, f"{says}\n")] * world_size
+def test_what_is_true_of_every_run(
+    function: Any, world_size: int, says: str, transport: str, outcome: Callable[..., Outcome]
+) -> None:
+    assert outcome(function, world_size, transport) == [(0, f"{says}\n")] * world_size
 
 
 def test_a_rank_that_is_killed_is_named(outcome: Callable[..., Outcome]) -> None:
-    seen = outcome(trials.dies, 3)
+    seen = outcome(trials.dies, 3, "shm")
     assert seen[1] == (KILLED, "")
     for status, output in (seen[0], seen[2]):
         assert status == 0
@@ -69,6 +74,51 @@ def test_a_rank_that_is_killed_in_an_average_is_named(outcome: Callable[..., Out
         )
 
 
+@pytest.mark.parametrize(("function", "dead"), [("dies", 1), ("dies_in_a_meeting", 0), ("dies_in_a_meeting", 2)])
+def test_over_gloo_a_rank_that_is_killed_is_an_error(function: str, dead: int, outcome: Callable[..., Outcome]) -> None:
+    seen = outcome(getattr(trials, function), 3, "pg" if function == "dies" else dead)
+    assert seen[dead] == (KILLED, "")
+    for status, output in (one for rank, one in enumerate(seen) if rank != dead):
+        assert status == 0
+        assert re.match(
+            r"RuntimeError: an average with rank \d failed on rank \d: it, or one that it waits for, died, left or",
+            output,
+        )
+        assert output.count("\n") == 1
+
+
+def test_over_gloo_a_rank_that_does_not_answer_is_an_error(outcome: Callable[..., Outcome]) -> None:
+    status, output = outcome(trials.does_not_answer, 2)[0]
+    assert status == 0
+    assert "an average with rank 1 failed on rank 0: it, or one that it waits for, died, left or did not come" in output
+    assert "within 0.5 s" in output
+
+
+def test_over_gloo_threads_end_with_the_last_rank(outcome: Callable[..., Outcome]) -> None:
+    assert outcome(trials.ends, 3) == [(0, "ended\n")] * 3
+
+
+@pytest.mark.parametrize(
+    ("how", "allowed"),
+    [
+        ("orderly", {0: {0}, 1: {0}, 2: {0}}),
+        ("early", {0: {0}, 1: {0, 3}, 2: {0, 3}}),
+        ("error", {0: {0, 3}, 1: {1}, 2: {0, 3}}),
+    ],
+)
+def test_over_gloo_no_thread_aborts_an_interpreter_that_ends(how: str, allowed: dict[int, set[int]]) -> None:
+    """Of three ranks, four times: 0 is an orderly end, 1 an error of its own, 3 an error that says that a peer left."""
+    script = ranks.HERE / "exit_ranks.py"
+    done = subprocess.run(
+        [sys.executable, script, how, "4"], env=ranks.environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(lines) == 4
+    for codes in lines:
+        assert all(code in allowed[rank] for rank, code in enumerate(codes)), done.stderr
+
+
 def test_a_rank_that_keeps_a_lock_is_reported(outcome: Callable[..., Outcome]) -> None:
     (status, output), (other_status, _) = outcome(trials.stops_in_an_average, 2)
     assert (status, other_status) == (0, 0)
@@ -77,9 +127,15 @@ def test_a_rank_that_keeps_a_lock_is_reported(outcome: Callable[..., Outcome]) -
     )
 
 
-@pytest.mark.parametrize("what", ["pg", "link", "rows", "speeds"])
-def test_what_ranks_are_refused(what: str, outcome: Callable[..., Outcome]) -> None:
-    says = "adpsgd: speeds is for virtual" if what == "speeds" else "adpsgd does not run over transport="
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("link", "adpsgd does not run over transport='link'"),
+        ("rows", "adpsgd does not run over several learners on each rank: take virtual learners"),
+        ("speeds", "adpsgd: speeds is for virtual"),
+    ],
+)
+def test_what_ranks_are_refused(what: str, says: str, outcome: Callable[..., Outcome]) -> None:
     for status, output in outcome(trials.is_refused, 2, what):
         assert status == 0
         assert output.startswith(f"ValueError: {says}")
@@ -91,9 +147,7 @@ def test_commands_refuse_transports_before_they_start_ranks() -> None:
         config = BenchConfig(strategies=("adpsgd",), device="cpu", **options)
         return resolve(config, world_size=4, num_gpus=0).transport_name
 
-    assert (bench(), bench(backend="virtual")) == ("shm", None)
-    with pytest.raises(ValueError, match="adpsgd does not run over transport='pg'"):
-        bench(transport="pg")
+    assert (bench(), bench(backend="virtual"), bench(transport="pg")) == ("shm", None, "pg")
 
     def check(num_ranks: int, num_hosts: int = 1, **options: Any) -> None:
         run = {"strategy": "adpsgd", "steps": 1, "learners": 4, "batch_size": 4, "device": "cpu", **options}
@@ -101,15 +155,13 @@ def test_commands_refuse_transports_before_they_start_ranks() -> None:
 
     check(1)
     check(4)
+    check(4, transport="pg")
+    check(4, num_hosts=2)
     check(1, strategy_options={"speeds": [1, 1, 1, 0.5]})
-    for refused in (
-        {"num_ranks": 2},
-        {"num_ranks": 4, "transport": "pg"},
-        {"num_ranks": 4, "num_hosts": 2},
-        {"num_ranks": 4, "link": "1Gb/s,1us"},
-    ):
-        with pytest.raises(ValueError, match=r"adpsgd does not run over transport='(pg|link)'"):
-            check(**refused)
+    with pytest.raises(ValueError, match="adpsgd does not run over several learners on each rank: take virtual"):
+        check(2)
+    with pytest.raises(ValueError, match="adpsgd does not run over transport='link'"):
+        check(4, link="1Gb/s,1us")
     with pytest.raises(ValueError, match="adpsgd: speeds is for virtual learners"):
         check(4, strategy_options={"speeds": [1, 1, 1, 0.5]})
     with pytest.raises(ValueError, match="other than ddp, push_sum and adpsgd"):

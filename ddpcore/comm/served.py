@@ -1,0 +1,228 @@
+"""Live weights of ranks of a process group: a thread of each rank answers the others.
+
+Each rank holds its own row. A meeting locks two rows, that of the lower rank first. So a rank that holds a row waits
+only for rows of higher ranks, and no two ranks wait for each other. A rank that a lower one asks computes the mean. If
+a higher one asks, the row travels to it, and the mean travels back.
+
+A rank that lets its weights go tells all others, and each of them replies. After the last reply nobody asks it any
+more, and its thread ends.
+
+Shapes: P elements of a learner's row.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from ddpcore import ops
+from ddpcore.comm.live import LiveWeights
+
+# Tags of messages: to the thread of a rank; then of the row or the mean, to the rank that is asked, and back. Two ranks
+# may be in two meetings at once, one that each of them has asked for.
+_TO_THREAD, _ASKS, _ANSWERS = 1, 2, 3
+_MEETS, _LEAVES, _REPLIES = 1, 2, 3  # to a thread
+_FOREVER = timedelta(days=365)
+_LEAVE_SECONDS = 5.0  # for the replies; a rank that has died sends none
+
+
+class ServedLiveWeights(LiveWeights):
+    """One row of each rank. The constructor is collective. The last reference to the object must go on all ranks.
+
+    Args:
+        group: of gloo, for these weights alone; any number of ranks above one.
+        weights_LP: ``[1, P]``, of this rank. Of a GPU, a copy on the CPU travels.
+        timeout: seconds that a living rank may let another one wait.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, weights_LP: Tensor, timeout: float) -> None:
+        self._device = weights_LP.device
+        self._shared = _Row(group, weights_LP[0].to("cpu", copy=True), timedelta(seconds=timeout))
+        self._received = torch.empty_like(self._shared.row)
+        thread = threading.Thread(target=_serve, args=(self._shared,), name="ddpcore live weights", daemon=True)
+        thread.start()
+        weakref.finalize(self, _leave, self._shared, thread)
+
+    @override
+    @torch.no_grad()
+    def meet(self, learner: int, peer: int, step_P: Tensor, out_P: Tensor) -> None:
+        """RuntimeError: the peer is gone or does not answer, or another rank has died in the middle of an average."""
+        shared, mean = self._shared, self._received
+        if peer > learner:  # the own row is the first to be locked
+            with shared.writing():
+                shared.ask(peer)
+                shared.send(shared.row, peer, _ASKS)
+                shared.receive(mean, peer, _ANSWERS)
+                self._end(mean, step_P, out_P)
+            return
+        if peer < learner:
+            shared.ask(peer)
+            shared.receive(mean, peer, _ANSWERS)  # its row, until it is the mean
+        with shared.writing():
+            if peer == learner:
+                mean.copy_(shared.row)
+            else:
+                ops.mix_(mean, [shared.row], 0.5, [0.5])
+                shared.send(mean, peer, _ASKS)
+            self._end(mean, step_P, out_P)
+
+    def _end(self, mean_P: Tensor, step_P: Tensor, out_P: Tensor) -> None:
+        torch.add(mean_P, step_P.to("cpu"), out=self._shared.row)
+        out_P.copy_(self._shared.row)
+
+    @override
+    def own(self) -> Tensor:
+        with self._shared.writing():
+            return self._shared.row[None].to(self._device, copy=True)
+
+    @override
+    def settle(self) -> None:
+        options = dist.BarrierOptions()
+        options.timeout = self._shared.timeout
+        with self._shared.naming("the wait for all learners", "a rank"):
+            self._shared.group.barrier(options).wait()
+        with self._shared.writing():  # the last meeting of a peer may not have ended on this rank
+            return
+
+    @override
+    def load(self, weights_LP: Tensor) -> None:
+        self.settle()
+        with self._shared.writing():
+            self._shared.row.copy_(weights_LP[0])
+        self.settle()
+
+
+class _Row:
+    """The row of this rank, which the program and the thread lock in turn, and messages about it.
+
+    Attributes:
+        group: of all ranks.
+        row: ``[P]``, on the CPU.
+        timeout: of a message in a meeting.
+        gone: ranks that ask for nothing any more: they have left, or know that this one leaves.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, row: Tensor, timeout: timedelta) -> None:
+        self.group, self.row, self.timeout = group, row, timeout
+        self.rank, self.others = group.rank(), set(range(group.size())) - {group.rank()}
+        self.gone: set[int] = set()
+        self._lock = threading.Lock()
+        self._order = threading.Lock()  # what is sent to a thread after a reply is not read any more
+        self._failure: str | None = None  # why nobody may use the row
+        self._told: set[int] = set()  # ranks that know, or will know, that this one leaves
+        self._sent: list[tuple[Tensor, dist.Work]] = []  # to threads; freed, a message would not arrive
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the lock of the row. After an error inside, the row cannot be used any more."""
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
+            try:
+                yield
+            except BaseException as error:
+                self._failure = str(error) or "an average was interrupted: begin at the last checkpoint"
+                raise
+
+    @contextmanager
+    def naming(self, what: str, whom: str) -> Iterator[None]:
+        """Name the operation in errors of messages inside."""
+        try:
+            yield
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            seconds = f"{self.timeout.total_seconds():g} s"
+            raise RuntimeError(
+                f"{what} failed on rank {self.rank}: {whom}, or one that it waits for, died, left or did not come "
+                f"within {seconds}: end training with a collective call on all ranks, and after a failure begin at the "
+                f"last checkpoint ({first})"
+            ) from error
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> None:
+        """Send to a rank, and wait until the message has left."""
+        with self.naming(f"an average with rank {rank}", "it"):
+            self.group.send([tensor], rank, tag).wait(self.timeout)
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> None:
+        """Overwrite the tensor with the next message of a rank."""
+        with self.naming(f"an average with rank {rank}", "it"):
+            self.group.recv([tensor], rank, tag).wait(self.timeout)
+
+    def ask(self, peer: int) -> None:
+        """Ask the thread of a peer for a meeting."""
+        message = torch.full((1,), _MEETS, dtype=torch.int64, device="cpu")
+        with self.naming(f"an average with rank {peer}", "it"):
+            with self._order:
+                if peer in self.gone:
+                    raise RuntimeError(f"rank {peer} has left")
+                work = self.group.send([message], peer, _TO_THREAD)
+            work.wait(self.timeout)
+
+    def leave(self) -> None:
+        """Tell all others that this rank asks for nothing any more. Each of them replies, or leaves itself."""
+        with self._order:
+            self._told = self.others - self.gone
+            for peer in self._told:
+                self._tell(peer, _LEAVES)
+
+    def has_left(self, peer: int) -> None:
+        """Note that a peer has left, and reply, unless it gets word that this rank leaves, too."""
+        with self._order:
+            self.gone.add(peer)
+            if peer not in self._told:
+                self._tell(peer, _REPLIES)
+
+    def _tell(self, peer: int, what: int) -> None:
+        message = torch.full((1,), what, dtype=torch.int64, device="cpu")
+        with suppress(RuntimeError):  # a peer that has died needs no word
+            self._sent.append((message, self.group.send([message], peer, _TO_THREAD)))
+
+    def flush(self) -> None:
+        """Wait until what was told has left."""
+        for _, work in self._sent:
+            with suppress(RuntimeError):
+                work.wait(self.timeout)
+
+
+@torch.no_grad()
+def _serve(shared: _Row) -> None:
+    """Answer the others until nobody asks any more, or one has died in the middle of an average."""
+    word = torch.empty(1, dtype=torch.int64, device="cpu")
+    received = torch.empty_like(shared.row)
+    with suppress(RuntimeError):  # connections that are closed; of a failure in a meeting, the row tells
+        while shared.gone != shared.others:
+            work = shared.group.recv_anysource([word], _TO_THREAD)
+            work.wait(_FOREVER)
+            peer = work._source_rank()
+            if int(word) == _LEAVES:
+                shared.has_left(peer)
+            elif int(word) == _REPLIES:
+                shared.gone.add(peer)
+            elif peer < shared.rank:
+                with shared.writing():
+                    shared.receive(received, peer, _ASKS)
+                    ops.mix_(shared.row, [received], 0.5, [0.5])
+                    shared.send(shared.row, peer, _ANSWERS)
+            else:
+                with shared.writing():
+                    shared.send(shared.row, peer, _ANSWERS)
+                    shared.receive(shared.row, peer, _ASKS)
+        shared.flush()
+
+
+def _leave(shared: _Row, thread: threading.Thread) -> None:
+    """Tell all others that this rank asks for no further meeting, and wait for the end of the thread.
+
+    A thread that wakes up while the interpreter ends would abort the process.
+    """
+    shared.leave()
+    if threading.current_thread() is not thread:  # the garbage collector runs in any thread
+        thread.join(_LEAVE_SECONDS)

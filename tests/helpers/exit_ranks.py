@@ -1,0 +1,58 @@
+"""Ranks with live weights over gloo, whose interpreters end as those of programs do: ``exit_ranks.py HOW TIMES``.
+
+It must be started as a process of its own: a process of ``forked`` ends without the interpreter's clean-up, in which a
+thread that wakes up aborts a process. Prints the exit codes of all ranks, one line each time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddpcore.comm import ProcessGroupCommunicator
+
+RANKS, MEETINGS, FAILS = 3, 30, 10
+
+
+def rank_of(rank: int, store: Path, how: str, seed: int) -> None:
+    """``orderly``: all end together. ``early``: rank 0 ends first. ``error``: rank 1 has an error of its own."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
+    comm = ProcessGroupCommunicator(timeout=20)
+    rows, zeros = comm.live(torch.full((1, 1000), float(rank))), torch.zeros(1000)
+    draw = random.Random(seed * RANKS + rank)
+    for number in range(FAILS if (how, rank) == ("early", 0) else MEETINGS):
+        if (how, rank, number) == ("error", 1, FAILS):
+            sys.exit(1)
+        try:
+            rows.meet(rank, draw.randrange(RANKS), zeros, zeros.clone())
+        except RuntimeError as error:
+            assert how != "orderly", error
+            sys.exit(3)  # the peer has left
+    if how == "orderly":
+        rows.settle()
+    sys.exit(0)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    how, times = sys.argv[1], int(sys.argv[2])
+    for seed in range(times):
+        store = Path(tempfile.mkdtemp()) / "store"
+        pids = []
+        for rank in range(RANKS):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                rank_of(rank, store, how, seed)
+        print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
+        store.unlink(missing_ok=True)
+        store.parent.rmdir()
+
+
+if __name__ == "__main__":
+    main()
