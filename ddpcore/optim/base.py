@@ -379,7 +379,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                         steps.append(step)
                 positions.append(position)
                 counts[-1] += 1
-            segments = [local(params[position]) for position in positions]
+            mine = [params[position] for position in positions]
+            segments = [local(param) for param in mine]
             rounds = is_rounded(groups[indices[0]]) and bool(self.state_names(groups[indices[0]]))
             batches.append(
                 Batch(
@@ -390,7 +391,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     dtype=dtype,
                     device=device,
                     masters=masters,
-                    firsts=firsts_of(segments, self.named_parameters(), self._flat) if rounds else [],
+                    firsts=firsts_of(mine, self.named_parameters(), self._flat) if rounds else [],
                     whole=positions == list(range(len(params))),
                     scratch=ops.new_scratch(segments),
                     trust=ops.new_trust(segments),

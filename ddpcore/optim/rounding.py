@@ -3,7 +3,7 @@
 The random bits of an element depend on the number of steps that its parameter has taken, on the number of the parameter
 in the optimizer, and on the place of the element in the memory of the parameter. So they are the same for a list and a
 flat buffer, for any number of threads, on every rank and for every virtual learner: ranks that have the same weights
-and gradients keep the same weights.
+and gradients keep the same weights. The shards of a DTensor have places behind each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.optim.batch import Group, State
-from ddpcore.optim.shards import is_dtensor
+from ddpcore.optim.shards import first_of_shard
 from ddpcore.parameters.flat import FlatParameters
 
 STATE_DTYPES = ("float32", "bfloat16")
@@ -45,10 +45,6 @@ def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> 
     for (name, param), group in named:
         if not is_rounded(group):
             continue
-        if is_dtensor(param):
-            raise ValueError(
-                f"parameter {name} is a DTensor: state_dtype=torch.bfloat16 takes none, leave it out or do not shard"
-            )
         has_master = loaded is not None and loaded.get(id(param), {}).get("master") is not None
         if is_narrow(param.dtype) and (group["master_weights"] or has_master):
             raise ValueError(
@@ -88,4 +84,4 @@ def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | Non
     for (_, param), _ in named:
         if first_of.get(id(param), id(param)) == id(param):
             numbers[id(param)] = len(numbers)
-    return [numbers[first_of.get(id(param), id(param))] * ELEMENTS for param in params]
+    return [numbers[first_of.get(id(param), id(param))] * ELEMENTS + first_of_shard(param) for param in params]

@@ -8,6 +8,7 @@ adds nothing to its sums.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -76,6 +77,21 @@ def placements_of(tensor: Any) -> Any:
 def mesh_of(tensor: Any) -> Any:
     """The device mesh of a DTensor."""
     return tensor.device_mesh
+
+
+def first_of_shard(tensor: Any) -> int:
+    """A number for the first element of the shard on this rank, a multiple of 4. Shards do not overlap.
+
+    It is the place of the element in the whole tensor if that is sharded along its first dimension, into equal shards
+    of a multiple of 4 elements. Replicas have the same number. It is 0 for a tensor that is no DTensor.
+    """
+    shard, largest = 0, list(tensor.shape)
+    for dim, placement in enumerate(placements_of(tensor) if is_dtensor(tensor) else ()):
+        if not placement.is_replicate():
+            size = mesh_of(tensor).size(dim)
+            shard = shard * size + mesh_of(tensor).get_local_rank(dim)
+            largest[placement.dim] = -(-largest[placement.dim] // size)
+    return shard * (-(-math.prod(largest) // 4) * 4)
 
 
 def local_gradients(

@@ -117,13 +117,19 @@ def fits(topology: str, n: int, strategy: str = "") -> bool:
     return n in numbers.get(topology, range(1, LARGEST + 1))
 
 
+def sizes(strategy: str, topology: str, optimizer: str) -> list[int]:
+    """All numbers of learners on the first topology, and for DPSGD on each. Elsewhere the two largest that fit."""
+    fitting = [n for n in range(1, LARGEST + 1) if fits(topology, n, strategy)]
+    whole = topology == _topologies(strategy)[0] or (strategy, optimizer) == ("dpsgd", "fused")
+    return fitting if whole else fitting[-2:]
+
+
 CASES = [
     Case(strategy, topology, world_size, optimizer)
     for strategy in MAKERS
     for topology in _topologies(strategy)
-    for world_size in range(1, LARGEST + 1)
     for optimizer in (("fused", "torch") if strategy in ("ssgd", "local_sgd", "dpsgd") else ("fused",))
-    if fits(topology, world_size, strategy)
+    for world_size in sizes(strategy, topology, optimizer)
 ] + [
     Case(strategy, _topologies(strategy)[0], world_size, "fused", "batch_norm")
     for strategy in MAKERS

@@ -20,13 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, param_groups
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, param_groups
 from helpers.ranks import join
 
 BUILDERS = {
     "sgd": lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9, max_grad_norm=0.5),
     "lars": lambda groups: FusedLARS(groups, lr=0.1),
     "lamb": lambda groups: FusedLAMB(groups, lr=0.05, max_grad_norm=0.5),
+    "rounded": lambda groups: FusedAdamW(groups, lr=0.05, state_dtype=torch.bfloat16),
 }
 SAMPLES = 8
 

@@ -50,7 +50,7 @@ def layouts(mesh: DeviceMesh) -> dict[str, list[list[Placement]]]:
     return {"fsdp": [[Shard(0)]], "mixed": [[Shard(0)], [Replicate()], [Shard(0)], [Shard(1)]]}
 
 
-def train(name: str, make: Callable[[int, Tensor], Tensor], dtype: torch.dtype) -> dict[str, Any]:
+def train(name: str, make: Callable[[int, Tensor], Tensor], dtype: torch.dtype, **more: Any) -> dict[str, Any]:
     cls, options = OPTIMIZERS[name]
     weights = {key: nn.Parameter(make(i, value.to(dtype))) for i, (key, value) in enumerate(values(0).items())}
     names = list(weights)
@@ -58,7 +58,7 @@ def train(name: str, make: Callable[[int, Tensor], Tensor], dtype: torch.dtype) 
         {"params": [(key, weights[key]) for key in names[:2]], "weight_decay": 0.01},
         {"params": [(key, weights[key]) for key in names[2:]], "weight_decay": 0.0},
     ]
-    optimizer = cls(groups, lr=0.05, master_weights=dtype != torch.float32, **options)
+    optimizer = cls(groups, lr=0.05, master_weights=dtype != torch.float32, **options, **more)
     for step in range(STEPS):
         for i, (key, value) in enumerate(values(step + 1).items()):
             weights[key].grad = make(i, value.to(dtype))
@@ -74,6 +74,8 @@ def equal_steps(meshes: dict[str, DeviceMesh], rank: int) -> dict[str, Any]:
     for dtype in (torch.float32, torch.bfloat16):
         for name in OPTIMIZERS:
             found[name, str(dtype)] = train(name, lambda _, value: value.clone(), dtype)
+            if dtype == torch.float32:
+                found[name, "rounded"] = train(name, lambda _, value: value.clone(), dtype, state_dtype="bfloat16")
             for size, mesh in meshes.items():
                 if mesh.get_coordinate() is None:
                     continue
@@ -87,7 +89,22 @@ def equal_steps(meshes: dict[str, DeviceMesh], rank: int) -> dict[str, Any]:
                         return spread(value, mesh, placed) if fits else value.clone()
 
                     found[name, str(dtype), size, layout] = train(name, make, dtype)
+                    if dtype == torch.float32:
+                        found[name, "rounded", size, layout] = train(name, make, dtype, state_dtype="bfloat16")
     return found
+
+
+def equal_rows(mesh: DeviceMesh | None) -> Tensor:
+    """The rounded momentum of a tensor whose rows are equal."""
+    param, grad = (torch.full((8, 64), number) for number in (1.0, 0.3))
+    if mesh is not None:
+        param, grad = (spread(value, mesh, [Shard(0)]) for value in (param, grad))
+    param = nn.Parameter(param)
+    optimizer = FusedSGD([param], lr=0.1, momentum=0.9, state_dtype=torch.bfloat16)
+    for _ in range(STEPS):
+        param.grad = grad.clone()
+        optimizer.step()
+    return whole(optimizer.state[param]["momentum_buffer"])
 
 
 def num_reductions(meshes: dict[str, DeviceMesh]) -> dict[Any, int]:
@@ -235,6 +252,7 @@ def main() -> None:
     }
     found = {
         "steps": equal_steps(meshes, rank),
+        "equal rows": (equal_rows(meshes["4"]), equal_rows(None)),
         "reductions": num_reductions(meshes),
         "overflow": overflow(meshes["4"], rank),
         "models": models(meshes, rank),

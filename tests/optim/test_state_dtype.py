@@ -288,18 +288,6 @@ def test_masters_contradict_and_nothing_is_changed(make):
     assert repr(before[0]["state"]) == repr(optimizer.state_dict()["state"])
 
 
-class _Mesh(nn.Parameter):
-    """What tells a DTensor from other tensors."""
-
-    device_mesh = None
-
-
-def test_a_dtensor_is_refused():
-    param = _Mesh(torch.randn(4))
-    with pytest.raises(ValueError, match=r"parameter 0 is a DTensor: state_dtype=torch.bfloat16 takes none"):
-        FusedSGD([param], momentum=0.9, **BF16)
-
-
 @pytest.mark.parametrize("rule", MAKES)
 def test_a_small_problem_ends_near_the_run_in_float64(rule):
     """Least squares with noisy gradients. The states' rounding errors, of a relative 2**-9 on average and without bias,

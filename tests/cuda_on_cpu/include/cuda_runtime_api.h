@@ -17,7 +17,7 @@
 #define __constant__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __forceinline__ inline __attribute__((always_inline))
+#define __forceinline__ inline  // and no more: sanitizers make functions long, and g++ takes twice the time
 // At block scope thread_local means static, and `extern thread_local` is a declaration, as `extern __shared__` is. The
 // scheduler gives each CUDA block its own contents of these variables; all fibers run on one thread.
 #define __shared__ thread_local
