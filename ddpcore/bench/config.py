@@ -82,7 +82,7 @@ class BenchConfig(Options):
     normalize: bool = option(False, "images to mean 0 and std 1 in each channel")
     augment: bool = option(False, "random crops, and random flips unless the images are digits")
     batch_size: int = option(256, "global, over all learners", least=1)
-    optimizer: str = option("sgd", "ddpcore's, and torch's fused one for ddp and single", choices=("sgd", "adamw"))
+    optimizer: str = option("sgd", "FusedSGD or FusedAdamW; torch's for ddp and single", choices=("sgd", "adamw"))
     lr: float = option(0.05, "learning rate", least=0)
     momentum: float = option(0.9, "of sgd", least=0)
     period: int = option(8, "steps between two averages in local_sgd and slowmo", least=1)

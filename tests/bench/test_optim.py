@@ -111,6 +111,24 @@ def test_compiled_rules_have_lines_of_their_own(tmp_path: Path, monkeypatch: pyt
     assert {row["comparison"] for row in result["rows"]} == {*TABLE[:8], *names}
 
 
+@pytest.mark.usefixtures("nothing_installed")
+def test_without_a_compiler_the_other_lines_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compile_(rule: Any, **options: Any) -> Any:
+        def fail(*words: Any, **more: Any) -> None:
+            raise RuntimeError("no C++ compiler\nand more")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    out = tmp_path / "out.json"
+    assert bench.main(["optim", *SMALL, "--optimizers", "sgd", "--compiled", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert {row["comparison"] for row in result["rows"]} <= set(TABLE)
+    assert "torch.compile(foreach sgd) is left out: RuntimeError: no C++ compiler\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, id="compiled")])
 @pytest.mark.parametrize("name", USUAL_OPTIMIZERS)
 def test_a_compiled_rule_is_that_of_our_optimizer(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

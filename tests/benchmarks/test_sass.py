@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,18 @@ def test_the_limit(instructions: float, doubles: float, expected: str) -> None:
 
 def test_names() -> None:
     assert sass.plain_name(NAME) == "sum_kernel<float, 32>"
+
+
+def test_kernels_that_are_looked_up_have_the_parameters_of_the_sources() -> None:
+    """A name that the compiled code lacks would be noticed only where there is a compiler."""
+    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc/cuda").glob("*.cu*")))
+    rules = {
+        name: parameters.count(",") + 1
+        for parameters, name in re.findall(r"template <([^<>]*)>\nstruct (\w+) {", sources)
+    }
+    seen = set()
+    for name, _, _ in sass.CASES.values():
+        for rule, arguments in re.findall(r"(Sgd|Adamw|Lars|Lamb)<([^<>]*)>", name):
+            seen.add(rule)
+            assert arguments.count(",") + 1 == rules[rule], name
+    assert seen == {"Sgd", "Adamw", "Lars", "Lamb"}
