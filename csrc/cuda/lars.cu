@@ -18,7 +18,7 @@ struct Lars {
         LarsRule lars;
     };
     using Scales = SgdGroupScales<Rounded>;
-    static constexpr int kResident = 3;  // 80 registers; with masters 24 bytes more, spilled
+    static constexpr int kResident = Rounded ? 2 : 3;  // 80 registers; with masters 24 bytes more, spilled
     static constexpr int64_t kBytesReadAgain = 2 * sizeof(T) + (Master ? sizeof(float) : 0);
 
     static __device__ __forceinline__ Scales

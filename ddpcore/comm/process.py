@@ -18,12 +18,13 @@ from typing_extensions import override
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
 from ddpcore.comm.errors import TIMEOUT_SECONDS, Call, at, check_has_average, check_timeout, size_of
 from ddpcore.comm.live import LiveWeights
+from ddpcore.comm.narrow import NarrowAverage
 from ddpcore.comm.own_group import own_client, own_group
 from ddpcore.comm.reductions import average_blocks_, sum_of
 from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
-from ddpcore.ops.dtypes import wide
+from ddpcore.ops.dtypes import is_narrow
 from ddpcore.runtime.launch import end_with_torchrun
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
@@ -170,23 +171,26 @@ class ProcessGroupCommunicator(Communicator):
     def _average(self, rows: Tensor, group: dist.ProcessGroup, ranks: Sequence[int], step: int | None) -> Work:
         """Sum over the ranks of a group and then divide, because gloo may lack the average.
 
-        An all-reduce sends rows of 16 bits as fp32, because it rounds at every hop. Gathered rows are added in
-        ascending order, as the rows of virtual learners are.
+        An all-reduce would round 16 bits at every hop. So one row of 16 bits is averaged by shares, and the sum of
+        several rows is sent as fp32. Gathered rows are added in ascending order, as the rows of virtual learners are.
         """
         check_has_average(rows)
         num = len(ranks) * self.num_rows
         if num == 1:
             return Done()
-        self.bytes_sent += (average_bytes if self._is_gloo else sum_bytes)(rows[0], num)
         whose = "" if num == self.num_learners else f" in a group of {num}"
         call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", ranks)
         if self._is_gloo and is_gathered(rows[0], num):
             everyone = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
+            self.bytes_sent += average_bytes(rows[0], num)
             with call:
                 work = group.allgather([[_real(one) for one in everyone]], [_real(rows.contiguous())])
             return _Average(work, call, rows, everyone.flatten(0, 1), num)
-        # A single fp32 row is summed in place: its columns are contiguous.
-        total = rows[0].to(wide(rows.dtype)) if self.num_rows == 1 else sum_of(rows)
+        # A single row is summed in place: its columns are contiguous.
+        total = rows[0] if self.num_rows == 1 else sum_of(rows)
+        self.bytes_sent += sum_bytes(total, num)
+        if is_narrow(total.dtype):
+            return NarrowAverage(total, group, call)
         with call:
             work = group.allreduce([_real(total)])
         return _Average(work, call, rows, total[None], num)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ddpcore.ops.dtypes import wide
-
 # gloo's all-reduce goes around the ring of ranks twice, an all-gather once. For small messages the number of rounds
 # costs more time than the number of bytes. After an all-gather each rank can add the rows in ascending order, so that
 # the sum has the same bits as that of virtual learners.
@@ -25,8 +23,8 @@ def average_bytes(row: Tensor, num_learners: int) -> int:
 
 
 def sum_bytes(row: Tensor, num_learners: int) -> int:
-    """Bytes that each of n learners sends in an all-reduce of a row. A 16-bit row is sent as fp32."""
-    return all_reduce_bytes(row.numel() * wide(row.dtype).itemsize, num_learners)
+    """Bytes that each of n learners sends in an all-reduce of a row."""
+    return all_reduce_bytes(row.nbytes, num_learners)
 
 
 def all_reduce_bytes(num_bytes: int, num_learners: int) -> int:
