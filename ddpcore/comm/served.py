@@ -4,14 +4,16 @@ Each rank holds its own row. A meeting locks two rows, that of the lower rank fi
 only for rows of higher ranks, and no two ranks wait for each other. A rank that a lower one asks computes the mean. If
 a higher one asks, the row travels to it, and the mean travels back.
 
-A rank that lets its weights go tells all others, and each of them replies. After the last reply nobody asks it any
-more, and its thread ends.
+A rank that lets its weights go tells all others, and each of them replies. After the last reply nobody asks this rank
+any more, and its thread ends.
 
 Shapes: P elements of a learner's row.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -32,14 +34,17 @@ _TO_THREAD, _ASKS, _ANSWERS = 1, 2, 3
 _MEETS, _LEAVES, _REPLIES = 1, 2, 3  # to a thread
 _FOREVER = timedelta(days=365)
 _LEAVE_SECONDS = 5.0  # for the replies; a rank that has died sends none
+_ADVICE = "end training with a collective call on all ranks, and after a failure begin at the last checkpoint"
 
 
 class ServedLiveWeights(LiveWeights):
-    """One row of each rank. The constructor is collective. The last reference to the object must go on all ranks.
+    """One row of each rank. The constructor is collective.
+
+    When the last reference to the object goes, this rank leaves: an average with it is then an error.
 
     Args:
         group: of gloo, for these weights alone; any number of ranks above one.
-        weights_LP: ``[1, P]``, of this rank. Of a GPU, a copy on the CPU travels.
+        weights_LP: ``[1, P]``, of this rank. The row is a copy on the CPU.
         timeout: seconds that a living rank may let another one wait.
     """
 
@@ -49,13 +54,14 @@ class ServedLiveWeights(LiveWeights):
         self._received = torch.empty_like(self._shared.row)
         thread = threading.Thread(target=_serve, args=(self._shared,), name="ddpcore live weights", daemon=True)
         thread.start()
-        weakref.finalize(self, _leave, self._shared, thread)
+        weakref.finalize(self, _leave, self._shared, thread, os.getpid())
 
     @override
     @torch.no_grad()
     def meet(self, learner: int, peer: int, step_P: Tensor, out_P: Tensor) -> None:
         """RuntimeError: the peer is gone or does not answer, or another rank has died in the middle of an average."""
         shared, mean = self._shared, self._received
+        step_P = step_P.to("cpu")  # from a GPU this waits for the step, which must not hold a lock
         if peer > learner:  # the own row is the first to be locked
             with shared.writing():
                 shared.ask(peer)
@@ -75,7 +81,7 @@ class ServedLiveWeights(LiveWeights):
             self._end(mean, step_P, out_P)
 
     def _end(self, mean_P: Tensor, step_P: Tensor, out_P: Tensor) -> None:
-        torch.add(mean_P, step_P.to("cpu"), out=self._shared.row)
+        torch.add(mean_P, step_P, out=self._shared.row)
         out_P.copy_(self._shared.row)
 
     @override
@@ -100,6 +106,10 @@ class ServedLiveWeights(LiveWeights):
         self.settle()
 
 
+class _LeftError(RuntimeError):
+    """The peer has left, so nothing was sent to it."""
+
+
 class _Row:
     """The row of this rank, which the program and the thread lock in turn, and messages about it.
 
@@ -115,19 +125,22 @@ class _Row:
         self.rank, self.others = group.rank(), set(range(group.size())) - {group.rank()}
         self.gone: set[int] = set()
         self._lock = threading.Lock()
-        self._order = threading.Lock()  # what is sent to a thread after a reply is not read any more
+        # No request follows a reply to the same thread. It may be taken again: the garbage collector may call leave().
+        self._order = threading.RLock()
         self._failure: str | None = None  # why nobody may use the row
         self._told: set[int] = set()  # ranks that know, or will know, that this one leaves
         self._sent: list[tuple[Tensor, dist.Work]] = []  # to threads; freed, a message would not arrive
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the lock of the row. After an error inside, the row cannot be used any more."""
+        """Hold the lock of the row. After an error inside, the row cannot be used any more, unless nothing was sent."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(self._failure)
             try:
                 yield
+            except _LeftError:
+                raise
             except BaseException as error:
                 self._failure = str(error) or "an average was interrupted: begin at the last checkpoint"
                 raise
@@ -137,14 +150,13 @@ class _Row:
         """Name the operation in errors of messages inside."""
         try:
             yield
+        except _LeftError:
+            raise
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             seconds = f"{self.timeout.total_seconds():g} s"
-            raise RuntimeError(
-                f"{what} failed on rank {self.rank}: {whom}, or one that it waits for, died, left or did not come "
-                f"within {seconds}: end training with a collective call on all ranks, and after a failure begin at the "
-                f"last checkpoint ({first})"
-            ) from error
+            why = f"{whom}, or one that it waits for, died, left or did not come within {seconds}"
+            raise RuntimeError(f"{what} failed on rank {self.rank}: {why}: {_ADVICE} ({first})") from error
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> None:
         """Send to a rank, and wait until the message has left."""
@@ -159,11 +171,12 @@ class _Row:
     def ask(self, peer: int) -> None:
         """Ask the thread of a peer for a meeting."""
         message = torch.full((1,), _MEETS, dtype=torch.int64, device="cpu")
-        with self.naming(f"an average with rank {peer}", "it"):
-            with self._order:
-                if peer in self.gone:
-                    raise RuntimeError(f"rank {peer} has left")
-                work = self.group.send([message], peer, _TO_THREAD)
+        what = f"an average with rank {peer}"
+        with self.naming(what, "it"), self._order:
+            if peer in self.gone:
+                raise _LeftError(f"{what} failed on rank {self.rank}: it has left: {_ADVICE}")
+            work = self.group.send([message], peer, _TO_THREAD)
+        with self.naming(what, "it"):
             work.wait(self.timeout)
 
     def leave(self) -> None:
@@ -194,10 +207,14 @@ class _Row:
 
 @torch.no_grad()
 def _serve(shared: _Row) -> None:
-    """Answer the others until nobody asks any more, or one has died in the middle of an average."""
+    """Answer the others until nobody asks any more, or until an error.
+
+    An average that fails makes the row unusable, and the program sees that error when it uses the row. A rank that asks
+    after it is told that this one has left.
+    """
     word = torch.empty(1, dtype=torch.int64, device="cpu")
     received = torch.empty_like(shared.row)
-    with suppress(RuntimeError):  # connections that are closed; of a failure in a meeting, the row tells
+    try:
         while shared.gone != shared.others:
             work = shared.group.recv_anysource([word], _TO_THREAD)
             work.wait(_FOREVER)
@@ -216,13 +233,19 @@ def _serve(shared: _Row) -> None:
                     shared.send(shared.row, peer, _ANSWERS)
                     shared.receive(shared.row, peer, _ASKS)
         shared.flush()
+    except RuntimeError:  # closed connections too
+        shared.leave()
 
 
-def _leave(shared: _Row, thread: threading.Thread) -> None:
+def _leave(shared: _Row, thread: threading.Thread, pid: int) -> None:
     """Tell all others that this rank asks for no further meeting, and wait for the end of the thread.
 
     A thread that wakes up while the interpreter ends would abort the process.
     """
+    if os.getpid() != pid:
+        return  # a forked process has the connections of its parent, and no thread
     shared.leave()
-    if threading.current_thread() is not thread:  # the garbage collector runs in any thread
+    if threading.current_thread() is thread:  # the garbage collector runs in any thread
+        atexit.register(thread.join, _LEAVE_SECONDS)
+    else:
         thread.join(_LEAVE_SECONDS)

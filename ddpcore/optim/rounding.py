@@ -3,7 +3,7 @@
 The random bits of an element depend on the number of steps that its parameter has taken, on the number of the parameter
 in the optimizer, and on the place of the element in the memory of the parameter. So they are the same for a list and a
 flat buffer, for any number of threads, on every rank and for every virtual learner: ranks that have the same weights
-and gradients keep the same weights. The shards of a DTensor have places behind each other.
+and gradients keep the same weights. The shards of a DTensor have ranges of places that do not overlap.
 """
 
 from __future__ import annotations

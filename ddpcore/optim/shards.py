@@ -83,14 +83,15 @@ def first_of_shard(tensor: Any) -> int:
     """A number for the first element of the shard on this rank, a multiple of 4. Shards do not overlap.
 
     It is the place of the element in the whole tensor if that is sharded along its first dimension, into equal shards
-    of a multiple of 4 elements. Replicas have the same number. It is 0 for a tensor that is no DTensor.
+    of a multiple of 4 elements, and not by FSDP and tensor parallelism together. Replicas have the same number. It is 0
+    for a tensor that is no DTensor.
     """
     shard, largest = 0, list(tensor.shape)
     for dim, placement in enumerate(placements_of(tensor) if is_dtensor(tensor) else ()):
         if not placement.is_replicate():
-            size = mesh_of(tensor).size(dim)
+            size, factor = mesh_of(tensor).size(dim), getattr(placement, "split_factor", 1)
             shard = shard * size + mesh_of(tensor).get_local_rank(dim)
-            largest[placement.dim] = -(-largest[placement.dim] // size)
+            largest[placement.dim] = factor * -(-largest[placement.dim] // (size * factor))
     return shard * (-(-math.prod(largest) // 4) * 4)
 
 

@@ -61,7 +61,8 @@ class ADPSGD(Strategy):
     gradients cost in accuracy, and says nothing about seconds.
 
     The models hold v. ``handle.evaluation_model()`` has the mean of w. A change of the models' weights by the program
-    is added to w at the end of the job. A learner keeps three more copies of the weights.
+    is added to w at the end of the job. A learner keeps three more copies of the weights, and over
+    a process group five.
 
     Args:
         topology: the possible peers; None is ``Complete()``, any learner. A learner takes one of its neighbours of the
@@ -172,8 +173,7 @@ class ADPSGD(Strategy):
         assert self._steps_LP is not None
         learner.check_sent()
         self._steps_LP += models_LP.sub_(self._read_LP)
-        if self.speeds is not None:  # else all jobs end here, and meet() writes the next v
-            models_LP.copy_(self._read_LP)
+        models_LP.copy_(self._read_LP)  # until meet() writes the next v; it may fail
         for _, i, j in self.events(learner.step - 1, learner.comm.num_learners):
             if i not in learner.comm.learners:
                 continue

@@ -176,6 +176,42 @@ def does_not_answer(rank: int) -> None:
         rows.meet(0, 1, zeros, zeros.clone())
 
 
+def leaves(rank: int) -> None:
+    """Over gloo: an average with rank 1, which has left, is an error that changes nothing; others go on."""
+    comm = ProcessGroupCommunicator(timeout=30)
+    rows, zeros = comm.live(torch.full((1, 8), float(rank))), torch.zeros(8)
+    if rank == 1:
+        del rows
+    comm.gather(zeros[None])
+    if rank != 1:
+        for _ in range(2):
+            try:
+                rows.meet(rank, 1, zeros, zeros.clone())
+            except RuntimeError as error:
+                print(error)
+        assert float(rows.own()[0, 0]) == rank
+    comm.gather(zeros[None])
+    if rank == 0:
+        rows.meet(0, 2, zeros, zeros.clone())
+    comm.gather(zeros[None])
+    if rank != 1:
+        print(float(rows.own()[0, 0]))
+
+
+def keeps_weights(rank: int) -> None:
+    """Over gloo: after an average that fails, the model has the weights of before the step."""
+    model, optimizer, _ = parts("pg")
+    for number in range(10**6):
+        if rank == 1 and number == 5:
+            os._exit(0)
+        before = model.weight.detach().clone()
+        try:
+            step(model, optimizer, 3.0)
+        except RuntimeError:
+            print(torch.equal(model.weight, before))
+            return
+
+
 def ends(rank: int) -> None:
     """The threads end when all ranks have let their weights go; a second connection follows the first."""
     comm = ProcessGroupCommunicator()
@@ -235,6 +271,8 @@ TRIALS: list[tuple[Any, ...]] = [
     (dies_in_a_meeting, 3, 2),
     (does_not_answer, 2),
     (ends, 3),
+    (leaves, 3),
+    (keeps_weights, 2),
     *((is_refused, 2, what) for what in ("link", "rows", "speeds")),
 ]  # fmt: skip
 

@@ -21,7 +21,10 @@ RANKS, MEETINGS, FAILS = 3, 30, 10
 
 
 def rank_of(rank: int, store: Path, how: str, seed: int) -> None:
-    """``orderly``: all end together. ``early``: rank 0 ends first. ``error``: rank 1 has an error of its own."""
+    """``orderly``: all end together. ``early``: rank 0 ends first. ``error``: rank 1 has an error of its own.
+
+    ``forked``: as orderly, and each rank forks a process in between, which ends at once.
+    """
     dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
     comm = ProcessGroupCommunicator(timeout=20)
     rows, zeros = comm.live(torch.full((1, 1000), float(rank))), torch.zeros(1000)
@@ -29,12 +32,17 @@ def rank_of(rank: int, store: Path, how: str, seed: int) -> None:
     for number in range(FAILS if (how, rank) == ("early", 0) else MEETINGS):
         if (how, rank, number) == ("error", 1, FAILS):
             sys.exit(1)
+        if how == "forked" and number == FAILS:
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            os.waitpid(child, 0)
         try:
             rows.meet(rank, draw.randrange(RANKS), zeros, zeros.clone())
         except RuntimeError as error:
-            assert how != "orderly", error
+            assert how not in ("orderly", "forked"), error
             sys.exit(3)  # the peer has left
-    if how == "orderly":
+    if how in ("orderly", "forked"):
         rows.settle()
     sys.exit(0)
 

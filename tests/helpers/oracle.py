@@ -118,10 +118,14 @@ def fits(topology: str, n: int, strategy: str = "") -> bool:
 
 
 def sizes(strategy: str, topology: str, optimizer: str) -> list[int]:
-    """All numbers of learners on the first topology, and for DPSGD on each. Elsewhere the two largest that fit."""
+    """All numbers of learners on the first topology, and for DPSGD on each. Elsewhere the two largest that fit.
+
+    One and two learners, whose neighbours are themselves or one learner, are in a ring and in all-reduces too.
+    """
     fitting = [n for n in range(1, LARGEST + 1) if fits(topology, n, strategy)]
-    whole = topology == _topologies(strategy)[0] or (strategy, optimizer) == ("dpsgd", "fused")
-    return fitting if whole else fitting[-2:]
+    whole = topology in (_topologies(strategy)[0], UNBALANCED) or (strategy, optimizer) == ("dpsgd", "fused")
+    small = {"ring": (1, 2), "all_reduce": (1, 2), "from_matrix": (3,)}.get(topology, ())
+    return [n for n in fitting if whole or n in (*small, *fitting[-2:])]
 
 
 CASES = [

@@ -102,6 +102,7 @@ def test_over_gloo_threads_end_with_the_last_rank(outcome: Callable[..., Outcome
     ("how", "allowed"),
     [
         ("orderly", {0: {0}, 1: {0}, 2: {0}}),
+        ("forked", {0: {0}, 1: {0}, 2: {0}}),
         ("early", {0: {0}, 1: {0, 3}, 2: {0, 3}}),
         ("error", {0: {0, 3}, 1: {1}, 2: {0, 3}}),
     ],
@@ -117,6 +118,22 @@ def test_over_gloo_no_thread_aborts_an_interpreter_that_ends(how: str, allowed: 
     assert len(lines) == 4
     for codes in lines:
         assert all(code in allowed[rank] for rank, code in enumerate(codes)), done.stderr
+
+
+def test_over_gloo_the_others_go_on_when_a_rank_has_left(outcome: Callable[..., Outcome]) -> None:
+    seen = outcome(trials.leaves, 3)
+    assert seen[1] == (0, "")
+    for rank in (0, 2):
+        status, output = seen[rank]
+        lines = output.splitlines()
+        assert status == 0
+        assert lines[2:] == ["1.0"], output
+        for line in lines[:2]:
+            assert line.startswith(f"an average with rank 1 failed on rank {rank}: it has left: end training with a")
+
+
+def test_over_gloo_a_model_keeps_its_weights_when_an_average_fails(outcome: Callable[..., Outcome]) -> None:
+    assert outcome(trials.keeps_weights, 2)[0] == (0, "True\n")
 
 
 def test_a_rank_that_keeps_a_lock_is_reported(outcome: Callable[..., Outcome]) -> None:
