@@ -37,8 +37,8 @@ class HessianRecord:
         distance: ``1/n sum_j |w_j - w_a|^2``, the trace of the learners' covariance; 0 if they are identical.
         disagreement: the share of ``distance`` along each of the k top eigenvectors v,
             ``sum_j (v (w_j - w_a))^2 / sum_j |w_j - w_a|^2``; None if the learners are identical.
-        noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients; None if the strategy has averaged them, among
-            all or in groups.
+        noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged
+            them, among all or in groups.
         noise_shares: the share of ``noise`` along each of the k top eigenvectors; None with it.
         isotropic: ``1 / P``, the share along one direction if all directions were alike.
         problem: why there are no eigenvalues; None if all is well.
@@ -69,6 +69,12 @@ class _Spectrum:
     residuals: list[float]
     vectors: Tensor
     problem: str | None = None
+
+
+def _scale(optimizer: torch.optim.Optimizer) -> Tensor | float:
+    """The factor of the gradients that ``GradScaler.step`` leaves to an optimizer that unscales them itself."""
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else scale
 
 
 class HessianStatistics(Observer):
@@ -167,7 +173,7 @@ class HessianStatistics(Observer):
             distance = self._shares(learner, weights_LP - mean_LP, found.vectors)
         noise = None
         if not self._handle.strategy.averages_gradients_at(learner.step):
-            own_LP = passes.local_gradients(learner)
+            own_LP = passes.local_gradients(learner) / _scale(learner.optimizer)
             average_LP = own_LP.clone()
             learner.comm.average_(average_LP).wait()
             noise = self._shares(learner, own_LP - average_LP, found.vectors)

@@ -65,13 +65,14 @@ def landscape(
             a hash of the samples, the buffers and the plane, but not of the loss function.
         group: ranks that share the points. Each of them must hold all samples.
         vectorize: whether several points run in one pass of ``vmap``: True, False, or ``"measure"`` at the first
-            points. vmap is not possible with ``batch`` and ``recalibrate``.
+            points. vmap is not possible with ``batch`` and ``recalibrate``, and if the loss function reads weights of
+            the model.
 
     Returns:
         The surface, on every rank.
 
     Raises:
-        ValueError: the arguments do not fit together, or ``out`` holds another landscape.
+        ValueError: the arguments do not fit together, ``out`` holds another landscape, or vmap gives another loss.
     """
     check_choice("batch_norm", batch_norm, BATCH_NORM)
     if data.group is not None:
@@ -83,12 +84,29 @@ def landscape(
     surface.marks.update(plane.marks)
     _check_ranks(surface, group)
     path = None if out is None else Path(out)
-    if path is not None and path.exists():
-        surface.resume(read_surface(path), path)
     if path is not None:
+        _resume(surface, path, group)
         path.parent.mkdir(parents=True, exist_ok=True)
-    _fill(surface, points, path, group)
+    with as_it_was(data.model, points.weights.values_P.device):  # a DataLoader draws numbers
+        _fill(surface, points, path, group)
     return surface
+
+
+def _resume(surface: Surface, path: Path, group: dist.ProcessGroup | None) -> None:
+    """Take the points of the file of rank 0: other ranks may have none."""
+    state: list[Any] = [None]
+    if (group is None or dist.get_rank(group) == 0) and path.exists():
+        try:
+            surface.resume(read_surface(path), path)
+            state = [(surface.values, surface.done)]
+        except (ValueError, OSError) as error:
+            state = [error]
+    if group is not None:
+        dist.broadcast_object_list(state, group_src=0, group=group)
+    if isinstance(state[0], Exception):
+        raise state[0]
+    if state[0] is not None:
+        surface.values, surface.done = state[0]
 
 
 def _check_ranks(surface: Surface, group: dist.ProcessGroup | None) -> None:
@@ -152,6 +170,7 @@ class _Points:
     group: dist.ProcessGroup | None
     vectorize: bool | str
     weights: WeightVector = field(init=False)
+    checked: bool = False  # vmap has given the loss that the first point has alone
 
     def __post_init__(self) -> None:
         self.weights = WeightVector(self.data.model)
@@ -181,35 +200,53 @@ class _Points:
     def _losses(self, rows: list[Tensor]) -> list[tuple[float, float]]:
         if self.vectorize == "measure":
             return self._measured(rows)
-        return self._in_vmap(rows) if self.vectorize and rows else [self._alone(row) for row in rows]
+        if not (self.vectorize and rows):
+            return [self._alone(row) for row in rows]
+        found = self._in_vmap(rows)
+        if not self.checked and not self._alike([self._alone(rows[0])], found[:1]):
+            raise ValueError(
+                "vmap gives another loss: the loss function reads weights of the model, leave out vectorize"
+            )
+        self.checked = True
+        return found
 
     def _measured(self, rows: list[Tensor]) -> list[tuple[float, float]]:
         begin = time.perf_counter()
         found = [self._alone(row) for row in rows]
         middle = time.perf_counter()
         try:
-            if rows:
-                self._in_vmap(rows)
+            others = self._in_vmap(rows) if rows else []
             gained = (middle - begin) - (time.perf_counter() - middle)
+            if not self._alike(found, others):
+                gained = float("-inf")
         except (RuntimeError, ValueError):  # a model that vmap does not support
             gained = float("-inf")
         vote = torch.tensor([gained], dtype=torch.float64, device=self.weights.values_P.device)
         self.vectorize = bool(sum_over(self.group, vote)[0] > 0)
         return found
 
+    def _alike(self, points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
+        """Whether the losses are equal, except for rounding."""
+        one, other = ([loss for loss, _ in each] for each in (points, others))
+        rtol = torch.finfo(self.weights.values_P.dtype).eps ** 0.5
+        return bool(np.allclose(one, other, rtol=rtol, atol=1e-6, equal_nan=True))
+
     @torch.no_grad()
     def _alone(self, row_P: Tensor) -> tuple[float, float]:
         data, model = self.data, self.data.model
         with self.weights.at(row_P), as_it_was(model, row_P.device):
             if self.batch_norm == "recalibrate":
-                recalibrate(model, (inputs for _, inputs, _ in data.weighted()))
+                self._recalibrate()
             sums = torch.zeros(2, dtype=torch.float64)
             for share, inputs, targets in data.weighted():
                 outputs = data.outputs(inputs)
-                sums += (
-                    share * torch.stack([data.loss_fn(outputs, targets).double(), _accuracy(outputs, targets)]).cpu()
-                )
+                loss = data.loss_fn(outputs, targets).double()
+                sums += share * torch.stack([loss.cpu(), _accuracy(outputs, targets).cpu()])
         return float(sums[0]), float(sums[1])
+
+    @torch.no_grad()
+    def _recalibrate(self) -> None:
+        recalibrate(self.data.model, (inputs for _, inputs, _ in self.data.weighted()))
 
     @torch.no_grad()
     def _in_vmap(self, rows: list[Tensor]) -> list[tuple[float, float]]:
@@ -231,7 +268,9 @@ class _Points:
 
     def _ends(self, row_P: Tensor) -> tuple[float, float]:
         """The largest and the smallest eigenvalue of the Hessian; NaN where a product is not finite."""
-        with self.weights.at(row_P):
+        with self.weights.at(row_P), as_it_was(self.data.model, row_P.device):
+            if self.batch_norm == "recalibrate":
+                self._recalibrate()
             try:
                 values = Hessian(self.data.model, self.data, vectorize=False).eigenvalues().values
             except (NotFinite, NotConverged):
@@ -240,10 +279,14 @@ class _Points:
 
 
 def _accuracy(outputs: Any, targets: Any) -> Tensor:
-    """The percentage of samples with the right class, float64; NaN if these are no classes."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+    """The percentage of samples with the right class, float64; NaN if these are no classes.
+
+    Classes are along dimension 1, as in ``torch.nn.functional.cross_entropy``.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return torch.tensor(float("nan"), dtype=torch.float64)
-    if outputs.dim() != targets.dim() + 1:
+    shape = (*outputs.shape[:1], *outputs.shape[2:])
+    if targets.is_floating_point() or outputs.dim() < 2 or outputs.shape[1] < 2 or targets.shape != shape:
         return torch.tensor(float("nan"), dtype=torch.float64, device=outputs.device)
     return 100 * (outputs.argmax(dim=1) == targets).double().mean()
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ddpcore.diagnostics.spectra import Eigenvalues
 from ddpcore.diagnostics.weights import WeightVector
 
 Point = tuple[float, float]
+NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,15 +54,16 @@ def random_plane(model: nn.Module, *, seed: int = 0) -> Plane:
     """The plane of two random directions, normalized filter by filter (Li et al. 2018, section 4).
 
     Each slice of a direction along the first dimension of a parameter (a filter, or the weights of one neuron) gets the
-    norm of the model's slice. Parameters of one dimension (biases, normalization) do not move. The second direction is
-    then made orthogonal to the first.
+    norm of the model's slice. Parameters of one dimension, such as biases, and those of normalization do not move. The
+    second direction is then made orthogonal to the first.
 
     Raises:
         ValueError: no parameter with two dimensions needs a gradient.
     """
     weights = WeightVector(model)
     generator = torch.Generator().manual_seed(seed)
-    x_P, y_P = (_filter_normalized(weights, generator) for _ in range(2))
+    still = {id(own) for module in model.modules() if isinstance(module, NORMALIZATIONS) for own in module.parameters()}
+    x_P, y_P = (_filter_normalized(weights, still, generator) for _ in range(2))
     if not x_P.any():
         raise ValueError("the model has no parameter of two dimensions that needs a gradient: there is no direction")
     return Plane(
@@ -88,6 +92,9 @@ def plane_through(models: Mapping[str, nn.Module]) -> Plane:
     shapes = [[parameter.shape for parameter in row.parameters] for row in rows]
     if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
         raise ValueError("the models have parameters of different shapes: take three of one architecture")
+    first, *others = ([own for own in model.parameters() if not own.requires_grad] for model in models.values())
+    if any(len(frozen) != len(first) or not all(map(torch.equal, first, frozen)) for frozen in others):
+        raise ValueError("the models have other values in parameters that need no gradient: the plane has no such axis")
     origin_P, x_P, third_P = rows[0].values_P, *(row.values_P - rows[0].values_P for row in rows[1:])
     y_P = _orthogonal(third_P, x_P)
     if not x_P.any() or y_P.norm() <= 1e-6 * third_P.norm():
@@ -121,11 +128,12 @@ def eigenvector_plane(model: nn.Module, found: Eigenvalues) -> Plane:
     )
 
 
-def _filter_normalized(weights: WeightVector, generator: torch.Generator) -> Tensor:
+def _filter_normalized(weights: WeightVector, still: AbstractSet[int], generator: torch.Generator) -> Tensor:
     row_P = torch.zeros_like(weights.values_P)
-    for view, own in zip(weights.views(row_P), weights.views(weights.values_P), strict=True):
+    views = zip(weights.parameters, weights.views(row_P), weights.views(weights.values_P), strict=True)
+    for parameter, view, own in views:
         drawn = torch.randn(own.shape, generator=generator, device="cpu").to(own)  # also for those that do not move
-        if own.dim() > 1:
+        if own.dim() > 1 and id(parameter) not in still:
             norms = [slices.flatten(1).norm(dim=1) for slices in (own, drawn)]
             factors = norms[0] / norms[1].clamp(min=torch.finfo(own.dtype).tiny)
             view.copy_(drawn * factors.view(-1, *[1] * (own.dim() - 1)))

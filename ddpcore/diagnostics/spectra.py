@@ -113,11 +113,35 @@ def extreme_eigenvalues(
 def _arpack(
     operator: Operator, k: int, which: str, shift: float, seed: int, tolerance: float, max_products: int
 ) -> tuple[Array, Array]:
-    """The ``k`` largest (LA) or smallest (SA) eigenvalues, descending, and their vectors ``[k, P]``."""
-    shape = (operator.numel, operator.numel)
-    start = np.random.Generator(np.random.PCG64(seed)).standard_normal(operator.numel)
+    """The ``k`` largest (LA) or smallest (SA) eigenvalues, descending, and their vectors ``[k, P]``.
+
+    One start vector finds one vector of each eigenvalue. So if ``k`` is above 1, further iterations without what was
+    found look for copies, until there is none among the ``k``.
+    """
     if k == 0 or shift == 0:  # a zero operator, for which ARPACK has no start vector
         return np.zeros(k), np.eye(k, operator.numel)
+    sign = 1 if which == "LA" else -1
+    no_rows = np.zeros((0, operator.numel))
+    values, rows = _lanczos(operator, k, which, shift, np.zeros(0), no_rows, seed, tolerance, max_products)
+    while k > 1:
+        value, row = _lanczos(operator, 1, which, shift, values, rows, seed + 1, tolerance, max_products)
+        inner = values[-1] if sign > 0 else values[0]
+        if sign * (value[0] - inner) <= tolerance * abs(shift):
+            break
+        values, rows = np.concatenate([values, value]), np.concatenate([rows, row])
+        order = np.argsort(values)[::-1]
+        order = order[:k] if sign > 0 else order[1:]
+        values, rows = values[order], rows[order]
+    return values, rows
+
+
+def _lanczos(
+    operator: Operator, k: int, which: str, shift: float, known: Array, known_rows: Array, seed: int, tolerance: float,
+    max_products: int,
+) -> tuple[Array, Array]:  # fmt: skip
+    """As :func:`_arpack`, of the operator without the known eigenvalues and vectors ``[., P]``; one start vector."""
+    shape = (operator.numel, operator.numel)
+    start = np.random.Generator(np.random.PCG64(seed)).standard_normal(operator.numel)
     left = [max_products]
 
     def matvec(vector: Array) -> Array:
@@ -125,7 +149,8 @@ def _arpack(
         if left[0] < 0:
             raise NotConverged(max_products)
         row = torch.from_numpy(vector.reshape(1, -1)).to(operator.like)
-        return np.asarray(operator(row)[0].double().cpu().numpy() + shift * vector.reshape(-1))
+        shifted = operator(row)[0].double().cpu().numpy() + shift * vector.reshape(-1)
+        return np.asarray(shifted - known_rows.T @ ((known + shift) * (known_rows @ vector.reshape(-1))))
 
     with extra("train"):
         from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh  # noqa: PLC0415

@@ -76,7 +76,9 @@ class DataLoss:
         model: called with the inputs of a batch.
         loss_fn: returns the mean loss of a batch from outputs and targets, as ``torch.nn.functional.cross_entropy``.
         batches: pairs (inputs, targets) on the model's device. It is read again for each evaluation, so it must hold
-            the same samples each time: a list, or a ``DataLoader`` without random augmentation.
+            the same samples each time: a list, or a ``DataLoader`` without random augmentation, and for ``out=`` of
+            ``landscape`` without ``shuffle``. Inputs are a tensor, a tuple of arguments, or a dict, which the model
+            takes as one argument.
         group: the process group of ranks that hold different samples. The parts of a rank's loss are then divided by
             the number of samples of all ranks: the sum over ranks is the mean over all samples.
 
@@ -93,16 +95,20 @@ class DataLoss:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model, self.loss_fn, self.batches, self.group = model, loss_fn, batches, group
-        num = sum(self.num_samples(inputs) for inputs, _ in batches)
+        with torch.random.fork_rng(devices=()):  # a DataLoader draws a number
+            self._own = sum(self.num_samples(inputs) for inputs, _ in batches)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self.total = int(sum_over(group, torch.tensor([num], device=device))[0])
+        self.total = int(sum_over(group, torch.tensor([self._own], device=device))[0])
         if not self.total:
             raise ValueError("batches holds no sample: pass a list of pairs, or a loader that can be reread")
 
     def digest(self) -> str:
-        """A hash of all samples and of the buffers of the model, which tells data apart."""
+        """A hash of all samples, and of the buffers and frozen parameters of the model, which tells data apart."""
         found = hashlib.sha256()
-        for tensor in (*self.model.buffers(), *tree_leaves([list(pair) for pair in self.batches])):
+        with torch.random.fork_rng(devices=()):
+            samples = tree_leaves([list(pair) for pair in self.batches])
+        frozen = (parameter for parameter in self.model.parameters() if not parameter.requires_grad)
+        for tensor in (*self.model.buffers(), *frozen, *samples):
             if isinstance(tensor, Tensor):
                 found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
                 found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -110,8 +116,12 @@ class DataLoss:
 
     @staticmethod
     def num_samples(inputs: Any) -> int:
-        """The number of samples of a batch: the length of its (first) tensor."""
-        return len(inputs[0] if isinstance(inputs, tuple | list) else inputs)
+        """The number of samples of a batch: the length of its first tensor, also in a dict."""
+        tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
+        first = next(tensors, None)
+        if first is None:
+            raise ValueError("the inputs of a batch hold no tensor of samples: pass pairs (inputs, targets) of tensors")
+        return len(first)
 
     def outputs(self, inputs: Any) -> Any:
         """The outputs of the model for the inputs of a batch, a tensor or a tuple of arguments."""
@@ -124,10 +134,8 @@ class DataLoss:
             num = self.num_samples(inputs)
             seen += num
             yield num / self.total, inputs, targets
-        if self.group is None and seen != self.total:
-            raise ValueError(
-                f"batches held {self.total} samples, and now {seen}: pass a list, or the same loader again"
-            )
+        if seen != self._own:
+            raise ValueError(f"batches held {self._own} samples, and now {seen}: pass a list, or the same loader again")
 
     def __call__(self) -> Iterator[Tensor]:
         """The parts of the loss, one per batch."""

@@ -118,9 +118,14 @@ class Surface:
     def sharpness(self, radius: float, center: tuple[float, float] = (0.0, 0.0)) -> float:
         """``100 (max L - L(center)) / (1 + L(center))`` over the points within ``radius`` (Keskar et al. 2016).
 
-        The loss of the center is that of the nearest point. NaN if a point within the radius has no finite loss.
+        The ball is a disc in the plane. NaN if a point within the radius has no finite loss.
+
+        Raises:
+            ValueError: the center is no point of the landscape.
         """
         apart = np.hypot(self.x[None, :] - center[0], self.y[:, None] - center[1])
+        if apart.min() > 1e-6 * (np.ptp(self.x) + np.ptp(self.y)):
+            raise ValueError(f"the landscape has no point at {center}: compute it with an odd number of points")
         own = float(self.loss.reshape(-1)[int(apart.argmin())])
         return float(100 * (self.loss[apart <= max(radius, float(apart.min()))].max() - own) / (1 + own))
 

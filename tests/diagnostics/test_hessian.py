@@ -107,6 +107,22 @@ def test_both_ends_of_the_spectrum() -> None:
     assert only.values == pytest.approx(wanted[-1:], rel=1e-6)
 
 
+def test_copies_of_an_eigenvalue_are_all_there() -> None:
+    """Each output of a linear regression has the same Hessian: ten copies of each eigenvalue."""
+    model = nn.Linear(40, 10, bias=False).double()
+    inputs = torch.linalg.qr(torch.randn(200, 40, dtype=torch.float64))[0] * torch.linspace(4, 6, 40)
+    inputs[:, 0] *= 3
+    inputs[:, 1] /= 10
+    data = DataLoss(model, F.mse_loss, [(inputs, torch.randn(200, 10, dtype=torch.float64))])
+    largest = torch.linalg.eigvalsh(inputs.T @ inputs).flip(0) * 2 / 2000
+    found = Hessian(model, data).eigenvalues(12, 3, tolerance=1e-6)
+    torch.testing.assert_close(torch.from_numpy(found.values[:10]), largest[:1].expand(10))
+    torch.testing.assert_close(torch.from_numpy(found.values[10:12]), largest[1:2].expand(2), rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.from_numpy(found.values[12:]), largest[-1:].expand(3), rtol=1e-4, atol=0)
+    rows = found.vectors[:12]
+    torch.testing.assert_close(rows @ rows.T, torch.eye(12, dtype=torch.float64), rtol=0, atol=1e-5)
+
+
 def test_a_residual_says_how_good_an_eigenvalue_is() -> None:
     """With a loose tolerance the true eigenvalue lies within the residual."""
     model, data = network(), batches()

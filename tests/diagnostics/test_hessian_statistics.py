@@ -77,6 +77,7 @@ def test_ranks_share_the_points_of_a_landscape(real: list[dict[Any, Any]]) -> No
     for one in real:
         for name, values in alone.items():
             assert np.array_equal(one["landscape"][name], values), name
+            assert np.array_equal(one["resumed"][name], values), "rank 0 alone had a file with half of the points"
 
 
 class Quadratic(nn.Module):

@@ -221,7 +221,9 @@ def test_widths_and_sharpness_of_a_bowl() -> None:
     one = bowl()
     one.values["train_loss"][20, 20] = np.nan
     assert one.level_radius(0.25) < bowl().level_radius(0.25)
-    assert math.isnan(one.sharpness(0.1, center=(0.05, 0.0)))
+    assert math.isnan(one.sharpness(0.1, center=(float(one.x[21]), float(one.y[20]))))
+    with pytest.raises(ValueError, match=r"the landscape has no point at \(0.0, 0.0\): compute it with an odd number"):
+        bowl(10).sharpness(0.5)
     one.values["train_loss"][:] = np.nan
     with pytest.raises(ValueError, match="no point"):
         one.level_radius(1.0)

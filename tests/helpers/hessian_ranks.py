@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, landscape, random_plane
 from ddpcore.optim import FusedSGD
+from ddpcore.report.landscapes import read_surface, write_surface
 from ddpcore.storage.json_lines import to_json
 from helpers import noise_training
 
@@ -75,12 +78,25 @@ def samples(num: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(num, 5, generator=generator), torch.randint(3, (num,), generator=generator)
 
 
-def landscape_of(group: dist.ProcessGroup | None = None) -> dict[str, np.ndarray]:
+def landscape_of(group: dist.ProcessGroup | None = None, out: Path | None = None) -> dict[str, np.ndarray]:
     """20 points with eigenvalues, which ranks share."""
     model = noise_training.model_of().eval()
     data = DataLoss(model, F.cross_entropy, [samples(13)])
     x, y = np.linspace(-1, 1, 5), np.linspace(0, 1, 4)
-    return landscape(data, random_plane(model), x=x, y=y, curvature=True, group=group, vectorize=False).values
+    plane = random_plane(model)
+    return landscape(data, plane, x=x, y=y, curvature=True, group=group, out=out, vectorize=False).values
+
+
+def resumed(rank: int) -> dict[str, np.ndarray]:
+    """A landscape of which rank 0 alone has a file, with half of its points."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "file.h5"
+        if rank == 0:
+            landscape_of(out=out)
+            surface = read_surface(out)
+            surface.done.reshape(-1)[10:] = False
+            write_surface(out, surface)
+        return landscape_of(dist.group.WORLD, out)
 
 
 def of_two(group: dist.ProcessGroup | None = None, *, learners: int | None = None) -> list[float]:
@@ -117,6 +133,7 @@ def main() -> None:
     path, _, _ = join()
     results: dict[Any, Any] = {"data": of_data(dist.group.WORLD)}
     results["landscape"] = landscape_of(dist.group.WORLD)
+    results["resumed"] = resumed(dist.get_rank())
     pair = dist.new_group([0, 1])
     results["two"] = of_two(pair) if dist.get_rank() < 2 else None
     for strategy in STRATEGIES:
