@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -85,6 +86,37 @@ def test_a_loader_draws_nothing_from_the_generator(tmp_path: Any) -> None:
     for vectorize in (True, False, "measure"):
         landscape(data, random_plane(model), x=GRID, y=GRID, vectorize=vectorize, out=tmp_path / f"{vectorize}.h5")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("raised", [None, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("batch_norm", ["eval", "batch", "recalibrate"])
+@pytest.mark.parametrize("curvature", [False, True])
+def test_everything_is_as_before_a_landscape(
+    batch_norm: str, curvature: bool, raised: type[BaseException] | None
+) -> None:
+    """Weights and their memory, modes, buffers and random generators, after a call and after an error in its middle."""
+    model = network(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model[1].eval()
+    calls = []
+
+    def loss(outputs: Any, targets: Any) -> Tensor:
+        calls.append(1)
+        if raised is not None and len(calls) == 20:
+            raise raised("in the middle")
+        return F.cross_entropy(outputs, targets)
+
+    data, plane = DataLoss(model, loss, samples()), random_plane(model)
+    before = copy.deepcopy(model.state_dict())
+    places, modes = [own.data_ptr() for own in model.parameters()], [module.training for module in model.modules()]
+    random = torch.get_rng_state()
+    with contextlib.nullcontext() if raised is None else pytest.raises(raised, match="in the middle"):
+        landscape(data, plane, x=GRID, y=GRID, batch_norm=batch_norm, curvature=curvature)
+    assert len(calls) >= 20
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert [own.data_ptr() for own in model.parameters()] == places
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_frozen_parameters_are_part_of_a_landscape(tmp_path: Any) -> None:

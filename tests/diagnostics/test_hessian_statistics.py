@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ddpcore
@@ -194,3 +195,28 @@ def test_push_sum_and_plain_models_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="push_sum does not train"):
         HessianStatistics(handle, lambda: torch.ones(()))
+
+
+@pytest.mark.parametrize("optimizer", [FusedSGD, torch.optim.SGD])
+def test_noise_is_that_of_gradients_without_a_scaler(optimizer: type[torch.optim.Optimizer]) -> None:
+    """A fused optimizer unscales its gradients itself, and the scaler those of torch's."""
+    noise = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+        inputs, targets = torch.randn(5, 20, 8), torch.randint(3, (5, 20))
+        steps = optimizer(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, steps, ddpcore.DPSGD(ddpcore.Ring()), learners=5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+
+        def loss(handle: Any = handle, inputs: Any = inputs, targets: Any = targets) -> torch.Tensor:
+            return sum(F.cross_entropy(one, target) for one, target in zip(handle.model(inputs), targets, strict=True))
+
+        statistics = HessianStatistics(handle, loss, every=2, top=2)
+        for _ in range(2):
+            steps.zero_grad()
+            scaler.scale(loss()).backward()
+            scaler.step(steps)
+            scaler.update()
+        noise.append(statistics.records[0].noise)
+    assert noise[1] == pytest.approx(noise[0], rel=1e-6)
