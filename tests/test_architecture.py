@@ -108,6 +108,7 @@ def mirror_complaints(root: Path) -> list[str]:
     """Every folder of tests is named after the folder it tests; tests/cpp and tests/cuda_on_cpu are those of csrc."""
     others = {Path(name) for name in ("cpp", "cuda_on_cpu", BENCHMARKS, "docs", "examples", "fuzz", "multihost")}
     folders = {path.parent.relative_to(root / "tests") for path in (root / "tests").rglob("test_*")} - {Path()}
+    folders = {folder for folder in folders if folder.name != "__pycache__"}
     return [
         f"tests/{folder}:1: there is no ddpcore/{folder}"
         for folder in sorted(folders)

@@ -379,8 +379,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                         steps.append(step)
                 positions.append(position)
                 counts[-1] += 1
-            mine = [params[position] for position in positions]
-            segments = [local(param) for param in mine]
+            segments = list(map(local, mine := [params[position] for position in positions]))
             rounds = is_rounded(groups[indices[0]]) and bool(self.state_names(groups[indices[0]]))
             batches.append(
                 Batch(

@@ -167,12 +167,14 @@ def dies_in_a_meeting(rank: int, dead: int) -> None:
 
 def does_not_answer(rank: int) -> None:
     """Over gloo: the thread of rank 1 is held up."""
-    comm = ProcessGroupCommunicator(timeout=0.5)
+    comm = ProcessGroupCommunicator(timeout=2)
     rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
     if rank == 1:
         with rows._shared._lock:
-            time.sleep(3)
+            dist.barrier()
+            time.sleep(6)
     else:
+        dist.barrier()  # rank 1 has the lock
         rows.meet(0, 1, zeros, zeros.clone())
 
 
