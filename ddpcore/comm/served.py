@@ -125,7 +125,8 @@ class _Row:
         self.rank, self.others = group.rank(), set(range(group.size())) - {group.rank()}
         self.gone: set[int] = set()
         self._lock = threading.Lock()
-        # No request follows a reply to the same thread. It may be taken again: the garbage collector may call leave().
+        # Orders what this rank sends to the thread of another one: after a reply it sends no request. The garbage
+        # collector may call leave() while this thread holds it, so it is reentrant.
         self._order = threading.RLock()
         self._failure: str | None = None  # why nobody may use the row
         self._told: set[int] = set()  # ranks that know, or will know, that this one leaves
