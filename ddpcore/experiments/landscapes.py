@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +37,8 @@ def landscapes(options: LandscapeOptions) -> int:
     backend = "virtual" if options.world_size == 1 else "gloo"
     try:
         launch.run(_compute, (options,), world_size=options.world_size, backend=backend)
+    except KeyboardInterrupt:
+        raise launch.Stopped("stopped: finished points are saved, and the same command goes on") from None
     except launch.RankFailed as error:
         line = str(error).splitlines()[-1]
         reason = line.removeprefix("ValueError: ")
@@ -62,11 +66,16 @@ def _compute(world: World, options: LandscapeOptions) -> None:
     if options.plane == "solutions":
         parts = {"solutions": runs}
     group = dist.group.WORLD if world.world_size > 1 else None
+    if group is not None:
+        signal.signal(signal.SIGTERM, _interrupt)  # what the parent makes of Ctrl-C
     for name, path in _files(options).items():
-        try:
-            landscape_of(parts[name], **options.settings(), out=path, group=group)
-        except KeyboardInterrupt:
-            raise launch.Stopped(f"stopped: {shown(path)} has what is finished, and the same command goes on") from None
+        landscape_of(parts[name], **options.settings(), out=path, group=group)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End a rank by an exception, so that it saves the finished points. A second signal does not end the save."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _about(surface: Surface) -> str:

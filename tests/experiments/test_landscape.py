@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import csv
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -119,6 +125,33 @@ def test_processes_share_the_points(runs: Path) -> None:
     ones = [read_surface(runs / str(num) / "a-random-0-ratio.h5") for num in (1, 2)]
     for name, values in ones[0].values.items():
         assert np.array_equal(values, ones[1].values[name]), name
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_ctrl_c_saves_the_finished_points(num: int, runs: Path) -> None:
+    """The signal goes to all processes, as from a terminal."""
+    words = ["landscape", str(runs / "a"), "--points", "200", "--samples", "60", "--world-size", str(num)]
+    command = [sys.executable, "-m", "ddpcore.experiments", *words, "--out", str(runs / "out")]
+    started = subprocess.Popen(
+        command, env=ranks.environment(), text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert started.stderr is not None
+    try:
+        seen = started.stderr.readline()  # after ten seconds, and some points
+        assert re.match(r"landscape: \d+ of 40000, ", seen)
+        os.killpg(started.pid, signal.SIGINT)
+        error = seen + started.communicate(timeout=100)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 130, error
+    assert error.splitlines()[-1] == (
+        "ddpcore.experiments: stopped: finished points are saved, and the same command goes on"
+    )
+    found = read_surface(runs / "out" / "a-random-0.h5")
+    last = int(re.findall(r"landscape: (\d+) of", error)[-1])  # the bar's last state, or the line of ten seconds
+    assert 0 < last <= found.done.sum() < found.done.size
+    assert np.isfinite(found.values["train_loss"][found.done]).all()
 
 
 @pytest.mark.parametrize(
