@@ -178,6 +178,8 @@ class Hessian:
         transposed = torch.autograd.grad(outputs, parameters, dummy, create_graph=True, allow_unused=True)
         leaf = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(self._loss.loss_fn(leaf, targets) * share, leaf, create_graph=True)
+        if not slope.requires_grad:  # the loss is linear in the outputs
+            return [None] * len(parameters)
         rows = []
         for index in range(len(vectors[0])):
             along = [v[index] for v, g in zip(vectors, transposed, strict=True) if g is not None]

@@ -58,6 +58,7 @@ def test_ranks_with_unequal_shares_have_the_hessian_of_all_samples(real: list[di
     for one in real:
         torch.testing.assert_close(one["data"]["products"], alone["products"], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(one["data"]["values"], alone["values"], rtol=1e-7, atol=1e-9)
+        assert one["data"]["averaged"].tolist() == [alone["products"].numel(), alone["products"].shape[1]]
 
 
 def test_two_ranks_two_learners_and_one_process(real: list[dict[Any, Any]]) -> None:

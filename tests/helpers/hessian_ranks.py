@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -58,7 +59,10 @@ def train(
 
 
 def of_data(group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """The products and eigenvalues of a mean over 13 samples, which ranks hold in unequal parts."""
+    """The products and eigenvalues of a mean over 13 samples, which ranks hold in unequal parts.
+
+    ``averaged``: the elements of each all-reduce of a product with three vectors, and of one with one vector.
+    """
     model = noise_training.model_of().double().eval()
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn(13, 5, generator=generator, dtype=torch.float64)
@@ -69,7 +73,11 @@ def of_data(group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     hessian = Hessian(model, DataLoss(model, F.cross_entropy, batches, group=group), group=group)
     vectors = torch.randn(3, hessian.numel, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     ends = hessian.eigenvalues(2, 1, tolerance=1e-8)
-    return {"products": hessian.product(vectors), "values": torch.from_numpy(ends.values)}
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as averaged:
+        products = hessian.product(vectors)
+        hessian.product(vectors[0])
+    counted = torch.tensor([call.args[0].numel() for call in averaged.call_args_list])
+    return {"products": products, "values": torch.from_numpy(ends.values), "averaged": counted}
 
 
 def samples(num: int, seed: int = 0) -> tuple[Tensor, Tensor]:
