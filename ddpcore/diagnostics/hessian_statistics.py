@@ -34,9 +34,11 @@ class HessianRecord:
         largest: the k largest eigenvalues of the Hessian of the loss, descending; NaN if it was not found.
         smallest: the smallest eigenvalue.
         residuals: ``|H v - lambda v|`` of the k largest, and of the smallest.
-        distance: ``1/n sum_j |w_j - w_a|^2``, the trace of the learners' covariance; 0 if they are identical.
+        distance: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners
+            computed the gradients of the step; 0 if they are identical. With ``NoisySSGD(where="per_learner")`` it is
+            that of the noise.
         disagreement: the share of ``distance`` along each of the k top eigenvectors v,
-            ``sum_j (v (w_j - w_a))^2 / sum_j |w_j - w_a|^2``; None if the learners are identical.
+            ``sum_j (v (w_j - mean w))^2 / sum_j |w_j - mean w|^2``; None if the learners are identical.
         noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged
             them, among all or in groups.
         noise_shares: the share of ``noise`` along each of the k top eigenvectors; None with it.
@@ -165,12 +167,11 @@ class HessianStatistics(Observer):
 
     def _measure(self, learner: Learner) -> HessianRecord:
         assert isinstance(self._handle, HookedDistributed)
-        begin, weights_LP = time.perf_counter(), learner.flat.param_LP
-        mean_LP = learner.average_of(weights_LP)
-        found = self._spectrum(self._operator(learner, mean_LP))
+        begin, weights_LP = time.perf_counter(), self._handle.strategy.gradient_weights(learner)
+        found = self._spectrum(self._operator(learner, learner.average_of(learner.flat.param_LP)))
         distance: _Share = (0.0, [])
-        if not _are_identical(learner):  # else the rounding of their average would count
-            distance = self._shares(learner, weights_LP - mean_LP, found.vectors)
+        if not _are_identical(learner, weights_LP):  # else the rounding of their average would count
+            distance = self._shares(learner, weights_LP - learner.average_of(weights_LP), found.vectors)
         noise = None
         if not self._handle.strategy.averages_gradients_at(learner.step):
             own_LP = passes.local_gradients(learner) / _scale(learner.optimizer)
@@ -251,11 +252,11 @@ def _model_of(handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer 
     return model
 
 
-def _are_identical(learner: Learner) -> bool:
-    """Whether all learners have the same weights, bit for bit. Collective."""
-    first_LP = learner.flat.param_LP.clone()
+def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:
+    """Whether the weights of all learners are the same, bit for bit. Collective."""
+    first_LP = weights_LP.clone()
     learner.comm.broadcast_(first_LP)
-    same_L = (first_LP == learner.flat.param_LP).all(dim=1)
+    same_L = (first_LP == weights_LP).all(dim=1)
     return bool(learner.comm.gather(same_L.double()).all())
 
 

@@ -110,6 +110,10 @@ class Strategy:
         """Whether every learner computes its gradient of step t at the mean weights."""
         return self.averages_gradients_at(step) and self.group_at(step) is None
 
+    def gradient_weights(self, learner: Learner) -> Tensor:
+        """The weights ``[L, P]`` at which learners computed the gradients of this step, between backward and step."""
+        return learner.flat.param_LP
+
     def restore_weights(self, learner: Learner) -> None:
         """Undo a temporary change of the weights. It is called before the weights are read in the middle of a step."""
 

@@ -68,10 +68,21 @@ class NoisySSGD(SSGD):
         super().before_forward(learner)
         if self.where == "per_learner" and self._clean_LP is None:
             self._clean_LP = learner.flat.param_LP.clone()
-            for rank, row in zip(learner.comm.learners, learner.flat.param_LP, strict=True):
-                noise = Noise(self.std, _seed_of(self.seed, rank), learner.step)
-                ops.mix_(row, [], 1.0, [], noise=noise)
+            self._add_noise(learner, learner.flat.param_LP)
             torch.autograd.graph.increment_version(learner.flat.parameters)
+
+    def _add_noise(self, learner: Learner, weights_LP: Tensor) -> None:
+        """Add that of each learner at this step."""
+        for rank, row in zip(learner.comm.learners, weights_LP, strict=True):
+            ops.mix_(row, [], 1.0, [], noise=Noise(self.std, _seed_of(self.seed, rank), learner.step))
+
+    @override
+    def gradient_weights(self, learner: Learner) -> Tensor:
+        if self.where == "shared" or self._clean_LP is not None:
+            return learner.flat.param_LP
+        noisy_LP = learner.flat.param_LP.clone()
+        self._add_noise(learner, noisy_LP)
+        return noisy_LP
 
     @override
     def gradients_at_mean(self, step: int) -> bool:

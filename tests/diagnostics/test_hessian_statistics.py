@@ -127,6 +127,29 @@ def test_shares_in_closed_form() -> None:
     assert record.isotropic == pytest.approx(1 / 63)
 
 
+def test_noise_in_the_weights_is_the_distance() -> None:
+    """Learners of NoisySSGD are identical except for the noise with which they compute their gradients."""
+    curvature = torch.cat([torch.tensor([9.0, 6.0]), torch.linspace(0.1, 1, 998)])
+    model = Quadratic(curvature)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    strategy = ddpcore.NoisySSGD(0.5, where="per_learner")
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=3, vectorize=False)
+    targets = torch.zeros(3, 1, 1000)
+    statistics = HessianStatistics(handle, lambda: handle.model(targets).sum(), every=1, top=2, tolerance=1e-6)
+    for _ in range(2):
+        optimizer.zero_grad()
+        outputs = handle.model(targets)
+        rows = torch.stack([model.w.detach().clone() for model in handle.models]).double()
+        outputs.sum().backward()
+        optimizer.step()
+        record = statistics.records[-1]
+        squares = (rows - rows.mean(0)).square().mean(0)
+        assert record.distance == pytest.approx(float(squares.sum()), rel=1e-5)
+        assert record.distance == pytest.approx(0.5**2 * 1000 * 2 / 3, rel=0.2)
+        assert record.disagreement == pytest.approx((squares[:2] / squares.sum()).tolist(), rel=1e-3)
+    assert torch.equal(handle.models[0].w, handle.models[2].w)
+
+
 def test_weights_that_are_not_finite_do_not_end_the_run() -> None:
     handle, optimizer, statistics, targets = quadratic()
     optimizer.zero_grad()
