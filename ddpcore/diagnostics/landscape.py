@@ -252,7 +252,7 @@ class _Points:
     def _in_vmap(self, rows: list[Tensor]) -> list[tuple[float, float]]:
         data, model = self.data, self.data.model
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        stacks = dict(zip(names, self.weights.views(torch.stack(rows)), strict=True))
+        stacks = dict(zip(names, self.weights.typed_views(torch.stack(rows)), strict=True))
         sums = torch.zeros(2, len(rows), dtype=torch.float64)
         for share, inputs, targets in data.weighted():
             arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)

@@ -197,14 +197,15 @@ def trace(operator: Operator, num_products: int, *, seed: int) -> Estimate:
     probes_KP = operator.signs(third, generator).double()
     probes_KP = (probes_KP - (probes_KP @ basis_PK) @ basis_PK.T).to(operator.like)
     rest = (operator(probes_KP).double() * probes_KP.double()).sum(dim=1)
-    return _estimate(rest.cpu().numpy(), largest)
+    rounding = torch.finfo(operator.like.dtype).eps * float(found.norm(dim=1).sum())
+    return _estimate(rest.cpu().numpy(), largest, rounding)
 
 
-def _estimate(draws: Array, offset: float) -> Estimate:
+def _estimate(draws: Array, offset: float, rounding: float = 0.0) -> Estimate:
     with extra("train"):
         from scipy.stats import t  # noqa: PLC0415
     value, error = offset + float(draws.mean()), float(draws.std(ddof=1) / len(draws) ** 0.5)
-    width = float(t.ppf(0.975, len(draws) - 1)) * error
+    width = float(t.ppf(0.975, len(draws) - 1)) * error + rounding
     return Estimate(value=value, error=error, low=value - width, high=value + width)
 
 

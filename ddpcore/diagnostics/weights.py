@@ -25,16 +25,18 @@ class WeightVector:
     """The parameters of a model that need a gradient, in the order of ``model.parameters()``.
 
     Attributes:
-        values_P: a copy of the parameters when this object was made, ``[P]``.
+        values_P: a copy of the parameters when this object was made, ``[P]``, in a dtype that holds all of theirs.
 
     Raises:
-        ValueError: no parameter needs a gradient.
+        ValueError: no parameter needs a gradient, or they are on several devices.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+        if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
+            raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
         self.model = model
         self.values_P = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
 
@@ -49,12 +51,16 @@ class WeightVector:
         lead = rows.shape[:-1]
         return [part.view(*lead, *parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
 
+    def typed_views(self, rows: Tensor) -> list[Tensor]:
+        """Views as above, and copies for parameters of another dtype than ``values_P``, in their own."""
+        return [view.to(one.dtype) for view, one in zip(self.views(rows), self.parameters, strict=True)]
+
     @contextmanager
     def at(self, weights_P: Tensor) -> Iterator[None]:
         """Inside, the parameters hold other weights. Their own memory does not change."""
         own = [parameter.data for parameter in self.parameters]
         try:
-            for parameter, view in zip(self.parameters, self.views(weights_P), strict=True):
+            for parameter, view in zip(self.parameters, self.typed_views(weights_P), strict=True):
                 parameter.data = view
             yield
         finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from ddpcore.experiments.command_line import LandscapeOptions
@@ -79,8 +80,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _about(surface: Surface) -> str:
-    loss = surface.loss[surface.done]
-    return f"{surface.about}; loss {loss.min():.4g} to {loss.max():.4g}"
+    loss = surface.loss[np.isfinite(surface.loss)]
+    span = f"loss {loss.min():.4g} to {loss.max():.4g}" if loss.size else "no finite loss"
+    return f"{surface.about}; {span}"
 
 
 def _names(paths: Sequence[Path]) -> dict[str, Path]:

@@ -106,6 +106,7 @@ def _table(found: dict[str, dict[str, Surface]]) -> TableData:
     for name, surface in [(f"{name}: {plane}", one) for plane, own in found.items() for name, one in own.items()]:
         loss = surface.loss[np.isfinite(surface.loss)]
         row = [name, f"{int(surface.done.sum())} of {surface.done.size}"]
-        numbers = [loss.min(), loss.max(), surface.level_radius(RISE)] if loss.size else []
+        numbers = [loss.min(), loss.max()] if loss.size else []
+        numbers += [surface.level_radius(RISE)] if loss.size and surface.done.all() else []
         rows.append([*row, *(f"{value:.4g}" for value in numbers), *["-"] * (3 - len(numbers))])
     return TableData(title="", headings=headings, rows=rows)

@@ -99,8 +99,10 @@ class Surface:
         Between the points the loss is linear. An area that reaches the border is cut off there, and NaN counts as high.
 
         Raises:
-            ValueError: no point has a finite loss.
+            ValueError: points are missing, or no point has a finite loss.
         """
+        if not self.done.all():
+            raise ValueError(f"{int((~self.done).sum())} points of the landscape are missing: compute them first")
         loss = np.where(np.isfinite(self.loss), self.loss, np.inf)
         if not np.isfinite(loss).any():
             raise ValueError("no point of the landscape has a finite loss")

@@ -162,9 +162,17 @@ def matrix(num: int = 120) -> tuple[Tensor, Operator]:
     return full, Operator(product=lambda rows: rows @ full, numel=num, like=full)
 
 
-def test_trace_lies_in_its_interval() -> None:
+def of_a_network() -> tuple[Tensor, Operator]:
+    """The exact Hessian of a network with 244 weights."""
+    torch.manual_seed(0)
+    full = exact(nn.Sequential(nn.Linear(SIZES[0], 20), nn.Tanh(), nn.Linear(20, SIZES[2])).double(), batches())
+    return full, Operator(product=lambda rows: rows @ full, numel=len(full), like=full)
+
+
+@pytest.mark.parametrize("make", [matrix, of_a_network])
+def test_trace_lies_in_its_interval(make: Callable[[], tuple[Tensor, Operator]]) -> None:
     """The interval is of 95 %: of 200 seeds, 190 are expected inside, and fewer than 180 have a chance of 0.1 %."""
-    full, operator = matrix()
+    full, operator = make()
     inside = errors = 0.0
     for seed in range(200):
         found = trace(operator, 60, seed=seed)
@@ -173,6 +181,17 @@ def test_trace_lies_in_its_interval() -> None:
     assert inside >= 180
     assert inside <= 199, "an interval that always holds the trace is too wide"
     assert errors < 5, "the large eigenvalues are found exactly, and only the small ones leave an error"
+
+
+def test_trace_of_a_matrix_of_low_rank() -> None:
+    """Nothing is left for the random vectors: the interval is that of rounding."""
+    factor = random_rows(200, 5)
+    full = factor @ factor.T
+    operator = Operator(product=lambda rows: rows @ full, numel=200, like=full)
+    for seed in range(20):
+        found = trace(operator, 60, seed=seed)
+        assert found.low <= float(factor.square().sum()) <= found.high
+        assert found.high - found.low < 1e-9
 
 
 def test_trace_of_few_weights_is_exact() -> None:

@@ -86,6 +86,24 @@ def test_every_point(norm: bool, batch_norm: str, vectorize: Any) -> None:
     assert model.training and model[1].training
 
 
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_parameters_of_two_dtypes(vectorize: bool) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3).double()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.head(self.body(inputs.to(self.body.weight.dtype)).tanh().double())
+
+    model = Mixed()
+    plane = random_plane(model)
+    found = landscape(data_of(model), plane, x=X, y=Y, vectorize=vectorize)
+    assert found.loss == pytest.approx(one_by_one(model, plane)[0], rel=1e-5)
+    assert [parameter.dtype for parameter in model.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
+
+
 def test_random_directions() -> None:
     model = network(norm=True)
     plane = random_plane(model, seed=3)
@@ -224,6 +242,10 @@ def test_widths_and_sharpness_of_a_bowl() -> None:
     assert math.isnan(one.sharpness(0.1, center=(float(one.x[21]), float(one.y[20]))))
     with pytest.raises(ValueError, match=r"the landscape has no point at \(0.0, 0.0\): compute it with an odd number"):
         bowl(10).sharpness(0.5)
+    one.done[3, 4] = False
+    with pytest.raises(ValueError, match="1 points of the landscape are missing: compute them first"):
+        one.level_radius(0.25)
+    one.done[:] = True
     one.values["train_loss"][:] = np.nan
     with pytest.raises(ValueError, match="no point"):
         one.level_radius(1.0)
