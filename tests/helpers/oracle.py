@@ -80,6 +80,7 @@ UNEVEN = {
 }  # fmt: skip
 GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd") or name in UNEVEN), "push_sum")
 FIXED = ("complete", "ring", "from_matrix")
+KINDS = (*FIXED, "random_pair", "star")  # fixed or not, symmetric or not, with as many neighbours for all or not
 
 
 class Case(NamedTuple):
@@ -101,9 +102,9 @@ def _topologies(strategy: str) -> tuple[str, ...]:
             return *TOPOLOGIES, UNBALANCED
         if strategy == "dpsgd_awc_topk":
             return FIXED
-        if strategy in CODED and strategy != "dpsgd_awc_bf16":  # which has seen all topologies
+        if strategy in CODED and strategy != "dpsgd_awc_bf16":  # which has seen all kinds
             return ("ring",) if "topk" in strategy else ("ring", "random_pair")
-        return TOPOLOGIES
+        return TOPOLOGIES if strategy == "dpsgd" else KINDS  # the code that averages by topology is the same
     return AVERAGES if strategy in ALL_REDUCING else AVERAGES[:1]
 
 
