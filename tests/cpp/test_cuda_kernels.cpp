@@ -179,8 +179,9 @@ TYPED_TEST(CudaTest, SegmentNorms) {
 
 // More blocks than the threads that add them take in one turn: four for each of 1024.
 using CudaFloatTest = CudaTest<float>;
+// More blocks than sum_rows reads in a turn: sixteen by each of 1024 threads.
 TEST_F(CudaFloatTest, TotalOfManyBlocks) {
-    NormProblem<float> host(std::vector<int64_t>(4200, 1), 0);
+    NormProblem<float> host(std::vector<int64_t>(16500, 1), 0);
     cpu::segment_norms(host.args(), 0, host.num_blocks());
     ASSERT_NO_FATAL_FAILURE(expect_cpu_total(host, 0));
 }
