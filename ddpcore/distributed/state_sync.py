@@ -36,8 +36,8 @@ class Policies:
         momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
         moments: a period for each of these buffers by name, instead of ``momentum``: ``{"exp_avg": 4, "exp_avg_sq":
             16}`` averages the first moment over all learners after every fourth step and the second after every
-            sixteenth, whenever the weights are averaged. With ``LocalSGD`` and an Adam this is DES-LOC (Iacob et al.
-            2025, arXiv:2505.22549); if all periods are equal, local Adam.
+            sixteenth, whether or not these steps average the weights. With ``LocalSGD`` and an Adam this is DES-LOC
+            (Iacob et al. 2025, arXiv:2505.22549); if all periods are equal, local Adam.
         batch_norm: floating-point and complex buffers of the model.
         scaler: the scale of ``torch.amp.GradScaler``: ``keep``, ``average`` (the smallest scale of all, so that no
             learner overflows) or ``reset``.
@@ -83,21 +83,19 @@ class Policies:
             raise ValueError(f"policy scaler={self.scaler!r} needs the scaler: pass distribute(..., scaler=)")
 
     def check_moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if a parameter of the model lacks a state that has a period."""
+        """Raise ValueError if no parameter of the model has a state that has a period."""
         if not self.moments:
             return
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"][:1]:
-                kept = _states_kept(optimizer, group, parameter)
-                if kept is None:
-                    continue
-                for name in self.moments:
-                    if name not in kept:
-                        raise ValueError(
-                            f"policy moments: parameter {names.get(id(parameter), '?')} has no state {name!r}: "
-                            f"{type(optimizer).__name__} keeps {', '.join(kept) or 'none'} for it, name one of these"
-                        )
+        first = [(group["params"][0], group) for group in optimizer.param_groups if group["params"]]
+        kept = [(parameter, _states_kept(optimizer, group, parameter)) for parameter, group in first]
+        for name in self.moments:
+            if all(found is not None and name not in found for _, found in kept):
+                parameter, found = kept[0]
+                raise ValueError(
+                    f"policy moments: parameter {names.get(id(parameter), '?')} has no state {name!r}: "
+                    f"{type(optimizer).__name__} keeps {', '.join(found or ()) or 'none'} for it, name one of these"
+                )
 
 
 class StateSync:

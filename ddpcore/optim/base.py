@@ -22,7 +22,7 @@ from typing_extensions import override
 from ddpcore import ops
 from ddpcore.ops import Mixture
 from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing, norm_squared_of
-from ddpcore.optim.checks import check_common, check_one_norm, check_state, check_tensors, options_of
+from ddpcore.optim.checks import check_common, check_new, check_one_norm, check_state, check_tensors, options_of
 from ddpcore.optim.rounding import check_loaded, check_roundable, firsts_of, is_rounded, name_of
 from ddpcore.optim.shards import Shards, check_shards, is_dtensor, local, local_gradients
 from ddpcore.optim.states import create_states, restore_bits, split_steps
@@ -62,8 +62,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._shared_options = tuple(name for name in self.defaults if name not in PER_GROUP)
 
-    # ---- for subclasses ----
-
     def check_group(self, group: Group) -> None:
         """Raise ValueError, with name and value, if an option of the group is invalid."""
         check_common(group)
@@ -94,8 +92,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.check_group(group)
             check_roundable(self.named_parameters())
             check_one_norm([self.param_groups[0], group])
-            if found := [param.dtype for param in group["params"] if param.is_complex()]:
-                raise ValueError(f"a parameter is {found[0]}: pass torch.view_as_real of it, or real parameters")
+            check_new(group)
             check_shards(key for key, _ in self.named_parameters())
         except ValueError:
             self.param_groups.pop()
@@ -310,6 +307,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan = self._kept.get(name)
         same = plan is not None and plan.known == known and all(map(is_, plan.params, params))
         if plan is None or not same or not all(map(is_, plan.steps, self._steps_of(params))):
+            for group in groups:
+                self.check_group(group)  # a program may have changed its options
             check_one_norm(self.param_groups)
             check_tensors(type(self).__name__, params, grads)  # before anything is written
             check_roundable(self.named_parameters())

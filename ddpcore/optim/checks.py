@@ -96,6 +96,24 @@ def check_differentiable(differentiable: bool) -> None:
         raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
 
 
+def check_new(group: Group) -> None:
+    """Raise ValueError unless a new group of a fused optimizer can be stepped."""
+    check_differentiable(group.get("differentiable", False))
+    check_once(group)
+    if found := [param.dtype for param in group["params"] if param.is_complex()]:
+        raise ValueError(f"a parameter is {found[0]}: pass torch.view_as_real of it, or real parameters")
+
+
+def check_once(group: Group) -> None:
+    """Raise ValueError if a parameter is in a group twice."""
+    names = group.get("param_names", range(len(group["params"])))
+    seen: set[int] = set()
+    for name, param in zip(names, group["params"], strict=True):
+        if id(param) in seen:
+            raise ValueError(f"parameter {name} is twice in its group: name it once, as model.parameters() does")
+        seen.add(id(param))
+
+
 def options_of(group: Group) -> Group:
     """A loaded group without the options that say how torch computes a step. ValueError if it is differentiable."""
     check_differentiable(group.get("differentiable", False))
@@ -127,12 +145,20 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Seque
             f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer: this one keeps "
             f"{', '.join(buffers)}"
         )
+    needed = (*buffers, "step") if "exp_avg" in buffers else ()
+    missing = [name for name in needed if state.get(name) is None]
+    if missing and len(missing) < len(needed):
+        raise ValueError(
+            f"state_dict: parameter {index} lacks {', '.join(missing)}: load the whole state, or none of that parameter"
+        )
     for name, value in state.items():
         if name == "step":
-            if not is_scalar(value):
-                raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be one number")
+            if not is_scalar(value) or not 0 <= float(value) < math.inf:
+                raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be a number from 0 on")
         elif value is not None and not isinstance(value, Tensor):
             raise ValueError(f"state_dict: {name} of parameter {index} is {value!r}: it must be a tensor")
+        elif value is not None and not value.is_floating_point():
+            raise ValueError(f"state_dict: {name} of parameter {index} is {value.dtype}: it must be floating-point")
         elif value is not None and value.shape != param.shape:
             raise ValueError(
                 f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from ddpcore.optim.batch import Group
-from ddpcore.optim.checks import check_flag, check_lr, check_number, check_state, is_number
+from ddpcore.optim.checks import check_flag, check_lr, check_number, check_once, check_state, is_number
 from ddpcore.optim.newton_schulz import (
     COEFFICIENTS,
     direct_products,
@@ -44,7 +44,8 @@ class Muon(torch.optim.Optimizer):
     Matrices of one shape are one batch of matrix products.
 
     **Ranks.** With ``process_group``, whose ranks must have the same gradients, each rank orthogonalizes its share of
-    the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``.
+    the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``. A copy
+    has no process group: each rank orthogonalizes all matrices.
 
     Args:
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
@@ -69,6 +70,8 @@ class Muon(torch.optim.Optimizer):
             DTensor; there are no parameters.
         RuntimeError: in ``step``, a gradient is sparse.
     """
+
+    process_group: dist.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -118,11 +121,20 @@ class Muon(torch.optim.Optimizer):
         names = group.get("param_names", range(first, first + len(group["params"])))
         try:
             _check_options(group)
+            check_once(group)
             for name, param in zip(names, group["params"], strict=True):
                 _check_parameter(name, param, group["rule"])
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """The buffers that each parameter of the group has."""
+        return BUFFERS[group["rule"]]
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_adamw_lr": self._adamw_lr, "_ns_dtype": self._ns_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -147,6 +159,7 @@ class Muon(torch.optim.Optimizer):
             for own, group in zip(self.param_groups, groups, strict=True):
                 _check_options(group)
                 for index, param in zip(group["params"], own["params"], strict=False):
+                    _check_parameter(index, param, group["rule"])
                     check_state(index, param, state_dict["state"].get(index, {}), BUFFERS[group["rule"]])
         super().load_state_dict({**state_dict, "param_groups": groups})
 

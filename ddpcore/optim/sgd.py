@@ -40,7 +40,7 @@ class FusedSGD(FusedOptimizer):
             norm, as after ``torch.nn.utils.clip_grad_norm_``; ``.grad`` does not change.
         master_weights: keep fp32 weights and momentum for bfloat16 and float16 parameters.
         state_dtype: ``torch.bfloat16`` (or its name) stores momentum and moments in bfloat16, rounded stochastically.
-            It takes no parameters with master weights and no DTensors. ``torch.float32``: as the other options say.
+            It takes no parameters with master weights. ``torch.float32``: as the other options say.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, or does not fit the others; there are no parameters.

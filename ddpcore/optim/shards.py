@@ -44,7 +44,7 @@ def check_shards(named: Named) -> None:
                 "or replicas first"
             )
         part = local(param)
-        if part.numel() == 0:
+        if part.numel() == 0 or part.is_meta:
             continue
         first, other = owners.setdefault((part.device, part.data_ptr()), (name, param))
         if other is not param:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import DPSGD, LocalSGD, Policies, Ring
-from ddpcore.optim import FusedAdamW, FusedLAMB, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedSGD, Muon
 
 KINDS = {"fused": FusedAdamW, "torch": torch.optim.AdamW}
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -120,6 +120,27 @@ def test_a_period_of_a_state_that_is_not_there_is_refused(kind, options, moments
         ddpcore.distribute(model, optimizer, LocalSGD(4), learners=2, policies=Policies(moments=moments))
     assert all(map(torch.equal, before, model.parameters())) and not optimizer.state
     ddpcore.distribute(model, optimizer, LocalSGD(4), learners=2)
+
+
+def test_a_period_of_a_state_that_some_groups_keep():
+    """Muon keeps moments in groups of AdamW alone, and momentum in the others. No group at all is refused."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    (weight, bias), moments = model.parameters(), {"exp_avg": 2, "momentum_buffer": 1}
+    optimizer = Muon([{"params": [weight]}, {"params": [bias], "rule": "adamw"}], lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, LocalSGD(4), learners=2, policies=Policies(moments=moments))
+    for _ in range(2):
+        handle.model(torch.randn(2, 3, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [optimizer.state[parameter] for one in handle.models for parameter in one.parameters()]
+    assert torch.equal(states[0]["momentum_buffer"], states[2]["momentum_buffer"])
+    assert torch.equal(states[1]["exp_avg"], states[3]["exp_avg"])
+    assert not torch.equal(states[1]["exp_avg_sq"], states[3]["exp_avg_sq"])
+    alone = nn.Sequential(nn.Linear(2, 2, bias=False))
+    with pytest.raises(ValueError, match=r"parameter 0.weight has no state 'exp_avg': Muon keeps momentum_buffer for"):
+        ddpcore.distribute(
+            alone, Muon(alone.parameters()), LocalSGD(4), learners=2, policies=Policies(moments={"exp_avg": 2})
+        )
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,45 @@ def test_a_state_of_another_rule_is_refused(case: str) -> None:
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.2
 
 
+@pytest.mark.parametrize("ours", [FusedAdamW, FusedLAMB])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"step": None}, "parameter 0 lacks step: load the whole state"),
+        ({"exp_avg": None}, "parameter 0 lacks exp_avg: load the whole state"),
+        ({"step": torch.tensor(float("nan"))}, "step of parameter 0 is nan: it must be a number from 0 on"),
+        ({"step": -1}, "step of parameter 0 is -1: it must be a number from 0 on"),
+        ({"exp_avg": torch.zeros(9, 6, dtype=torch.complex64)}, "exp_avg of parameter 0 is torch.complex64"),
+        ({"exp_avg_sq": torch.zeros(9, 6, dtype=torch.int64)}, "exp_avg_sq of parameter 0 is torch.int64"),
+    ],
+)
+def test_a_state_that_is_damaged_is_refused(change: dict[str, Any], says: str, ours: Any) -> None:
+    """None: the entry is missing."""
+    model = net()
+    saved = stepped(model, ours(model.parameters(), lr=0.1))
+    saved["state"][0] = {k: v for k, v in {**saved["state"][0], **change}.items() if v is not None}
+    optimizer = ours(model.parameters(), lr=0.2)
+    with pytest.raises(ValueError, match=says):
+        optimizer.load_state_dict(saved)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("ours", [FusedSGD, FusedAdamW, FusedLARS, FusedLAMB])
+def test_groups_that_cannot_be_stepped(ours: Any) -> None:
+    one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = ours([one], lr=0.1)
+    with pytest.raises(ValueError, match="differentiable is True: the fused step has no gradient"):
+        optimizer.add_param_group({"params": [two], "differentiable": True})
+    with pytest.raises(ValueError, match="parameter 1 is twice in its group: name it once"), pytest.warns(UserWarning):
+        optimizer.add_param_group({"params": [two, two]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["weight_decay"] = -1.0  # by a program, before the first step
+    one.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"weight_decay is -1\.0"):
+        optimizer.step()
+    assert torch.equal(one, torch.ones(3))
+
+
 @pytest.mark.parametrize("ours", [FusedSGD, FusedAdamW, FusedLARS, FusedLAMB])
 def test_options_of_torch_alone_are_left_out(ours: Any) -> None:
     """Those that say how torch computes a step; a group of a loaded state has the keys of a new group."""

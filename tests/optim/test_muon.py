@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -216,6 +217,9 @@ def test_a_refused_group_changes_nothing():
     optimizer = Muon(parameters([(3, 2)]))
     with pytest.raises(ValueError, match="has 1 dimensions"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    twice = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(ValueError, match="parameter 1 is twice in its group"), pytest.warns(UserWarning):
+        optimizer.add_param_group({"params": [twice, twice]})
     with pytest.raises(ValueError, match="rule"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "rule": "sgd"})
     assert len(optimizer.param_groups) == 1
@@ -268,6 +272,35 @@ def test_states(assert_same_bits):
     with pytest.raises(ValueError, match="parameter 0 has exp_avg, exp_avg_sq, of another optimizer"):
         mine.load_state_dict(adam.state_dict())
     assert_same_bits(mine.state_dict()["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_goes_on_with_the_same_bits(copied, assert_same_bits):
+    """It has the options that no group holds, too."""
+    optimizer = Muon(parameters([(3, 2), (4, 4)]), lr=0.02, adamw_lr=0.5, ns_dtype=torch.float32)
+    bias = nn.Parameter(torch.ones(3))
+    give_gradients(0, params := optimizer.param_groups[0]["params"])
+    optimizer.step()
+    other = copied(optimizer)
+    others = other.param_groups[0]["params"]
+    for one in (optimizer, other):
+        one.add_param_group({"params": [copy.deepcopy(bias)], "rule": "adamw"})
+        assert one.param_groups[1]["lr"] == 0.5
+    give_gradients(1, params, others)
+    optimizer.step()
+    other.step()
+    for left, right in zip(params, others, strict=True):
+        assert left is not right
+        assert_same_bits(left, right)
+
+
+def test_a_file_with_groups_in_another_order_is_refused():
+    bias, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 3))
+    saved = Muon([{"params": [matrix]}, {"params": [bias], "rule": "adamw"}]).state_dict()
+    optimizer = Muon([{"params": [bias], "rule": "adamw"}, {"params": [matrix]}])
+    with pytest.raises(ValueError, match="parameter 0 has 1 dimensions, and Muon needs a matrix"):
+        optimizer.load_state_dict(saved)
+    assert [group["rule"] for group in optimizer.param_groups] == ["adamw", "muon"]
 
 
 def test_owners_share_the_work():
