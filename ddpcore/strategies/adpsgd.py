@@ -73,15 +73,19 @@ class ADPSGD(Strategy):
     ``y_i <- y_i + alpha (w_j - w_i)``, ``y_j <- y_j + alpha (w_i - w_j)``;  ``w_i, w_j <- (w_i + w_j) / 2``;
     ``w_i <- w_i - a g_i(v_i)``, ``y_i <- y_i - a g_i(v_i)``;  ``v_i <- w_i``.
 
-    The mean of all w and y moves by the gradients alone. Eta and alpha follow from how often any two learners meet
-    (:func:`ddpcore.comm.meeting.acceleration_of`): learner i meets each of its neighbours ``speed_i / number of
-    neighbours`` times in a unit of time, and they meet it likewise. On a complete graph alpha is 1/2, so y is w, and
-    nothing changes. On virtual learners time is that of the simulation, and the mean of w alone moves by the gradients
-    alone. On ranks a unit of time passes for a learner at the end of each of its jobs, and eta is that of equal speeds.
-    The equations are those of the authors' code (github AdelNabli/ACiD, ``p2p_averaging.py`` and
-    ``utils/graph_utils.py``); the paper was not read. In the code the weights that are sent are those before the flow,
-    which moves the mean a little, time is measured by the clock of each rank, and eta is that of one meeting in a unit
-    of time. Here a learner takes part in two, one of its own and one of a peer, and eta is twice as large.
+    The mean of all w and y moves by the gradients alone. Eta and alpha follow from how often two learners meet
+    (:func:`ddpcore.comm.meeting.acceleration_of`): in a unit of time a learner takes ``speed`` peers, each of its
+    neighbours equally often. On a complete graph of equal speeds alpha is 1/2, so y is w, and nothing changes.
+
+    On virtual learners time is that of the simulation, and all w are read at one time, so their mean alone moves by the
+    gradients alone, too. On ranks a unit of time passes for a learner at the end of each of its jobs, and eta is that
+    of equal speeds. There is no common time, so only the mean of w and y together moves by the gradients alone.
+
+    The equations are those of the authors' code (github AdelNabli/ACiD: ``p2p_averaging.py``, ``utils/acid_utils.py``
+    and ``utils/graph_utils.py``); the paper was not read. That code differs in three ways. It sends w of before the
+    first line, which moves the mean a little. It measures time by the clock of each rank, in its mean step. Its
+    eta is for one meeting of a learner in a unit of time. Here there are two, one with a peer that it takes and one
+    with a learner that takes it, so eta is twice as large.
 
     Args:
         topology: the possible peers; None is ``Complete()``, any learner. A learner takes one of its neighbours of the
@@ -90,7 +94,7 @@ class ADPSGD(Strategy):
             denominator of at most 1000. None: all are equally fast.
         seed: of the random order and the peers.
         accelerated: whether learners have doubles. It needs a topology that is the same at every step, and a learner
-            keeps two more copies of the weights.
+            keeps one more copy of the weights.
         eta: if accelerated: above 0, per job of the fastest learner. None computes it.
         alpha: if accelerated: at least 0. None computes it.
 
