@@ -185,15 +185,19 @@ class Communicator(ABC):
         """Zeros, in memory that the connection averages without a copy."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def live(self, weights_LP: Tensor) -> LiveWeights:
+    def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
         """Weights that learners average in pairs without waiting; they begin as these. Collective.
+
+        Args:
+            weights_LP: of the learners held here.
+            alpha: of A2CiD2, which gives each learner a double of its weights; None for averages alone.
 
         Raises:
             ValueError: the connection cannot do that.
         """
         if len(self.learners) < self.num_learners:
             raise ValueError(f"{self.description}: no learner reads the weights of another without waiting")
-        return LocalLiveWeights(weights_LP)
+        return LocalLiveWeights(weights_LP, alpha)
 
     @abstractmethod
     def broadcast_(self, rows: Tensor) -> None:

@@ -149,13 +149,13 @@ class ProcessGroupCommunicator(Communicator):
         return group
 
     @override
-    def live(self, weights_LP: Tensor) -> LiveWeights:
+    def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
         """A thread of each rank answers the others, over a group of gloo."""
         if self.num_rows > 1 or self.num_ranks == 1:
-            return super().live(weights_LP)
+            return super().live(weights_LP, alpha)
         what = "the set-up of weights that others change"
         group = self._own_group(range(self.num_ranks), {"cpu": "gloo"}, what)
-        return ServedLiveWeights(group, weights_LP, self.timeout)
+        return ServedLiveWeights(group, weights_LP, self.timeout, alpha)
 
     @override
     def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:

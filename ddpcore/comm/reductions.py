@@ -30,7 +30,7 @@ def average_blocks_(rows: Tensor, size: int) -> None:
             columns.copy_(sum_of(columns).div_(size))
 
 
-def _chunk(row: Tensor) -> int:
+def chunk_of(row: Tensor) -> int:
     """Elements of a row that are added at a time: all of them on a GPU, where each piece costs kernel launches."""
     return CHUNK if row.device.type == "cpu" else max(1, len(row))
 
@@ -43,30 +43,10 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
     """
     middle = own.numel() // 2 // _ALIGNMENT * _ALIGNMENT
     begin, end = (0, middle) if lower else (middle, own.numel())
-    chunk = _chunk(own)
+    chunk = chunk_of(own)
     for mine, theirs in zip(own[begin:end].split(chunk), partner[begin:end].split(chunk), strict=True):
         ops.mix_(mine, [theirs], 0.5, [0.5])
         theirs.copy_(mine)
-
-
-@torch.no_grad()
-def meet_(own: Tensor, peer: Tensor | None, step: Tensor, out: Tensor) -> None:
-    """Overwrite two rows ``[P]`` with their mean, add ``step`` to the own one, and copy that to ``out``.
-
-    Args:
-        own: this learner's row.
-        peer: that of another; None: no mean.
-        step: ``[P]``.
-        out: ``[P]``.
-    """
-    for begin in range(0, len(own), _chunk(own)):
-        mine, added, copied = (row[begin : begin + _chunk(own)] for row in (own, step, out))
-        if peer is not None:
-            theirs = peer[begin : begin + _chunk(own)]
-            ops.mix_(mine, [theirs], 0.5, [0.5])
-            theirs.copy_(mine)
-        mine.add_(added)
-        copied.copy_(mine)
 
 
 @torch.no_grad()
@@ -75,7 +55,7 @@ def average_share_(columns: Sequence[Tensor], rank: int) -> None:
     num_rows, numel = len(columns), len(columns[0])
     bounds = [min(numel, -(-numel * share // num_rows // _ALIGNMENT) * _ALIGNMENT) for share in (rank, rank + 1)]
     begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
-    chunk = _chunk(columns[0])
+    chunk = chunk_of(columns[0])
     for first in range(begin, end, chunk):
         pieces = [row[first : min(first + chunk, end)] for row in columns]
         total = pieces[0].to(wide(pieces[0].dtype))  # the first row itself, except for 16 bits

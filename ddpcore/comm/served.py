@@ -2,12 +2,13 @@
 
 Each rank holds its own row. A meeting locks two rows, that of the lower rank first. So a rank that holds a row waits
 only for rows of higher ranks, and no two ranks wait for each other. A rank that a lower one asks computes the mean. If
-a higher one asks, the row travels to it, and the mean travels back.
+a higher one asks, the weights travel to it, and the mean travels back. Doubles stay at home: the mean and its own
+weights tell a rank how its double moves.
 
 A rank that lets its weights go tells all others, and each of them replies. After the last reply nobody asks this rank
 any more, and its thread ends.
 
-Shapes: P elements of a learner's row.
+Shapes: a row is ``[K, P]``: P weights of a learner, and their double if K = 2.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore import ops
-from ddpcore.comm.live import LiveWeights
+from ddpcore.comm.live import LiveWeights, first_rows
+from ddpcore.comm.meeting import flow_, take_mean_
 
-# Tags of messages: to the thread of a rank; then of the row or the mean, to the rank that is asked, and back. Two ranks
-# may be in two meetings at once, one that each of them has asked for.
+# Tags of messages: to the thread of a rank; then of the weights or the mean, to the rank that is asked, and back. Two
+# ranks may be in two meetings at once, one that each of them has asked for.
 _TO_THREAD, _ASKS, _ANSWERS = 1, 2, 3
 _MEETS, _LEAVES, _REPLIES = 1, 2, 3  # to a thread
 _FOREVER = timedelta(days=365)
@@ -46,12 +48,13 @@ class ServedLiveWeights(LiveWeights):
         group: of gloo, for these weights alone; any number of ranks above one.
         weights_LP: ``[1, P]``, of this rank. The row is a copy on the CPU.
         timeout: seconds that a living rank may let another one wait.
+        alpha: of A2CiD2; None for rows without a double.
     """
 
-    def __init__(self, group: dist.ProcessGroup, weights_LP: Tensor, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, weights_LP: Tensor, timeout: float, alpha: float | None) -> None:
         self._device = weights_LP.device
-        self._shared = _Row(group, weights_LP[0].to("cpu", copy=True), timedelta(seconds=timeout))
-        self._received = torch.empty_like(self._shared.row)
+        self._shared = _Row(group, first_rows(weights_LP.to("cpu"), alpha)[0], timedelta(seconds=timeout), alpha)
+        self._received = torch.empty_like(self._shared.row[0])
         thread = threading.Thread(target=_serve, args=(self._shared,), name="ddpcore live weights", daemon=True)
         thread.start()
         weakref.finalize(self, _leave, self._shared, thread, os.getpid())
@@ -65,27 +68,34 @@ class ServedLiveWeights(LiveWeights):
         if peer > learner:  # the own row is the first to be locked
             with shared.writing():
                 shared.ask(peer)
-                shared.send(shared.row, peer, _ASKS)
+                shared.send(shared.row[0], peer, _ASKS)
                 shared.receive(mean, peer, _ANSWERS)
                 self._end(mean, step_P, out_P)
             return
         if peer < learner:
             shared.ask(peer)
-            shared.receive(mean, peer, _ANSWERS)  # its row, until it is the mean
+            shared.receive(mean, peer, _ANSWERS)  # its weights, until they are the mean
         with shared.writing():
             if peer == learner:
-                mean.copy_(shared.row)
+                mean.copy_(shared.row[0])
             else:
-                ops.mix_(mean, [shared.row], 0.5, [0.5])
+                ops.mix_(mean, [shared.row[0]], 0.5, [0.5])
                 shared.send(mean, peer, _ASKS)
             self._end(mean, step_P, out_P)
 
     def _end(self, mean_P: Tensor, step_P: Tensor, out_P: Tensor) -> None:
-        torch.add(mean_P, step_P, out=self._shared.row)
-        out_P.copy_(self._shared.row)
+        shared = self._shared
+        take_mean_(shared.row, mean_P, shared.alpha)
+        shared.row.add_(step_P)
+        out_P.copy_(shared.row[0])
 
     @override
-    def own(self) -> Tensor:
+    def flow(self, learner: int, eta: float, time: float) -> None:
+        with self._shared.writing():
+            flow_(self._shared.row, eta, time)
+
+    @override
+    def rows(self) -> Tensor:
         with self._shared.writing():
             return self._shared.row[None].to(self._device, copy=True)
 
@@ -99,10 +109,10 @@ class ServedLiveWeights(LiveWeights):
             return
 
     @override
-    def load(self, weights_LP: Tensor) -> None:
+    def load(self, rows_LKP: Tensor) -> None:
         self.settle()
         with self._shared.writing():
-            self._shared.row.copy_(weights_LP[0])
+            self._shared.row.copy_(rows_LKP[0])
         self.settle()
 
 
@@ -115,13 +125,14 @@ class _Row:
 
     Attributes:
         group: of all ranks.
-        row: ``[P]``, on the CPU.
+        row: ``[K, P]``, on the CPU.
         timeout: of a message in a meeting.
+        alpha: of A2CiD2; None for a row without a double.
         gone: ranks that ask for nothing any more: they have left, or know that this one leaves.
     """
 
-    def __init__(self, group: dist.ProcessGroup, row: Tensor, timeout: timedelta) -> None:
-        self.group, self.row, self.timeout = group, row, timeout
+    def __init__(self, group: dist.ProcessGroup, row: Tensor, timeout: timedelta, alpha: float | None) -> None:
+        self.group, self.row, self.timeout, self.alpha = group, row, timeout, alpha
         self.rank, self.others = group.rank(), set(range(group.size())) - {group.rank()}
         self.gone: set[int] = set()
         self._lock = threading.Lock()
@@ -214,7 +225,7 @@ def _serve(shared: _Row) -> None:
     after it is told that this one has left.
     """
     word = torch.empty(1, dtype=torch.int64, device="cpu")
-    received = torch.empty_like(shared.row)
+    received = torch.empty_like(shared.row[0])
     try:
         while shared.gone != shared.others:
             work = shared.group.recv_anysource([word], _TO_THREAD)
@@ -227,12 +238,14 @@ def _serve(shared: _Row) -> None:
             elif peer < shared.rank:
                 with shared.writing():
                     shared.receive(received, peer, _ASKS)
-                    ops.mix_(shared.row, [received], 0.5, [0.5])
-                    shared.send(shared.row, peer, _ANSWERS)
+                    ops.mix_(received, [shared.row[0]], 0.5, [0.5])
+                    shared.send(received, peer, _ANSWERS)
+                    take_mean_(shared.row, received, shared.alpha)
             else:
                 with shared.writing():
-                    shared.send(shared.row, peer, _ANSWERS)
-                    shared.receive(shared.row, peer, _ASKS)
+                    shared.send(shared.row[0], peer, _ANSWERS)
+                    shared.receive(received, peer, _ASKS)
+                    take_mean_(shared.row, received, shared.alpha)
         shared.flush()
     except RuntimeError:  # closed connections too
         shared.leave()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.live import LiveWeights
+from ddpcore.comm.meeting import Acceleration, acceleration_of
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
@@ -64,12 +65,38 @@ class ADPSGD(Strategy):
     is added to w at the end of the job. A learner keeps three more copies of the weights, and over
     a process group five.
 
+    **Accelerated** learners (A2CiD2; Nabli, Belilovsky and Oyallon 2023, arXiv:2306.08289) agree faster where a
+    topology is large and sparse, such as a ring. A learner has a double y_i of its weights, which begins as a copy. At
+    an event, after a time t without one, with ``d = (1 - exp(-2 eta t)) / 2``:
+
+    ``w_i, y_i <- w_i + d (y_i - w_i), y_i + d (w_i - y_i)``, and j likewise;
+    ``y_i <- y_i + alpha (w_j - w_i)``, ``y_j <- y_j + alpha (w_i - w_j)``;  ``w_i, w_j <- (w_i + w_j) / 2``;
+    ``w_i <- w_i - a g_i(v_i)``, ``y_i <- y_i - a g_i(v_i)``;  ``v_i <- w_i``.
+
+    The mean of all w and y moves by the gradients alone. Eta and alpha follow from how often two learners meet
+    (:func:`ddpcore.comm.meeting.acceleration_of`): in a unit of time a learner takes ``speed`` peers, each of its
+    neighbours equally often. On a complete graph of equal speeds alpha is 1/2, so y is w, and nothing changes.
+
+    On virtual learners time is that of the simulation, and all w are read at one time, so their mean alone moves by the
+    gradients alone, too. On ranks a unit of time passes for a learner at the end of each of its jobs, and eta is that
+    of equal speeds. There is no common time, so only the mean of w and y together moves by the gradients alone.
+
+    The equations are those of the authors' code (github AdelNabli/ACiD: ``p2p_averaging.py``, ``utils/acid_utils.py``
+    and ``utils/graph_utils.py``); the paper was not read. That code differs in three ways. It sends w of before the
+    first line, which moves the mean a little. It measures time by the clock of each rank, in its mean step. Its
+    eta is for one meeting of a learner in a unit of time. Here there are two, one with a peer that it takes and one
+    with a learner that takes it, so eta is twice as large.
+
     Args:
         topology: the possible peers; None is ``Complete()``, any learner. A learner takes one of its neighbours of the
             step at random, so ``RandomPair`` gives it one.
         speeds: of each virtual learner, relative to the fastest: from 0.001 to 1, rounded to fractions with a
             denominator of at most 1000. None: all are equally fast.
         seed: of the random order and the peers.
+        accelerated: whether learners have doubles. It needs a topology that is the same at every step, and a learner
+            keeps one more copy of the weights.
+        eta: if accelerated: above 0, per job of the fastest learner. None computes it.
+        alpha: if accelerated: at least 0. None computes it.
 
     Raises:
         ValueError: an option has another type, or is out of its range.
@@ -82,24 +109,41 @@ class ADPSGD(Strategy):
     topology: Topology
 
     def __init__(
-        self, topology: Topology | None = None, *, speeds: Sequence[float] | None = None, seed: int = 0
+        self,
+        topology: Topology | None = None,
+        *,
+        speeds: Sequence[float] | None = None,
+        seed: int = 0,
+        accelerated: bool = False,
+        eta: float | None = None,
+        alpha: float | None = None,
     ) -> None:
         check_topology(self.name, topology)
         self.topology = Complete() if topology is None else topology
         self.speeds: tuple[float, ...] | None = typed("adpsgd: speeds", speeds, tuple[float, ...] | None)
         self.seed = typed("adpsgd: seed", seed, int)
+        self.accelerated = typed("adpsgd: accelerated", accelerated, bool)
+        self.eta = typed("adpsgd: eta", eta, float | None)
+        self.alpha = typed("adpsgd: alpha", alpha, float | None)
         check_range("adpsgd: seed", self.seed, least=0)
+        check_range("adpsgd: eta", self.eta, above=0)
+        check_range("adpsgd: alpha", self.alpha, least=0)
+        for name, value in (("eta", self.eta), ("alpha", self.alpha)):
+            if value is not None and not self.accelerated:
+                raise ValueError(f"adpsgd: {name} is {value}: take accelerated=True, or leave it out")
         for learner, speed in enumerate(self.speeds or ()):
             check_range(f"adpsgd: speeds: that of learner {learner}", speed, least=SLOWEST, most=1)
         if self.speeds is not None and max(self.speeds, default=0) != 1:
             raise ValueError(f"adpsgd: speeds is {self.speeds}: the fastest learner must have 1, divide by its speed")
         self._fractions = [Fraction(speed).limit_denominator(1000) for speed in self.speeds or ()]
-        self._live: LiveWeights | None = None  # w
+        self._acceleration: Acceleration | None = None
+        self._live: LiveWeights | None = None  # w, and y
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
         self._steps_LP: Tensor | None = None  # -a g(v) of the jobs that have not ended
 
     def __repr__(self) -> str:
-        return f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed})"
+        shown = f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed}"
+        return f"{shown}, accelerated=True, eta={self.eta}, alpha={self.alpha})" if self.accelerated else f"{shown})"
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
@@ -111,6 +155,7 @@ class ADPSGD(Strategy):
         if self.speeds is not None and len(self.speeds) != num_learners:
             raise ValueError(f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners")
         self.topology.validate(num_learners)
+        self._acceleration = self.acceleration(num_learners)
 
     @override
     def check_shrink(self) -> None:
@@ -124,6 +169,26 @@ class ADPSGD(Strategy):
                 f"adpsgd: speeds is for virtual learners, and ranks are as fast as they are (transport={transport!r}): "
                 "leave it out"
             )
+
+    def acceleration(self, num_learners: int) -> Acceleration | None:
+        """Eta and alpha; None if learners are not accelerated.
+
+        Raises:
+            ValueError: they are, and neighbours change from step to step.
+        """
+        if not self.accelerated:
+            return None
+        if self.topology.period(num_learners) != 1:
+            raise ValueError(
+                f"adpsgd: accelerated needs the same neighbours at every step, {self.topology!r} changes them: take "
+                "ddpcore.Ring(), or leave it out"
+            )
+        rates_NN = np.zeros((num_learners, num_learners))
+        for learner in range(num_learners):
+            peers = list(self.topology.round(0, learner, num_learners).sources)
+            rates_NN[learner, peers] = float(self._speed(learner)) / max(1, len(peers))
+        eta, alpha = acceleration_of(rates_NN + rates_NN.T)
+        return Acceleration(eta if self.eta is None else self.eta, alpha if self.alpha is None else self.alpha)
 
     def events(self, step: int, num_learners: int) -> list[Event]:
         """The events of a step in their order: all ends of jobs after time ``step`` and up to time ``step + 1``."""
@@ -174,24 +239,37 @@ class ADPSGD(Strategy):
         learner.check_sent()
         self._steps_LP += models_LP.sub_(self._read_LP)
         models_LP.copy_(self._read_LP)  # until meet() writes the next v; it may fail
-        for _, i, j in self.events(learner.step - 1, learner.comm.num_learners):
+        flown = dict.fromkeys(learner.comm.learners, Fraction(learner.step - 1))  # the time that rows are of
+        for time, i, j in self.events(learner.step - 1, learner.comm.num_learners):
             if i not in learner.comm.learners:
                 continue
             row = i - first
+            self._flow(live, flown, (i, j), time)
             live.meet(i, j, self._steps_LP[row], models_LP[row])
             self._steps_LP[row].zero_()
             self._read_LP[row].copy_(models_LP[row])
             if i == first and i != j:
                 learner.comm.bytes_sent += 2 * models_LP[row].nbytes  # to the peer and back
+        self._flow(live, flown, learner.comm.learners, Fraction(learner.step))
+
+    def _flow(self, live: LiveWeights, flown: dict[int, Fraction], learners: Iterable[int], time: Fraction) -> None:
+        """Move the rows of those learners that are held here to a time."""
+        if self._acceleration is None:
+            return
+        for learner in learners:
+            if learner in flown and flown[learner] < time:
+                live.flow(learner, self._acceleration.eta, float(time - flown[learner]))
+                flown[learner] = time
 
     def _begin(self, learner: Learner) -> None:
         weights_LP = learner.flat.param_LP
         self._read_LP, self._steps_LP = weights_LP.clone(), torch.zeros_like(weights_LP)
-        learner.live = self._live = learner.comm.live(weights_LP)
+        alpha = None if self._acceleration is None else self._acceleration.alpha
+        learner.live = self._live = learner.comm.live(weights_LP, alpha)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        live = None if self._live is None else self._live.own()
+        live = None if self._live is None else self._live.rows()
         return {"live": live, "read": self._read_LP, "steps": self._steps_LP}
 
     @override

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import ADPSGD
-from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator, served
+from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator, VirtualCommunicator, served
 from ddpcore.comm.shared import live, memory
 from helpers.shared_memory_ranks import main
 
@@ -40,10 +40,14 @@ class Pull(nn.Module):
         return (self.weight - goal).square().sum() / 2
 
 
-def parts(transport: str) -> tuple[Pull, torch.optim.Optimizer, Any]:
+def parts(transport: str, **options: Any) -> tuple[Pull, torch.optim.Optimizer, Any]:
     model = Pull(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return model, optimizer, ddpcore.distribute(model, optimizer, ADPSGD(), transport=transport)
+    return model, optimizer, ddpcore.distribute(model, optimizer, ADPSGD(**options), transport=transport)
+
+
+def connect(transport: str) -> Any:
+    return SharedMemoryCommunicator() if transport == "shm" else ProcessGroupCommunicator()
 
 
 def step(model: Pull, optimizer: torch.optim.Optimizer, goal: float) -> float:
@@ -85,7 +89,7 @@ def trains(rank: int, transport: str) -> None:
 
 def meets(rank: int, transport: str) -> None:
     """All ranks average with all as fast as they can, without a model between."""
-    comm = SharedMemoryCommunicator() if transport == "shm" else ProcessGroupCommunicator()
+    comm = connect(transport)
     rows = comm.live(torch.full((1, SIZE), float(rank)))
     out, generator = torch.empty(SIZE), torch.Generator().manual_seed(rank)
     for peer in torch.randint(comm.num_learners, (MEETINGS,), generator=generator).tolist():
@@ -97,6 +101,71 @@ def meets(rank: int, transport: str) -> None:
     expected = (comm.num_learners - 1) / 2 + MEETINGS * 0.25
     assert abs(mean - expected) <= 3 * MEETINGS * EPS * expected, mean
     print(everyone.unique(dim=1).shape[1] == 1)
+
+
+def trains_accelerated(rank: int, transport: str) -> None:
+    """As ``trains``: the mean of weights and doubles together moves by the gradients alone."""
+    model, optimizer, handle = parts(transport, topology=ddpcore.Ring(), accelerated=True)
+    moved, largest = 0.0, 1.0
+    for number in range(200):
+        moved += step(model, optimizer, goal=float(rank + number % 7))
+        assert bool((model.weight == model.weight[0]).all()), f"torn at step {number}"
+        largest = max(largest, float(handle.learner.live.rows().abs().max()))
+        if number % 50 == 49:
+            total = handle.comm.gather(torch.tensor([[moved, largest]], dtype=torch.float64))
+            handle.learner.live.settle()
+            everyone = handle.comm.gather(handle.learner.live.rows()[..., :SIZE].flatten(1)).view(-1, 2, SIZE)
+            assert bool((everyone == everyone[..., :1]).all()), "torn"
+            # A job rounds each of its rows at most ten times by half a unit: in the flow, the meeting and the step.
+            error = 5 * (number + 1) * EPS * float(total[:, 1].max())
+            mean = float(everyone[..., 0].double().mean())
+            assert abs(mean - (1 + float(total[:, 0].mean()))) <= error, (mean, total, error)
+            assert error < RATE / 25, "a step lost in a double, RATE / 8 for a gradient of 1, would not be seen"
+            weights = float(handle.evaluation_model().weight.detach().unique())
+            assert abs(weights - float(everyone[:, 0, 0].double().mean())) <= EPS * float(total[:, 1].max())
+            assert bool((everyone[:, 0] != everyone[:, 1]).any())
+            handle.comm.gather(total[:1])  # nobody meets until all have read
+    print("right")
+
+
+def meets_in_order(rank: int, transport: str) -> None:
+    """One rank after the other: the rows are those of virtual learners."""
+    alpha, num = 0.8, 3
+    comm, generator = connect(transport), torch.Generator().manual_seed(1)
+    first = torch.randn(num, SIZE, generator=generator)
+    rows, virtual = comm.live(first[rank : rank + 1], alpha), VirtualCommunicator(num).live(first, alpha)
+    out, expected = torch.empty(2, SIZE)
+    for number in range(18):
+        one, peer, added = number % num, (number + 1 + number // num) % num, first[number % num] / 10
+        virtual.flow(one, 0.4, 1.0)
+        virtual.meet(one, peer, added, expected)
+        if rank == one:
+            rows.flow(one, 0.4, 1.0)
+            rows.meet(one, peer, added, out)
+            torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+        rows.settle()
+        torch.testing.assert_close(rows.rows()[0], virtual.rows()[rank], rtol=0, atol=1e-5)
+        torch.testing.assert_close(rows.own()[0], virtual.own()[rank], rtol=0, atol=1e-5)
+        rows.settle()
+    print(float((virtual.rows()[:, 0] - virtual.rows()[:, 1]).abs().max()) > 0.1)
+
+
+def resumes_accelerated(rank: int, transport: str) -> None:
+    """What was saved is loaded, with the doubles. Of two learners, alpha would be 1/2 and the doubles the weights."""
+    model, optimizer, handle = parts(transport, topology=ddpcore.Ring(), accelerated=True, alpha=0.8)
+    for _ in range(5):
+        step(model, optimizer, float(rank))
+    handle.learner.weights()  # all ranks are here
+    saved = copy.deepcopy((model.state_dict(), handle.state_dict()))
+    rows = handle.learner.live.rows()
+    handle.learner.weights()
+    for _ in range(5):
+        step(model, optimizer, 3.0)
+    changed = not torch.equal(handle.learner.live.rows(), rows)
+    model, _, handle = parts(transport, topology=ddpcore.Ring(), accelerated=True, alpha=0.8)
+    model.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    print(changed, torch.equal(handle.learner.live.rows(), rows), not torch.equal(rows[:, 0], rows[:, 1]))
 
 
 def is_slow(rank: int, transport: str) -> None:
@@ -265,7 +334,8 @@ def is_refused(rank: int, what: str) -> None:
 
 
 TRIALS: list[tuple[Any, ...]] = [
-    *((function, num, transport) for function, num in ((trains, 4), (meets, 4), (is_slow, 3), (dies, 3), (resumes, 2))
+    *((function, num, transport) for function, num in ((trains, 4), (meets, 4), (is_slow, 3), (dies, 3), (resumes, 2),
+                              (trains_accelerated, 4), (meets_in_order, 3), (resumes_accelerated, 2))
       for transport in ("shm", "pg")),
     (dies_in_an_average, 3),
     (stops_in_an_average, 2),

@@ -46,6 +46,9 @@ def outcome(outcomes: dict[str, Outcome]) -> Callable[..., Outcome]:
         (trials.meets, 4, "True"),
         (trials.is_slow, 3, "20 True"),
         (trials.resumes, 2, "True 5\nTrue"),
+        (trials.trains_accelerated, 4, "right"),
+        (trials.meets_in_order, 3, "True"),
+        (trials.resumes_accelerated, 2, "True True True"),
     ],
 )
 def test_what_is_true_of_every_run(

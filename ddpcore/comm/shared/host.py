@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.errors import TIMEOUT_SECONDS
-from ddpcore.comm.live import LiveWeights
+from ddpcore.comm.live import LiveWeights, first_rows
 from ddpcore.comm.shared.live import SharedLiveWeights
 from ddpcore.comm.shared.memory import HostMemory
 from ddpcore.comm.shared.segments import SegmentCommunicator
@@ -30,7 +30,8 @@ class SharedMemoryCommunicator(SegmentCommunicator):
         super().__init__(group, HostMemory(), timeout, "shared memory of one host")
 
     @override
-    def live(self, weights_LP: Tensor) -> LiveWeights:
-        rows = [row[: weights_LP.nbytes].view(weights_LP.dtype) for row in self._allocate(weights_LP.nbytes)]
-        rows[self.rank].copy_(weights_LP[0])
-        return SharedLiveWeights(self._coordinator, rows)
+    def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
+        first = first_rows(weights_LP, alpha)[0]
+        rows = [row[: first.nbytes].view(first.dtype).view(first.shape) for row in self._allocate(first.nbytes)]
+        rows[self.rank].copy_(first)
+        return SharedLiveWeights(self._coordinator, rows, alpha)

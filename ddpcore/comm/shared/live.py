@@ -4,7 +4,7 @@ A lock is one byte of a file that all ranks have open (``fcntl.lockf``). The ker
 dies. Rows are locked by ascending rank, so no two ranks wait for each other. A rank that dies while it writes leaves
 its mark, so nobody uses a row that is written in part. A lock orders memory: the next holder sees all earlier writes.
 
-Shapes: P elements of a learner's row.
+Shapes: a row is ``[K, P]``: P weights of a learner, and their double if K = 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.live import LiveWeights
-from ddpcore.comm.reductions import meet_
+from ddpcore.comm.meeting import flow_, meet_
 from ddpcore.comm.shared import memory
 from ddpcore.comm.shared.coordination import Coordinator
 from ddpcore.comm.shared.flags import LINE_BYTES, Flags
@@ -35,11 +35,12 @@ class SharedLiveWeights(LiveWeights):
 
     Args:
         coordinator: of the ranks, between two operations.
-        rows: ``[P]`` of each rank, in shared memory. Each rank has filled its own.
+        rows: ``[K, P]`` of each rank, in shared memory. Each rank has filled its own.
+        alpha: of A2CiD2; None for rows without a double.
     """
 
-    def __init__(self, coordinator: Coordinator, rows: Sequence[Tensor]) -> None:
-        self._coordinator, self._rows, self._rank = coordinator, rows, coordinator.rank
+    def __init__(self, coordinator: Coordinator, rows: Sequence[Tensor], alpha: float | None) -> None:
+        self._coordinator, self._rows, self._rank, self._alpha = coordinator, rows, coordinator.rank, alpha
         num_bytes = LINE_BYTES * len(rows)
         file = memory.create_file(num_bytes) if self._rank == 0 else -1
         number = coordinator.arrive(f"the opening of {len(rows)} rows to all ranks", str(file).encode())
@@ -61,10 +62,15 @@ class SharedLiveWeights(LiveWeights):
         """RuntimeError: the peer is gone, or a rank has died in the middle of an average, or has failed elsewhere."""
         self._coordinator.check_present(peer, "after its last step: end training with a collective call on all ranks")
         with self._writing(sorted({learner, peer})):
-            meet_(self._rows[learner], None if peer == learner else self._rows[peer], step_P, out_P)
+            meet_(self._rows[learner], None if peer == learner else self._rows[peer], step_P, out_P, self._alpha)
 
     @override
-    def own(self) -> Tensor:
+    def flow(self, learner: int, eta: float, time: float) -> None:
+        with self._writing([learner]):
+            flow_(self._rows[learner], eta, time)
+
+    @override
+    def rows(self) -> Tensor:
         with self._writing([self._rank]):
             return self._rows[self._rank][None].clone()
 
@@ -75,10 +81,10 @@ class SharedLiveWeights(LiveWeights):
         self._coordinator.finish(number)
 
     @override
-    def load(self, weights_LP: Tensor) -> None:
+    def load(self, rows_LKP: Tensor) -> None:
         self.settle()
         with self._writing([self._rank]):
-            self._rows[self._rank].copy_(weights_LP[0])
+            self._rows[self._rank].copy_(rows_LKP[0])
         self.settle()
 
     @contextmanager
