@@ -141,9 +141,10 @@ class _MixedExchange(PeerExchange):
 
     @override
     def received(self) -> Mapping[int, Tensor]:
-        rows = self._near.rows(self._weights_LP)
+        near = self._near.rows(self._weights_LP)
         with self._comm.told():
-            return {**rows, **self._far.rows(self._weights_LP)}
+            rows = {**near, **self._far.rows(self._weights_LP)}
+        return {learner: row for learner, row in rows.items() if learner not in self.learners}
 
     @override
     def mixture(self) -> WeightAverage:

@@ -1,0 +1,98 @@
+"""Ranks of two hosts: those of a host share memory, and a process group connects hosts. Four ranks on one machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ddpcore
+from ddpcore.comm.mixed import count_edges
+from helpers import mixed_ranks as helper
+from helpers import oracle, ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = [
+    (place, case)
+    for place in helper.PLACES
+    for case in helper.CASES
+    if place == "two and two" or case.strategy in helper.STRATEGIES
+]
+
+
+@pytest.fixture(scope="module")
+def real() -> list[dict[str, Any]]:
+    return ranks.run("mixed_ranks", helper.NUM_RANKS, timeout=600.0)
+
+
+@pytest.fixture(scope="module")
+def virtual() -> dict[Any, Any]:
+    return {case: oracle.train(case) for case in helper.CASES}
+
+
+@pytest.mark.parametrize(("place", "case"), CASES, ids=str)
+def test_ranks_have_the_bits_of_virtual_learners(
+    place: str, case: Any, real: list[dict[str, Any]], virtual: dict[Any, Any]
+) -> None:
+    """Every strategy, and DPSGD and push-sum on topologies whose edges lie inside hosts, between them, and both."""
+    seen = [rank[place]["oracle"][tuple(case)] for rank in real]
+    assert torch.equal(torch.cat([one.weights for one in seen]), virtual[case].weights)
+    assert torch.equal(torch.cat([one.losses for one in seen], dim=1), virtual[case].losses)
+    for one in seen:
+        assert torch.equal(one.average, virtual[case].average)
+
+
+@pytest.mark.parametrize("place", helper.PLACES)
+@pytest.mark.parametrize("name", helper.NARROW)
+def test_weights_of_16_bits(name: str, place: str, real: list[dict[str, Any]]) -> None:
+    weights = torch.cat([rank[place]["narrow"][name] for rank in real])
+    assert torch.equal(weights, helper.narrow(helper.NARROW[name], None))
+
+
+@pytest.mark.parametrize("place", helper.PLACES)
+@pytest.mark.parametrize("name", helper.TOPOLOGIES)
+def test_only_rows_for_other_hosts_go_by_the_process_group(name: str, place: str, real: list[dict[str, Any]]) -> None:
+    hosts, topology = helper.PLACES[place], oracle.topology_of(oracle.Case("dpsgd", name, 4, "fused"))
+    for rank, one in enumerate(real):
+        readers = [reader for step in range(4) for reader in topology.round(step, rank, 4).destinations]
+        far = [reader for reader in readers if hosts[reader] != hosts[rank]]
+        assert one[place]["sent"][name] == (400 * len(readers), 400 * len(far))
+
+
+def test_auto_says_which_edge_goes_how(real: list[dict[str, Any]]) -> None:
+    """Two edges of a ring and two of a hierarchy lie inside the hosts of two ranks; averages of all have no edges."""
+    for one in real:
+        seen = one["two and two"]["choices"]
+        text = "torch.distributed, gloo, between 2 hosts (2 edges) and for averages of all ranks"
+        assert seen["ring"] == ("mixed", f"{text}, shared memory inside a host (2 edges)")
+        assert seen["hierarchical"] == ("mixed", f"{text}, shared memory inside a host (2 edges)")
+        plain = "torch.distributed, gloo, between 2 hosts and for averages of all ranks, shared memory inside a host"
+        assert seen["ssgd"] == ("mixed", plain)
+        assert "2 hosts (4 edges)" in one["in turn"]["choices"]["ring"][1]
+        assert "inside a host (0 edges)" in one["in turn"]["choices"]["ring"][1]
+        assert one["apart"] == ("pg", "torch.distributed, gloo (4 ranks on 4 hosts)")
+
+
+@pytest.mark.parametrize("place", helper.PLACES)
+def test_what_mixed_cannot_do_still_works_by_auto(place: str, real: list[dict[str, Any]]) -> None:
+    for one in real:
+        assert one[place]["choices"]["adpsgd"][0] == "mixed"
+        assert one[place]["choices"]["shrink"][0] != "mixed"
+
+
+@pytest.mark.parametrize(
+    ("topology", "hosts", "edges"),
+    [
+        (ddpcore.Ring(), "aabb", (2, 2)),
+        (ddpcore.Ring(), "abab", (0, 4)),
+        (ddpcore.Ring(), "aaab", (2, 2)),
+        (ddpcore.Complete(), "aaab", (3, 3)),
+        (ddpcore.Hierarchical(2), "aabbcc", (3, 6)),
+        (ddpcore.OnePeerExponential(), "aabb", (2, 4)),
+        (ddpcore.RandomPair(), "aabb", (2, 4)),
+    ],
+)
+def test_edges_are_counted(topology: ddpcore.Topology, hosts: str, edges: tuple[int, int]) -> None:
+    assert count_edges(topology, hosts) == edges
