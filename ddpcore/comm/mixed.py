@@ -52,8 +52,11 @@ class MixedCommunicator(Communicator):
         self.description = self._describe("", "")
 
     def _describe(self, near: str, far: str) -> str:
-        between = f"between {len(set(self._hosts))} hosts{far} and for averages of all ranks"
-        return f"{self._far.description}, {between}, shared memory inside a host{near}"
+        num = len(set(self._hosts))
+        return (
+            f"{num} host{'' if num == 1 else 's'}: shared memory inside a host{near}, {self._far.description}, "
+            f"between hosts{far} and for averages of all ranks"
+        )
 
     def note_topology(self, topology: Topology) -> None:
         """Say in the description how many edges of a topology go which way, see :func:`count_edges`."""

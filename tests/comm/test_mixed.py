@@ -65,13 +65,12 @@ def test_auto_says_which_edge_goes_how(real: list[dict[str, Any]]) -> None:
     """Two edges of a ring and two of a hierarchy lie inside the hosts of two ranks; averages of all have no edges."""
     for one in real:
         seen = one["two and two"]["choices"]
-        text = "torch.distributed, gloo, between 2 hosts (2 edges) and for averages of all ranks"
-        assert seen["ring"] == ("mixed", f"{text}, shared memory inside a host (2 edges)")
-        assert seen["hierarchical"] == ("mixed", f"{text}, shared memory inside a host (2 edges)")
-        plain = "torch.distributed, gloo, between 2 hosts and for averages of all ranks, shared memory inside a host"
-        assert seen["ssgd"] == ("mixed", plain)
-        assert "2 hosts (4 edges)" in one["in turn"]["choices"]["ring"][1]
-        assert "inside a host (0 edges)" in one["in turn"]["choices"]["ring"][1]
+        text = "2 hosts: shared memory inside a host (2 edges), torch.distributed, gloo, between hosts (2 edges)"
+        text += " and for averages of all ranks"
+        assert seen["ring"] == seen["hierarchical"] == ("mixed", text)
+        assert seen["ssgd"] == ("mixed", text.replace(" (2 edges)", ""))
+        in_turn = text.replace("a host (2 edges)", "a host (0 edges)").replace("hosts (2 edges)", "hosts (4 edges)")
+        assert one["in turn"]["choices"]["ring"] == ("mixed", in_turn)
         assert one["apart"] == ("pg", "torch.distributed, gloo (4 ranks on 4 hosts)")
 
 
