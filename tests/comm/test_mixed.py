@@ -81,6 +81,25 @@ def test_what_mixed_cannot_do_still_works_by_auto(place: str, real: list[dict[st
         assert one[place]["choices"]["shrink"][0] != "mixed"
 
 
+def test_weights_that_are_read_in_place_are_not_overwritten(real: list[dict[str, Any]]) -> None:
+    """Neighbours on the host may still read the old ones."""
+    ring = torch.eye(4) / 3 + torch.eye(4).roll(1, 0) / 3 + torch.eye(4).roll(-1, 0) / 3
+    expected = [torch.linalg.matrix_power(ring, step) @ torch.arange(4.0) for step in (1, 2, 3)]
+    for rank, one in enumerate(real):
+        moves, seen = one["in place"]
+        assert moves
+        assert seen == pytest.approx([step[rank].item() for step in expected], rel=1e-6)
+
+
+def test_a_strategy_runs_over_mixed_if_it_runs_over_both() -> None:
+    class Apart(ddpcore.DPSGD):
+        transports = ("virtual", "pg")
+
+    ddpcore.ADPSGD().check_transport("mixed")
+    with pytest.raises(ValueError, match=r"dpsgd does not run over transport='mixed': take virtual learners .*'pg'"):
+        Apart(ddpcore.Ring()).check_transport("mixed")
+
+
 @pytest.mark.parametrize(
     ("topology", "hosts", "edges"),
     [

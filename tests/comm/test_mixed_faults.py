@@ -69,5 +69,9 @@ def test_ranks_of_a_host_that_cannot_share_memory(outcome: Callable[..., list[st
         ]
 
 
+def test_rows_that_change_without_waiting(outcome: Callable[..., list[str]]) -> None:
+    assert outcome(trials.waits_for_nobody, 4) == ["mixed True\n"] * 4
+
+
 def test_memory_is_freed(outcome: Callable[..., list[str]]) -> None:
     assert outcome(trials.frees, 4) == ["freed\n"] * 4

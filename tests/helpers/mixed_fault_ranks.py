@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ddpcore
@@ -58,14 +59,16 @@ def is_refused(rank: int) -> None:
         print(handle.comm.description)
 
 
-def runs(rank: int, make: Any) -> None:
+def runs(make: Any) -> ddpcore.comm.Communicator:
+    """Three steps and an evaluation."""
     model = nn.Linear(50, 70)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, make(), transport="mixed")
     for _ in range(3):
         model(torch.ones(3, 50)).sum().backward()
         optimizer.step()
-    handle.evaluation_model()
+    assert all(one.isfinite().all() for one in handle.evaluation_model().parameters())
+    return handle.comm
 
 
 def frees(rank: int) -> None:
@@ -78,10 +81,18 @@ def frees(rank: int) -> None:
 
     claim_host(HOSTS[rank])
     for make in (lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2, group=2)):
-        runs(rank, make)
+        runs(make)
         gc.collect()
         assert held() == (0, 0), held()
     print("freed")
+
+
+def waits_for_nobody(rank: int) -> None:
+    """ADPSGD takes the process group alone, for rows of the own host, too."""
+    claim_host(HOSTS[rank])
+    comm = runs(lambda: ddpcore.ADPSGD(ddpcore.Ring()))
+    print(comm.transport, comm.bytes_sent > 0)
+    dist.barrier()
 
 
 TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
@@ -90,6 +101,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (averages, 4),
     (is_refused, 4),
     (frees, 4),
+    (waits_for_nobody, 4),
 ]
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddpcore
+from ddpcore.comm import MixedCommunicator
 from ddpcore.comm.shared import coordination
+from ddpcore.ops import Mixture
 from ddpcore.optim import FusedSGD
 from helpers import host_ranks, oracle
 from helpers.ranks import join
@@ -77,6 +79,22 @@ def sent(topology: Any) -> tuple[int, int]:
     return comm.bytes_sent, comm._far.bytes_sent
 
 
+def in_place(rank: int) -> tuple[bool, list[float]]:
+    """Whether the new weights go to another buffer than the old ones, and the averages of three steps in place."""
+    hosts = PLACES["two and two"]
+    claim_host(hosts[rank])
+    comm = MixedCommunicator(None, hosts)
+    weights, moves, seen = torch.full((1, 100), float(rank)), [], []
+    for step in range(3):
+        mixture = comm.exchange_in_place(weights, ddpcore.Ring(), step).mixture()
+        assert isinstance(mixture, Mixture)
+        moves.append(mixture.out is not None and mixture.out.data_ptr() != weights.data_ptr())
+        mixture.apply_(weights)
+        weights = weights if mixture.out is None else mixture.out[None]
+        seen += weights.unique().tolist()
+    return all(moves), seen
+
+
 def main() -> None:
     path, rank, _ = join()
     seen: dict[str, Any] = {}
@@ -89,6 +107,7 @@ def main() -> None:
             "choices": choices(),
             "sent": {name: sent(oracle.topology_of(oracle.Case("dpsgd", name, 4, "fused"))) for name in TOPOLOGIES},
         }
+    seen["in place"] = in_place(rank)
     claim_host(f"host {rank}")
     seen["apart"] = chosen(ddpcore.DPSGD(ddpcore.Ring()))
     torch.save(seen, path)
