@@ -61,6 +61,12 @@ def test_only_rows_for_other_hosts_go_by_the_process_group(name: str, place: str
         assert one[place]["sent"][name] == (400 * len(readers), 400 * len(far))
 
 
+@pytest.mark.parametrize(("place", "sent"), [("two and two", 0), ("three and one", 400), ("in turn", 400)])
+def test_groups_on_a_host_share_memory(place: str, sent: int, real: list[dict[str, Any]]) -> None:
+    """If each group is on one host."""
+    assert [one[place]["grouped"] for one in real] == [([0.5], sent)] * 2 + [([2.5], sent)] * 2
+
+
 def test_auto_says_which_edge_goes_how(real: list[dict[str, Any]]) -> None:
     """Two edges of a ring and two of a hierarchy lie inside the hosts of two ranks; averages of all have no edges."""
     for one in real:

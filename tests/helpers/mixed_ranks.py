@@ -79,6 +79,15 @@ def sent(topology: Any) -> tuple[int, int]:
     return comm.bytes_sent, comm._far.bytes_sent
 
 
+def grouped(rank: int) -> tuple[list[float], int]:
+    """The mean of ranks 0 and 1, or of 2 and 3, and what this rank sent for it over the process group."""
+    comm = ddpcore.comm.connect(dist.group.WORLD, "auto", torch.device("cpu"))
+    comm.form_groups(2)
+    rows = torch.full((1, 100), float(rank))
+    comm.average_groups_(rows, 2).wait()
+    return rows.unique().tolist(), comm._far.bytes_sent
+
+
 def in_place(rank: int) -> tuple[bool, list[float]]:
     """Whether the new weights go to another buffer than the old ones, and the averages of three steps in place."""
     hosts = PLACES["two and two"]
@@ -105,6 +114,7 @@ def main() -> None:
             "oracle": {tuple(case): oracle.train(case, dist.group.WORLD, transport="mixed") for case in cases},
             "narrow": {name: narrow(make, "mixed") for name, make in NARROW.items()},
             "choices": choices(),
+            "grouped": grouped(rank),
             "sent": {name: sent(oracle.topology_of(oracle.Case("dpsgd", name, 4, "fused"))) for name in TOPOLOGIES},
         }
     seen["in place"] = in_place(rank)
