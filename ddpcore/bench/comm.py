@@ -64,9 +64,8 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
     num_ranks = config.world_size or (4 if torchrun is None else torchrun.world_size)
     bench = BenchConfig(world_size=config.world_size, device=config.device, batch_size=num_ranks)
     resolved = resolve_ranks(bench, torchrun)
-    chosen = []
-    for name in config.transport or ALL:
-        hosts = num_hosts(torchrun)
+    chosen, hosts = [], num_hosts(torchrun)
+    for name in config.transport or [name for name in ALL if name != "mixed" or hosts > 1]:
         try:
             choose_transport(name, world_size=resolved.world_size, device=resolved.device, num_hosts=hosts)
             chosen.append(name)

@@ -192,7 +192,7 @@ class ResolvedConfig:
 
     @property
     def transport_name(self) -> str | None:
-        """``shm``, ``ipc`` or ``pg``; None for virtual learners."""
+        """One of ``TRANSPORTS`` other than ``auto``; None for virtual learners."""
         return None if self.transport is None else self.transport.name
 
     def train_config(self, strategy: str, **more: Any) -> TrainConfig:
@@ -231,7 +231,10 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         raise ValueError(f"--backend gloo: {world_size} ranks would share {num_gpus} GPU: use --backend virtual")
     transport = None
     if choice.backend != "virtual":
-        transport = choose_transport(config.transport, world_size=world_size, device=device, num_hosts=num_hosts)
+        may_die = config.on_failure != ON_FAILURE[0]
+        transport = choose_transport(
+            config.transport, world_size=world_size, device=device, num_hosts=num_hosts, may_die=may_die
+        )
     elif config.transport != "auto":
         raise ValueError(f"--transport {config.transport} is for real ranks: leave it out, or use --backend gloo")
     config.train_config(DPSGD.name).make_topology().validate(world_size)

@@ -29,6 +29,7 @@ from ddpcore.bench.contender import (
 )
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
+from ddpcore.comm.mixed import MixedCommunicator
 from ddpcore.report.strategies import print_strategies
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
@@ -84,8 +85,20 @@ def run_rank(world: World, resolved: ResolvedConfig) -> None:
     results = [_gather(one, resolved, meter) for one in contenders]
     if contenders[-1].is_first:
         about = {name: getattr(config, name) for name in ("model", "dataset", "batch_size")}
-        result = {"environment": environment(resolved), **about, "rows": _rows(resolved, results)}
+        where = environment(resolved)
+        where["notes"] += _edges(contenders)
+        result = {"environment": where, **about, "rows": _rows(resolved, results)}
         publish(result, lambda plain, console: print_strategies(plain, config, console), config)
+
+
+def _edges(contenders: Sequence[Contender]) -> list[str]:
+    """Which edges of the topology go which way, where ranks of several hosts are connected in two ways."""
+    comms = {one.name: one.trainer.handle.comm for one in contenders if one.trainer is not None}
+    return [
+        f"{name}: {comm.description}"
+        for name, comm in comms.items()
+        if name in GOSSIP and isinstance(comm, MixedCommunicator)
+    ]
 
 
 def _build(

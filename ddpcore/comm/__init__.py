@@ -6,6 +6,7 @@ from .choice import Choice, Transport, choose_backend, choose_transport
 from .connect import connect
 from .link import LearnerClock, Link, LinkedCommunicator
 from .live import LiveWeights
+from .mixed import MixedCommunicator
 from .process import ProcessGroupCommunicator
 from .shared.cuda_ipc import CudaIpcCommunicator
 from .shared.host import SharedMemoryCommunicator
@@ -20,6 +21,7 @@ __all__ = [
     "Link",
     "LinkedCommunicator",
     "LiveWeights",
+    "MixedCommunicator",
     "ProcessGroupCommunicator",
     "SharedMemoryCommunicator",
     "Transport",

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 BACKENDS = ("auto", "nccl", "gloo", "virtual")
-TRANSPORTS = ("auto", "shm", "ipc", "pg")
+TRANSPORTS = ("auto", "shm", "ipc", "pg", "mixed")
 
 
 @dataclass(frozen=True)
@@ -49,43 +49,53 @@ def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: in
 
 @dataclass(frozen=True)
 class Transport:
-    """A transport between real ranks, ``shm``, ``ipc`` or ``pg``, and the reason for it in one clause."""
+    """A transport between real ranks, of ``TRANSPORTS``, and the reason for it in one clause."""
 
     name: str
     reason: str
 
 
-def choose_transport(requested: str, *, world_size: int, device: str, num_hosts: int) -> Transport:
-    """Choose shared memory for several ranks on the CPU of one Linux host, and the process group otherwise.
+def choose_transport(
+    requested: str, *, world_size: int, device: str, num_hosts: int, may_die: bool = False
+) -> Transport:
+    """Choose shared memory for ranks on the CPU of one Linux host, and for those of each host if there are several.
 
-    CUDA IPC is used only if it is requested.
+    The process group connects all other ranks. CUDA IPC is used only if it is requested.
 
     Args:
         requested: one of ``TRANSPORTS``. This function decides only if it is ``auto``.
         world_size: number of ranks.
         device: ``cpu`` or ``cuda``, where the model trains.
         num_hosts: number of machines that the ranks run on.
+        may_die: whether the others go on when a rank dies (``on_failure="shrink"``).
 
     Raises:
         ValueError: the requested transport cannot connect these ranks; the message names a flag to change.
     """
     if requested not in TRANSPORTS:
         raise ValueError(f"transport is {requested!r}: choose from {', '.join(TRANSPORTS)}")
-    for name, wanted in (("shm", "cpu"), ("ipc", "cuda")):
+    for name, wanted in (("shm", "cpu"), ("ipc", "cuda"), ("mixed", "cpu")):
         if requested == name and device != wanted:
             raise ValueError(
                 f"--transport {name} is for ranks on {wanted} and the model is on {device}: use --transport pg"
             )
-        if requested == name and num_hosts > 1:
+        if requested == name != "mixed" and num_hosts > 1:
             raise ValueError(f"--transport {name} is for one host and the ranks are on {num_hosts}: use --transport pg")
+    if requested == "mixed" and may_die:
+        raise ValueError("--transport mixed is for ranks that end together when one dies: use --transport pg")
     if requested != "auto":
         return Transport(requested, "as requested")
     if device != "cpu":
         return Transport("pg", f"ranks on {device}")
     if world_size == 1:
         return Transport("pg", "one rank shares memory with no other")
-    if num_hosts > 1:
-        return Transport("pg", f"ranks on {num_hosts} hosts")
+    if num_hosts == world_size:
+        return Transport("pg", f"{world_size} ranks on {num_hosts} hosts")
     if sys.platform != "linux":
         return Transport("pg", "shared memory needs Linux")
+    if num_hosts > 1 and may_die:
+        return Transport("pg", f"ranks on {num_hosts} hosts, which may die")
+    if num_hosts > 1:
+        how = "those of a host share memory, a process group connects hosts"
+        return Transport("mixed", f"{world_size} ranks on {num_hosts} hosts: {how}")
     return Transport("shm", f"{world_size} ranks on the CPU of one host")

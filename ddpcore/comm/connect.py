@@ -15,8 +15,9 @@ from ddpcore.comm.errors import TIMEOUT_SECONDS
 from ddpcore.comm.fabric import Fabric
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership
+from ddpcore.comm.mixed import MixedCommunicator
 from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
-from ddpcore.comm.shared.coordination import Unreachable, host_id
+from ddpcore.comm.shared import coordination
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
 from ddpcore.comm.shared.elastic import SharedMemoryFabric
 from ddpcore.comm.shared.host import SharedMemoryCommunicator
@@ -38,8 +39,8 @@ def connect(
 
     Args:
         group: the process group; None for virtual learners in this process.
-        transport: ``shm``, ``ipc``, ``pg`` or ``auto``. If ``auto`` chooses ``pg``, the communicator's ``description``
-            contains the reason.
+        transport: ``shm``, ``ipc``, ``pg``, ``mixed`` or ``auto``. If ``auto`` chooses ``pg``, the communicator's
+            ``description`` contains the reason.
         device: the device of the model.
         timeout: seconds that a living rank may let the others wait.
         link: a network to emulate between ranks on the CPU; None for no emulation.
@@ -89,8 +90,8 @@ def _connect_elastic(
         return ElasticVirtualCommunicator(num)
     check_agents()
     ids, first = (None, 0) if membership is None else (membership.members, membership.first)
-    hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
-    choice = choose_transport(transport, world_size=num, device=device.type, num_hosts=len(set(hosts)))
+    hosts = gather_objects(group, coordination.host_id(), "the search for a transport", timeout)
+    choice = choose_transport(transport, world_size=num, device=device.type, num_hosts=len(set(hosts)), may_die=True)
     if choice.name == "ipc":
         raise ValueError("on_failure='shrink' does not work over CUDA IPC: take transport='pg'")
     if choice.name == "shm":
@@ -101,15 +102,17 @@ def _connect_elastic(
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
-    hosts = gather_objects(group, host_id(), "the search for a transport", timeout)
+    hosts = gather_objects(group, coordination.host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=len(hosts), device=device.type, num_hosts=len(set(hosts)))
     reason = choice.reason
     if choice.name == "ipc":
         return CudaIpcCommunicator(group, device, timeout)
-    if choice.name == "shm":
+    if choice.name in ("shm", "mixed"):
         try:
+            if choice.name == "mixed":
+                return MixedCommunicator(group, hosts, timeout)
             return SharedMemoryCommunicator(group, timeout)
-        except Unreachable as error:
+        except coordination.Unreachable as error:
             if transport != "auto":
                 raise
             reason = str(error)

@@ -19,6 +19,7 @@ from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
 from ddpcore.comm.link import Link
 from ddpcore.comm.membership import ON_FAILURE, Membership, check_on_failure
+from ddpcore.comm.mixed import MixedCommunicator
 from ddpcore.comm.process import default_group
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
@@ -67,7 +68,7 @@ def distribute(
         learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         group: the process group. None is the default group, and for virtual learners no group.
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
-        transport, link: ``shm``, ``ipc``, ``pg`` or ``auto``, and a network to emulate: see docs/transports.md.
+        transport, link: ``shm``, ``ipc``, ``pg``, ``mixed``, ``auto``; a network to emulate: docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         bucket_bytes, first_bucket_bytes: sizes of the largest bucket of averaged gradients, and of the first one.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
@@ -134,6 +135,8 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
     if strategy.group > 1:
         check_group(strategy, comm.num_learners, len(comm.learners))
         comm.form_groups(strategy.group)
+    if isinstance(comm, MixedCommunicator) and strategy.topology is not None:
+        comm.note_topology(strategy.topology)
     if isinstance(comm, ElasticCommunicator):
         comm.door.announce(facts, num_first)
     if comm.num_learners == 1 and not strategy.averages_gradients:

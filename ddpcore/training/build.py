@@ -166,7 +166,10 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
         name = "grid"
     else:
         device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
-        name = choose_transport(config.transport, world_size=num_ranks, device=device, num_hosts=num_hosts).name
+        may_die = config.on_failure == "shrink"
+        name = choose_transport(
+            config.transport, world_size=num_ranks, device=device, num_hosts=num_hosts, may_die=may_die
+        ).name
     strategy.check_transport(name)
 
 

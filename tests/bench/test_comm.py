@@ -88,7 +88,7 @@ REFUSED = [
     ("--max-mib inf", "--max-mib is inf"),
     ("--max-mib 100000000", "GB are free: take --max-mib"),
     ("--seconds 0", "--seconds is 0"),
-    ("--transport auto", "--transport is 'auto': choose from shm, ipc, pg"),
+    ("--transport auto", "--transport is 'auto': choose from shm, ipc, pg, mixed"),
     ("--transport pg,pg", "--transport names one twice"),
     ("--transport ipc", "--transport ipc is for ranks on cuda"),
     ("--device tpu", "--device is 'tpu'"),

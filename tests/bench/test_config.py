@@ -197,11 +197,14 @@ def test_the_transport() -> None:
     assert resolved.transport.name == "shm"
     apart = resolve(BenchConfig(), world_size=4, num_gpus=0, num_hosts=2)
     assert apart.transport is not None
-    assert apart.transport.name == "pg"
+    assert apart.transport.name == "mixed"
+    may_die = resolve(BenchConfig(on_failure="shrink"), world_size=4, num_gpus=0, num_hosts=2)
+    assert may_die.transport is not None
+    assert may_die.transport.name == "pg"
     assert resolve(BenchConfig(backend="virtual"), world_size=4, num_gpus=0).transport is None
     with pytest.raises(ValueError, match="--transport shm is for real ranks"):
         resolve(BenchConfig(backend="virtual", transport="shm"), world_size=4, num_gpus=0)
     with pytest.raises(ValueError, match="--transport ipc"):
         resolve(BenchConfig(transport="ipc"), world_size=4, num_gpus=0)
-    with pytest.raises(ValueError, match="--transport is 'tcp': choose from auto, shm, ipc, pg"):
+    with pytest.raises(ValueError, match="--transport is 'tcp': choose from auto, shm, ipc, pg, mixed"):
         BenchConfig(transport="tcp")

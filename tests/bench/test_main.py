@@ -233,6 +233,15 @@ def test_refused_as_a_process(line: str, tmp_path: Path) -> None:
 # --- small runs --------------------------------------------------------------------------------------------------
 
 
+def test_edges_that_go_two_ways_are_counted(tmp_path: Path) -> None:
+    """Here all ranks are on one host, whatever was requested."""
+    line = "--world-size 2 --steps 2 --batch-size 32 --strategies ssgd,dpsgd --transport mixed"
+    environment, _, text = rows_of(line, tmp_path)
+    said = "dpsgd: 1 host: shared memory inside a host (1 edge), torch.distributed, gloo, between hosts (0 edges)"
+    assert [note for note in environment["notes"] if "host" in note] == [f"{said} and for averages of all ranks"]
+    assert said.split(",")[0] in text
+
+
 def test_default_strategies_twice(tmp_path: Path) -> None:
     """Two real ranks. The same seed gives the same losses, bit for bit, however the ranks were started."""
     line = "--world-size 2 --steps 6 --batch-size 32 --seed 3 --period 2"

@@ -54,7 +54,10 @@ def test_errors_name_a_flag_that_helps(requested: str, device: str, num_gpus: in
     [
         (4, "cpu", 1, "shm", "4 ranks on the CPU of one host"),
         (1, "cpu", 1, "pg", "no other"),
-        (4, "cpu", 2, "pg", "2 hosts"),
+        (4, "cpu", 2, "mixed", "4 ranks on 2 hosts: those of a host share memory, a process group connects hosts"),
+        (3, "cpu", 2, "mixed", "3 ranks on 2 hosts"),
+        (4, "cpu", 4, "pg", "4 ranks on 4 hosts"),
+        (4, "cuda", 2, "pg", "cuda"),
         (4, "cuda", 1, "pg", "cuda"),
     ],
 )
@@ -66,10 +69,21 @@ def test_auto_transport(world_size: int, device: str, num_hosts: int, transport:
 
 def test_auto_transport_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    assert choose_transport("auto", world_size=2, device="cpu", num_hosts=1).name == "pg"
+    for num_hosts in (1, 2):
+        assert choose_transport("auto", world_size=4, device="cpu", num_hosts=num_hosts).name == "pg"
 
 
-@pytest.mark.parametrize(("requested", "device"), [("shm", "cpu"), ("ipc", "cuda"), ("pg", "cpu"), ("pg", "cuda")])
+def test_ranks_that_may_die_are_not_connected_in_two_ways() -> None:
+    choice = choose_transport("auto", world_size=4, device="cpu", num_hosts=2, may_die=True)
+    assert choice == Transport("pg", "ranks on 2 hosts, which may die")
+    assert choose_transport("auto", world_size=4, device="cpu", num_hosts=1, may_die=True).name == "shm"
+    with pytest.raises(ValueError, match=r"--transport mixed is for ranks that end together .* use --transport pg"):
+        choose_transport("mixed", world_size=4, device="cpu", num_hosts=2, may_die=True)
+
+
+@pytest.mark.parametrize(
+    ("requested", "device"), [("shm", "cpu"), ("ipc", "cuda"), ("pg", "cpu"), ("pg", "cuda"), ("mixed", "cpu")]
+)
 def test_a_requested_transport(requested: str, device: str) -> None:
     choice = choose_transport(requested, world_size=2, device=device, num_hosts=1)
     assert choice == Transport(requested, "as requested")
@@ -82,6 +96,7 @@ def test_a_requested_transport(requested: str, device: str) -> None:
         ("ipc", "cpu", 1, "use --transport pg"),
         ("shm", "cpu", 2, "use --transport pg"),
         ("ipc", "cuda", 3, "use --transport pg"),
+        ("mixed", "cuda", 2, "use --transport pg"),
         ("rdma", "cpu", 1, ", ".join(TRANSPORTS)),
     ],
 )

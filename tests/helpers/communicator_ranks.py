@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore import Complete, Matching, RandomPair, Ring, Topology
-from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, traffic
+from ddpcore.comm import (
+    Communicator,
+    MixedCommunicator,
+    ProcessGroupCommunicator,
+    SharedMemoryCommunicator,
+    traffic,
+)
 from helpers.ranks import join
 
 TOPOLOGIES = (Complete(), Ring(), RandomPair(seed=2), Matching([[(0, 1)], [(1, 2)], []]))
@@ -109,15 +115,18 @@ def dtypes(comm: Communicator, rank: int) -> dict[str, Any]:
 def main() -> None:
     path, rank, _ = join()
     pg, shm = ProcessGroupCommunicator(), SharedMemoryCommunicator(timeout=60.0)
-    seen = {"pg": communicator(pg, rank), "shm": communicator(shm, rank)}
+    mixed = MixedCommunicator(None, ["one", "one", "other"], timeout=60.0)
+    seen = {"pg": communicator(pg, rank), "shm": communicator(shm, rank), "mixed": communicator(mixed, rank)}
     seen["narrow"] = {
         "pg": narrow(pg, rank),
         "shm": narrow(shm, rank),
+        "mixed": narrow(mixed, rank),
         "grid": narrow(ProcessGroupCommunicator(num_rows=2), rank),
     }
     seen["dtypes"] = {
         "pg": dtypes(pg, rank),
         "shm": dtypes(shm, rank),
+        "mixed": dtypes(mixed, rank),
         "grid": dtypes(ProcessGroupCommunicator(num_rows=2), rank),
     }
     torch.save(seen, path)

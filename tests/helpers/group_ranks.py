@@ -15,6 +15,7 @@ from ddpcore.comm import (
     Communicator,
     Link,
     LinkedCommunicator,
+    MixedCommunicator,
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
     traffic,
@@ -24,7 +25,7 @@ from helpers.ranks import join
 
 NUM_RANKS, NUM_ROWS, AHEAD = 4, 2, 600  # more averages than shared memory keeps texts of
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
-SIZES = {"pg": (2, 4), "shm": (2, 4), "link": (2,), "grid": (2, 4, 8)}
+SIZES = {"pg": (2, 4), "shm": (2, 4), "link": (2,), "mixed": (2, 4), "grid": (2, 4, 8)}
 COLUMNS = slice(3, 40)
 
 
@@ -130,10 +131,11 @@ def main() -> None:
         "pg": ProcessGroupCommunicator(timeout=60.0),
         "shm": SharedMemoryCommunicator(timeout=60.0),
         "link": LinkedCommunicator(SharedMemoryCommunicator(timeout=60.0), Link.parse("1Mb/s,1ms")),
+        "mixed": MixedCommunicator(None, ["one", "one", "other", "other"], timeout=60.0),
         "grid": ProcessGroupCommunicator(num_rows=NUM_ROWS, timeout=60.0),
     }
     seen: dict[str, Any] = {name: averages(comm, SIZES[name]) for name, comm in comms.items()}
-    for name in ("pg", "shm"):
+    for name in ("pg", "shm", "mixed"):
         alone(comms[name], rank, store, name)
     seen["part"] = in_a_part_of_the_world(rank)
     seen["scaled"] = {transport: scaled(rank, transport) for transport in ("pg", "shm")}

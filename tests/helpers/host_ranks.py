@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddpcore
+from ddpcore.comm.shared import coordination
 from ddpcore.experiments import hosts
 from ddpcore.optim import FusedSGD
 from helpers import oracle
@@ -30,7 +31,13 @@ def case_of(strategy: str) -> oracle.Case:
     return oracle.Case(strategy, topology if strategy in oracle.GOSSIP else oracle.AVERAGES[0], WORLD_SIZE, "fused")
 
 
-CASES = [case_of(strategy) for strategy in oracle.MAKERS]
+CASES = {
+    "pg": [case_of(strategy) for strategy in oracle.MAKERS],
+    "mixed": [  # every strategy: comm/test_mixed.py
+        *(oracle.Case("dpsgd", topology, WORLD_SIZE, "fused") for topology in ("ring", "hierarchical", "random_pair")),
+        *(case_of(strategy) for strategy in ("dpsgd_stale", "push_sum", "slowmo", "ssgd", "grouped")),
+    ],
+}
 TOPOLOGIES: dict[str, Any] = {
     "hierarchical": lambda: ddpcore.Hierarchical(PER_HOST, ddpcore.OnePeerExponential()),
     "hierarchical_complete": lambda: ddpcore.Hierarchical(PER_HOST, ddpcore.Complete()),
@@ -46,13 +53,19 @@ LOCAL: dict[str, Any] = {
 
 
 def train(
-    make: Any, num_learners: int, sizes: tuple[int, int], rank: int | None = None, before_step: Any = None, **more: Any
+    make: Any,
+    num_learners: int,
+    sizes: tuple[int, int],
+    rank: int | None = None,
+    before_step: Any = None,
+    transport: str = "pg",
+    **more: Any,
 ) -> Tensor:
     """The weights of the learners here: of one rank, or of as many virtual learners."""
     torch.manual_seed(0)
     model = nn.Linear(*sizes)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-    options = {"learners": num_learners, "vectorize": False} if rank is None else {"transport": "pg"}
+    options = {"learners": num_learners, "vectorize": False} if rank is None else {"transport": transport}
     handle = ddpcore.distribute(model, optimizer, make(), **options, **more)
     for step in range(STEPS):
         if before_step is not None:
@@ -80,14 +93,14 @@ def sent_by(device: str) -> int:
     return sent - SEGMENT * int(values[names.index("RetransSegs")])
 
 
-def count_bytes(rank: int, device: str) -> dict[str, int]:
-    """What this host sends in the steps of a run, by topology or strategy."""
+def count_bytes(rank: int, device: str, transport: str) -> dict[str, list[int]]:
+    """What this host sends in the steps of a run to the other one, and by its loopback device; by run."""
     counted = {}
 
-    def read() -> int:
+    def read() -> Tensor:
         """Between two barriers, so that no rank of this host has begun what follows."""
         dist.barrier()
-        count = sent_by(device)
+        count = torch.tensor([sent_by(device), sent_by("lo")])
         dist.barrier()
         return count
 
@@ -98,9 +111,9 @@ def count_bytes(rank: int, device: str) -> dict[str, int]:
 
     makes = {name: lambda make=make: ddpcore.DPSGD(make()) for name, make in TOPOLOGIES.items()}
     for name, make in {**makes, **LOCAL}.items():
-        start = 0
-        train(make, WORLD_SIZE, SIZES, rank, before_step)
-        counted[name] = read() - start
+        start = torch.zeros(2)
+        train(make, WORLD_SIZE, SIZES, rank, before_step, transport)
+        counted[name] = (read() - start).tolist()
     return counted
 
 
@@ -109,8 +122,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     device = hosts.device(rank // PER_HOST)
-    results = {tuple(case): oracle.train(case, dist.group.WORLD, transport="pg") for case in CASES}
-    bytes_sent = count_bytes(rank, device)
+    coordination.host_id = lambda: device  # the namespaces of one machine are one host otherwise
+    results, bytes_sent = {}, {}
+    for transport, cases in CASES.items():
+        results[transport] = {tuple(case): oracle.train(case, dist.group.WORLD, transport=transport) for case in cases}
+        bytes_sent[transport] = count_bytes(rank, device, transport)
     found = {"results": results, "bytes": bytes_sent, "namespace": os.readlink("/proc/self/ns/net")}
     torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
     dist.barrier()

@@ -12,7 +12,7 @@ import torch
 from ddpcore.experiments import hosts
 from helpers import forked, host_ranks, oracle, ranks
 
-NUM_HOSTS, SECONDS = 2, 240.0
+NUM_HOSTS, SECONDS = 2, 400.0
 
 
 @pytest.fixture(scope="module")
@@ -43,42 +43,59 @@ def test_ranks_are_on_two_hosts(found: list[dict[str, Any]]) -> None:
     assert spaces[0] == spaces[1] != spaces[2] == spaces[3]
 
 
-@pytest.mark.parametrize("case", host_ranks.CASES, ids=str)
-def test_two_hosts_equal_virtual_learners(case: oracle.Case, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("transport", "case"), [(name, case) for name, cases in host_ranks.CASES.items() for case in cases], ids=str
+)
+def test_two_hosts_equal_virtual_learners(transport: str, case: oracle.Case, found: list[dict[str, Any]]) -> None:
     """Bit for bit; so do ranks on one host (strategies/test_oracle.py)."""
     virtual = oracle.train(case)
-    real = [one["results"][tuple(case)] for one in found]
+    real = [one["results"][transport][tuple(case)] for one in found]
     assert torch.equal(torch.cat([one.weights for one in real]), virtual.weights)
     assert torch.equal(torch.cat([one.losses for one in real], dim=1), virtual.losses)
 
 
+ROW = 4 * (host_ranks.SIZES[0] + 1) * host_ranks.SIZES[1]  # bytes of the weights
+
+
+def counted(found: list[dict[str, Any]], host: int, transport: str) -> dict[str, list[int]]:
+    """Bytes that a host has sent to the other one, and by its loopback device, by topology or strategy."""
+    return found[host * host_ranks.PER_HOST]["bytes"][transport]
+
+
+@pytest.mark.parametrize("transport", host_ranks.CASES)
 @pytest.mark.parametrize("name", host_ranks.TOPOLOGIES)
-def test_bytes_between_hosts(name: str, found: list[dict[str, Any]]) -> None:
-    """A host sends what the topology says, and at most 2 % for headers, acknowledgements and two barriers."""
+def test_bytes_of_rows(name: str, transport: str, found: list[dict[str, Any]]) -> None:
+    """A host sends what the topology says, and at most 2 % for headers, acknowledgements and two barriers.
+
+    Rows for the own host go by its loopback device over a process group, and by no device if its ranks share memory.
+    """
     per_host, topology = host_ranks.PER_HOST, host_ranks.TOPOLOGIES[name]()
-    row = 4 * (host_ranks.SIZES[0] + 1) * host_ranks.SIZES[1]
     for host in range(NUM_HOSTS):
         own = range(host * per_host, (host + 1) * per_host)
         rounds = [topology.round(step, rank, 4) for step in range(host_ranks.STEPS) for rank in own]
-        expected = row * sum(other not in own for one in rounds for other in one.destinations)
-        counted = found[host * per_host]["bytes"][name]
-        assert expected <= counted <= 1.02 * expected
+        readers = [other for one in rounds for other in one.destinations]
+        far = ROW * sum(other not in own for other in readers)
+        near = ROW * sum(other in own for other in readers)
+        between, inside = counted(found, host, transport)[name]
+        assert near > 0
+        assert far <= between <= 1.02 * far
+        assert near <= inside if transport == "pg" else inside < 0.02 * ROW
 
 
-def test_bytes_of_averages_between_hosts(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("transport", host_ranks.CASES)
+def test_bytes_of_averages_between_hosts(transport: str, found: list[dict[str, Any]]) -> None:
     """Nothing but the two averages of weights leaves a host if groups are hosts. A ring sends 2 * 3 / 4 of the weights.
 
     A first step sends a few numbers about the parameters, too.
     """
-    average = 2 * 3 * 4 * (host_ranks.SIZES[0] + 1) * host_ranks.SIZES[1] // 4
+    average = 2 * 3 * ROW // 4
     for host in range(NUM_HOSTS):
-        counted = found[host * host_ranks.PER_HOST]["bytes"]
         for name, number in (("ssgd", host_ranks.STEPS), ("local_sgd", 2), ("grouped", 2)):
-            assert number * average <= counted[name] <= 1.02 * number * average, name
+            assert number * average <= counted(found, host, transport)[name][0] <= 1.02 * number * average, name
 
 
 def test_hierarchies_send_less_between_hosts(found: list[dict[str, Any]]) -> None:
     """Than all to all: an edge of hosts is one message of each learner, not one to each learner of the other host."""
     for host in range(NUM_HOSTS):
-        counted = found[host * host_ranks.PER_HOST]["bytes"]
-        assert counted["hierarchical"] < 0.6 * counted["complete"]
+        sent = counted(found, host, "pg")
+        assert sent["hierarchical"][0] < 0.6 * sent["complete"][0]

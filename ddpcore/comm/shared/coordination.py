@@ -83,13 +83,14 @@ class Coordinator:
         except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
             why = f"rank {self.rank} cannot make shared memory ({error})"
         addresses = gather_objects(group, self.address, "the set-up of shared memory", timeout)
-        hosts = {other.host for other in addresses}
+        known = dict(zip(ids, addresses, strict=True))
+        known = known if among is None else {rank: known[rank] for rank in among}
+        hosts = {other.host for other in known.values()}
         if len(hosts) > 1 and not why:
-            why = f"the {self.num_ranks} ranks are on {len(hosts)} hosts"
+            why = f"the {len(known)} ranks are on {len(hosts)} hosts"
         try:
             if not why:
-                known = dict(zip(ids, addresses, strict=True))
-                self.meet(known if among is None else {rank: known[rank] for rank in among})
+                self.meet(known)
         except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
         answers = gather_objects(group, why, "the set-up of shared memory", timeout)

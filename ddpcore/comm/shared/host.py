@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
@@ -19,6 +21,7 @@ class SharedMemoryCommunicator(SegmentCommunicator):
     Args:
         group: a process group, used only for setting up; None is the default group, which must be initialised.
         timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
+        among: see :class:`~ddpcore.comm.shared.segments.SegmentCommunicator`.
 
     Raises:
         ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
@@ -26,12 +29,18 @@ class SharedMemoryCommunicator(SegmentCommunicator):
 
     transport = "shm"
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT_SECONDS) -> None:
-        super().__init__(group, HostMemory(), timeout, "shared memory of one host")
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+        among: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(group, HostMemory(), timeout, "shared memory of one host", among)
 
     @override
     def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
         first = first_rows(weights_LP, alpha)[0]
-        rows = [row[: first.nbytes].view(first.dtype).view(first.shape) for row in self._allocate(first.nbytes)]
+        parts = self._allocate(first.nbytes).values()
+        rows = [part[: first.nbytes].view(first.dtype).view(first.shape) for part in parts]
         rows[self.rank].copy_(first)
         return SharedLiveWeights(self._coordinator, rows, alpha)

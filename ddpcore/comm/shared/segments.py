@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,18 +33,18 @@ STAGING_BYTES = 4 * 2**20  # a shared area of each rank: tensors in private memo
 
 @dataclass
 class _Shared:
-    """A buffer that every rank has allocated: its address on this rank, and views of the others (None for its own)."""
+    """A buffer that every rank has allocated: its address on this rank, and views of the others."""
 
     start: int
     num_bytes: int
-    views: list[Tensor | None]
+    views: dict[int, Tensor]
 
 
 @dataclass
 class _Snapshot:
     """A buffer on each rank for a row that neighbours read."""
 
-    views: list[Tensor]  # the row of each rank
+    views: Mapping[int, Tensor]  # the row of each rank
     readers: Sequence[int] = ()  # the ranks that read this rank's row
     is_handed_out: bool = False  # whether the average that reads the others' rows was returned to the caller
     used: int | None = None  # this rank finished reading before this operation; None while an exchange is in progress
@@ -58,6 +59,9 @@ def _kind_of(weights: Tensor) -> _Kind:
 
 class SegmentCommunicator(Communicator):
     """Learner j is rank j of the group. Ranks read and write each other's memory.
+
+    With ``among`` each rank reaches some ranks only, which reach each other. Then a topology must have no other edges,
+    and broadcasts, averages and gatherings are of these ranks: see :class:`~ddpcore.comm.mixed.MixedCommunicator`.
 
     An exchange copies the row into a snapshot, and neighbours average from that memory. Snapshots are double-buffered,
     with more buffers if several exchanges are in progress. A rank overwrites a snapshot when it has read the others'
@@ -76,20 +80,29 @@ class SegmentCommunicator(Communicator):
         memory: the shared memory.
         timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
         transport: the first words of ``description``.
+        among: the ranks of the group that this rank reaches, ascending; None: all.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, memory: Memory, timeout: float, transport: str) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        memory: Memory,
+        timeout: float,
+        transport: str,
+        among: Sequence[int] | None = None,
+    ) -> None:
         group = default_group(group)
         check_timeout(timeout)
         self._group, self._timeout = group, timeout
-        self._coordinator = Coordinator(group, timeout)
+        self._coordinator = Coordinator(group, timeout, among=among)
         self._memory = memory
         self.rank, self.num_learners = self._coordinator.rank, self._coordinator.num_ranks
         self.learners = (self.rank,)
-        self.description = f"{transport}, {self.num_learners} ranks"
+        self.ranks = range(self.num_learners) if among is None else among
+        self.description = f"{transport}, {len(self.ranks)} ranks"
         self._shared: dict[int, _Shared] = {}
         self._numbers = count()  # of shared buffers
-        self._averages = Averages(self._coordinator, memory, range(self.num_learners))
+        self._averages = Averages(self._coordinator, memory, self.ranks)
         self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
         self._staging = self._allocate(STAGING_BYTES)
         self._snapshots: dict[_Kind, list[_Snapshot]] = {}
@@ -109,7 +122,7 @@ class SegmentCommunicator(Communicator):
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         buffers = self._allocate(num_bytes)
         own, number = buffers[self.rank], next(self._numbers)
-        views = [None if buffer is own else buffer for buffer in buffers]
+        views = {rank: buffer for rank, buffer in buffers.items() if rank != self.rank}
         self._shared[number] = _Shared(own.data_ptr(), num_bytes, views)
         # The others' buffers are unmapped when this rank's buffer is freed.
         weakref.finalize(own.untyped_storage(), self._shared.pop, number, None).atexit = False
@@ -118,8 +131,8 @@ class SegmentCommunicator(Communicator):
     @override
     def broadcast_(self, rows: Tensor) -> None:
         for piece, staged in self._staged("broadcast", rows):
-            if self.rank != 0:
-                piece.copy_(staged[0])
+            if self.rank != self.ranks[0]:
+                piece.copy_(staged[self.ranks[0]])
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
@@ -153,8 +166,8 @@ class SegmentCommunicator(Communicator):
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
-        if self.num_learners == 1:
-            return _SnapshotExchange(self, -1, weights, round_, _Snapshot([weights]))
+        if len(self.ranks) == 1:
+            return _SnapshotExchange(self, -1, weights, round_, _Snapshot({self.rank: weights}))
         self._note_used()
         snapshot = self._free_snapshot(weights)
         return _SnapshotExchange(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
@@ -162,7 +175,7 @@ class SegmentCommunicator(Communicator):
     @override
     def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
-        if self.num_learners == 1 or weights.is_cuda:
+        if len(self.ranks) == 1 or weights.is_cuda:
             return self.exchange(weights_LP, topology, step)
         self._note_used()
         snapshot = self._next.pop(_kind_of(weights), None) or self._free_snapshot(weights)
@@ -193,14 +206,18 @@ class SegmentCommunicator(Communicator):
     @override
     def gather(self, values: Tensor) -> Tensor:
         values = values.contiguous()
-        result = values.new_empty((self.num_learners, *values.shape[1:]))
-        columns = result.view(-1).view(torch.uint8).view(self.num_learners, -1)
+        result = values.new_empty((len(self.ranks), *values.shape[1:]))
+        columns = result.view(-1).view(torch.uint8).view(len(self.ranks), -1)
         begin = 0
         for piece, staged in self._staged("gather", values):
-            for row, other in zip(columns, staged, strict=True):
+            for row, other in zip(columns, staged.values(), strict=True):
                 row[begin : begin + len(piece)].copy_(other)
             begin += len(piece)
         return result
+
+    def fail(self, why: str) -> NoReturn:
+        """Raise RuntimeError here, and on every other rank when it waits next."""
+        self._coordinator.fail(why)
 
     def _publish(self, weights: Tensor, round_: Round, snapshot: _Snapshot, step: int) -> int:
         own = snapshot.views[self.rank]
@@ -212,14 +229,14 @@ class SegmentCommunicator(Communicator):
         self.bytes_sent += len(round_.destinations) * weights.nbytes
         return number
 
-    def _allocate(self, num_bytes: int) -> list[Tensor]:
-        """Allocate a buffer of zeros on each rank, and return the buffers of all ranks. Collective."""
+    def _allocate(self, num_bytes: int) -> dict[int, Tensor]:
+        """Allocate a buffer of zeros on each rank, and return the buffers by rank, ascending. Collective."""
         self._averages.complete_all()  # because finishing this operation declares all earlier ones finished
         num_bytes = max(num_bytes, 1)  # an empty file cannot be mapped
         own, handle = self._memory.allocate(num_bytes)
         number = self._coordinator.arrive(f"the allocation of {num_bytes} bytes", handle)
-        self._coordinator.await_arrived(range(self.num_learners), number)
-        views = [own] * self.num_learners
+        self._coordinator.await_arrived(self.ranks, number)
+        views = dict.fromkeys(self.ranks, own)
         for rank in self._coordinator.others:
             handle = self._coordinator.handle_of(rank)
             try:
@@ -255,24 +272,25 @@ class SegmentCommunicator(Communicator):
 
     def _new_snapshot(self, like: Tensor) -> _Snapshot:
         """Allocate a snapshot. It has its own storage, because saving a parameter saves its whole storage."""
-        return _Snapshot([view[: like.nbytes].view(like.dtype) for view in self._allocate(like.nbytes)], used=-1)
+        buffers = self._allocate(like.nbytes)
+        return _Snapshot({rank: one[: like.nbytes].view(like.dtype) for rank, one in buffers.items()}, used=-1)
 
-    def _find(self, rows: Tensor) -> tuple[str, list[Tensor]] | None:
+    def _find(self, rows: Tensor) -> tuple[str, dict[int, Tensor]] | None:
         """Return the place of a row in a shared buffer, as text, and the same columns of all ranks; else None."""
         first, num_bytes = rows.data_ptr(), rows.nbytes
         for number, shared in self._shared.items():
             start = first - shared.start
             if start >= 0 and start + num_bytes <= shared.num_bytes and num_bytes > 0:
-                columns = [
-                    rows[0] if view is None else view[start : start + num_bytes].view(rows.dtype)
-                    for view in shared.views
-                ]
+                columns = {
+                    rank: view[start : start + num_bytes].view(rows.dtype) for rank, view in shared.views.items()
+                }
+                columns[self.rank] = rows[0]
                 return f"at byte {start} of buffer {number}", columns
         return None
 
     def _staged(
         self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
-    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    ) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
         """Yield pieces of ``rows`` as bytes, each with the same piece of every rank in the staging area. Collective.
 
         With ``comes_back`` each piece of ``rows`` is then overwritten with this rank's staged piece. With ``averages``
@@ -283,7 +301,7 @@ class SegmentCommunicator(Communicator):
         coordinator = averages.coordinator
         own = rows.view(-1).view(torch.uint8)
         for piece in own.split(STAGING_BYTES) if len(own) else ():
-            staged = [area[: len(piece)] for area in self._staging]
+            staged = {rank: area[: len(piece)] for rank, area in self._staging.items()}
             staged[self.rank].copy_(piece)
             self._memory.publish()
             number = coordinator.arrive(f"a piece of {len(piece)} bytes of the {what} of {size_of(rows)}")

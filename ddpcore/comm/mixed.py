@@ -1,0 +1,204 @@
+"""Ranks on several hosts: those of one host share memory, and hosts are connected by a process group.
+
+Each edge of a topology goes one of the two ways. The rows that arrive are added in the order of the topology, so an
+average has the same bits as over either way alone, and as that of virtual learners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
+from ddpcore.comm.errors import TIMEOUT_SECONDS
+from ddpcore.comm.live import LiveWeights
+from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.comm.shared.host import SharedMemoryCommunicator
+from ddpcore.ops import Mixture, WeightAverage
+from ddpcore.topology.base import RANDOM_STEPS, Topology
+from ddpcore.topology.rounds import Round
+
+
+class MixedCommunicator(Communicator):
+    """Learner j is rank j of the group. Exchanges inside a host go by shared memory, those between hosts by the group.
+
+    So do averages of groups (:meth:`average_groups_`): by shared memory if each group is on one host. All else goes by
+    the process group: averages of all ranks, broadcasts, gatherings, and rows that change without waiting.
+
+    Args:
+        group: a process group; None is the default group, which must be initialised.
+        hosts: of each rank, a text that is equal for two ranks of one host.
+        timeout: seconds that a living rank may let the others wait.
+
+    Raises:
+        ValueError: there is no process group; or, on every rank, ranks of one host cannot reach each other's memory.
+    """
+
+    transport = "mixed"
+
+    def __init__(self, group: dist.ProcessGroup | None, hosts: Sequence[str], timeout: float = TIMEOUT_SECONDS) -> None:
+        self._far = ProcessGroupCommunicator(group, timeout=timeout)
+        self.num_learners, self.learners, rank = self._far.num_learners, self._far.learners, self._far.rank
+        self._hosts = tuple(hosts)
+        on_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        self._near = SharedMemoryCommunicator(self._far.group, timeout, on_host)
+        self._sizes_on_host: set[int] = set()  # of groups
+        self.description = self._describe("", "")
+
+    def _describe(self, near: str, far: str) -> str:
+        num = len(set(self._hosts))
+        return (
+            f"{num} host{'' if num == 1 else 's'}: shared memory inside a host{near}, {self._far.description}, "
+            f"between hosts{far} and for averages of all ranks"
+        )
+
+    def note_topology(self, topology: Topology) -> None:
+        """Say in the description how many edges of a topology go which way, see :func:`count_edges`."""
+        near, far = (f" ({num} edge{'' if num == 1 else 's'})" for num in count_edges(topology, self._hosts))
+        self.description = self._describe(near, far)
+
+    @property
+    @override
+    def bytes_sent(self) -> int:
+        return self._near.bytes_sent + self._far.bytes_sent
+
+    @bytes_sent.setter
+    def bytes_sent(self, num: int) -> None:
+        self._far.bytes_sent = num - self._near.bytes_sent
+
+    @override
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._near.allocate(shape, dtype, device)
+
+    @override
+    def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
+        return self._far.live(weights_LP, alpha)
+
+    @override
+    def broadcast_(self, rows: Tensor) -> None:
+        self._far.broadcast_(rows)
+
+    @override
+    def gather(self, values: Tensor) -> Tensor:
+        return self._far.gather(values)
+
+    @override
+    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+        return self._far.average_(rows, step)
+
+    @override
+    def form_groups(self, size: int) -> None:
+        blocks = (self._hosts[first : first + size] for first in range(0, self.num_learners, size))
+        if all(len(set(block)) == 1 for block in blocks):  # the same on all ranks
+            self._near.form_groups(size)
+            self._sizes_on_host.add(size)
+        else:
+            self._far.form_groups(size)
+
+    @override
+    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+        way = self._near if size in self._sizes_on_host else self._far
+        return way.average_groups_(rows, size, step)
+
+    @override
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        return self._exchange(self._near.exchange, weights_LP, topology, step)
+
+    @override
+    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        return self._exchange(self._near.exchange_in_place, weights_LP, topology, step)
+
+    def _exchange(
+        self, near: Callable[[Tensor, Topology, int], Exchange], weights_LP: Tensor, topology: Topology, step: int
+    ) -> Exchange:
+        with self.told():
+            from_far = self._far.exchange(weights_LP, _Edges(topology, self._hosts, inside=False), step)
+        from_near = near(weights_LP, _Edges(topology, self._hosts, inside=True), step)
+        round_ = topology.round(step, self.learners[0], self.num_learners)
+        return _MixedExchange(self, weights_LP, round_, from_near, from_far)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside, an error of the process group is raised on the other ranks of the host, too: they wait for this one.
+
+        Otherwise they would name this rank, which ends, and not the one that failed first.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self._near.fail(str(error))
+
+
+class _MixedExchange(PeerExchange):
+    def __init__(
+        self, comm: MixedCommunicator, weights_LP: Tensor, round_: Round, near: Exchange, far: Exchange
+    ) -> None:
+        super().__init__(comm.learners, lambda _: round_)
+        self._comm, self._weights_LP, self._near, self._far = comm, weights_LP, near, far
+
+    @override
+    def received(self) -> Mapping[int, Tensor]:
+        near = self._near.rows(self._weights_LP)
+        with self._comm.told():
+            rows = {**near, **self._far.rows(self._weights_LP)}
+        return {learner: row for learner, row in rows.items() if learner not in self.learners}
+
+    @override
+    def mixture(self) -> WeightAverage:
+        """In place, the exchange inside the host says where the new weights go."""
+        mixture, near = super().mixture(), self._near.mixture()
+        assert isinstance(mixture, Mixture) and isinstance(near, Mixture)
+        return replace(mixture, out=near.out)
+
+    @override
+    def abandon(self) -> None:
+        self._near.abandon()
+        with self._comm.told():
+            self._far.abandon()
+
+
+@dataclass(frozen=True)
+class _Edges(Topology):
+    """The edges of a topology inside hosts, or those between hosts."""
+
+    whole: Topology
+    hosts: tuple[str, ...]
+    inside: bool
+
+    @override
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        turn = self.whole.round(step, rank, num_learners)
+        weight_of = {
+            source: weight for source, weight in zip(turn.sources, turn.weights, strict=True) if self._has(rank, source)
+        }
+        destinations = tuple(other for other in turn.destinations if self._has(rank, other))
+        return Round(turn.self_weight, tuple(weight_of), tuple(weight_of.values()), destinations)
+
+    def _has(self, rank: int, other: int) -> bool:
+        return (self.hosts[rank] == self.hosts[other]) == self.inside
+
+    @override
+    def period(self, num_learners: int) -> int | None:
+        return self.whole.period(num_learners)
+
+
+def count_edges(topology: Topology, hosts: Sequence[str]) -> tuple[int, int]:
+    """Edges inside hosts and between them, in a period of the topology (of a random one, in its first 32 steps).
+
+    An edge is a pair of learners of which one reads from the other.
+    """
+    period = topology.period(len(hosts))
+    edges = {
+        (min(rank, source), max(rank, source))
+        for step in range(RANDOM_STEPS if period is None else period)
+        for rank, turn in enumerate(topology.rounds(step, len(hosts)))
+        for source in turn.sources
+    }
+    inside = sum(hosts[one] == hosts[other] for one, other in edges)
+    return inside, len(edges) - inside

@@ -1,0 +1,129 @@
+"""One of four real ranks that train as if on two hosts of one machine, placed in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ddpcore
+from ddpcore.comm import MixedCommunicator
+from ddpcore.comm.shared import coordination
+from ddpcore.ops import Mixture
+from ddpcore.optim import FusedSGD
+from helpers import host_ranks, oracle
+from helpers.ranks import join
+
+NUM_RANKS = 4
+PLACES = {"two and two": "aabb", "three and one": "aaab", "in turn": "abab"}  # the host of each rank
+TOPOLOGIES = ("ring", "hierarchical", "one_peer_exponential", "random_pair", "complete", "from_matrix")
+STRATEGIES = ("dpsgd", "dpsgd_atc", "dpsgd_stale", "dpsgd_awc_bf16", "push_sum")
+CASES = [oracle.Case(name, topology, NUM_RANKS, "fused") for name in STRATEGIES for topology in TOPOLOGIES]
+CASES += [oracle.Case("dpsgd", topology, NUM_RANKS, "torch") for topology in TOPOLOGIES]
+CASES += [case for case in host_ranks.CASES["pg"] if case not in CASES]  # every strategy
+NARROW: dict[str, Callable[[], Any]] = {
+    "ring": lambda: ddpcore.DPSGD(ddpcore.Ring()),
+    "hierarchical": lambda: ddpcore.DPSGD(ddpcore.Hierarchical(2)),
+    "stale": lambda: ddpcore.DPSGD(ddpcore.RandomPair(3), staleness=1),
+    "local_sgd": lambda: ddpcore.LocalSGD(2),
+}
+
+
+def claim_host(name: str) -> None:
+    """This process is on a host of that name."""
+    coordination.host_id = lambda: name
+
+
+def narrow(make: Callable[[], Any], transport: str | None) -> Tensor:
+    """Weights of bfloat16 after four steps, of this rank or, without a transport, of four virtual learners."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3)).bfloat16()
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = {"learners": NUM_RANKS, "vectorize": False} if transport is None else {"transport": transport}
+    handle = ddpcore.distribute(model, optimizer, make(), **options)
+    for step in range(4):
+        inputs = torch.randn(NUM_RANKS, 8, 20, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.zero_grad()
+        outputs = handle.model(inputs if transport is None else inputs[dist.get_rank()])
+        outputs.square().mean(dim=(-2, -1)).sum().backward()
+        optimizer.step()
+    return torch.stack([torch.cat([p.detach().flatten() for p in one.parameters()]) for one in handle.models])
+
+
+def chosen(strategy: Any, **more: Any) -> tuple[str, str]:
+    """Transport and description of what ``distribute`` connects by itself."""
+    model = nn.Linear(5, 3)
+    comm = ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), strategy, **more).comm
+    return comm.transport, comm.description
+
+
+def choices() -> dict[str, Any]:
+    return {
+        "ring": chosen(ddpcore.DPSGD(ddpcore.Ring())),
+        "hierarchical": chosen(ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Hierarchical(2)))),
+        "ssgd": chosen(ddpcore.SSGD()),
+        "adpsgd": chosen(ddpcore.ADPSGD()),
+        "shrink": chosen(ddpcore.DPSGD(ddpcore.Ring()), on_failure="shrink"),
+    }
+
+
+def sent(topology: Any) -> tuple[int, int]:
+    """What this rank sent in four exchanges: in all, and over the process group."""
+    comm = ddpcore.comm.connect(dist.group.WORLD, "auto", torch.device("cpu"))
+    weights = torch.zeros(1, 100)
+    for step in range(4):
+        comm.exchange(weights, topology, step).mixture().apply_(weights)
+    return comm.bytes_sent, comm._far.bytes_sent
+
+
+def grouped(rank: int) -> tuple[list[float], int]:
+    """The mean of ranks 0 and 1, or of 2 and 3, and what this rank sent for it over the process group."""
+    comm = ddpcore.comm.connect(dist.group.WORLD, "auto", torch.device("cpu"))
+    comm.form_groups(2)
+    rows = torch.full((1, 100), float(rank))
+    comm.average_groups_(rows, 2).wait()
+    return rows.unique().tolist(), comm._far.bytes_sent
+
+
+def in_place(rank: int) -> tuple[bool, list[float]]:
+    """Whether the new weights go to another buffer than the old ones, and the averages of three steps in place."""
+    hosts = PLACES["two and two"]
+    claim_host(hosts[rank])
+    comm = MixedCommunicator(None, hosts)
+    weights, moves, seen = torch.full((1, 100), float(rank)), [], []
+    for step in range(3):
+        mixture = comm.exchange_in_place(weights, ddpcore.Ring(), step).mixture()
+        assert isinstance(mixture, Mixture)
+        moves.append(mixture.out is not None and mixture.out.data_ptr() != weights.data_ptr())
+        mixture.apply_(weights)
+        weights = weights if mixture.out is None else mixture.out[None]
+        seen += weights.unique().tolist()
+    return all(moves), seen
+
+
+def main() -> None:
+    path, rank, _ = join()
+    seen: dict[str, Any] = {}
+    for place, hosts in PLACES.items():
+        claim_host(hosts[rank])
+        cases = CASES if place == "two and two" else [case for case in CASES if case.strategy in STRATEGIES]
+        seen[place] = {
+            "oracle": {tuple(case): oracle.train(case, dist.group.WORLD, transport="mixed") for case in cases},
+            "narrow": {name: narrow(make, "mixed") for name, make in NARROW.items()},
+            "choices": choices(),
+            "grouped": grouped(rank),
+            "sent": {name: sent(oracle.topology_of(oracle.Case("dpsgd", name, 4, "fused"))) for name in TOPOLOGIES},
+        }
+    seen["in place"] = in_place(rank)
+    claim_host(f"host {rank}")
+    seen["apart"] = chosen(ddpcore.DPSGD(ddpcore.Ring()))
+    torch.save(seen, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
