@@ -61,7 +61,7 @@ class Hierarchical(Topology):
         """In closed form for `RandomPair`: inside a host, a pair multiplies the squared deviation by a quarter."""
         check(0, 0, num_learners)
         num_hosts = self._num_hosts(num_learners)
-        if not isinstance(self.between, RandomPair):
+        if not isinstance(self.between, RandomPair) or self.between.num_partners > 1:
             return super().spectral_gap(num_learners)
         inside = 0.25 * (num_hosts - num_hosts % 2) / num_hosts if self.local_size > 1 else 0.0
         return min(self.between.spectral_gap(num_hosts), 1.0 - inside)
