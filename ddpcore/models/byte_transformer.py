@@ -9,7 +9,7 @@ from ddpcore.models.blocks import Block
 
 
 class ByteTransformer(nn.Module):
-    """Embedding of bytes, learned positions, and pre-norm transformer blocks with causal attention (Radford et al. 2019).
+    """Embedding of bytes, learned positions, pre-norm transformer blocks with causal attention (Radford et al. 2019).
 
     Inputs int64 [B, T], numbers below C, to logits [B, C, T] of the next byte at each place, which
     ``torch.nn.functional.cross_entropy`` takes with labels [B, T]. T is at most the context, the length of

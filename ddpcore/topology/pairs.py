@@ -27,8 +27,8 @@ class RandomPair(Topology):
     The matching is a function of (seed, step, n), so all ranks compute the same one without communication. If each
     learner drew its own partner, columns of W would not sum to one, and the mean over learners would change.
 
-    With ``num_partners`` k, a step has k independent matchings M_i, and ``W = (I + sum_i M_i) / (k + 1)``. A partner that
-    is drawn twice counts twice.
+    With ``num_partners`` k, a step has k independent matchings M_i, and ``W = (I + sum_i M_i) / (k + 1)``. A partner
+    that is drawn twice counts twice.
 
     Up to 4096 learners the order is drawn whole. Beyond, a keyed permutation gives a rank its partner in constant time.
     """

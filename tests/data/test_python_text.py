@@ -50,7 +50,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=f"python_text does not say how to {option} its samples"):
             load_dataset("python_text", **{option: True})
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(ValueError, match=r"argparse.py cannot be read \(No such file or directory\): this Python lacks"):
+    with pytest.raises(ValueError, match=r"argparse.py cannot be read \(No such file .*\): this Python lacks"):
         load_dataset("python_text")
 
 

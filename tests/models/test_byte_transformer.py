@@ -83,8 +83,8 @@ def test_impossible_sizes(options: dict[str, int], message: str) -> None:
 @pytest.mark.parametrize(
     ("model", "dataset", "message"),
     [
-        ("byte_transformer", "synthetic", r"byte_transformer takes tokens and does not fit images or floating samples of"),
-        ("byte_transformer", "digits", r"takes tokens and does not fit images or floating .* 1x8x8: models that do: mlp"),
+        ("byte_transformer", "synthetic", r"takes tokens and does not fit images or floating samples of 64: models"),
+        ("byte_transformer", "digits", r"takes tokens and does not fit .* 1x8x8: models that do: mlp"),
         ("mlp", "python_text", r"mlp takes images or .* fit tokens of 64: models that do: byte_transformer$"),
     ],
 )
