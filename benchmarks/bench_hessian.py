@@ -22,12 +22,9 @@ from ddpcore.runtime.timing import interleaved
 def contenders(name: str, num_samples: int) -> list[Callable[[], object]]:
     """A gradient, a product with one vector, and a product with eight vectors."""
     spec = MODELS.spec(name)
-    shape, num_classes = spec.input_shapes[0], spec.num_classes or 10
     torch.manual_seed(0)
-    model = MODELS.build(name, input_shape=shape, num_classes=num_classes).eval()
-    data = DataLoss(
-        model, F.cross_entropy, [(torch.randn(num_samples, *shape), torch.randint(num_classes, (num_samples,)))]
-    )
+    model = MODELS.build(name).eval()
+    data = DataLoss(model, F.cross_entropy, [spec.random_batch(num_samples)])
     hessian = Hessian(model, data)
     vectors = torch.randn(8, hessian.numel)
     hessian.product(vectors)  # chooses vmap or a loop

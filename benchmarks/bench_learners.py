@@ -21,18 +21,15 @@ from ddpcore.training.trainer import learner_losses
 
 def training_step(model_name: str, num_learners: int, batch_size: int) -> Callable[[], None]:
     """A function that trains for one step on ``batch_size`` samples in all."""
-    spec = MODELS.spec(model_name)
-    shape, num_classes = spec.input_shapes[0], spec.num_classes or 10
     torch.manual_seed(0)
-    model = MODELS.build(model_name, input_shape=shape, num_classes=num_classes)
+    model = MODELS.build(model_name)
     optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
     handle = distribute(model, optimizer, DPSGD(), learners=num_learners, vectorize="measure")
-    inputs = torch.randn(num_learners, batch_size // num_learners, *shape)
-    labels = torch.randint(num_classes, inputs.shape[:2])
+    inputs, labels = MODELS.spec(model_name).random_batch(num_learners, batch_size // num_learners)
 
     def step() -> None:
         optimizer.zero_grad()
-        learner_losses(handle.model(inputs), labels).sum().backward()
+        learner_losses(handle.model(inputs), labels, stacked=True).sum().backward()
         optimizer.step()
 
     return step

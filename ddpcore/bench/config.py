@@ -73,7 +73,9 @@ class BenchConfig(Options):
     local_size: int = option(2, "learners on each host, of --topology hierarchical", least=1)
     model: str = option("mlp", parts=MODELS)
     model_options: dict[str, Any] | None = option(None, "options of the model, such as hidden=2048x2048 of mlp")
-    dataset: str = option(None, "(digits, or synthetic if the model does not take them)", parts=DATASETS)
+    dataset: str = option(
+        None, "(digits, or synthetic if the model does not take them; python_text for tokens)", parts=DATASETS
+    )
     dataset_options: dict[str, Any] | None = option(
         None, "options of the data set, such as num_frames=7 of synthetic_speech"
     )
@@ -108,8 +110,10 @@ class BenchConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dataset is None:
-            takes_digits = MODELS.spec(self.model).fits((1, 8, 8)) and not self.dataset_options
-            object.__setattr__(self, "dataset", "digits" if takes_digits else "synthetic")
+            spec = MODELS.spec(self.model)
+            takes_digits = spec.fits((1, 8, 8)) and not self.dataset_options
+            default = "python_text" if spec.tokens else "digits" if takes_digits else "synthetic"
+            object.__setattr__(self, "dataset", default)
         model_hints, dataset_hints = MODELS.hints(self.model), DATASETS.hints(self.dataset)
         for name, hints in (("model_options", model_hints), ("dataset_options", dataset_hints)):
             if getattr(self, name) is not None:

@@ -72,16 +72,16 @@ class Contender:
         self.optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
         strategy = STRATEGIES.build(config.strategy, topology=TOPOLOGIES.build("ring"))
         self.handle = distribute(model, self.optimizer, strategy, learners=config.world_size if virtual else None)
-        spec = MODELS.spec(config.model)
         rows = (config.world_size,) if virtual else ()
-        self.inputs = torch.randn(*rows, config.batch_size, *spec.input_shapes[0]).to(config.device)
-        self.labels = torch.randint(spec.num_classes, (*rows, config.batch_size)).to(config.device)
+        batch = MODELS.spec(config.model).random_batch(*rows, config.batch_size)
+        self.inputs, self.labels = (tensor.to(config.device) for tensor in batch)
+        self.stacked = virtual
         self.seconds: list[float] = []
         self.statistics = watch(self)
 
     def loss(self) -> Tensor:
         """Sum over the learners of this process."""
-        return learner_losses(self.handle.model(self.inputs), self.labels).sum()
+        return learner_losses(self.handle.model(self.inputs), self.labels, stacked=self.stacked).sum()
 
     def run_block(self, num_steps: int, timed: bool) -> None:
         """Train; keep the mean seconds of a step if ``timed``."""

@@ -19,8 +19,9 @@ class Split:
     """Samples and their labels on one device.
 
     Attributes:
-        inputs: images uint8 ``[N, C, H, W]`` or floating samples ``[N, ...]``.
-        labels: int64 ``[N]``.
+        inputs: images uint8 ``[N, C, H, W]``, floating samples ``[N, ...]``, or tokens int64 ``[N, T]``, which are
+            class numbers as labels are.
+        labels: int64 ``[N]``, or ``[N, T]`` for samples with a label at each of T places.
         normalization: applied to each batch of images; None: pixels are scaled to 0..1.
         augmentation: applied to each batch of images before the normalization.
 
@@ -33,13 +34,18 @@ class Split:
     augmentation: Augmentation | None = None
 
     def __post_init__(self) -> None:
-        if self.inputs.dtype != torch.uint8 and not self.inputs.is_floating_point():
-            raise ValueError(f"Split: inputs are {self.inputs.dtype}, they must be uint8 images or floating samples")
+        if self.inputs.dtype != torch.uint8 and not self.inputs.is_floating_point() and not self.has_tokens:
+            raise ValueError(
+                f"Split: inputs are {self.inputs.dtype}, they must be uint8 images, floating samples or int64 tokens"
+            )
         if self.labels.dtype != torch.int64:
             raise ValueError(f"Split: labels are {self.labels.dtype}, they must be int64 class numbers")
-        if self.inputs.ndim < 2 or self.labels.shape != self.inputs.shape[:1] or len(self.labels) == 0:
+        given, fits = (self.inputs.ndim, self.labels.ndim), self.labels.shape[:1] == self.inputs.shape[:1]
+        if given[0] < 2 or given[1] not in (1, 2) or not fits or self.labels.numel() == 0:
             shapes = f"inputs {list(self.inputs.shape)} and labels {list(self.labels.shape)}"
-            raise ValueError(f"Split: {shapes} must be [N, ...] and [N], N at least 1")
+            raise ValueError(f"Split: {shapes} must be [N, ...] and [N] or [N, T], N and T at least 1")
+        if self.has_tokens and given[0] != 2:
+            raise ValueError(f"Split: inputs are int64 {list(self.inputs.shape)}, tokens must be [N, T]")
         images = self.inputs.dtype == torch.uint8 and self.inputs.ndim == 4
         if not images and (self.normalization is not None or self.augmentation is not None):
             raise ValueError("Split: only uint8 images [N, C, H, W] can be normalized or augmented, leave both out")
@@ -50,9 +56,15 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the inputs are class numbers, not images or floating samples."""
+        return self.inputs.dtype == torch.int64
+
     def batch(self, indices: Tensor, epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Inputs float32 ``[*I, ...]`` and labels int64 ``[*I]`` of the samples with these numbers, int64 of shape I.
 
+        Tokens are int64 ``[*I, T]``, and labels at each place ``[*I, T]``.
         Only the augmentation depends on the epoch, which is counted from 0.
         """
         where = indices.to(self.inputs.device)
@@ -63,7 +75,8 @@ class Split:
             inputs = self.normalization(inputs)
         elif inputs.dtype == torch.uint8:
             inputs = inputs.float().div_(255)
-        return inputs.float().unflatten(0, where.shape), self.labels[where]
+        inputs = inputs if self.has_tokens else inputs.float()
+        return inputs.unflatten(0, where.shape), self.labels[where]
 
     def take(self, indices: Tensor) -> Split:
         """A copy of the samples of these numbers, int64 ``[M]`` with M >= 1, in that order."""
@@ -83,13 +96,14 @@ class Dataset:
         name: of the data set.
         train: the training split.
         test: the test split, if the data set has one.
-        num_classes: labels are from 0 to ``num_classes - 1``.
+        num_classes: labels and tokens are from 0 to ``num_classes - 1``.
         input_shape: of one sample.
         validation: what :meth:`hold_out` took from the training split, for choices between models.
         normalization: what suits the samples, if they are images; :meth:`transformed` applies it.
         augmentation: likewise, of the training split.
 
-    ValueError if a split has samples of another shape or a label outside the classes.
+    ValueError if a split has samples of another shape, a label or token outside the classes, or tokens where another
+    one has none.
     """
 
     name: str
@@ -108,8 +122,16 @@ class Dataset:
                 raise ValueError(
                     f"{self.name}: samples are {list(shape)}, input_shape must be the same, not {self.input_shape}"
                 )
-            if int(split.labels.min()) < 0 or int(split.labels.max()) >= self.num_classes:
-                raise ValueError(f"{self.name}: a label is outside 0..{self.num_classes - 1}, raise num_classes")
+            if split.has_tokens != self.has_tokens:
+                raise ValueError(f"{self.name}: some splits have tokens and others have none: give all the same dtype")
+            for what, numbers in (("label", split.labels), *([("token", split.inputs)] if split.has_tokens else [])):
+                if int(numbers.min()) < 0 or int(numbers.max()) >= self.num_classes:
+                    raise ValueError(f"{self.name}: a {what} is outside 0..{self.num_classes - 1}, raise num_classes")
+
+    @property
+    def has_tokens(self) -> bool:
+        """See :attr:`Split.has_tokens`."""
+        return self.train.has_tokens
 
     def splits(self) -> dict[str, Split]:
         """The splits that exist, by name: train, validation, test."""
@@ -117,7 +139,7 @@ class Dataset:
         return {name: split for name, split in every.items() if split is not None}
 
     def digest(self) -> str:
-        """Hexadecimal hash of the splits' shapes, labels and images.
+        """Hexadecimal hash of the splits' shapes, labels, images and tokens.
 
         Floating samples count by shape and labels only: synthetic ones may be rounded differently on other machines.
         """
@@ -176,7 +198,7 @@ class Dataset:
 
     def with_random_labels(self, seed: int = 0) -> Dataset:
         """Replace the training labels by uniformly random ones: a model can only memorize (Zhang et al. 2017)."""
-        labels = torch.randint(self.num_classes, (len(self.train),), generator=generator(seed, 1))
+        labels = torch.randint(self.num_classes, self.train.labels.shape, generator=generator(seed, 1))
         return replace(self, train=replace(self.train, labels=labels.to(self.train.labels.device)))
 
 

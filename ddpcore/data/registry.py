@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import cifar, digits, features, mnist, saddle, speech, synthetic
+from ddpcore.data import cifar, digits, features, mnist, python_text, saddle, speech, synthetic
 from ddpcore.data.base import Dataset
 from ddpcore.data.download import SOURCES
 from ddpcore.data.download import download as download_files
@@ -19,6 +19,7 @@ DATASETS: Registry[Dataset] = Registry(
     Dataset,
     {
         "digits": digits.load,
+        "python_text": python_text.load,
         "synthetic": synthetic.load,
         "synthetic_speech": speech.load,
         "saddle": saddle.load,

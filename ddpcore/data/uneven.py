@@ -38,19 +38,26 @@ def split(
             ``by_class``: samples in the order of their classes, cut into parts (McMahan et al. 2017, with one part for
             each learner).
             ``given``: ``parts``.
-        labels: class numbers ``[N]``, not negative: a tensor, an array or a list.
+        labels: class numbers ``[N]``, not negative: a tensor, an array or a list. ``even`` and ``given`` also take
+            ``[N, T]``, labels at T places of a sample.
         num_learners: number of parts.
         seed: of the random choices.
         alpha: concentration, above 0. A learner has few classes if it is small, and all of them if it is large.
         parts: for ``given``, one list of sample numbers for each learner.
 
     Raises:
-        ValueError: alpha is not above 0, there are fewer samples than learners, or the given parts are no parts.
+        ValueError: alpha is not above 0, there are fewer samples than learners, the given parts are no parts, or
+            ``dirichlet`` or ``by_class`` has labels ``[N, T]``.
     """
     check_choice("shards", shards, SHARDS)
     check_range("shards: num_learners", num_learners, least=1)
     classes = np.asarray(labels, dtype=np.int64)
-    if classes.ndim != 1 or (classes < 0).any():
+    if classes.ndim > 1 and shards in ("dirichlet", "by_class"):
+        raise ValueError(
+            f"shards is '{shards}' and labels are {list(classes.shape)}: a sample has no single class, take 'even' or "
+            "'given'"
+        )
+    if classes.ndim < 1 or (classes < 0).any():
         raise ValueError(f"shards: labels must be class numbers [N], not negative; they are {list(classes.shape)}")
     if shards == "given":
         return _checked(parts, len(classes), num_learners)
@@ -87,11 +94,11 @@ def total_variation(labels: Any, parts: Sequence[Any]) -> float:
     """How uneven the parts are, from 0 (all have the same classes) to 1 (none has a class of the whole).
 
     The mean over learners of ``1/2 sum_c |p_j(c) - p(c)|``, the total variation distance between the frequencies of
-    classes in part j and in all parts together.
+    classes in part j and in all parts together. Of labels ``[N, T]`` each place counts.
     """
     classes = np.asarray(labels, dtype=np.int64)
     num = int(classes.max()) + 1
-    counts = np.stack([np.bincount(classes[np.asarray(part, dtype=np.int64)], minlength=num) for part in parts])
+    counts = np.stack([np.bincount(classes[np.asarray(part, dtype=np.int64)].ravel(), minlength=num) for part in parts])
     own, whole = counts / counts.sum(axis=1, keepdims=True), counts.sum(axis=0) / counts.sum()
     return float(abs(own - whole).sum(axis=1).mean() / 2)
 

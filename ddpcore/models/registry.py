@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.models import (
+    byte_transformer,
     cnn,
     densenet,
     efficientnet,
@@ -37,24 +39,44 @@ class Spec:
         input_shapes: shapes of one sample that fit, the default first; empty where any may fit.
         num_classes: the default number.
         any_size: whether samples of other sizes fit too, with as many dimensions.
+        tokens: whether samples are tokens, int64 ``[T]`` below num_classes, and not images or floating samples.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
     num_classes: int
     any_size: bool = False
+    tokens: bool = False
 
-    def fits(self, input_shape: tuple[int, ...]) -> bool:
+    def fits(self, input_shape: tuple[int, ...], tokens: bool = False) -> bool:
         """Whether the model takes samples of this shape (without the batch)."""
+        if tokens != self.tokens:
+            return False
         if not self.input_shapes or tuple(input_shape) in self.input_shapes:
             return True
         return self.any_size and len(input_shape) == len(self.input_shapes[0]) and min(input_shape) >= 1
+
+    def random_batch(
+        self, *rows: int, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Random inputs ``[*rows, *input_shape]`` and labels ``[*rows]``, of torch's generator.
+
+        Inputs are standard normal, float32. Tokens are int64, with labels of their shape. None is the default of the
+        model.
+        """
+        shape = self.input_shapes[0] if input_shape is None else input_shape
+        classes = self.num_classes if num_classes is None else num_classes
+        if self.tokens:
+            tokens, labels = torch.randint(classes, (2, *rows, *shape))
+            return tokens, labels
+        return torch.randn(*rows, *shape), torch.randint(classes, rows)
 
 
 class ModelRegistry(Registry[nn.Module]):
     """Models by name, with the samples that they take.
 
     A class or function is called with those of ``input_shape`` and ``num_classes`` that it has as parameters. It may
-    say what fits by attributes ``input_shapes`` (shapes, the default first), ``num_classes`` and ``any_size``.
+    say what fits by attributes ``input_shapes`` (shapes, the default first), ``num_classes``, ``any_size`` and
+    ``tokens``.
     """
 
     def spec(self, name: str) -> Spec:
@@ -68,15 +90,29 @@ class ModelRegistry(Registry[nn.Module]):
             input_shapes=tuple(tuple(shape) for shape in getattr(make, "input_shapes", ())),
             num_classes=getattr(make, "num_classes", 2),
             any_size=getattr(make, "any_size", False),
+            tokens=getattr(make, "tokens", False),
         )
 
-    def check_input(self, name: str, input_shape: tuple[int, ...]) -> None:
-        """Raise ValueError, with the models that do, unless the model takes samples of this shape."""
+    def check_input(self, name: str, input_shape: tuple[int, ...], tokens: bool | None = None) -> None:
+        """Raise ValueError, with the models that do, unless the model takes samples of this shape.
+
+        Args:
+            name: of the model.
+            input_shape: of one sample, without the batch.
+            tokens: whether they are tokens; None: as the model takes.
+        """
         spec = self.spec(name)
-        if spec.fits(input_shape):
+        tokens = spec.tokens if tokens is None else tokens
+        if spec.fits(input_shape, tokens):
             return
-        fitting = [other for other in self.names() if self.spec(other).fits(input_shape)]
+        fitting = [other for other in self.names() if self.spec(other).fits(input_shape, tokens)]
         advice = f"models that do: {', '.join(fitting)}" if fitting else "no model does"
+        if tokens != spec.tokens:
+            kinds = ("images or floating samples", "tokens")
+            raise ValueError(
+                f"model {name} takes {kinds[spec.tokens]} and does not fit {kinds[tokens]} of {_spell(input_shape)}: "
+                f"{advice}"
+            )
         takes = " or ".join(map(_spell, spec.input_shapes)) + (", or other sizes" if spec.any_size else "")
         raise ValueError(f"model {name} takes samples of {takes} and does not fit {_spell(input_shape)}: {advice}")
 
@@ -121,6 +157,7 @@ MODELS = ModelRegistry(
         "resnet": resnet.ResNet,
         "resnet18": resnet.ResNet18,
         "vit": vit.ViT,
+        "byte_transformer": byte_transformer.ByteTransformer,
         "vgg19": vgg.VGG19,
         "googlenet": googlenet.GoogLeNet,
         "resnext29": resnext.ResNeXt29,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddpcore.models.blocks import Block
 from ddpcore.options.typed import check_range
 
 
@@ -91,55 +91,3 @@ class PatchEmbedding(nn.Module):
         class_tokens = self.class_token.expand(len(images), -1, -1)
         tokens: Tensor = self.dropout(torch.cat([class_tokens, self.project(patches)], dim=1) + self.positions)
         return tokens
-
-
-class Block(nn.Module):
-    """Attention, then two linear layers with a GELU between them; each has a norm before it and a residual sum."""
-
-    def __init__(self, width: int, num_heads: int, mlp_width: int, dropout: float, drop_path: float) -> None:
-        super().__init__()
-        self.attention = nn.Sequential(nn.LayerNorm(width), SelfAttention(width, num_heads), nn.Dropout(dropout))
-        self.mlp = nn.Sequential(
-            *(nn.LayerNorm(width), nn.Linear(width, mlp_width), nn.GELU(), nn.Dropout(dropout)),
-            *(nn.Linear(mlp_width, width), nn.Dropout(dropout)),
-        )
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, tokens, width] to the same shape."""
-        tokens = tokens + self.drop_path(self.attention(tokens))
-        outputs: Tensor = tokens + self.drop_path(self.mlp(tokens))
-        return outputs
-
-
-class SelfAttention(nn.Module):
-    """Multi-head self-attention (Vaswani et al. 2017)."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, tokens, width] to the same shape."""
-        heads = self.query_key_value(tokens).unflatten(-1, (3, self.num_heads, -1))  # [B, tokens, 3, heads, head width]
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value)
-        outputs: Tensor = self.project(attended.transpose(1, 2).flatten(2))
-        return outputs
-
-
-class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training some samples become zeros, the others are scaled up."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, branch: Tensor) -> Tensor:
-        """[B, ...] to the same shape, with the same expectation."""
-        if self.share == 0 or not self.training:
-            return branch
-        kept = F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.share)
-        return branch * kept

@@ -30,7 +30,8 @@ class GASLoC(Strategy):
     learners average with neighbours every H steps.
 
     The equation is second-hand, from a transcription of the paper: neither the paper nor its code was read. There W is
-    ``I - alpha Lambda``. :class:`~ddpcore.RandomPair` gives its randomized matchings of one peer with alpha 1. The
+    ``I - alpha Lambda``. :class:`~ddpcore.RandomPair` gives its randomized matchings of one peer with alpha 1, and with
+    ``num_partners=2`` those of two peers with alpha 2/3, thirds: the paper's alpha is not known. The
     value of z(-1) is not in the transcription; this one makes one learner alone equal to ``torch.optim.SGD`` with
     ``nesterov=True``.
 

@@ -58,12 +58,16 @@ class Hierarchical(Topology):
         return None if shape is None else (*shape, self.local_size)
 
     def spectral_gap(self, num_learners: int) -> float:
-        """In closed form for `RandomPair`: inside a host, a pair multiplies the squared deviation by a quarter."""
+        """In closed form for `RandomPair`: inside a host, a pair multiplies the squared deviation by a quarter.
+
+        With k partners, each there with probability p, by at most (k p + k (k - 1) p^2) / (k + 1)^2.
+        """
         check(0, 0, num_learners)
         num_hosts = self._num_hosts(num_learners)
         if not isinstance(self.between, RandomPair):
             return super().spectral_gap(num_learners)
-        inside = 0.25 * (num_hosts - num_hosts % 2) / num_hosts if self.local_size > 1 else 0.0
+        k, p = self.between.num_partners, (num_hosts - num_hosts % 2) / num_hosts
+        inside = (k * p + k * (k - 1) * p**2) / (k + 1) ** 2 if self.local_size > 1 else 0.0
         return min(self.between.spectral_gap(num_hosts), 1.0 - inside)
 
     def _num_hosts(self, num_learners: int) -> int:

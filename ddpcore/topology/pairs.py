@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Matrix, Topology, check
 from ddpcore.topology.keyed import KeyedPermutation
-from ddpcore.topology.rounds import Round, uniform
+from ddpcore.topology.rounds import Round
 
 MOST_DRAWN = 4096  # learners of a matching that is drawn whole: faster, and what recorded runs have used
 Pairs = tuple[tuple[int, int], ...]
@@ -26,48 +27,68 @@ class RandomPair(Topology):
     The matching is a function of (seed, step, n), so all ranks compute the same one without communication. If each
     learner drew its own partner, columns of W would not sum to one, and the mean over learners would change.
 
+    With ``num_partners`` k, a step has k independent matchings M_i, and ``W = (I + sum_i M_i) / (k + 1)``. A partner
+    that is drawn twice counts twice.
+
     Up to 4096 learners the order is drawn whole. Beyond, a keyed permutation gives a rank its partner in constant time.
     """
 
     seed: int = 0
+    num_partners: int = 1
+
+    _added_options: ClassVar[Mapping[str, Any]] = {"num_partners": 1}  # as in Strategy
 
     def __post_init__(self) -> None:
         check_range("RandomPair: seed", self.seed, least=0)
+        check_range("RandomPair: num_partners", self.num_partners, least=1)
+
+    def __repr__(self) -> str:
+        more = "" if self.num_partners == 1 else f", num_partners={self.num_partners}"
+        return f"RandomPair(seed={self.seed}{more})"
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The partner, with weights 1/2; an idle learner keeps its weights."""
+        """The partners, each with the weight of the learner itself; an idle learner keeps its weights."""
         check(step, rank, num_learners)
+        draws = range(self.num_partners)
         if num_learners > MOST_DRAWN:
-            return _with_partner(rank, _partner(_order(self.seed, step, num_learners), rank))
-        return _with_partner(rank, random_matching(self.seed, step, num_learners)[rank])
+            return _with_partners(rank, [_partner(_order(self.seed, step, num_learners, i), rank) for i in draws])
+        return _with_partners(rank, [random_matching(self.seed, step, num_learners, i)[rank] for i in draws])
 
     def rounds(self, step: int, num_learners: int) -> list[Round]:
         """The rounds of all learners at a step."""
         check(step, 0, num_learners)
         if num_learners <= MOST_DRAWN:
             return super().rounds(step, num_learners)
-        partners = _paired(_order(self.seed, step, num_learners).values().astype(np.int64))
-        return list(map(_with_partner, range(num_learners), partners))
+        orders = [_order(self.seed, step, num_learners, i) for i in range(self.num_partners)]
+        matchings = [_paired(order.values().astype(np.int64)) for order in orders]
+        return list(map(_with_partners, range(num_learners), zip(*matchings, strict=True)))
 
     def period(self, num_learners: int) -> None:
         """None: the rounds do not repeat."""
 
     def expected_square(self, num_learners: int) -> Matrix:
-        """(I + E[M]) / 2, with M the permutation matrix of the matching: W = (I + M) / 2 is a projection, so W^T W = W.
+        """((k + 1) I + 2 k E[M] + k (k - 1) E[M]^2) / (k + 1)^2, with M the permutation matrix of a matching: M^2 = I.
 
         Even n: E[M] = (J - I) / (n - 1). Odd n: a learner is idle with probability 1 / n, so E[M] = J / n.
         """
         check(0, 0, num_learners)
-        identity, ones = np.eye(num_learners), np.ones((num_learners, num_learners))
+        k, identity, ones = self.num_partners, np.eye(num_learners), np.ones((num_learners, num_learners))
         expected = ones / num_learners if num_learners % 2 else (ones - identity) / (num_learners - 1)
-        return (identity + expected) / 2
+        return ((k + 1) * identity + 2 * k * expected + k * (k - 1) * expected @ expected) / (k + 1) ** 2
 
     def spectral_gap(self, num_learners: int) -> float:
-        """In closed form from `expected_square`: n / (2n - 2) for even n, 1/2 for odd n; 1.0 for one learner."""
+        """In closed form from `expected_square`; 1.0 for one learner.
+
+        With one partner n / (2n - 2) for even n, and 1/2 for odd n.
+        """
         check(0, 0, num_learners)
         if num_learners == 1:
             return 1.0
-        return 0.5 if num_learners % 2 else num_learners / (2 * num_learners - 2)
+        k = self.num_partners
+        if num_learners % 2:
+            return k / (k + 1)
+        others = num_learners - 1  # E[M] is -1 / (n - 1) on what sums to zero
+        return (k * (k + 1) + 2 * k / others - k * (k - 1) / others**2) / (k + 1) ** 2
 
 
 @dataclass(frozen=True, init=False)
@@ -106,26 +127,32 @@ class Matching(Topology):
         if self._last >= num_learners:
             text = f"Matching: a round names learner {self._last} and there are {num_learners}"
             raise ValueError(f"{text}: leave the pair out, or take more learners")
-        return _with_partner(rank, self._partners[step % len(self._partners)].get(rank, rank))
+        return _with_partners(rank, (self._partners[step % len(self._partners)].get(rank, rank),))
 
     def period(self, num_learners: int) -> int:
         """The number of rounds."""
         return len(self._partners)
 
 
-def _with_partner(rank: int, partner: int) -> Round:
-    partners = () if partner == rank else (partner,)
-    return uniform(partners, partners)
+def _with_partners(rank: int, partners: Sequence[int]) -> Round:
+    """All have the same weight; what is drawn twice has twice the weight, and an idle draw is the learner itself."""
+    weight, times = 1 / (len(partners) + 1), Counter(partners)
+    own = (1 + times.pop(rank, 0)) * weight
+    others = tuple(sorted(times))
+    return Round(own, others, tuple(times[other] * weight for other in others), others)
 
 
 @lru_cache(maxsize=16)  # all virtual learners and the matrix use the same few steps
-def random_matching(seed: int, step: int, num_learners: int) -> tuple[int, ...]:
+def random_matching(seed: int, step: int, num_learners: int, draw: int = 0) -> tuple[int, ...]:
     """The partner of each learner, itself if idle: adjacent learners of a random order are pairs.
+
+    ``draw`` numbers the matchings of a step.
 
     The order sorts raw Philox bits, which NumPy keeps the same across versions and machines. The streams of its
     higher-level samplers (permutation, shuffle) may change, and ranks with different matchings would average wrongly.
     """
-    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(step,))).random_raw(num_learners)
+    key = (step, draw) if draw else (step,)
+    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(num_learners)
     return _paired(np.argsort(bits, kind="stable"))
 
 
@@ -139,9 +166,10 @@ def _paired(order: np.ndarray) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)
-def _order(seed: int, step: int, num_learners: int) -> KeyedPermutation:
+def _order(seed: int, step: int, num_learners: int, draw: int) -> KeyedPermutation:
     """The random order of more than MOST_DRAWN learners."""
-    return KeyedPermutation(num_learners, f"random pair {seed} {step}".encode())
+    more = f" {draw}" if draw else ""
+    return KeyedPermutation(num_learners, f"random pair {seed} {step}{more}".encode())
 
 
 def _partner(order: KeyedPermutation, rank: int) -> int:

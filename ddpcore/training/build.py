@@ -219,6 +219,7 @@ def build_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
 
 def build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> nn.Module:
     """The model of the config for the samples of a data set. ValueError: it refuses an option or these samples."""
+    MODELS.check_input(config.model, dataset.input_shape, dataset.has_tokens)
     model = MODELS.build(
         config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
     ).to(device)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
 from ddpcore.data import Split
-from ddpcore.training.scores import Scores, confusion_matrix, scores
+from ddpcore.training.scores import Scores, by_place, confusion_matrix, scores
 
 BATCH_SIZE = 1000
 
@@ -20,7 +20,7 @@ class Evaluation:
     """The result over all samples of a split.
 
     Attributes:
-        loss: mean cross-entropy, without label smoothing.
+        loss: mean cross-entropy of all labels, without label smoothing.
         confusion: counts ``[C, C + 1]``, see :func:`ddpcore.training.scores.confusion_matrix`.
     """
 
@@ -58,7 +58,7 @@ def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicato
         if comm.num_learners == num:
             break  # else a rank has died with its part of the samples
     loss_L, confusion_L = sums
-    return Evaluation(loss=loss_L.sum().item() / len(split), confusion=confusion_L.sum(dim=0).cpu())
+    return Evaluation(loss=loss_L.sum().item() / split.labels.numel(), confusion=confusion_L.sum(dim=0).cpu())
 
 
 def _sums(model: nn.Module, split: Split, num_classes: int, comm: Communicator) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def _sums(model: nn.Module, split: Split, num_classes: int, comm: Communicator) 
     confusion = torch.zeros(num_rows, num_classes, num_classes + 1, dtype=torch.int64, device=device)
     for chunk in mine.split(BATCH_SIZE) if len(mine) else ():
         inputs, labels = split.batch(chunk)
-        logits = model(inputs).float()
+        logits, labels = by_place(model(inputs).float(), labels)
         loss[0] += F.cross_entropy(logits, labels, reduction="sum")
         confusion[0] += confusion_matrix(logits, labels)
     return comm.gather(loss), comm.gather(confusion)

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 import torch
 
 
+def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``[N, C, T]`` and labels ``[N, T]`` of T places as ``[N T, C]`` and ``[N T]``; others as they are."""
+    if logits.ndim != 3 or labels.shape != (logits.shape[0], logits.shape[2]):
+        return logits, labels
+    return logits.transpose(1, 2).flatten(0, 1), labels.flatten()
+
+
 def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Count samples by label and prediction.
 

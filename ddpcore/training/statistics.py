@@ -16,6 +16,7 @@ from ddpcore.diagnostics import Flatness, HessianStatistics, NoiseStatistics, fl
 from ddpcore.options.typed import check_range
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.evaluation import BATCH_SIZE
+from ddpcore.training.scores import by_place
 from ddpcore.training.trainer import Trainer
 
 _KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
@@ -144,12 +145,14 @@ def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: i
         ValueError: the training set is smaller than ``num_samples``.
     """
     indices = random_samples(dataset, "flatness_samples", num_samples, 1, seed)
+    num_labels = len(indices) * dataset.train.labels[0].numel()
     model.eval()
 
     def parts() -> Iterator[Tensor]:
         for part in indices.split(BATCH_SIZE):
             inputs, labels = dataset.train.batch(part)
-            yield F.cross_entropy(model(inputs).float(), labels, reduction="sum") / len(indices)
+            logits, labels = by_place(model(inputs).float(), labels)
+            yield F.cross_entropy(logits, labels, reduction="sum") / num_labels
 
     return flatness(model, parts, seed=seed)
 

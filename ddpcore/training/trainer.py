@@ -19,6 +19,7 @@ from ddpcore.data import Dataset, Redealt, ShardedBatches
 from ddpcore.distributed.handle import Distributed
 from ddpcore.optim.schedules import Schedule
 from ddpcore.training.evaluation import Evaluation, evaluate
+from ddpcore.training.scores import by_place
 
 
 @dataclass(eq=False, repr=False)
@@ -97,7 +98,7 @@ class Trainer:
         inputs, labels = self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             logits = model(inputs)
-        return learner_losses(logits.float(), labels, self.label_smoothing)
+        return learner_losses(logits.float(), labels, self.label_smoothing, stacked=self.stacked)
 
     def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
         """Forward and backward pass of a part of the batch; return ``share`` times the losses ``[L]``."""
@@ -185,9 +186,18 @@ def _take_first_buffers(model: nn.Module, comm: Communicator) -> None:
         buffer.copy_(rows[0].view_as(buffer))
 
 
-def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy of each learner's mini-batch: ``[L]`` from logits ``[L, B, C]``, ``[1]`` from ``[B, C]``."""
-    if logits.dim() == 2:
-        return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)[None]
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=label_smoothing)
-    return losses.view(labels.shape).mean(dim=1)
+def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, *, stacked: bool) -> Tensor:
+    """Mean cross-entropy of each learner's mini-batch, ``[L]``.
+
+    Args:
+        logits: ``[L, B, C]`` if stacked, else ``[B, C]`` of one learner; with labels at T places ``[L, B, C, T]`` or
+            ``[B, C, T]``.
+        labels: ``[L, B]`` or ``[B]``; at T places ``[L, B, T]`` or ``[B, T]``.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        stacked: whether there is a dimension of learners.
+    """
+    if not stacked:
+        return F.cross_entropy(*by_place(logits, labels), label_smoothing=label_smoothing)[None]
+    flat = by_place(logits.flatten(0, 1), labels.flatten(0, 1))
+    losses = F.cross_entropy(*flat, reduction="none", label_smoothing=label_smoothing)
+    return losses.view(len(labels), -1).mean(dim=1)

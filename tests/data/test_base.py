@@ -32,6 +32,23 @@ def test_batches_of_images_are_scaled_and_of_features_are_not() -> None:
     assert inputs.tolist() == [[300.0, -1.0]]
 
 
+def test_tokens_and_labels_at_each_place_are_whole_numbers() -> None:
+    tokens, labels = torch.arange(12).reshape(4, 3) % 5, torch.arange(1, 13).reshape(4, 3) % 5
+    split = Split(tokens, labels)
+    for indices in (torch.tensor([3, 0]), torch.tensor([[1, 2], [3, 3]])):
+        inputs, targets = split.batch(indices)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert torch.equal(inputs, tokens[indices]) and torch.equal(targets, labels[indices])
+    data = Dataset("tiny", split, None, 5, (3,))
+    assert data.digest() != replace(data, train=replace(split, inputs=tokens.flip(1))).digest()
+    shuffled = data.with_random_labels(0).train.labels
+    assert shuffled.shape == labels.shape and len(shuffled.unique()) > 2
+    with pytest.raises(ValueError, match=r"tiny: a token is outside 0\.\.4, raise num_classes"):
+        replace(data, train=replace(split, inputs=tokens + 1))
+    with pytest.raises(ValueError, match="tiny: some splits have tokens and others have none"):
+        replace(data, test=Split(tokens.float(), labels))
+
+
 def test_a_batch_does_not_share_memory_with_the_split() -> None:
     features = Split(torch.zeros(2, 2), torch.tensor([1, 0]))
     inputs, labels = features.batch(torch.tensor([0, 1]))
@@ -89,11 +106,14 @@ def test_the_digest_is_that_of_the_samples() -> None:
 @pytest.mark.parametrize(
     ("inputs", "labels", "message"),
     [
-        (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), "inputs are torch.int64"),
+        (torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), "inputs are torch.int32"),
+        (torch.zeros(3, 2, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), r"tokens must be \[N, T\]"),
         (torch.zeros(3, 2), torch.zeros(3), "labels are torch.float32"),
         (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64), r"\[3, 2\] and labels \[2\]"),
         (torch.zeros(3), torch.zeros(3, dtype=torch.int64), r"\[3\] and labels \[3\]"),
-        (torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), "N at least 1"),
+        (torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), "N and T at least 1"),
+        (torch.zeros(3, 2), torch.zeros(3, 0, dtype=torch.int64), "N and T at least 1"),
+        (torch.zeros(3, 2), torch.zeros(3, 2, 2, dtype=torch.int64), r"must be \[N, ...\] and \[N\] or \[N, T\]"),
     ],
 )
 def test_a_split_that_does_not_fit(inputs: torch.Tensor, labels: torch.Tensor, message: str) -> None:

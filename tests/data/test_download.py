@@ -162,6 +162,7 @@ def test_sources_and_checksums_are_well_formed() -> None:
     """Every set of images has sources; a sum is 32 hexadecimal digits, and no two files share one."""
     assert set(download.SOURCES) == set(DATASETS.names()) - {
         "digits",
+        "python_text",
         "synthetic",
         "synthetic_speech",
         "saddle",

@@ -22,6 +22,7 @@ NAMES = (
     "mnist-flat-minimum",
     "mnist-landscape",
     "mnist-odds",
+    "outer-gossip",
     "saddle-escape",
     "single-vs-two",
     "ssgd-vs-dpsgd-cifar10",

@@ -20,6 +20,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "mobilenet_v2": {"width": 1 / 8},
     "shufflenet": {"blocks": (2, 2), "widths": (8, 16), "head_width": 16},
     "efficientnet_b0": {"width": 1 / 8, "depth": 0.5},
+    "byte_transformer": {"width": 8, "num_heads": 2, "mlp_width": 12},
     "speech_lstm": {"depth": 2, "width": 8, "bottleneck": 6},
 }
 

@@ -11,13 +11,19 @@ from helpers.models import awake, idle, small
 
 @pytest.mark.parametrize("name", MODELS.names())
 def test_every_model_takes_every_shape_it_names(name: str) -> None:
-    for shape in MODELS.spec(name).input_shapes:
+    spec = MODELS.spec(name)
+
+    def check(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) -> None:
+        logits = model(inputs)
+        assert logits.shape == (3, num_classes, *labels.shape[1:])
+        assert torch.nn.functional.cross_entropy(logits, labels).isfinite()
+
+    for shape in spec.input_shapes:
         MODELS.check_input(name, shape)
         for num_classes in (2, 7):
-            logits = small(name, input_shape=shape, num_classes=num_classes)(torch.randn(3, *shape))
-            assert logits.shape == (3, num_classes)
-    default = small(name)(torch.randn(3, *MODELS.spec(name).input_shapes[0]))
-    assert default.shape == (3, MODELS.spec(name).num_classes)
+            batch = spec.random_batch(3, input_shape=shape, num_classes=num_classes)
+            check(small(name, input_shape=shape, num_classes=num_classes), *batch, num_classes)
+    check(small(name), *spec.random_batch(3), spec.num_classes)
 
 
 @pytest.mark.parametrize("name", MODELS.names())
@@ -31,7 +37,7 @@ def test_the_seed_decides_the_weights_and_all_of_them_learn(name: str) -> None:
     assert not torch.equal(one, other)
     model = awake(make(0))
     skipped = idle(model)
-    model(torch.randn(8, *MODELS.spec(name).input_shapes[0])).square().sum().backward()
+    model(MODELS.spec(name).random_batch(8)[0]).square().sum().backward()
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert parameter_name in skipped or parameter.grad.abs().sum() > 0, parameter_name

@@ -40,10 +40,11 @@ def no_dropout(name: str) -> dict[str, float]:
 
 
 def batches(name: str) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
     # ResNets take images of any size, and of many channels small ones will do.
-    shape = (3, 8, 8) if name in ("resnet", "resnet18") else MODELS.spec(name).input_shapes[0]
-    return torch.randn(NUM_LEARNERS, 3, *shape, generator=generator, dtype=torch.float64)
+    shape = (3, 8, 8) if name in ("resnet", "resnet18") else None
+    inputs, _ = MODELS.spec(name).random_batch(NUM_LEARNERS, 3, input_shape=shape)
+    return inputs.double() if inputs.is_floating_point() else inputs
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

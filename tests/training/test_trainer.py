@@ -147,8 +147,16 @@ def test_compiled_is_the_same_model(learners: int | None, monkeypatch: pytest.Mo
 def test_losses_of_learners() -> None:
     logits, labels = torch.randn(3, 4, 5), torch.randint(5, (3, 4))
     each = [F.cross_entropy(a, b, label_smoothing=0.1) for a, b in zip(logits, labels, strict=True)]
-    torch.testing.assert_close(learner_losses(logits, labels, 0.1), torch.stack(each))
-    torch.testing.assert_close(learner_losses(logits[0], labels[0], 0.1), each[0][None])
+    torch.testing.assert_close(learner_losses(logits, labels, 0.1, stacked=True), torch.stack(each))
+    torch.testing.assert_close(learner_losses(logits[0], labels[0], 0.1, stacked=False), each[0][None])
+
+
+def test_losses_of_labels_at_several_places() -> None:
+    """As many samples as places: only the first of both dimensions is that of samples."""
+    logits, labels = torch.randn(3, 4, 5, 4), torch.randint(5, (3, 4, 4))
+    each = [F.cross_entropy(a, b, label_smoothing=0.1) for a, b in zip(logits, labels, strict=True)]
+    torch.testing.assert_close(learner_losses(logits, labels, 0.1, stacked=True), torch.stack(each))
+    torch.testing.assert_close(learner_losses(logits[0], labels[0], 0.1, stacked=False), each[0][None])
 
 
 def test_evaluation_is_of_the_split_that_was_asked_for() -> None:

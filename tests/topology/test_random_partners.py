@@ -1,0 +1,72 @@
+"""RandomPair with several partners a step: the mean of the learner and its partners, and the expected square."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddpcore import TOPOLOGIES, RandomPair
+from ddpcore.comm.agreement import describe
+from ddpcore.topology.hierarchical import Hierarchical
+from ddpcore.topology.pairs import MOST_DRAWN, random_matching
+from ddpcore.topology.rounds import mixing_matrix
+
+
+def dense(topology: RandomPair, step: int, n: int) -> np.ndarray:
+    return mixing_matrix([topology.round(step, rank, n) for rank in range(n)]).dense()
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_w_is_the_mean_of_the_identity_and_the_matchings(k: int, n: int) -> None:
+    topology = RandomPair(3, num_partners=k)
+    topology.validate(n)
+    for step in range(10):
+        matchings = [np.eye(n)[list(random_matching(3, step, n, draw))] for draw in range(k)]
+        np.testing.assert_allclose(dense(topology, step, n), (np.eye(n) + sum(matchings)) / (k + 1), atol=1e-15)
+
+
+def test_matchings_of_a_step_are_independent_and_the_first_is_that_of_one_partner() -> None:
+    """Of eight learners a second matching has the same partner in one of seven cases."""
+    pairs = [[random_matching(0, step, 8, draw) for draw in (0, 1)] for step in range(1000)]
+    same = np.mean([np.array(first) == np.array(second) for first, second in pairs])
+    assert abs(same - 1 / 7) < 0.05
+    assert random_matching(0, 5, 8, 0) == random_matching(0, 5, 8)
+
+
+@pytest.mark.parametrize("n", [2, 6, 7])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_expected_square_and_the_gap(k: int, n: int) -> None:
+    topology = RandomPair(1, num_partners=k)
+    squares = [dense(topology, step, n).T @ dense(topology, step, n) for step in range(2000)]
+    expected = topology.expected_square(n)
+    np.testing.assert_allclose(np.mean(squares, axis=0), expected, atol=0.04)
+    eigenvalues = np.linalg.eigvalsh(expected - np.ones((n, n)) / n)
+    assert topology.spectral_gap(n) == pytest.approx(1 - eigenvalues[-1], abs=1e-12)
+    np.testing.assert_allclose(expected.sum(axis=0), 1)
+
+
+def test_large_numbers_of_learners_draw_further_orders() -> None:
+    n, topology = MOST_DRAWN + 2, RandomPair(num_partners=2)
+    rounds = topology.rounds(0, n)
+    for rank in (0, 7, n - 1):
+        assert rounds[rank] == topology.round(0, rank, n)
+        assert len(rounds[rank].sources) == 2
+
+
+def test_by_name_as_text_and_inside_hosts() -> None:
+    two = TOPOLOGIES.build("random_pair", seed=4, num_partners=2)
+    assert two == RandomPair(4, 2) and repr(two) == "RandomPair(seed=4, num_partners=2)"
+    assert describe(RandomPair(4)) == "RandomPair(seed=4)", "checkpoints of before still load"
+    with pytest.raises(ValueError, match="RandomPair: num_partners is 0"):
+        RandomPair(num_partners=0)
+
+
+@pytest.mark.parametrize("num_hosts", [3, 4])
+def test_between_hosts(num_hosts: int) -> None:
+    """A mean over 2000 steps; the gap is that of the largest factor of a squared deviation."""
+    hosts, n = Hierarchical(2, RandomPair(num_partners=2)), 2 * num_hosts
+    rounds = [[hosts.round(step, rank, n) for rank in range(n)] for step in range(2000)]
+    squares = [matrix.T @ matrix for matrix in (mixing_matrix(one).dense() for one in rounds)]
+    shrunk = np.linalg.eigvalsh(np.mean(squares, axis=0) - np.ones((n, n)) / n)[-1]
+    assert hosts.spectral_gap(n) == pytest.approx(1 - shrunk, abs=0.03)
