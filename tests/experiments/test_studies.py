@@ -22,6 +22,7 @@ NAMES = (
     "mnist-flat-minimum",
     "mnist-landscape",
     "mnist-odds",
+    "noise-scale-branching",
     "saddle-escape",
     "single-vs-two",
     "ssgd-vs-dpsgd-cifar10",
