@@ -65,7 +65,8 @@ def test_early_late_and_escape() -> None:
 def test_the_noise_scale_is_that_of_the_last_valid_record() -> None:
     lines = [line(10 * k, 0.5, 0.5, valid=k < 4) | {"whole": {"noise_scale": 100.0 * k}} for k in (1, 2, 3, 4)]
     assert metrics_of(record(lines))["noise_scale"] == 300.0
-    assert metrics_of(record([line(10, 0.5, 0.5) | {"whole": {"noise_scale": None}}]))["noise_scale"] is None, "infinite"
+    infinite = line(10, 0.5, 0.5) | {"whole": {"noise_scale": None}}
+    assert metrics_of(record([infinite]))["noise_scale"] is None
     assert metrics_of(record([]))["noise_scale"] is None
 
 
