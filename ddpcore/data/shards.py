@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,6 +16,18 @@ from ddpcore.options.typed import check_range
 
 SAMPLERS = ("global", "distributed", "fixed")
 """Values of ``sampler``; :class:`ShardedBatches` explains them."""
+
+Growth = Sequence[tuple[int, int]]
+"""Steps from which batches are larger, in order, each with the new batch size."""
+
+
+def check_growth(name: str, batch_size: int, growth: Growth) -> None:
+    """ValueError unless steps ascend from 0, and sizes ascend from above ``batch_size``; the message has ``name``."""
+    steps, sizes = [step for step, _ in growth], [size for _, size in growth]
+    if any(late <= early for early, late in pairwise([-1, *steps])):
+        raise ValueError(f"{name} has the steps {steps}: they must ascend, from 0")
+    if any(late <= early for early, late in pairwise([batch_size, *sizes])):
+        raise ValueError(f"{name} has the batch sizes {sizes}: they must ascend, from above {batch_size}")
 
 
 @dataclass(frozen=True)
@@ -38,9 +52,12 @@ class ShardedBatches:
             replace the sampler, which stays ``global``. A learner goes through its part in a random order, and then
             again in another one. All learners take equal shares of a batch, so one with a smaller part repeats it more
             often. No batch is incomplete: an epoch has as many steps as drop_last gives for parts of mean size.
+        growth: steps from which batches are larger, each with the new batch size. The samples of an epoch keep their
+            order, and each is used at most once: a step takes the next ``batch_size`` entries. An epoch ends when too
+            few are left for a batch of the size of that step; without drop_last these are its last batch.
 
     Raises:
-        ValueError: the batch cannot be split equally, or is larger than the data set.
+        ValueError: a batch cannot be split equally, or is larger than the data set; or ``growth`` does not ascend.
     """
 
     num_samples: int
@@ -50,6 +67,7 @@ class ShardedBatches:
     sampler: str = "global"
     drop_last: bool = True
     parts: Sequence[np.ndarray] | None = field(default=None, compare=False, repr=False)
+    growth: tuple[tuple[int, int], ...] = ()
     _passes: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +82,19 @@ class ShardedBatches:
                 f"{learners} learners cannot share {samples} samples: take at most {samples} learners, and a batch "
                 f"size of at most {samples} that they divide"
             )
+        check_growth("growth", batch, self.growth)
+        for size in (batch, *(size for _, size in self.growth)):
+            self._check_size(size)
+        if self.parts is not None:
+            self._check_parts()
+        if self.sampler == "global" and not self.drop_last and samples % learners:
+            raise ValueError(
+                f"the last batch of {samples % batch} samples is not a multiple of {learners} learners: set drop_last"
+            )
+
+    def _check_size(self, batch: int) -> None:
+        """Check one batch size."""
+        samples, learners = self.num_samples, self.num_learners
         if batch > samples:
             most = samples - samples % learners
             raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {most}")
@@ -76,12 +107,6 @@ class ShardedBatches:
             above = below + learners
             nearest = above if above - batch < batch - below and above <= samples else below
             raise ValueError(f"the batch size {batch} is not a multiple of {learners} learners: take {nearest}")
-        if self.parts is not None:
-            self._check_parts()
-        if self.sampler == "global" and not self.drop_last and samples % learners:
-            raise ValueError(
-                f"the last batch of {samples % batch} samples is not a multiple of {learners} learners: set drop_last"
-            )
 
     def _check_parts(self) -> None:
         assert self.parts is not None
@@ -103,16 +128,42 @@ class ShardedBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of batches in an epoch, at least 1."""
-        share = self.batch_size // self.num_learners
-        if self.parts is not None:
-            return max(1, self.samples_per_learner // share)
-        return self.samples_per_learner // share if self.drop_last else -(-self.samples_per_learner // share)
+        """The number of batches in an epoch, at least 1; with growth, if all have the size of step 0."""
+        return self._room(0, self._share(0))
+
+    def batch_size_at(self, step: int) -> int:
+        """Samples of all learners together at a step, if its batch is complete."""
+        return [size for begin, size in ((0, self.batch_size), *self.growth) if begin <= step][-1]
 
     def epoch(self, step: int) -> int:
         """The epoch of a step, both counted from 0."""
+        return self.place(step)[0]
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and how many of its samples each learner has taken before the step."""
         check_range("step", step, least=0)
-        return step // self.steps_per_epoch
+        epoch, taken = 0, 0
+        for num_steps, share in self._spans(step):
+            left = self._room(taken, share)
+            if num_steps < left:
+                taken += num_steps * share
+            else:
+                epochs, steps = divmod(num_steps - left, self._room(0, share))
+                epoch, taken = epoch + 1 + epochs, steps * share
+        return epoch, taken
+
+    def first_step(self, epoch: int) -> int:
+        """The first step of an epoch, both counted from 0. As many steps have all epochs before it."""
+        return bisect_left(range(epoch * self.steps_per_epoch), epoch, key=self.epoch)  # no epoch has more steps
+
+    def step_without_growth(self, step: int) -> int:
+        """The step at which a run whose batches keep the size of step 0 comes to the place of this step in the data."""
+        epoch, taken = self.place(step)
+        return epoch * self.steps_per_epoch + taken // self._share(0)
+
+    def num_taken(self, step: int) -> int:
+        """Samples that each learner takes before a step in all epochs, if every batch is complete."""
+        return sum(num_steps * share for num_steps, share in self._spans(step))
 
     def indices(self, step: int) -> Tensor:
         """Sample numbers of a step (counted from 0), int64 ``[L, batch_size / L]`` on the CPU.
@@ -120,13 +171,32 @@ class ShardedBatches:
         Without drop_last the last step of an epoch may have fewer columns. The result depends only on the step and the
         fields of this object, so each rank can compute any step, in any order.
         """
-        epoch, share = self.epoch(step), self.batch_size // self.num_learners
+        (epoch, start), share = self.place(step), self._share(step)
         if self.parts is not None:
-            rows = [self._of_part(learner, step * share, share) for learner in range(self.num_learners)]
+            rows = [self._of_part(learner, self.num_taken(step), share) for learner in range(self.num_learners)]
             return torch.from_numpy(np.stack(rows))
-        start = step % self.steps_per_epoch * share
-        # A copy, because the cached array must not change.
-        return torch.from_numpy(_order(self, epoch)[:, start : start + share].copy())
+        if self.sampler == SAMPLERS[0]:
+            order, learners = _permuted(self.num_samples, self.seed, epoch), self.num_learners
+            chosen = order[start * learners : (start + share) * learners].reshape(learners, -1)
+        else:
+            chosen = _order(self, epoch)[:, start : start + share]
+        return torch.from_numpy(chosen.copy())  # because the cached array must not change
+
+    def _share(self, step: int) -> int:
+        return self.batch_size_at(step) // self.num_learners
+
+    def _room(self, taken: int, share: int) -> int:
+        """The number of batches for which an epoch has room after some samples of each learner."""
+        left = self.samples_per_learner - taken
+        if self.parts is not None and taken == 0:
+            return max(1, left // share)
+        return left // share if self.drop_last else -(-left // share)
+
+    def _spans(self, step: int) -> Iterator[tuple[int, int]]:
+        """Before a step: the number of steps of each size so far, and a learner's share of such a batch."""
+        begins = [begin for begin, _ in self.growth if begin <= step]
+        for begin, end in pairwise([0, *begins, step]):
+            yield end - begin, self._share(begin)
 
     def _of_part(self, learner: int, first: int, num: int) -> np.ndarray:
         """So many samples of a learner, which has taken ``first`` before."""
@@ -144,7 +214,7 @@ class ShardedBatches:
 
 @lru_cache(maxsize=4)
 def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
-    """The sample numbers of an epoch, int64 ``[L, samples of a learner]``, in the order of steps."""
+    """The sample numbers of an epoch, int64 ``[L, samples of a learner]``: ``distributed`` and ``fixed``."""
     samples, learners, seed = batches.num_samples, batches.num_learners, batches.seed
     each = batches.samples_per_learner
     if batches.sampler == "distributed":
@@ -152,14 +222,14 @@ def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
         order = torch.randperm(samples, generator=generator).numpy()
         # np.resize appends entries from the beginning, or shortens.
         return np.resize(order, each * learners).reshape(each, learners).T
-    if batches.sampler == "fixed":
-        parts = permutation(samples, seed)[: each * learners].reshape(learners, each)
-        return np.stack([part[permutation(each, seed, epoch, j)] for j, part in enumerate(parts)])
-    order = permutation(samples, seed, epoch)
-    end = samples // batches.batch_size * batches.batch_size
-    whole = order[:end].reshape(-1, learners, batches.batch_size // learners)
-    rest = order[end:] if not batches.drop_last else order[:0]
-    return np.concatenate([whole.transpose(1, 0, 2).reshape(learners, -1), rest.reshape(learners, -1)], axis=1)
+    parts = permutation(samples, seed)[: each * learners].reshape(learners, each)
+    return np.stack([part[permutation(each, seed, epoch, j)] for j, part in enumerate(parts)])
+
+
+@lru_cache(maxsize=4)
+def _permuted(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of all samples in an epoch, int64 ``[num_samples]``."""
+    return permutation(num_samples, seed, epoch)
 
 
 def permutation(num_samples: int, seed: int, *key: int) -> np.ndarray:
@@ -195,6 +265,10 @@ class Redealt:
 
     batches: ShardedBatches
     deals: Deals = ()
+
+    def __post_init__(self) -> None:
+        if self.batches.growth:
+            raise ValueError("learners that die and join share batches of one size: leave growth out")
 
     def epoch(self, step: int) -> int:
         """The epoch of a step, both counted from 0."""
@@ -241,8 +315,3 @@ class Redealt:
                 return epoch, dealt + num_steps * each
             num_steps -= room
             epoch, dealt = epoch + 1, 0
-
-
-@lru_cache(maxsize=4)
-def _permuted(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    return permutation(num_samples, seed, epoch)

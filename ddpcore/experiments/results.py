@@ -52,6 +52,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
 def _statistics(record: RunRecord) -> dict[str, float | None]:
     """Metrics from the noise statistics; None if there are none."""
     lines, total = _measured(record), record.header["total_steps"]
+    scales = [(line.get("whole") or {}).get("noise_scale") for line in record.statistics if line["valid"]]
     early = [line for line in lines if line["step"] <= SHARE * total]
     late = [line for line in lines if line["step"] > (1 - SHARE) * total]
     level = record.header["config"]["escape_loss"]
@@ -62,6 +63,7 @@ def _statistics(record: RunRecord) -> dict[str, float | None]:
         "effective_lr_min": min((line["effective_lr"] for line in lines), default=None),
         **{f"{name}_early": _mean(early, name) for name in NOISES},
         **{f"{name}_late": _mean(late, name) for name in NOISES},
+        "noise_scale": scales[-1] if scales else None,
         "full_loss": lines[-1]["loss"] if lines else None,
         "escape_step": below[0] if below else None,
     }

@@ -39,7 +39,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
         return value
     spoken = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
     if get_origin(hint) is tuple:
-        items = {str: "text", float: "numbers", int: "numbers"}
+        items = {str: "text", float: "numbers", int: "numbers", tuple[int, int]: "pairs"}
         raise ValueError(f"{name} is {value!r}: it must be a list of {items.get(get_args(hint)[0], 'mappings')}")
     wanted = spoken.get(hint, "a mapping")
     raise ValueError(f"{name} is {value!r}: it must be {wanted}")

@@ -37,6 +37,7 @@ METRICS = {
     "landscape_noise_late": "the same of the last fifth",
     "landscape_upright_early": "the part of D2 orthogonal to g, which is a part of D, in the first fifth",
     "landscape_upright_late": "the same of the last fifth",
+    "noise_scale": "gradient noise scale B in samples, of the last record",
     "full_loss": "training loss of the mean weights, at the last measured step",
     "escape_step": "the first measured step with full loss below escape_loss",
     "sharpness_late": "the largest eigenvalue of the Hessian along the run, mean over the last fifth",

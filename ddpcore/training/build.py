@@ -24,7 +24,7 @@ from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
 from ddpcore.strategies.base import Baseline, Strategy, check_group
 from ddpcore.strategies.baselines import DDP
-from ddpcore.training.config import TrainConfig
+from ddpcore.training.config import GROWTH_POWERS, TrainConfig
 from ddpcore.training.statistics import check_samples
 from ddpcore.training.trainer import Trainer
 
@@ -191,30 +191,56 @@ def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
         labels = dataset.train.labels.cpu()
         parts = split(config.shards, labels, config.learners, seed=config.seed, **config.shards_options)
     return ShardedBatches(
-        len(dataset.train), config.batch_size, config.learners, config.seed, config.sampler, config.drop_last, parts
+        len(dataset.train),
+        config.batch_size,
+        config.learners,
+        config.seed,
+        config.sampler,
+        config.drop_last,
+        parts,
+        config.batch_growth,
     )
 
 
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Length of the run in steps."""
-    return config.steps if config.steps is not None else (config.epochs or 0) * steps_per_epoch
+def total_steps(config: TrainConfig, batches: ShardedBatches) -> int:
+    """Length of the run in steps.
+
+    Raises:
+        ValueError: the run ends before its batch has grown.
+    """
+    num = config.steps if config.steps is not None else batches.first_step(config.epochs or 0)
+    if config.batch_growth and config.batch_growth[-1][0] >= num:
+        step = config.batch_growth[-1][0]
+        raise ValueError(f"batch_growth has the step {step}: the run ends before, after {num} steps")
+    return num
 
 
-def build_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
-    """The learning rate of each step."""
-    lr, unit = config.lr, steps_per_epoch if config.schedule_unit == "epochs" else 1
+def build_schedule(config: TrainConfig, batches: ShardedBatches) -> Schedule:
+    """The learning rate of each step. ValueError as :func:`total_steps`."""
+    of_data = config.schedule_unit == "epochs"
+    lr, unit = config.lr, batches.steps_per_epoch if of_data else 1
+    num_steps = total_steps(config, batches)
     if config.reference_batch_size is not None:
         lr = linear_scaling(lr, config.batch_size, config.reference_batch_size)
     schedule = SCHEDULES.build(
         config.schedule,
         lr=lr,
-        num_steps=total_steps(config, steps_per_epoch),
+        num_steps=batches.step_without_growth(num_steps) if of_data else num_steps,
         milestones=[round(mark * unit) for mark in config.milestones],
         gamma=config.gamma,
         steps_per_unit=unit,
         **config.schedule_options,
     )
-    return warmup(schedule, round(config.warmup * unit), config.warmup_start)
+    schedule = warmup(schedule, round(config.warmup * unit), config.warmup_start)
+    if not config.batch_growth:
+        return schedule
+    power = GROWTH_POWERS[config.batch_growth_lr]
+
+    def grown(step: int) -> float:
+        at = batches.step_without_growth(step) if of_data else step
+        return schedule(at) * (batches.batch_size_at(step) / config.batch_size) ** power
+
+    return grown
 
 
 def build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> nn.Module:
@@ -243,9 +269,9 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     Raises:
         ValueError: data, model, optimizer or strategy do not fit together, or refuse the value of an option.
     """
-    steps = build_batches(config, dataset).steps_per_epoch
+    schedule = build_schedule(config, build_batches(config, dataset))
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        _build_optimizer(config, build_model(config, dataset, torch.device("meta")), build_schedule(config, steps))
+        _build_optimizer(config, build_model(config, dataset, torch.device("meta")), schedule)
     strategy, policies = config.make_strategy(), Policies(**config.policies)
     if isinstance(strategy, Strategy):
         policies.check(strategy, None)
@@ -275,7 +301,7 @@ def build_trainer(
     batches = build_batches(config, dataset)
     torch.manual_seed(config.seed)
     model = build_model(config, dataset, placement.device)
-    schedule = build_schedule(config, batches.steps_per_epoch)
+    schedule = build_schedule(config, batches)
     optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()
     arguments = _arguments(placement, strategy, options)

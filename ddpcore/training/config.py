@@ -11,6 +11,7 @@ from ddpcore.comm import Link
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.membership import LEAST, ON_FAILURE
 from ddpcore.data import DATASETS, SAMPLERS, SHARDS
+from ddpcore.data.shards import check_growth
 from ddpcore.data.uneven import check_options as check_shards
 from ddpcore.distributed.averaging import BATCH_NORM
 from ddpcore.distributed.state_sync import Policies
@@ -30,6 +31,7 @@ from ddpcore.topology.registry import TOPOLOGIES
 PRECISIONS = ("fp32", "bf16")
 DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
+GROWTH_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of batch size / batch_size, in the learning rate
 EVALUATION_SPLITS = ("test", "validation")
 # Fields that change no result: they may change when a run is resumed.
 BOOKKEEPING = (
@@ -94,6 +96,15 @@ class TrainConfig:
     )
     drop_last: bool = _field(True, "skip the incomplete batch at the end of an epoch")
     batch_size: int = _field(128, "samples of one optimizer step, over all learners", least=1)
+    batch_growth: tuple[tuple[int, int], ...] = _field(
+        (), "``[[100, 256], [300, 512]]``: batches of 256 samples from step 100 on (counted from 0), and so on"
+    )
+    batch_growth_lr: str = _field(
+        "none",
+        "with ``batch_growth``, multiply the learning rate by (batch of the step / ``batch_size``)^p, where p is 0 "
+        "(``none``), 1/2 (``sqrt``) or 1 (``linear``)",
+        tuple(GROWTH_POWERS),
+    )
     accumulation: int = _field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
     epochs: int | None = _field(None, "length of the run in epochs; set either ``epochs`` or ``steps``", least=1)
     steps: int | None = _field(None, "length of the run in optimizer steps", least=1)
@@ -110,7 +121,12 @@ class TrainConfig:
         "to 0 at the end of the run; ``exponential`` multiplies by ``gamma`` per ``schedule_unit``; or your own",
     )
     schedule_options: Mapping[str, Any] = _field(dict, "options of your own schedule")
-    schedule_unit: str = _field(UNITS[0], "unit of ``milestones``, ``warmup`` and ``gamma``", UNITS)
+    schedule_unit: str = _field(
+        UNITS[0],
+        "unit of ``milestones``, ``warmup`` and ``gamma``; with ``batch_growth`` also what the schedule counts: data, "
+        "so that its rate is that at the same place in the data without growth, or steps",
+        UNITS,
+    )
     milestones: tuple[float, ...] = _field((), "of the schedule ``step``, in ascending order")
     gamma: float = _field(0.1, "factor of the schedules ``step`` and ``exponential``", above=0, most=1)
     warmup: float = _field(0.0, "length of a linear ramp of the learning rate; does not delay the schedule", least=0)
@@ -189,6 +205,8 @@ class TrainConfig:
                 f"batch_size is {self.batch_size}: it must be a multiple of learners x accumulation, "
                 f"{self.learners} x {self.accumulation}"
             )
+        if self.batch_growth:
+            self._check_growth()
         if self.shards != SHARDS[0] and (self.sampler != SAMPLERS[0] or not self.drop_last):
             raise ValueError(
                 f"shards is '{self.shards}' and learners keep their parts: leave sampler at '{SAMPLERS[0]}' and "
@@ -226,6 +244,27 @@ class TrainConfig:
             )
         if self.policies.get("scaler", "keep") != "keep":
             raise ValueError("policies has a scaler: bf16 and fp32 need none, leave it out")
+
+    def _check_growth(self) -> None:
+        """Check the growth of the batch, and what does not go together with it."""
+        if any(len(entry) != 2 for entry in self.batch_growth):
+            raise ValueError(f"batch_growth is {plain(self.batch_growth)}: give pairs of a step and a batch size")
+        check_growth("batch_growth", self.batch_size, self.batch_growth)
+        for step, size in self.batch_growth:
+            if size % (self.learners * self.accumulation):
+                raise ValueError(
+                    f"batch_growth has the batch size {size}: it must be a multiple of learners x accumulation, "
+                    f"{self.learners} x {self.accumulation}"
+                )
+            if self.steps is not None and step >= self.steps:
+                raise ValueError(f"batch_growth has the step {step}: the run ends before, after {self.steps} steps")
+        for name, is_set, why in (
+            ("compile", self.compile, "a compiled model has one batch size"),
+            ("statistics_every", self.statistics_every, "a noise scale averages steps of one batch size"),
+            ("on_failure", self.on_failure != ON_FAILURE[0], "ranks that die and join share batches of one size"),
+        ):
+            if is_set:
+                raise ValueError(f"batch_growth is set and {name} is {getattr(self, name)!r}: {why}, leave one out")
 
     def _check_shrink(self) -> None:
         """Check what a run needs to go on when a rank dies."""

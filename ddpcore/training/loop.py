@@ -55,8 +55,8 @@ class Loop:
     def __post_init__(self) -> None:
         self.config = self.placement.config
         self.comm = self.trainer.handle.comm
-        self.steps_per_epoch = self.trainer.batches.steps_per_epoch
-        self.total_steps = total_steps(self.config, self.steps_per_epoch)
+        self.batches = self.trainer.batches
+        self.total_steps = total_steps(self.config, self.batches)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
         self._writer = 0 if self.comm.membership is None else self.comm.membership.members[0]  # id of the rank
@@ -82,7 +82,7 @@ class Loop:
                     self.steps.add(losses_L)
             self._welcome()
             step = trainer.num_steps
-            epoch_ends = step % self.steps_per_epoch == 0 or step == self.total_steps
+            epoch_ends = step == self.total_steps or self.batches.epoch(step) > self.batches.epoch(step - 1)
             stop = stop_signal.asked and not self.placement.real
             if epoch_ends or step == 1 or step % CHECK_EVERY == 0:
                 num_found = len(trainer.handle.nonfinite)
@@ -168,7 +168,7 @@ class Loop:
         if self.writer is not None:
             step, accuracy = self.trainer.num_steps, self.progress.accuracy
             reached = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
-            epoch = 1 + (step - 1) // self.steps_per_epoch
+            epoch = 1 + self.batches.epoch(step - 1)
             self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
 
     def _write_statistics(self) -> None:
@@ -186,12 +186,13 @@ class Loop:
 
     def _end_epoch(self) -> bool:
         """Evaluate if it is due, and write the row of the epoch. True: this evaluation is the best so far."""
-        config, trainer, progress, step = self.config, self.trainer, self.progress, self.trainer.num_steps
+        config, trainer, progress, batches = self.config, self.trainer, self.progress, self.batches
+        step = trainer.num_steps
         with self._paused():
             before = progress.total_seconds
-            epoch = -(-step // self.steps_per_epoch)
-            num = min(progress.epoch_steps * config.batch_size, trainer.batches.samples_per_learner * config.learners)
-            num = num * self.comm.num_learners // config.learners  # of the learners that are left
+            epoch = 1 + batches.epoch(step - 1)
+            taken = batches.num_taken(step) - batches.num_taken(step - progress.epoch_steps)
+            num = min(taken, batches.samples_per_learner) * self.comm.num_learners  # of the learners that are left
             seconds = progress.epoch_seconds
             row: dict[str, Any] = {
                 "kind": "epoch",
@@ -199,6 +200,7 @@ class Loop:
                 "step": step,
                 "train_loss": progress.end_epoch(self.comm),
                 "lr": trainer.optimizer.param_groups[0]["lr"],
+                **({"batch_size": batches.batch_size_at(step - 1)} if batches.growth else {}),
                 "seconds": seconds,
                 "samples_per_s": num / seconds,
                 "consensus_distance": trainer.handle.consensus_distance() if self.comm.num_learners > 1 else None,

@@ -230,8 +230,7 @@ def _writer(
         return nullcontext()
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     left = {} if placement.left is None else {"members": list(placement.left.members)}
-    steps_per_epoch, here = trainer.batches.steps_per_epoch, machine(placement.device.type)
-    parts = trainer.batches.parts
+    batches, here = trainer.batches, machine(placement.device.type)
     num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
         "kind": "run",
@@ -241,9 +240,11 @@ def _writer(
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
         "num_classes": dataset.num_classes,
-        "total_variation": None if parts is None else total_variation(dataset.train.labels.cpu(), parts),
-        "steps_per_epoch": steps_per_epoch,
-        "total_steps": total_steps(config, steps_per_epoch),
+        "total_variation": None
+        if batches.parts is None
+        else total_variation(dataset.train.labels.cpu(), batches.parts),
+        "steps_per_epoch": batches.steps_per_epoch,
+        "total_steps": total_steps(config, batches),
         "ranks": placement.world.world_size,
         "communication": trainer.handle.comm.description,
         "topology": _topology(config),

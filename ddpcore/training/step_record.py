@@ -19,13 +19,13 @@ FOLDER = "steps"
 class StepRecorder:
     """Writes a line for each step of this rank. Use it as a context manager, which writes the last lines.
 
-    A line holds ``step``; ``learners`` of this rank and the ``loss`` of each; ``seconds`` since the last step ended
-    (without evaluation and checkpoints); ``exposed``, the seconds in which the rank averaged or waited for others and
-    did nothing else; ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was
-    started and not yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it
-    waited for each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute``
-    and ``overlapped`` are None. On a GPU each step waits for the device, so that the times are those of the work and
-    not of its start.
+    A line holds ``step``; ``learners`` of this rank and the ``loss`` of each; ``batch_size``, if it grows in the run;
+    ``seconds`` since the last step ended (without evaluation and checkpoints); ``exposed``, the seconds in which the
+    rank averaged or waited for others and did nothing else; ``compute``, the other seconds; ``overlapped``, the part of
+    ``compute`` in which a transfer was started and not yet needed, so that at most this much communication was hidden;
+    and ``waits``, the seconds that it waited for each other rank (only over shared memory). With ``ddp``, PyTorch
+    averages, so ``exposed``, ``compute`` and ``overlapped`` are None. On a GPU each step waits for the device, so that
+    the times are those of the work and not of its start.
 
     Args:
         out: the folder of the run.
@@ -70,10 +70,11 @@ class StepRecorder:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began
         exposed = None if self._spans is None else self._spans.seconds
-        waited = self._trainer.handle.comm.waited
+        waited, batches = self._trainer.handle.comm.waited, self._trainer.batches
         line = {
             "step": self._trainer.num_steps,
             "learners": list(self._trainer.learners),
+            **({"batch_size": batches.batch_size_at(self._trainer.num_steps - 1)} if batches.growth else {}),
             "seconds": seconds,
             "compute": None if exposed is None else max(0.0, seconds - exposed),
             "exposed": exposed,

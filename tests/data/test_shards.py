@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddpcore.data import SAMPLERS, Redealt, ShardedBatches
-from ddpcore.data.shards import _order, permutation
+from ddpcore.data.shards import _order, _permuted, permutation
 
 
 def test_an_epoch_visits_each_sample_once_and_drops_the_rest() -> None:
@@ -49,7 +49,7 @@ def test_indices_are_a_function_of_the_step_alone() -> None:
     in_order = [batches.indices(step) for step in range(40)]
     steps = list(range(40))
     random.Random(0).shuffle(steps)
-    _order.cache_clear()
+    _permuted.cache_clear()
     torch_state = torch.get_rng_state()
     for step in steps:
         again = batches.indices(step)

@@ -62,6 +62,14 @@ def test_early_late_and_escape() -> None:
     assert seen["error_pct"] == 25.0
 
 
+def test_the_noise_scale_is_that_of_the_last_valid_record() -> None:
+    lines = [line(10 * k, 0.5, 0.5, valid=k < 4) | {"whole": {"noise_scale": 100.0 * k}} for k in (1, 2, 3, 4)]
+    assert metrics_of(record(lines))["noise_scale"] == 300.0
+    infinite = line(10, 0.5, 0.5) | {"whole": {"noise_scale": None}}
+    assert metrics_of(record([infinite]))["noise_scale"] is None
+    assert metrics_of(record([]))["noise_scale"] is None
+
+
 def test_missing_statistics() -> None:
     """No statistics, invalid statistics, and a loss that never decreased."""
     nothing = metrics_of(record([]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddpcore.data import ShardedBatches
 from ddpcore.experiments import study
 from ddpcore.report.claims import Outcome, judge
 
@@ -22,6 +23,7 @@ NAMES = (
     "mnist-flat-minimum",
     "mnist-landscape",
     "mnist-odds",
+    "noise-scale-branching",
     "outer-gossip",
     "saddle-escape",
     "single-vs-two",
@@ -144,6 +146,20 @@ def test_rows_have_the_settings_of_the_documents() -> None:
     assert (speech.lr, speech.reference_batch_size, speech.warmup) == (0.05, 256, 10)
     hosts = study.find_study("gpu-configs-cifar10").rows["vit-2x2-64"]
     assert (hosts.hosts, hosts.config("full").learners, hosts.config("full").batch_size) == (2, 4, 256)
+
+
+@pytest.mark.parametrize("begin", [200, 800, 2400])
+def test_branches_of_the_noise_scale_take_the_same_samples(begin: int) -> None:
+    rows, seen = study.find_study("noise-scale-branching").rows, []
+    assert rows[f"until-{begin}"].config("cpu").steps == begin
+    for factor in (1, 2, 4, 8, 16):
+        config = rows[f"at-{begin}-{factor}"].config("cpu")
+        batches = ShardedBatches(50000, config.batch_size, 2, growth=config.batch_growth)
+        taken = [batches.indices(step) for step in range(begin, config.steps or 0)]
+        assert {indices.shape for indices in taken} == {(2, 16 * factor)}
+        seen.append({sample for indices in taken for sample in indices.flatten().tolist()})
+    assert [len(samples) for samples in seen] == [16384] * 5
+    assert all(samples == seen[0] for samples in seen)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 # Of two learners, real or virtual: without dropout, whose masks differ from rank to rank.
 PLAIN: dict[str, Any] = {"strategy": "dpsgd", "learners": 2, "model_options": {"dropout": 0.0}}
 HESSIAN: dict[str, Any] = {"hessian_every": 3, "hessian_samples": 12, "hessian_top": 2}
+GROWTHS = {"grew at 2": 2, "grows at 3": 3, "will grow at 4": 4}
 WATCHED: dict[str, Any] = {**PLAIN, **HESSIAN, "statistics_every": 2, "flatness_samples": 20}
 
 

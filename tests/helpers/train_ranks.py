@@ -25,6 +25,8 @@ RUNS = {
     "process group": {"strategy": "dpsgd", "transport": "pg"},
     "plain": images.PLAIN,
     "watched": images.WATCHED,
+    # a crash after step 3: the batch has grown, grows now, and grows later
+    **{name: {"strategy": "dpsgd", "batch_growth": [[step, 24]]} for name, step in images.GROWTHS.items()},
     "two each": {"strategy": "dpsgd", "learners": 4, "evaluation_batch_norm": "recalibrate"},
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddpcore.data import ShardedBatches
 from ddpcore.runtime.launch import World
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
@@ -18,9 +19,11 @@ from ddpcore.training.build import (
     total_steps,
 )
 
+TEN = ShardedBatches(1280, 128)  # steps in an epoch
+
 
 def rates(num: int, **fields: Any) -> list[float]:
-    schedule = build_schedule(TrainConfig(**{"epochs": 4, "lr": 1.0, **fields}), steps_per_epoch=10)
+    schedule = build_schedule(TrainConfig(**{"epochs": 4, "lr": 1.0, **fields}), TEN)
     return [schedule(step) for step in range(num)]
 
 
@@ -54,8 +57,8 @@ def test_warmup_and_milestones_are_rounded_to_the_nearest_step() -> None:
 
 
 def test_length() -> None:
-    assert total_steps(TrainConfig(epochs=3), 10) == 30
-    assert total_steps(TrainConfig(steps=7), 10) == 7
+    assert total_steps(TrainConfig(epochs=3), TEN) == 30
+    assert total_steps(TrainConfig(steps=7), TEN) == 7
 
 
 def test_places_that_do_not_fit() -> None:

@@ -19,7 +19,7 @@ def seen() -> list[dict[str, Any]]:
     return ranks.run("train_ranks", 2, timeout=300)
 
 
-@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "process group", "two each", "watched"])
+@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "process group", "two each", "watched", *helper.GROWTHS])
 def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         through, resumed = rank[name]["contents"]
