@@ -73,7 +73,7 @@ TYPED_TEST_SUITE(CudaOptimizers, AllKinds);
 TYPED_TEST(CudaOptimizers, EverySettingSizeAndAlignment) {
     for (size_t turn = 0; turn < all_settings().size(); turn += kSettingStep) {
         const int64_t offset = kOffsets[turn % kOffsets.size()];
-        const float decay = turn % 7 < 4 ? 0.03f : 0.0f;
+        const float decay = turn % 5 < 3 ? 0.03f : 0.0f;
         ASSERT_NO_FATAL_FAILURE((for_each_optimizer<TypeParam>(
             {{.sizes = kDeviceSizes, .weight_decay = decay}}, {.maximize = turn % 2 != 0}, turn,
             [&](auto& problem) { expect_same_as_cpu(problem, offset); })));
