@@ -27,9 +27,9 @@ using Storages = ::testing::Types<float, BFloat16, Float16>;
 // Around the lanes of a sum (16), the block (4096), and many blocks with a rest.
 inline const std::vector<int64_t> kSizes = {0, 1, 15, 16, 17, 4095, 4096, 4097, 100003};
 
-// Elements from a 64-byte boundary to the tensor: aligned, and two misalignments that a slice of a flat buffer can
-// have.
-inline const std::vector<int64_t> kOffsets = {0, 1, 3};
+// Elements from a 64-byte boundary to the tensor: aligned, misalignments that a slice of a flat buffer can have, and
+// one at which a vector of fp32 is aligned and one of 16 bits is not.
+inline const std::vector<int64_t> kOffsets = {0, 1, 3, 4};
 
 template <typename T>
 constexpr DType dtype_of() {
