@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -191,6 +191,7 @@ def test_permutations_of_other_keys_are_others() -> None:
     assert all(sorted(order) == list(range(50)) for order in orders)
 
 
+@settings(deadline=None)
 @given(
     samples=st.integers(40, 200),
     changes=st.lists(st.tuples(st.integers(1, 9), st.sets(st.integers(0, 6), min_size=2, max_size=6)), max_size=6),

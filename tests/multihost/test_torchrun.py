@@ -12,7 +12,7 @@ import torch
 from ddpcore.experiments import hosts
 from helpers import forked, host_ranks, oracle, ranks
 
-NUM_HOSTS, SECONDS = 2, 400.0
+NUM_HOSTS, SECONDS = 2, 600.0
 
 
 @pytest.fixture(scope="module")
