@@ -1,7 +1,7 @@
 """The moves of live weights: a meeting of two learners, and what A2CiD2 adds to it.
 
 A2CiD2 (Nabli, Belilovsky and Oyallon 2023, arXiv:2306.08289) gives the weights x_i of a learner a double y_i, which
-begins as a copy. The double remembers where meetings have pulled the weights, and the weights follow it:
+begins as a copy. A meeting moves the weights and the double. Between meetings the two move towards each other:
 
 - between events, during time t, ``x_i, y_i <- x_i + d (y_i - x_i), y_i + d (x_i - y_i)``, ``d = (1 - e^(-2 eta t))/2``;
 - learners i and j meet: ``y_i <- y_i + alpha (x_j - x_i)``, ``x_i <- (x_i + x_j) / 2``, and the same for j;
@@ -35,7 +35,7 @@ class Acceleration(NamedTuple):
 
     Attributes:
         eta: how fast weights and double approach each other, per unit of time.
-        alpha: how far a meeting pulls the double. With 1/2 it follows the weights, and nothing is accelerated.
+        alpha: a meeting moves the double 2 alpha times as far as the weights. With 1/2 nothing is accelerated.
     """
 
     eta: float

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +68,17 @@ class Run:
             for seed, model in enumerate(self.handle.models):
                 model.weight.copy_(torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)))
         return self.weights()
+
+
+def expect_refusal(make: Callable[[], ADPSGD], says: str) -> None:
+    """``distribute`` refuses the strategy in one line, and changes neither model nor optimizer."""
+    model = Quadratic()
+    optimizer = SGD(model.parameters())
+    with pytest.raises(ValueError, match=says) as caught:
+        ddpcore.distribute(model, optimizer, make(), learners=N, vectorize=False)
+    assert "\n" not in str(caught.value)
+    model(torch.ones(2, SIZE)).backward()  # nothing was changed
+    optimizer.step()
 
 
 def replayed_events(strategy: ADPSGD, speeds: Any, num_steps: int) -> list[tuple[Fraction, int, int]]:
