@@ -39,6 +39,11 @@ struct DeviceList {
     std::vector<T*> places;
 };
 
+// Where moments begin. With an offset of 4, weights of fp32 are aligned to 16 bytes and their moments are not.
+inline int64_t offset_of_states(int64_t offset) {
+    return offset == 4 ? 1 : offset;
+}
+
 template <typename T>
 DeviceBuffer<T> filled(size_t numel, const T& value) {
     const std::vector<T> host(numel, value);
@@ -121,7 +126,9 @@ struct DeviceStep {
 template <typename Kind>
 struct DeviceSgd : DeviceStep<Kind> {
     DeviceSgd(const SgdProblem<Kind>& host, int64_t offset)
-        : DeviceStep<Kind>(host, host.num_blocks, offset), momenta(host.momenta, offset), segments(host.segments) {
+        : DeviceStep<Kind>(host, host.num_blocks, offset),
+          momenta(host.momenta, offset_of_states(offset)),
+          segments(host.segments) {
         for (size_t s = 0; s < segments.size(); ++s) {
             segments[s].param = this->params.data(s);
             segments[s].grad = this->grads.data(s);
@@ -159,8 +166,8 @@ template <typename Kind>
 struct DeviceAdam : DeviceStep<Kind> {
     DeviceAdam(const AdamProblem<Kind>& host, int64_t offset)
         : DeviceStep<Kind>(host, host.num_blocks, offset),
-          exp_avgs(host.exp_avgs, offset),
-          exp_avg_sqs(host.exp_avg_sqs, offset),
+          exp_avgs(host.exp_avgs, offset_of_states(offset)),
+          exp_avg_sqs(host.exp_avg_sqs, offset_of_states(offset)),
           segments(host.segments) {
         for (size_t s = 0; s < segments.size(); ++s) {
             segments[s].param = this->params.data(s);

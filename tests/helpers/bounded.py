@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import resource
 from collections.abc import Callable
@@ -34,6 +35,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def _run(call: Callable[[], object], out: Connection) -> None:
+    gc.freeze()  # the objects of all tests before this one are not the call's to collect
     torch.set_num_threads(1)  # a fork has none of the threads of its parent, and OpenMP would wait for them
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20

@@ -81,16 +81,20 @@ SEGMENT = 1448  # bytes of a TCP segment at an MTU of 1500
 
 
 def sent_by(device: str) -> int:
-    """Bytes that have left a network device of this namespace, with all headers, but without what TCP sent again.
+    """Bytes that have left a network device of this namespace, with all headers and all that TCP sent again."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return int(next(line.split(":")[1] for line in lines if line.split(":")[0].strip() == device).split()[8])
+
+
+def sent_again() -> int:
+    """Bytes that TCP has sent again between the hosts.
 
     Nothing is lost between namespaces, but on a machine with few cores acknowledgements may come late.
     """
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    sent = int(next(line.split(":")[1] for line in lines if line.split(":")[0].strip() == device).split()[8])
     names, values = (
         line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
     )
-    return sent - SEGMENT * int(values[names.index("RetransSegs")])
+    return SEGMENT * int(values[names.index("RetransSegs")])
 
 
 def count_bytes(rank: int, device: str, transport: str) -> dict[str, list[int]]:
@@ -100,7 +104,7 @@ def count_bytes(rank: int, device: str, transport: str) -> dict[str, list[int]]:
     def read() -> Tensor:
         """Between two barriers, so that no rank of this host has begun what follows."""
         dist.barrier()
-        count = torch.tensor([sent_by(device), sent_by("lo")])
+        count = torch.tensor([sent_by(device) - sent_again(), sent_by("lo")])
         dist.barrier()
         return count
 
