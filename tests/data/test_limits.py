@@ -1,4 +1,4 @@
-"""Bombs, special files and files that refer to others are refused, in 20 s of the processor and 500 MB, by limits that can be raised."""
+"""Bombs, special files and files that refer to others are refused in 20 s and 500 MB, by limits that can be raised."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ Shapes: n ranks that average, P columns.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,6 +18,8 @@ from ddpcore.comm.reductions import average_share_
 from ddpcore.comm.shared.coordination import NUM_TEXTS, Coordinator
 from ddpcore.comm.shared.memory import Memory
 
+_SLICE_SECONDS = 0.01  # the thread of a rank looks this often whether it must end
+
 
 class Averages:
     """Averages among some ranks, in the order in which they begin. No other rank takes part.
@@ -24,12 +28,24 @@ class Averages:
         coordinator: of these ranks; other operations of theirs may use it too.
         memory: the shared memory.
         ranks: their numbers, ascending.
+        in_thread: whether a thread of this rank computes each average as soon as all ranks have begun it. Else the rank
+            computes it when it waits for it. The bits are the same.
     """
 
-    def __init__(self, coordinator: Coordinator, memory: Memory, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, memory: Memory, ranks: Sequence[int], *, in_thread: bool = False
+    ) -> None:
         self.coordinator, self.ranks = coordinator, ranks
         self._memory = memory
         self._pending: deque[_Average] = deque()
+        self._lock = threading.Lock()  # who holds it computes
+        self._begun = threading.Semaphore(0)
+        if in_thread:
+            is_closed = threading.Event()
+            args = weakref.ref(self), self._begun, is_closed
+            thread = threading.Thread(target=_compute, args=args, name="ddpcore averages", daemon=True)
+            thread.start()
+            weakref.finalize(self, _end, thread, self._begun, is_closed)
 
     def begin(self, text: str, columns: list[Tensor]) -> Work:
         """Begin to average the columns ``[P]`` of each rank, added in ascending order. ``text`` describes them."""
@@ -38,6 +54,7 @@ class Averages:
         self._memory.publish()
         work = _Average(self, self.coordinator.arrive(text), columns)
         self._pending.append(work)
+        self._begun.release()
         return work
 
     def share_(self, columns: list[Tensor]) -> None:
@@ -46,19 +63,39 @@ class Averages:
 
     def complete(self, number: int) -> None:
         """Finish the averages up to an operation, and the later ones that all ranks have begun."""
-        coordinator, pending = self.coordinator, self._pending
-        while pending and (pending[0].number <= number or coordinator.have_arrived(pending[0].number)):
-            coordinator.await_arrived(self.ranks, pending[0].number)
-            self.share_(pending[0].columns)
-            self._memory.publish()
-            coordinator.finish(pending[0].number)
-            pending.popleft()
-        coordinator.await_finished(number)
+        self._compute(number)
+        self.coordinator.await_finished(number)
 
     def complete_all(self) -> None:
         """Finish all averages that have begun."""
-        if self._pending:
-            self.complete(self._pending[-1].number)
+        with self._lock:
+            last = self._pending[-1] if self._pending else None
+        if last is not None:
+            self.complete(last.number)
+
+    def compute_next(self, seconds: float) -> bool:
+        """Compute what all ranks have begun, after a wait for the next average. Returns whether any is left."""
+        with self._lock:
+            first = self._pending[0] if self._pending else None
+        if first is not None and self.coordinator.have_arrived(first.number, seconds):
+            self._compute(-1)
+        return bool(self._pending)
+
+    def _compute(self, number: int) -> None:
+        """Compute the averages up to an operation, for which this waits, and the later ones that all have begun."""
+        coordinator, pending = self.coordinator, self._pending
+        with self._lock:
+            while pending:
+                first = pending[0]
+                if first.number <= number:
+                    coordinator.await_passed(self.ranks, first.number)
+                elif not coordinator.have_arrived(first.number):
+                    return
+                coordinator.check_same(self.ranks, first.number)
+                self.share_(first.columns)
+                self._memory.publish()
+                coordinator.finish(first.number)
+                pending.popleft()
 
 
 class _Average(Work):
@@ -68,3 +105,24 @@ class _Average(Work):
     @override
     def wait(self) -> None:
         self._averages.complete(self.number)
+
+
+def _compute(reference: weakref.ref[Averages], begun: threading.Semaphore, is_closed: threading.Event) -> None:
+    """The thread of a rank. It keeps no average alive, and an error is for the rank, which meets the same one."""
+    while begun.acquire() and not is_closed.is_set():
+        is_left = True
+        while is_left and not is_closed.is_set():
+            averages = reference()
+            try:
+                is_left = averages is not None and averages.compute_next(_SLICE_SECONDS)
+            except RuntimeError:
+                return
+            del averages
+
+
+def _end(thread: threading.Thread, begun: threading.Semaphore, is_closed: threading.Event) -> None:
+    """End the thread. One that wakes up while the interpreter ends would abort the process."""
+    is_closed.set()
+    begun.release()
+    if thread is not threading.current_thread():
+        thread.join()

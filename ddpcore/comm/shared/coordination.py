@@ -184,9 +184,9 @@ class Coordinator:
         self._flags[self.rank].post(ARRIVED, number + 1)
         return number
 
-    def have_arrived(self, number: int) -> bool:
-        """Return whether all ranks have begun this operation."""
-        return all(flags.wait(ARRIVED, number + 1, 0.0) for flags in self._flags.values())
+    def have_arrived(self, number: int, seconds: float = 0.0) -> bool:
+        """Return whether all ranks have begun this operation, after a wait of at most that long for each of them."""
+        return all(flags.wait(ARRIVED, number + 1, seconds) for flags in self._flags.values())
 
     def await_arrived(self, ranks: Iterable[int], number: int) -> None:
         """Wait until these ranks have begun this operation, and check that it is the same operation.
@@ -194,11 +194,18 @@ class Coordinator:
         Raises:
             RuntimeError: a rank is gone, does not arrive in time, or calls another operation. It names both.
         """
-        mine = self._text(self.rank, number)
-        arrived = self._wait(ranks, ARRIVED, number)
+        self.check_same(self._wait(ranks, ARRIVED, number), number)
+
+    def check_same(self, ranks: Iterable[int], number: int) -> None:
+        """Check that these ranks, which have begun an operation of this number, have begun the same operation.
+
+        Raises:
+            RuntimeError: a rank calls another operation. It names both.
+        """
         if self.num_operations - number > NUM_TEXTS // 2:
             return  # an old exchange, whose texts may be overwritten; the texts of later operations were compared
-        for rank in arrived:
+        mine = self._text(self.rank, number)
+        for rank in ranks:
             theirs = self._text(rank, number)
             if theirs != mine:
                 self.fail(

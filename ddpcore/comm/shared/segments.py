@@ -81,6 +81,7 @@ class SegmentCommunicator(Communicator):
         timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
         transport: the first words of ``description``.
         among: the ranks of the group that this rank reaches, ascending; None: all.
+        in_thread: whether a thread of each rank computes averages that have begun.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class SegmentCommunicator(Communicator):
         timeout: float,
         transport: str,
         among: Sequence[int] | None = None,
+        *,
+        in_thread: bool = False,
     ) -> None:
         group = default_group(group)
         check_timeout(timeout)
@@ -99,10 +102,11 @@ class SegmentCommunicator(Communicator):
         self.rank, self.num_learners = self._coordinator.rank, self._coordinator.num_ranks
         self.learners = (self.rank,)
         self.ranks = range(self.num_learners) if among is None else among
-        self.description = f"{transport}, {len(self.ranks)} ranks"
+        self.description = f"{transport}, {len(self.ranks)} ranks" + ", averages in a thread of each" * in_thread
         self._shared: dict[int, _Shared] = {}
         self._numbers = count()  # of shared buffers
-        self._averages = Averages(self._coordinator, memory, self.ranks)
+        self._in_thread = in_thread
+        self._averages = self._averages_of(self._coordinator, self.ranks)
         self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
         self._staging = self._allocate(STAGING_BYTES)
         self._snapshots: dict[_Kind, list[_Snapshot]] = {}
@@ -136,14 +140,17 @@ class SegmentCommunicator(Communicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Learners are added in ascending order. ``wait`` computes an average in shared memory."""
+        """Learners are added in ascending order. ``wait`` or a thread computes an average in shared memory."""
         return self._average(rows, self._averages, step)
 
     @override
     def form_groups(self, size: int) -> None:
         first = self.rank // size * size
         ranks = range(first, first + size)
-        self._groups[size] = Averages(Coordinator(self._group, self._timeout, among=ranks), self._memory, ranks)
+        self._groups[size] = self._averages_of(Coordinator(self._group, self._timeout, among=ranks), ranks)
+
+    def _averages_of(self, coordinator: Coordinator, ranks: Sequence[int]) -> Averages:
+        return Averages(coordinator, self._memory, ranks, in_thread=self._in_thread)
 
     @override
     def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:

@@ -1,0 +1,73 @@
+"""A thread of each rank computes averages in shared memory while the rank does other work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import average_thread_ranks as script
+from helpers import oracle, ranks
+
+
+def run(what: str) -> list[Any]:
+    return ranks.run("average_thread_ranks", 4, more=[[what]] * 4)
+
+
+def test_a_thread_averages_before_anyone_waits() -> None:
+    """It ends with the connection."""
+    for seen in run("thread"):
+        assert seen["before_wait"].tolist() == [[1.5] * 5000]
+        assert seen["threads"] == ["ddpcore averages"] and seen["at_the_end"] == []
+        assert seen["description"] == "shared memory of one host, 4 ranks, averages in a thread of each"
+
+
+def test_without_a_thread_who_waits_averages() -> None:
+    for rank, seen in enumerate(run("none")):
+        assert seen["before_wait"].tolist() == [[float(rank)] * 5000]
+        assert seen["threads"] == [] and seen["description"] == "shared memory of one host, 4 ranks"
+
+
+def test_many_averages_and_other_operations_between_them() -> None:
+    numbers = range(0, script.NUM_AVERAGES, 97)
+    for seen in run("many"):
+        assert torch.equal(seen["row"], torch.arange(10.0 * script.NUM_AVERAGES)[None] * 2.5)
+        assert [one.flatten().tolist() for one in seen["gathered"]] == [[n, n + 1, n + 2, n + 3] for n in numbers]
+
+
+def test_training_has_the_bits_of_virtual_learners() -> None:
+    found = run("trained")
+    for case in script.CASES:
+        virtual = oracle.train(case)
+        real = [one[tuple(case)] for one in found]
+        assert torch.equal(torch.cat([one.weights for one in real]), virtual.weights)
+        assert torch.equal(torch.cat([one.losses for one in real], dim=1), virtual.losses)
+
+
+def test_each_rank_is_told_that_one_averages_something_else() -> None:
+    for message in run("other_sizes"):
+        assert "rank 2 came to operation" in message or "rank 2 with" in message, message
+
+
+def test_each_rank_is_told_that_one_died() -> None:
+    *living, dead = run("dies")
+    assert dead == "died"
+    for message in living:
+        assert "rank 3 is gone (it died or left)" in message, message
+
+
+def test_a_program_ends_with_averages_that_never_happen() -> None:
+    assert run("leaves") == ["left"] * 4
+
+
+@pytest.mark.parametrize(("num_cores", "expected"), [(1, False), (3, False), (4, True), (64, True)])
+def test_two_cores_a_rank_have_a_thread(num_cores: int, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpcore.comm.shared import host
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(host.launch, "num_cores", lambda: num_cores)
+    monkeypatch.setattr(host, "default_group", lambda group: group)
+    monkeypatch.setattr(host.SegmentCommunicator, "__init__", lambda self, *args, **more: made.update(more))
+    host.SharedMemoryCommunicator(None, among=[0, 3])
+    assert made["in_thread"] is expected

@@ -1,0 +1,128 @@
+"""One of four ranks whose averages a thread computes: words after the rank say what it does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpcore.comm import SharedMemoryCommunicator
+from ddpcore.runtime import launch
+from helpers import oracle
+from helpers.ranks import join
+
+CPU = torch.device("cpu")
+CASES = [oracle.Case(name, "all_gather", 4, "fused") for name in ("ssgd", "local_sgd", "grouped")]
+NUM_AVERAGES = 600  # more than may be begun and not computed
+SECONDS = 60.0  # after which a test fails
+
+
+def shared_row(comm: SharedMemoryCommunicator, size: int, value: float) -> Tensor:
+    row = comm.allocate((1, size), torch.float32, CPU)
+    return row.fill_(value)
+
+
+def threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name == "ddpcore averages"]
+
+
+def without_wait(rank: int, in_thread: bool) -> dict[str, Any]:
+    """What a row holds when all ranks have begun its average and none waits for it."""
+    comm = SharedMemoryCommunicator(in_thread=in_thread)
+    row = shared_row(comm, 5000, float(rank))
+    work = comm.average_(row)
+    dist.barrier()
+    end = time.monotonic() + SECONDS
+    while in_thread and bool((row != 1.5).any()) and time.monotonic() < end:
+        time.sleep(0.001)
+    before_wait = row.clone()
+    dist.barrier()
+    work.wait()
+    names, description = threads(), comm.description
+    del work, comm, row
+    gc.collect()
+    return {"before_wait": before_wait, "threads": names, "description": description, "at_the_end": threads()}
+
+
+def many(rank: int) -> dict[str, Any]:
+    """Averages of parts of a row, begun in one order and waited for in another; other operations between them."""
+    comm = SharedMemoryCommunicator(in_thread=True)
+    row, chosen = shared_row(comm, 10 * NUM_AVERAGES, 0.0), random.Random(5)
+    row.copy_(torch.arange(10.0 * NUM_AVERAGES) * (rank + 1))
+    works, gathered = [], []
+    for number, columns in enumerate(row.split(10, dim=1)):
+        works.append(comm.average_(columns, number))
+        if chosen.random() < 0.3:
+            works.pop(chosen.randrange(len(works))).wait()
+        if number % 97 == 0:
+            gathered.append(comm.gather(torch.tensor([[number + rank]])))
+    for work in works:
+        work.wait()
+    return {"row": row.clone(), "gathered": gathered}
+
+
+def trained() -> dict[Any, Any]:
+    """The results of the oracle's cases where cores are free."""
+    launch.num_cores = lambda: 8
+    return {tuple(case): oracle.train(case, dist.group.WORLD, transport="shm") for case in CASES}
+
+
+def other_sizes(rank: int) -> str:
+    """What a rank is told if one of them averages other columns."""
+    comm = SharedMemoryCommunicator(in_thread=True)
+    row = shared_row(comm, 100, 0.0)
+    works = [comm.average_(row[:, : 50 if rank == 2 else 60], 7)]
+    dist.barrier()
+    time.sleep(0.1)  # for the threads, which see it first
+    try:
+        works[0].wait()
+        comm.average_(row)
+        comm.average_(row).wait()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def main() -> None:
+    path, rank, _ = join()
+    what = sys.argv[4]
+    if what == "dies":  # rank 3 does so
+        comm = SharedMemoryCommunicator(in_thread=True)
+        row = shared_row(comm, 100, 0.0)
+        if rank == 3:
+            torch.save("died", path)
+            os._exit(0)
+        try:
+            comm.average_(row).wait()
+        except RuntimeError as error:
+            torch.save(str(error), path)
+        return
+    if what == "leaves":  # while averages have begun that rank 3 does not begin
+        comm = SharedMemoryCommunicator(in_thread=True)
+        row = shared_row(comm, 100, 0.0)
+        torch.save("left", path)
+        if rank < 3:
+            comm.average_(row)
+        dist.barrier()
+        return
+    calls = {
+        "thread": lambda: without_wait(rank, True),
+        "none": lambda: without_wait(rank, False),
+        "many": lambda: many(rank),
+        "trained": trained,
+        "other_sizes": lambda: other_sizes(rank),
+    }
+    torch.save(calls[what](), path)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
