@@ -3,8 +3,8 @@
     python benchmarks/hidden_averages.py [--numel 6000000] [--world-size 2] [--idle 0.1] [--repeats 15]
 
 Each rank begins to average its buckets. Then it sleeps, as a rank does that waits for data or for an accelerator.
-Then it waits for the averages. The time of this wait is measured, with and without the thread, A/B/A/B. On a machine with at least
-two cores for each rank, a rank that computes leaves a core idle too.
+Then it waits for the averages. The time of this wait is measured, with and without the thread, A/B/A/B. On a machine
+with at least two cores for each rank, a rank that computes leaves a core idle too.
 """
 
 from __future__ import annotations
