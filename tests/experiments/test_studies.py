@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.data import ShardedBatches
+from ddpcore.data import ShardedBatches, load_dataset
 from ddpcore.experiments import study
 from ddpcore.report.claims import Outcome, judge
 
@@ -148,17 +148,22 @@ def test_rows_have_the_settings_of_the_documents() -> None:
     assert (hosts.hosts, hosts.config("full").learners, hosts.config("full").batch_size) == (2, 4, 256)
 
 
-@pytest.mark.parametrize("begin", [200, 800, 2400])
-def test_branches_of_the_noise_scale_take_the_same_samples(begin: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "begin", "num_samples"),
+    [("", 200, 16384), ("", 800, 16384), ("", 2400, 16384), ("text-", 100, 8192), ("text-", 400, 8192)],
+)
+def test_branches_of_the_noise_scale_take_the_same_samples(first: str, begin: int, num_samples: int) -> None:
     rows, seen = study.find_study("noise-scale-branching").rows, []
-    assert rows[f"until-{begin}"].config("cpu").steps == begin
+    assert rows[f"{first}until-{begin}"].config("cpu").steps == begin
+    dataset = rows[f"{first}at-{begin}-1"].config("cpu").dataset
+    num_train = len(load_dataset(dataset).train) if dataset == "python_text" else 50000
     for factor in (1, 2, 4, 8, 16):
-        config = rows[f"at-{begin}-{factor}"].config("cpu")
-        batches = ShardedBatches(50000, config.batch_size, 2, growth=config.batch_growth)
+        config = rows[f"{first}at-{begin}-{factor}"].config("cpu")
+        batches = ShardedBatches(num_train, config.batch_size, 2, growth=config.batch_growth)
         taken = [batches.indices(step) for step in range(begin, config.steps or 0)]
         assert {indices.shape for indices in taken} == {(2, 16 * factor)}
         seen.append({sample for indices in taken for sample in indices.flatten().tolist()})
-    assert [len(samples) for samples in seen] == [16384] * 5
+    assert [len(samples) for samples in seen] == [num_samples] * 5
     assert all(samples == seen[0] for samples in seen)
 
 
