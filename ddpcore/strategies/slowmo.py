@@ -11,9 +11,27 @@ from typing_extensions import override
 
 from ddpcore.ops import WeightAverage
 from ddpcore.options.typed import check_range, typed
+from ddpcore.strategies.anchor import Anchor
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.learner import Learner
+
+
+class _SlowMomentum(torch.optim.Optimizer):
+    """``u <- beta u + g;  x <- x - lr u``, where ``lr`` is set before each step."""
+
+    def __init__(self, params: Sequence[Tensor], momentum: float) -> None:
+        super().__init__(params, {"momentum": momentum, "lr": 0.0})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for x in group["params"]:
+                if "momentum_buffer" not in self.state[x]:
+                    self.state[x]["momentum_buffer"] = torch.zeros_like(x)
+                u = self.state[x]["momentum_buffer"].mul_(group["momentum"]).add_(x.grad)
+                x.sub_(u * group["lr"])
 
 
 class SlowMo(Strategy):
@@ -53,8 +71,7 @@ class SlowMo(Strategy):
         self.takes_closure = base is None or base.takes_closure
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
-        self._anchor_P: Tensor | None = None  # w(t-H)
-        self._momentum_P: Tensor | None = None  # u
+        self._anchor: Anchor | None = None  # w(t-H)
 
     @property
     @override
@@ -101,14 +118,12 @@ class SlowMo(Strategy):
         weights_LP = learner.flat.param_LP
         learner.check_sent()
         learner.comm.average_(weights_LP, learner.step - 1).wait()
-        assert self._anchor_P is not None
-        assert self._momentum_P is not None
+        assert self._anchor is not None
         lr = learner.optimizer.param_groups[0]["lr"]
         if lr == 0:
             raise ValueError("slowmo divides by the learning rate, which is 0: begin and end the schedule above 0")
-        self._momentum_P.mul_(self.slow_momentum).add_((self._anchor_P - weights_LP[0]) / lr)
-        self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))
-        weights_LP.copy_(self._anchor_P)
+        self._outer.param_groups[0]["lr"] = self.slow_lr * lr
+        weights_LP.copy_(self._anchor.step((self._anchor.rows(0) - weights_LP[:1]) / lr, 0))
 
     @override
     def quarantine(self, learners: Set[int]) -> None:
@@ -120,18 +135,29 @@ class SlowMo(Strategy):
         return step % self.period == 0 or (self.base is not None and self.base.averages_weights_at(step))
 
     def _begin(self, learner: Learner) -> None:
-        if self._anchor_P is None:  # all learners start with the same weights
-            self._anchor_P = learner.flat.param_LP[0].clone()
-            self._momentum_P = torch.zeros_like(self._anchor_P)
+        if self._anchor is None:  # all learners start with the same weights
+            weights_1P = learner.flat.param_LP[:1]
+            self._anchor = Anchor(weights_1P, [(0, weights_1P.shape[1])], self._make)
+
+    def _make(self, parts: Sequence[Tensor]) -> torch.optim.Optimizer:
+        self._outer = _SlowMomentum(parts, self.slow_momentum)
+        return self._outer
 
     @override
     def state_dict(self) -> dict[str, Any]:
         base = None if self.base is None else self.base.state_dict()
-        return {"anchor": self._anchor_P, "momentum": self._momentum_P, "base": base}
+        return {"anchor": None if self._anchor is None else self._anchor.state_dict(), "base": base}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        for name in ("anchor", "momentum"):
-            setattr(self, f"_{name}_P", None if state[name] is None else state[name].clone())
+        anchor = state["anchor"]
+        self._anchor = None
+        if anchor is not None:
+            self._begin(learner)
+            assert self._anchor is not None
+            if isinstance(anchor, Tensor):  # of version 0.1
+                outer = self._outer.state_dict() | {"state": {0: {"momentum_buffer": state["momentum"]}}}
+                anchor = {"parts": [anchor], "optimizer": outer}
+            self._anchor.load_state_dict(anchor)
         if self.base is not None:
             self.base.load_state_dict(learner, state["base"])
