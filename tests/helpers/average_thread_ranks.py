@@ -91,6 +91,19 @@ def other_sizes(rank: int) -> str:
     return "nothing"
 
 
+def unlike_and_old() -> str:
+    """What a rank is told if the first of many averages is of other columns on one rank, and none waits."""
+    comm = SharedMemoryCommunicator(in_thread=False)
+    row = shared_row(comm, 100, 0.0)
+    try:
+        works = [comm.average_(row[:, : 50 if dist.get_rank() == 2 else 60], 7)]
+        works += [comm.average_(row, number) for number in range(NUM_AVERAGES)]
+        works[0].wait()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def main() -> None:
     path, rank, _ = join()
     what = sys.argv[4]
@@ -119,6 +132,7 @@ def main() -> None:
         "many": lambda: many(rank),
         "trained": trained,
         "other_sizes": lambda: other_sizes(rank),
+        "unlike_and_old": unlike_and_old,
     }
     torch.save(calls[what](), path)
     dist.barrier()

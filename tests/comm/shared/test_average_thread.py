@@ -45,8 +45,10 @@ def test_training_has_the_bits_of_virtual_learners() -> None:
         assert torch.equal(torch.cat([one.losses for one in real], dim=1), virtual.losses)
 
 
-def test_each_rank_is_told_that_one_averages_something_else() -> None:
-    for message in run("other_sizes"):
+@pytest.mark.parametrize("what", ["other_sizes", "unlike_and_old"])
+def test_each_rank_is_told_that_one_averages_something_else(what: str) -> None:
+    """Also without a thread, and if so many averages begin that the texts of the first ones would be overwritten."""
+    for message in run(what):
         assert "rank 2 came to operation" in message or "rank 2 with" in message, message
 
 
