@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddpcore
-from ddpcore.comm.mixed import count_edges
+from ddpcore.comm.mixed import MixedCommunicator, count_edges
 from helpers import mixed_ranks as helper
 from helpers import oracle, ranks
 
@@ -104,6 +106,22 @@ def test_a_strategy_runs_over_mixed_if_it_runs_over_both() -> None:
     ddpcore.ADPSGD().check_transport("mixed")
     with pytest.raises(ValueError, match=r"dpsgd does not run over transport='mixed': take virtual learners .*'pg'"):
         Apart(ddpcore.Ring()).check_transport("mixed")
+
+    class Mixed(ddpcore.DPSGD):
+        transports = ("mixed",)
+
+    Mixed(ddpcore.Ring()).check_transport("mixed")
+
+
+def test_a_host_for_each_rank(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        for hosts in ("", "ab"):
+            says = f"hosts names {len(hosts)} hosts and there are 1 ranks: one for each rank"
+            with pytest.raises(ValueError, match=says):
+                MixedCommunicator(None, hosts)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
