@@ -37,7 +37,8 @@ class MixedCommunicator(Communicator):
         timeout: seconds that a living rank may let the others wait.
 
     Raises:
-        ValueError: there is no process group; or, on every rank, ranks of one host cannot reach each other's memory.
+        ValueError: there is no process group, or ``hosts`` has not one text for each rank; or, on every rank, ranks of
+            one host cannot reach each other's memory.
     """
 
     transport = "mixed"
@@ -45,6 +46,10 @@ class MixedCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup | None, hosts: Sequence[str], timeout: float = TIMEOUT_SECONDS) -> None:
         self._far = ProcessGroupCommunicator(group, timeout=timeout)
         self.num_learners, self.learners, rank = self._far.num_learners, self._far.learners, self._far.rank
+        if len(hosts) != self.num_learners:
+            raise ValueError(
+                f"hosts names {len(hosts)} hosts and there are {self.num_learners} ranks: one for each rank"
+            )
         self._hosts = tuple(hosts)
         on_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         self._near = SharedMemoryCommunicator(self._far.group, timeout, on_host)

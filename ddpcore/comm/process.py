@@ -29,9 +29,10 @@ from ddpcore.runtime.launch import end_with_torchrun
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
-_Transfers = dict[int, tuple[list[tuple[Call, dist.Work]], list[Tensor]]]
-# Exchanges that nothing has waited for, by group: their works, and the tensors that these use. A training loop may end
-# in the middle of an exchange. If its works were freed then, gloo would read no further message of the peer.
+_Transfers = dict[int, tuple[list[tuple[str, list[int], dist.Work]], list[Tensor]]]
+# Exchanges that nothing has waited for, by group: their works, with words for errors and the peers, and the tensors
+# that these use. A training loop may end in the middle of an exchange. If its works were freed then, gloo would read no
+# further message of the peer. They go with the group, so nothing here refers to it.
 _unfinished: weakref.WeakKeyDictionary[dist.ProcessGroup, _Transfers] = weakref.WeakKeyDictionary()
 _numbers = count()
 
@@ -100,8 +101,8 @@ class ProcessGroupCommunicator(Communicator):
     def _finish(self, number: int) -> None:
         """Wait for an exchange, unless that was done: gloo would wait for a second message."""
         works, _ = self._unfinished.pop(number, ([], []))
-        for call, work in works:
-            call.wait(work)
+        for what, peers, work in works:
+            self._call(what, peers).wait(work)
 
     def _call(self, what: str, peers: Iterable[int] | None = None) -> Call:
         return Call(self.group, what, peers, self.timeout)
@@ -216,10 +217,11 @@ class ProcessGroupCommunicator(Communicator):
         with self._call(what, peers):
             works = dist.batch_isend_irecv(transfers) if transfers else []
         # gloo has a work for each message, so its error names one peer; NCCL has one work for all.
-        calls = [self._call(what, [peer] if len(works) == len(peers) else peers) for peer in peers[: len(works)]]
+        peers_of = [[peer] if len(works) == len(peers) else peers for peer in peers[: len(works)]]
         self.bytes_sent += len(sends) * weights_LP[0].nbytes // self.num_rows
         number = next(_numbers)
-        self._unfinished[number] = [*zip(calls, works, strict=True)], [weights_LP, *received.values()]
+        begun = [(what, whom, work) for whom, work in zip(peers_of, works, strict=True)]
+        self._unfinished[number] = begun, [weights_LP, *received.values()]
 
         def wait() -> None:
             self._finish(number)

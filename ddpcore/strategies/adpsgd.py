@@ -274,7 +274,9 @@ class ADPSGD(Strategy):
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        if state["live"] is None:
+        if state["live"] is None:  # saved before the first step
+            if learner.live is not None:
+                learner.live.settle()  # others may still average with these weights
             learner.live = self._live = self._read_LP = self._steps_LP = None
             return
         self.before_forward(learner)

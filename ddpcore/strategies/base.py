@@ -124,10 +124,10 @@ class Strategy:
     def check_transport(self, transport: str) -> None:
         """Raise ValueError if the strategy does not run over ``Communicator.transport`` of several learners.
 
-        Over ``mixed`` it runs if it does over both of which that consists.
+        Over ``mixed`` it runs if it does over ``shm`` and ``pg``, of which that consists.
         """
-        parts = ("shm", "pg") if transport == "mixed" else (transport,)
-        if not set(parts).issubset(self.transports):
+        runs_mixed = transport == "mixed" and {"shm", "pg"}.issubset(self.transports)
+        if transport not in self.transports and not runs_mixed:
             places = " or ".join(_PLACES.get(name, f"transport={name!r}") for name in self.transports)
             found = "several learners on each rank" if transport == "grid" else f"transport={transport!r}"
             raise ValueError(f"{self.name} does not run over {found}: take {places}, or dpsgd")

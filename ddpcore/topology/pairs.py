@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ddpcore.options.typed import check_range
+from ddpcore.options.typed import check_range, typed
 from ddpcore.topology.base import Matrix, Topology, check
 from ddpcore.topology.keyed import KeyedPermutation
 from ddpcore.topology.rounds import Round
@@ -39,8 +39,8 @@ class RandomPair(Topology):
     _added_options: ClassVar[Mapping[str, Any]] = {"num_partners": 1}  # as in Strategy
 
     def __post_init__(self) -> None:
-        check_range("RandomPair: seed", self.seed, least=0)
-        check_range("RandomPair: num_partners", self.num_partners, least=1)
+        check_range("RandomPair: seed", typed("RandomPair: seed", self.seed, int), least=0)
+        check_range("RandomPair: num_partners", typed("RandomPair: num_partners", self.num_partners, int), least=1)
 
     def __repr__(self) -> str:
         more = "" if self.num_partners == 1 else f", num_partners={self.num_partners}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddpcore
-from ddpcore.comm.mixed import count_edges
+from ddpcore.comm.mixed import MixedCommunicator, count_edges
 from helpers import mixed_ranks as helper
 from helpers import oracle, ranks
 
@@ -48,7 +50,14 @@ def test_ranks_have_the_bits_of_virtual_learners(
 @pytest.mark.parametrize("name", helper.NARROW)
 def test_weights_of_16_bits(name: str, place: str, real: list[dict[str, Any]]) -> None:
     weights = torch.cat([rank[place]["narrow"][name] for rank in real])
-    assert torch.equal(weights, helper.narrow(helper.NARROW[name], None))
+    assert torch.equal(weights, helper.trained(helper.NARROW[name], None))
+
+
+@pytest.mark.parametrize("place", helper.PLACES)
+@pytest.mark.parametrize("name", helper.NARROW)
+def test_a_state_that_is_loaded_in_the_middle_of_a_step(name: str, place: str, real: list[dict[str, Any]]) -> None:
+    weights = torch.cat([rank[place]["loads"][name] for rank in real])
+    assert torch.equal(weights, helper.trained(helper.NARROW[name], None, torch.float32))
 
 
 @pytest.mark.parametrize("place", helper.PLACES)
@@ -104,6 +113,26 @@ def test_a_strategy_runs_over_mixed_if_it_runs_over_both() -> None:
     ddpcore.ADPSGD().check_transport("mixed")
     with pytest.raises(ValueError, match=r"dpsgd does not run over transport='mixed': take virtual learners .*'pg'"):
         Apart(ddpcore.Ring()).check_transport("mixed")
+
+    class Mixed(ddpcore.DPSGD):
+        transports = ("mixed",)
+
+    Mixed(ddpcore.Ring()).check_transport("mixed")
+
+
+def test_a_group_of_one_rank(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        for hosts in ("", "ab"):
+            says = f"hosts names {len(hosts)} hosts and there are 1 ranks: one for each rank"
+            with pytest.raises(ValueError, match=says):
+                MixedCommunicator(None, hosts)
+        comm = MixedCommunicator(None, "a")
+        comm._near.bytes_sent = 5
+        comm.bytes_sent += 2
+        assert comm.bytes_sent == 7
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -75,3 +75,4 @@ def test_rows_that_change_without_waiting(outcome: Callable[..., list[str]]) -> 
 
 def test_memory_is_freed(outcome: Callable[..., list[str]]) -> None:
     assert outcome(trials.frees, 4) == ["freed\n"] * 4
+    assert outcome(trials.ends_in_an_exchange, 4) == ["True (0, 0)\n"] * 4

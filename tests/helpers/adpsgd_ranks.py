@@ -168,6 +168,28 @@ def resumes_accelerated(rank: int, transport: str) -> None:
     print(changed, torch.equal(handle.learner.live.rows(), rows), not torch.equal(rows[:, 0], rows[:, 1]))
 
 
+def begins_again(rank: int, transport: str) -> None:
+    """All load what they saved before the first step, while rank 1 still takes steps of before."""
+    folder = Path(os.environ["ADPSGD_FOLDER"], f"again-{transport}")
+    model, optimizer, handle = parts(transport)
+    saved = copy.deepcopy((model.state_dict(), handle.state_dict()))
+    step(model, optimizer, float(rank))
+    if rank == 1:
+        wait_for(folder.exists)
+        for _ in range(20):
+            time.sleep(0.01)
+            step(model, optimizer, float(rank))
+    else:
+        folder.mkdir()
+    model.load_state_dict(saved[0])
+    handle.load_state_dict(saved[1])
+    same = torch.equal(handle.learner.weights()[0, :SIZE], torch.ones(SIZE))
+    step(model, optimizer, 3.0 + rank)
+    mean = handle.evaluation_model().weight.detach()
+    torch.testing.assert_close(mean, torch.full((SIZE,), 1 + RATE * 2.5))
+    print(same)
+
+
 def is_slow(rank: int, transport: str) -> None:
     """Rank 1 ends its second step after the others have ended all theirs: they do not wait for it."""
     folder, (model, optimizer, handle) = Path(os.environ["ADPSGD_FOLDER"], transport), parts(transport)
@@ -335,7 +357,8 @@ def is_refused(rank: int, what: str) -> None:
 
 TRIALS: list[tuple[Any, ...]] = [
     *((function, num, transport) for function, num in ((trains, 4), (meets, 4), (is_slow, 3), (dies, 3), (resumes, 2),
-                              (trains_accelerated, 4), (meets_in_order, 3), (resumes_accelerated, 2))
+                              (trains_accelerated, 4), (meets_in_order, 3), (resumes_accelerated, 2),
+                              (begins_again, 2))
       for transport in ("shm", "pg")),
     (dies_in_an_average, 3),
     (stops_in_an_average, 2),

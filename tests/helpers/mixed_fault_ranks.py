@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 import time
-from pathlib import Path
+import weakref
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ddpcore.comm import MixedCommunicator
 from ddpcore.comm.shared import memory
 from ddpcore.optim import FusedSGD
 from helpers.mixed_ranks import claim_host
-from helpers.shared_memory_ranks import main
+from helpers.shared_memory_ranks import held, main
 
 HOSTS = "aabb"
 
@@ -73,12 +73,6 @@ def runs(make: Any) -> ddpcore.comm.Communicator:
 
 def frees(rank: int) -> None:
     """No mapping and no open file is left of a handle that was given up."""
-
-    def held() -> tuple[int, int]:
-        files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        maps = Path("/proc/self/maps").read_text()
-        return maps.count("memfd:ddpcore"), sum("memfd:ddpcore" in file for file in files)
-
     claim_host(HOSTS[rank])
     for make in (lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2, group=2)):
         runs(make)
@@ -87,10 +81,31 @@ def frees(rank: int) -> None:
     print("freed")
 
 
+def ends_in_an_exchange(rank: int) -> None:
+    """Training ends after a forward pass: the exchange that it began goes with the process group."""
+    claim_host(HOSTS[rank])
+    group = dist.new_group()
+    seen = weakref.ref(group)
+    model = nn.Linear(50, 70)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), group=group, transport="mixed")
+    model(torch.ones(3, 50)).sum().backward()
+    optimizer.step()
+    model(torch.ones(3, 50))
+    dist.barrier()
+    del model, optimizer
+    gc.collect()
+    assert held() > (0, 0), "the exchange was not in progress"
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    print(seen() is None, held())
+
+
 def waits_for_nobody(rank: int) -> None:
     """ADPSGD takes the process group alone, for rows of the own host, too."""
     claim_host(HOSTS[rank])
-    comm = runs(lambda: ddpcore.ADPSGD(ddpcore.Ring()))
+    comm = runs(lambda: ddpcore.ADPSGD(ddpcore.Ring(), accelerated=True))
     print(comm.transport, comm.bytes_sent > 0)
     dist.barrier()
 
@@ -101,6 +116,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (averages, 4),
     (is_refused, 4),
     (frees, 4),
+    (ends_in_an_exchange, 4),
     (waits_for_nobody, 4),
 ]
 

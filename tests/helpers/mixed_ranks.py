@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -37,19 +38,33 @@ def claim_host(name: str) -> None:
     coordination.host_id = lambda: name
 
 
-def narrow(make: Callable[[], Any], transport: str | None) -> Tensor:
-    """Weights of bfloat16 after four steps, of this rank or, without a transport, of four virtual learners."""
+def trained(
+    make: Callable[[], Any], transport: str | None, dtype: torch.dtype = torch.bfloat16, *, loads: bool = False
+) -> Tensor:
+    """Weights after four steps, of this rank or, without a transport, of four virtual learners.
+
+    If it ``loads``, its own state is loaded in the middle of the third step, which changes no result.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3)).bfloat16()
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"learners": NUM_RANKS, "vectorize": False} if transport is None else {"transport": transport}
     handle = ddpcore.distribute(model, optimizer, make(), **options)
     for step in range(4):
-        inputs = torch.randn(NUM_RANKS, 8, 20, generator=torch.Generator().manual_seed(step)).bfloat16()
+        inputs = torch.randn(NUM_RANKS, 8, 20, generator=torch.Generator().manual_seed(step)).to(dtype)
+        if loads and step == 2:
+            parts = (model, optimizer, handle)
+            saved = copy.deepcopy([part.state_dict() for part in parts])
+            model(inputs[0])  # begins an exchange
+            for part, state in zip(parts, saved, strict=True):
+                part.load_state_dict(state)
         optimizer.zero_grad()
         outputs = handle.model(inputs if transport is None else inputs[dist.get_rank()])
         outputs.square().mean(dim=(-2, -1)).sum().backward()
         optimizer.step()
+    if loads:  # buffers of the exchange that was given up are free again
+        comm, num = handle.comm, 1 if "staleness=1" in repr(handle.strategy) else 0
+        assert len(comm._far._busy) == num, comm._far._busy
     return torch.stack([torch.cat([p.detach().flatten() for p in one.parameters()]) for one in handle.models])
 
 
@@ -112,7 +127,8 @@ def main() -> None:
         cases = CASES if place == "two and two" else [case for case in CASES if case.strategy in STRATEGIES]
         seen[place] = {
             "oracle": {tuple(case): oracle.train(case, dist.group.WORLD, transport="mixed") for case in cases},
-            "narrow": {name: narrow(make, "mixed") for name, make in NARROW.items()},
+            "narrow": {name: trained(make, "mixed") for name, make in NARROW.items()},
+            "loads": {name: trained(make, "mixed", torch.float32, loads=True) for name, make in NARROW.items()},
             "choices": choices(),
             "grouped": grouped(rank),
             "sent": {name: sent(oracle.topology_of(oracle.Case("dpsgd", name, 4, "fused"))) for name in TOPOLOGIES},

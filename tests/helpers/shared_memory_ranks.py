@@ -52,6 +52,13 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def held() -> tuple[int, int]:
+    """How many mappings and open files of shared memory this process has."""
+    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count("memfd:ddpcore"), sum("memfd:ddpcore" in file for file in files)
+
+
 def connect(timeout: float = TIMEOUT) -> SharedMemoryCommunicator:
     return SharedMemoryCommunicator(timeout=timeout)
 
@@ -194,12 +201,6 @@ def is_on_another_host(rank: int) -> None:
 
 def frees(rank: int) -> None:
     """A layout or a handle that was given up is freed on all ranks: no mapping and no open file is left of it."""
-
-    def held() -> tuple[int, int]:
-        files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        maps = Path("/proc/self/maps").read_text()
-        return maps.count("memfd:ddpcore"), sum("memfd:ddpcore" in file for file in files)
-
     comm = connect()
     before = held()
     model = nn.Sequential(nn.Linear(50, 70), nn.Linear(70, 3))

@@ -46,6 +46,7 @@ def outcome(outcomes: dict[str, Outcome]) -> Callable[..., Outcome]:
         (trials.meets, 4, "True"),
         (trials.is_slow, 3, "20 True"),
         (trials.resumes, 2, "True 5\nTrue"),
+        (trials.begins_again, 2, "True"),
         (trials.trains_accelerated, 4, "right"),
         (trials.meets_in_order, 3, "True"),
         (trials.resumes_accelerated, 2, "True True True"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -58,8 +60,21 @@ def test_by_name_as_text_and_inside_hosts() -> None:
     two = TOPOLOGIES.build("random_pair", seed=4, num_partners=2)
     assert two == RandomPair(4, 2) and repr(two) == "RandomPair(seed=4, num_partners=2)"
     assert describe(RandomPair(4)) == "RandomPair(seed=4)", "checkpoints of before still load"
-    with pytest.raises(ValueError, match="RandomPair: num_partners is 0"):
-        RandomPair(num_partners=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_partners": 0}, "num_partners is 0: it must be at least 1"),
+        ({"num_partners": 1.5}, "num_partners is 1.5: it must be a whole number"),
+        ({"num_partners": True}, "num_partners is True: it must be a whole number"),
+        ({"seed": "1"}, "seed is '1': it must be a whole number"),
+        ({"seed": -1}, "seed is -1: it must be at least 0"),
+    ],
+)
+def test_refusals(options: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^RandomPair: {says}$"):
+        RandomPair(**options)
 
 
 @pytest.mark.parametrize("num_hosts", [3, 4])
