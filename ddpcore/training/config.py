@@ -123,8 +123,8 @@ class TrainConfig:
     schedule_options: Mapping[str, Any] = _field(dict, "options of your own schedule")
     schedule_unit: str = _field(
         UNITS[0],
-        "unit of ``milestones``, ``warmup`` and ``gamma``; with ``batch_growth``, ``epochs`` lets the schedule count "
-        "samples, so that after as many samples the rate is the same as without growth, and ``steps`` count steps",
+        "unit of ``milestones``, ``warmup`` and ``gamma``; with ``batch_growth``, a schedule in ``epochs`` has "
+        "the rate that a run without growth has at the same sample of the same epoch; one in ``steps`` counts steps",
         UNITS,
     )
     milestones: tuple[float, ...] = _field((), "of the schedule ``step``, in ascending order")
@@ -255,9 +255,7 @@ class TrainConfig:
                     f"{self.learners} x {self.accumulation}"
                 )
             if self.steps is not None and step >= self.steps:
-                raise ValueError(
-                    f"batch_growth has the step {step}: the run ends after {self.steps} steps"
-                )
+                raise ValueError(f"batch_growth has the step {step}: the run ends after {self.steps} steps")
         for name, is_set, why in (
             ("compile", self.compile, "a compiled model has one batch size"),
             ("statistics_every", self.statistics_every, "a noise scale averages steps of one batch size"),
