@@ -129,6 +129,15 @@ def test_a_run_in_epochs_ends_after_so_many_epochs(tmp_path: Path) -> None:
     assert "batch_size" not in run(tmp_path / "plain").epochs[0], "without growth the record has what it had"
 
 
+def test_an_incomplete_batch_counts_its_samples(tmp_path: Path) -> None:
+    """Without drop_last, of 50 samples the last batch of the first epoch has 14, of a size of 24."""
+    fields = {"steps": 7, "epochs": None, "warmup": 0, "drop_last": False, "batch_growth": [[3, 24]]}
+    record = run(tmp_path, **fields)
+    assert [(row["step"], row["batch_size"]) for row in record.epochs] == [(4, 24), (7, 24)]
+    taken = [row["samples_per_s"] * row["seconds"] for row in record.epochs]
+    assert taken == pytest.approx([50, 50])
+
+
 def test_small_parts_count_all_samples_of_a_step(tmp_path: Path) -> None:
     """A learner with three samples repeats them in a step of 12 or 24: samples_per_s counts each time."""
     parts = {"shards": "given", "shards_options": {"parts": [[0, 1, 2], [3, 4, 5]]}}
