@@ -31,15 +31,15 @@ TEST_MODULES = ("csv", "difflib", "heapq", "mailbox", "shlex", "statistics", "te
 def load(context: int = 64) -> Dataset:
     """Windows of ``context`` bytes, int64 ``[context]``; the labels of a window are the next bytes, ``[context]``.
 
-    The bytes are those of the files of ``TRAIN_MODULES`` and ``TEST_MODULES``, so no window of the test split overlaps
-    one of the training split. Windows of a file follow each other without a gap; the rest of a file is left out.
+    The training split has the files of ``TRAIN_MODULES``, the test split those of ``TEST_MODULES``: no file is in both.
+    Windows of a file follow each other without a gap. The bytes after the last whole window of a file are left out.
 
-    Other versions of Python have other text. Compare only runs with the same digest (:meth:`Dataset.digest`), which
-    the record of a run has, beside the version of Python.
+    Other versions of Python have other text. The record of a run has the digest of its data (:meth:`Dataset.digest`)
+    and the version of Python. Compare only runs with the same digest.
 
     Raises:
-        ValueError: the context is below 1, this Python has no source files of its standard library, or a file is too
-            short for a window.
+        ValueError: the context is below 1, a source file of the standard library is missing, or a file is shorter than
+            a window.
     """
     check_range("python_text: context", context, least=1)
     train, test = (_split(modules, context) for modules in (TRAIN_MODULES, TEST_MODULES))

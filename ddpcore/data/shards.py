@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpcore.options.typed import check_range
+from ddpcore.options.typed import check_range, typed
 
 SAMPLERS = ("global", "distributed", "fixed")
 """Values of ``sampler``; :class:`ShardedBatches` explains them."""
 
 Growth = Sequence[tuple[int, int]]
-"""Steps from which batches are larger, in order, each with the new batch size."""
+"""Pairs of a step and the batch size from that step on, in ascending order."""
 
 
 def check_growth(name: str, batch_size: int, growth: Growth) -> None:
@@ -52,12 +52,13 @@ class ShardedBatches:
             replace the sampler, which stays ``global``. A learner goes through its part in a random order, and then
             again in another one. All learners take equal shares of a batch, so one with a smaller part repeats it more
             often. No batch is incomplete: an epoch has as many steps as drop_last gives for parts of mean size.
-        growth: steps from which batches are larger, each with the new batch size. The samples of an epoch keep their
-            order, and each is used at most once: a step takes the next ``batch_size`` entries. An epoch ends when too
-            few are left for a batch of the size of that step; without drop_last these are its last batch.
+        growth: pairs of a step and the batch size from that step on, in ascending order. The samples of an epoch keep
+            their order, and each step takes the next ones, so an epoch uses a sample at most once. An epoch ends when
+            fewer samples are left than the next step needs; without drop_last these are its last batch.
 
     Raises:
-        ValueError: a batch cannot be split equally, or is larger than the data set; or ``growth`` does not ascend.
+        ValueError: a batch cannot be split equally, or is larger than the data set; or ``growth`` is no list of pairs
+            that ascend.
     """
 
     num_samples: int
@@ -82,6 +83,7 @@ class ShardedBatches:
                 f"{learners} learners cannot share {samples} samples: take at most {samples} learners, and a batch "
                 f"size of at most {samples} that they divide"
             )
+        object.__setattr__(self, "growth", typed("growth", self.growth, tuple[tuple[int, int], ...]))
         check_growth("growth", batch, self.growth)
         for size in (batch, *(size for _, size in self.growth)):
             self._check_size(size)
@@ -128,7 +130,7 @@ class ShardedBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of batches in an epoch, at least 1; with growth, if all have the size of step 0."""
+        """The number of batches in an epoch, at least 1. With growth: in an epoch of batches of the size of step 0."""
         return self._room(0, self._share(0))
 
     def batch_size_at(self, step: int) -> int:
@@ -153,16 +155,20 @@ class ShardedBatches:
         return epoch, taken
 
     def first_step(self, epoch: int) -> int:
-        """The first step of an epoch, both counted from 0. As many steps have all epochs before it."""
+        """The first step of an epoch, both counted from 0. It is also the number of steps of all epochs before it."""
         return bisect_left(range(epoch * self.steps_per_epoch), epoch, key=self.epoch)  # no epoch has more steps
 
     def step_without_growth(self, step: int) -> int:
-        """The step at which a run whose batches keep the size of step 0 comes to the place of this step in the data."""
+        """The step at which a run without growth reaches the epoch and the sample that this step begins with.
+
+        Such a run has the batch size of step 0. If the sample is inside one of its batches, it is the step of that
+        batch.
+        """
         epoch, taken = self.place(step)
         return epoch * self.steps_per_epoch + taken // self._share(0)
 
     def num_taken(self, step: int) -> int:
-        """Samples that each learner takes before a step in all epochs, if every batch is complete."""
+        """Samples that each learner has taken before a step, in all epochs; an incomplete batch counts as complete."""
         return sum(num_steps * share for num_steps, share in self._spans(step))
 
     def indices(self, step: int) -> Tensor:

@@ -9,11 +9,12 @@ from ddpcore.models.blocks import Block
 
 
 class ByteTransformer(nn.Module):
-    """Embedding of bytes, learned positions, pre-norm transformer blocks with causal attention (Radford et al. 2019).
+    """Embeddings of bytes and positions, then pre-norm transformer blocks with causal attention (Radford et al. 2019).
 
     Inputs int64 [B, T], numbers below C, to logits [B, C, T] of the next byte at each place, which
-    ``torch.nn.functional.cross_entropy`` takes with labels [B, T]. T is at most the context, the length of
-    ``input_shape``. The logits at a place depend only on the bytes up to there. The defaults have 137216 parameters.
+    ``torch.nn.functional.cross_entropy`` takes with labels [B, T]. T is at most the context, which is
+    ``input_shape[0]``. The logits at a place depend only on the bytes up to there. Embeddings start normal with
+    standard deviation 0.02, and linear layers as those of torch. The defaults have 137216 parameters.
 
     Args:
         width: of a token; a multiple of num_heads.
@@ -21,7 +22,7 @@ class ByteTransformer(nn.Module):
         num_heads: of attention.
         mlp_width: hidden units of a block's two linear layers.
 
-    ValueError if a size is below 1, or the width is no multiple.
+    ValueError if a size is below 1, the width is no multiple of num_heads, or T is above the context.
     """
 
     input_shapes = ((64,),)
@@ -45,15 +46,18 @@ class ByteTransformer(nn.Module):
         if width % num_heads:
             raise ValueError(f"width is {width}, it must be a multiple of num_heads, {num_heads}")
         self.embed = nn.Embedding(num_classes, width)
-        self.positions = nn.Parameter(torch.empty(input_shape[0], width))
+        self.positions = nn.Embedding(input_shape[0], width, _weight=torch.empty(input_shape[0], width))
         self.blocks = nn.Sequential(*(Block(width, num_heads, mlp_width, causal=True) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
-        for parameter in (self.embed.weight, self.positions):
+        for parameter in (self.embed.weight, self.positions.weight):
             nn.init.normal_(parameter, std=0.02)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
-        tokens = self.blocks(self.embed(inputs) + self.positions[: inputs.shape[1]])
+        length, context = inputs.shape[1], self.positions.num_embeddings
+        if length > context:
+            raise ValueError(f"byte_transformer: inputs have {length} places and the context is {context}: take less")
+        tokens = self.blocks(self.embed(inputs) + self.positions.weight[:length])
         logits: Tensor = self.head(self.norm(tokens))
         return logits.transpose(1, 2)

@@ -19,8 +19,8 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
         model: parameters that need no gradient are left out; tied ones are taken once.
         weight_decay: of all groups but the last.
         rule: None; or ``muon``, for :class:`~ddpcore.optim.Muon`: hidden matrices and convolution kernels have
-            ``rule="muon"``. Embeddings, the last layer with a weight of two dimensions or more, and the vectors have
-            ``rule="adamw"``.
+            ``rule="muon"``. Embeddings, the last layer with a weight of two dimensions or more, weights of one row
+            (class token and positions of a vision transformer) and the vectors have ``rule="adamw"``.
 
     Returns:
         Groups for ``FusedLARS(param_groups(model, 1e-4), lr=...)``, without empty ones. Optimizers of other libraries
@@ -45,7 +45,7 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
             {"params": vectors, "weight_decay": 0.0, "always_adapt": False},
         ]
     else:
-        ends = _embeddings_and_head(model)
+        ends = _embeddings_and_head(model) | {id(p) for _, p in weights if len(p) == 1}
         hidden = [(name, p) for name, p in weights if id(p) not in ends]
         others = [(name, p) for name, p in weights if id(p) in ends]
         groups = [

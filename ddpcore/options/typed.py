@@ -27,7 +27,9 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     if hint is float and is_finite(value):
         return float(value)
     if get_origin(hint) is tuple and isinstance(value, list | tuple):
-        return tuple(typed(name, item, get_args(hint)[0]) for item in value)
+        kind = get_args(hint)[0]
+        if kind != tuple[int, int] or all(isinstance(item, list | tuple) and len(item) == 2 for item in value):
+            return tuple(typed(name, item, kind) for item in value)
     if get_origin(hint) is Mapping and isinstance(value, Mapping):
         kind = get_args(hint)[1]
         if kind is Any:
@@ -39,8 +41,8 @@ def typed(name: str, value: Any, hint: Any) -> Any:
         return value
     spoken = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
     if get_origin(hint) is tuple:
-        items = {str: "text", float: "numbers", int: "numbers", tuple[int, int]: "pairs"}
-        raise ValueError(f"{name} is {value!r}: it must be a list of {items.get(get_args(hint)[0], 'mappings')}")
+        items = {str: "text", float: "numbers", int: "numbers", tuple[int, int]: "pairs, such as [[300, 256]]"}
+        raise ValueError(f"{name} is {plain(value)!r}: it must be a list of {items.get(get_args(hint)[0], 'mappings')}")
     wanted = spoken.get(hint, "a mapping")
     raise ValueError(f"{name} is {value!r}: it must be {wanted}")
 

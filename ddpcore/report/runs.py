@@ -73,8 +73,13 @@ def _about(runs: Sequence[Run], names: Sequence[str]) -> Section:
 
 
 def _config_value(header: dict[str, Any], key: str) -> Any:
-    """A field of the config, but no topology of a strategy without neighbours, for which ``train`` records None."""
+    """A field of the config: a batch size with its growth, and no topology of a strategy without neighbours.
+
+    For such a strategy ``train`` records None.
+    """
     config = header["config"]
+    if key == "batch_size" and config.get("batch_growth"):
+        return f"{config.get(key)}, growth {config['batch_growth']}"
     is_recorded = "topology" in header and _is_index(config.get("learners"), MOST_DRAWN + 1)
     return None if key == "topology" and is_recorded and header["topology"] is None else config.get(key)
 

@@ -206,12 +206,12 @@ def total_steps(config: TrainConfig, batches: ShardedBatches) -> int:
     """Length of the run in steps.
 
     Raises:
-        ValueError: the run ends before its batch has grown.
+        ValueError: the run ends before the last step of ``batch_growth``.
     """
     num = config.steps if config.steps is not None else batches.first_step(config.epochs or 0)
     if config.batch_growth and config.batch_growth[-1][0] >= num:
         step = config.batch_growth[-1][0]
-        raise ValueError(f"batch_growth has the step {step}: the run ends before, after {num} steps")
+        raise ValueError(f"batch_growth has the step {step}: the run ends after {num} steps, take earlier steps")
     return num
 
 

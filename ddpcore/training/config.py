@@ -123,8 +123,8 @@ class TrainConfig:
     schedule_options: Mapping[str, Any] = _field(dict, "options of your own schedule")
     schedule_unit: str = _field(
         UNITS[0],
-        "unit of ``milestones``, ``warmup`` and ``gamma``; with ``batch_growth`` also what the schedule counts: data, "
-        "so that its rate is that at the same place in the data without growth, or steps",
+        "unit of ``milestones``, ``warmup`` and ``gamma``; with ``batch_growth``, a schedule in ``epochs`` has "
+        "the rate that a run without growth has at the same sample of the same epoch; one in ``steps`` counts steps",
         UNITS,
     )
     milestones: tuple[float, ...] = _field((), "of the schedule ``step``, in ascending order")
@@ -247,8 +247,6 @@ class TrainConfig:
 
     def _check_growth(self) -> None:
         """Check the growth of the batch, and what does not go together with it."""
-        if any(len(entry) != 2 for entry in self.batch_growth):
-            raise ValueError(f"batch_growth is {plain(self.batch_growth)}: give pairs of a step and a batch size")
         check_growth("batch_growth", self.batch_size, self.batch_growth)
         for step, size in self.batch_growth:
             if size % (self.learners * self.accumulation):
@@ -257,7 +255,7 @@ class TrainConfig:
                     f"{self.learners} x {self.accumulation}"
                 )
             if self.steps is not None and step >= self.steps:
-                raise ValueError(f"batch_growth has the step {step}: the run ends before, after {self.steps} steps")
+                raise ValueError(f"batch_growth has the step {step}: the run ends after {self.steps} steps")
         for name, is_set, why in (
             ("compile", self.compile, "a compiled model has one batch size"),
             ("statistics_every", self.statistics_every, "a noise scale averages steps of one batch size"),
@@ -286,6 +284,10 @@ class TrainConfig:
         """Check the options of each part. Strategy, topology and link are built, which checks the values too."""
         if "max_grad_norm" in self.optimizer_options:
             raise ValueError("optimizer_options has max_grad_norm: set the field max_grad_norm instead")
+        if "adamw_lr" in self.optimizer_options:
+            raise ValueError(
+                "optimizer_options has adamw_lr: a run sets lr for all parameters, take adjust_lr_fn='match_rms_adamw'"
+            )
         for name, registry in REGISTRIES.items():
             registry.check_options(getattr(self, name), getattr(self, f"{name}_options"))
         check_shards(self.shards, self.shards_options)

@@ -192,7 +192,8 @@ class Loop:
             before = progress.total_seconds
             epoch = 1 + batches.epoch(step - 1)
             taken = batches.num_taken(step) - batches.num_taken(step - progress.epoch_steps)
-            num = min(taken, batches.samples_per_learner) * self.comm.num_learners  # of the learners that are left
+            if not batches.drop_last:  # the last batch is smaller
+                taken = min(taken, batches.samples_per_learner)
             seconds = progress.epoch_seconds
             row: dict[str, Any] = {
                 "kind": "epoch",
@@ -202,7 +203,7 @@ class Loop:
                 "lr": trainer.optimizer.param_groups[0]["lr"],
                 **({"batch_size": batches.batch_size_at(step - 1)} if batches.growth else {}),
                 "seconds": seconds,
-                "samples_per_s": num / seconds,
+                "samples_per_s": taken * self.comm.num_learners / seconds,
                 "consensus_distance": trainer.handle.consensus_distance() if self.comm.num_learners > 1 else None,
             }
             is_best = False

@@ -25,6 +25,7 @@ def test_defaults() -> None:
     assert (config.model, config.dataset, config.steps) == ("mlp", "digits", 300)
     assert BenchConfig(model="lenet5").dataset == "synthetic"  # which takes any shape
     assert BenchConfig(dataset_options={"num_classes": 3}).dataset == "synthetic"  # digits has no options
+    assert BenchConfig(model="byte_transformer").dataset == "python_text"
     with pytest.raises(FrozenInstanceError):
         config.steps = 1  # type: ignore[misc]
 

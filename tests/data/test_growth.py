@@ -110,6 +110,9 @@ def test_a_learner_with_a_part_goes_on_in_it() -> None:
         (((5, 20), (5, 30)), r"growth has the steps \[5, 5\]: they must ascend, from 0"),
         (((-1, 20),), r"growth has the steps \[-1\]: they must ascend, from 0"),
         (((5, 10),), r"growth has the batch sizes \[10\]: they must ascend, from above 10"),
+        (5, r"growth is 5: it must be a list of pairs, such as \[\[300, 256\]\]"),
+        (((5,),), r"growth is \[\[5\]\]: it must be a list of pairs"),
+        (((5, 20.0),), r"growth is 20.0: it must be a whole number"),
         (((5, 30), (6, 20)), r"growth has the batch sizes \[30, 20\]: they must ascend, from above 10"),
         (((5, 15),), "the batch size 15 is not a multiple of 2 learners: take 14"),
         (((5, 102),), "the batch size is 102 but there are only 100 samples: take at most 100"),
@@ -118,6 +121,13 @@ def test_a_learner_with_a_part_goes_on_in_it() -> None:
 def test_growth_that_is_none(growth: tuple[tuple[int, int], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShardedBatches(100, 10, 2, growth=growth)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_growth_from_lists(sampler: str) -> None:
+    lists, tuples = (ShardedBatches(50, 12, 2, sampler=sampler, growth=growth) for growth in ([[3, 24]], ((3, 24),)))
+    assert lists == tuples and hash(lists) == hash(tuples)
+    assert torch.equal(lists.indices(3), tuples.indices(3))
 
 
 def test_redealt_samples_do_not_grow() -> None:

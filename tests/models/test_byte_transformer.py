@@ -12,6 +12,7 @@ from ddpcore.data import load_dataset
 from ddpcore.models import MODELS
 from ddpcore.models.blocks import SelfAttention
 from ddpcore.models.byte_transformer import ByteTransformer
+from ddpcore.optim import param_groups
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import check_parts
 
@@ -47,6 +48,28 @@ def test_a_place_sees_what_is_before_it_and_itself() -> None:
         differs = (model(changed) - logits).abs().amax(dim=1)[0] > 1e-6
         assert differs.tolist() == [place <= other for other in range(8)]
     torch.testing.assert_close(model(inputs[:, :3]), logits[..., :3])  # a shorter text
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_a_longer_text_than_the_context_is_refused(context: int) -> None:
+    model = ByteTransformer((context,), 10)
+    assert model(torch.zeros(2, context, dtype=torch.int64)).shape == (2, 10, context)
+    with pytest.raises(ValueError, match=f"^byte_transformer: inputs have 5 places and the context is {context}: take"):
+        model(torch.zeros(2, 5, dtype=torch.int64))
+
+
+def test_muon_steps_neither_embeddings_nor_the_head() -> None:
+    groups = {group["rule"]: dict(group["params"]) for group in param_groups(ByteTransformer(), 0.1, rule="muon")[:2]}
+    assert groups["adamw"].keys() == {"embed.weight", "positions.weight", "head.weight"}
+    assert len(groups["muon"]) == 2 * 4, "attention has two weights, and the linear layers of a block are two"
+
+
+def test_how_it_starts() -> None:
+    torch.manual_seed(0)
+    model = ByteTransformer(width=128)
+    for weight in (model.embed.weight, model.positions.weight):
+        assert 0.019 < weight.std().item() < 0.021 and abs(weight.mean().item()) < 0.001
+    assert 0.9 / 11.3 < model.head.weight.max().item() < 1 / 11.3, "uniform up to 1 / sqrt(128), as linear layers are"
 
 
 def test_equal_bytes_differ_by_their_position() -> None:

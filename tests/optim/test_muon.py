@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpcore.models import MODELS
 from ddpcore.optim import Muon, build_optimizer, newton_schulz, param_groups
 from helpers import muon_ranks, ranks
 
@@ -179,6 +180,13 @@ def test_parameter_groups():
     ]
     with pytest.raises(ValueError, match="rule is 'moun': it must be None or 'muon'"):
         param_groups(Network(), 0.3, rule="moun")
+
+
+def test_the_positions_of_a_vision_transformer_get_adamw():
+    """They have one row: there is nothing to orthogonalize."""
+    groups = param_groups(MODELS.build("vit", depth=1), 0.3, rule="muon")
+    others = {name for name, _ in groups[1]["params"]}
+    assert others == {"embed.class_token", "embed.positions", "head.weight"}
 
 
 def test_the_registry_makes_the_groups():

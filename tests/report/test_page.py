@@ -17,6 +17,7 @@ from ddpcore.report.__main__ import main
 from ddpcore.report.page import page_of, sections_of
 from ddpcore.report.sources import read_sources
 from ddpcore.storage.json_lines import write_json
+from ddpcore.training import TrainConfig
 
 pytest.importorskip("jinja2")
 pytest.importorskip("plotly")
@@ -230,6 +231,14 @@ def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert report(capsys, "x") == (
         2, "", "ddpcore.report: the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'\n",
     )  # fmt: skip
+
+
+def test_a_batch_that_grows(make_run: Make) -> None:
+    """Runs that differ in the growth alone do not look the same."""
+    config = TrainConfig(steps=6, batch_growth=[[4, 256]]).to_dict()
+    (about, *_) = sections_of(read_sources([make_run("grows", config=config), make_run("stays")]))
+    place = about.tables[0].headings.index("batch_size")
+    assert [row[place] for row in about.tables[0].rows] == ["128, growth [[4, 256]]", "128"]
 
 
 def test_a_strategy_without_neighbours_has_no_topology(make_run: Make) -> None:

@@ -129,10 +129,28 @@ def test_a_run_in_epochs_ends_after_so_many_epochs(tmp_path: Path) -> None:
     assert "batch_size" not in run(tmp_path / "plain").epochs[0], "without growth the record has what it had"
 
 
+def test_an_incomplete_batch_counts_its_samples(tmp_path: Path) -> None:
+    """Without drop_last, of 50 samples the last batch of the first epoch has 14, of a size of 24."""
+    fields = {"steps": 7, "epochs": None, "warmup": 0, "drop_last": False, "batch_growth": [[3, 24]]}
+    record = run(tmp_path, **fields)
+    assert [(row["step"], row["batch_size"]) for row in record.epochs] == [(4, 24), (7, 24)]
+    taken = [row["samples_per_s"] * row["seconds"] for row in record.epochs]
+    assert taken == pytest.approx([50, 50])
+
+
+def test_small_parts_count_all_samples_of_a_step(tmp_path: Path) -> None:
+    """A learner with three samples repeats them in a step of 12 or 24: samples_per_s counts each time."""
+    parts = {"shards": "given", "shards_options": {"parts": [[0, 1, 2], [3, 4, 5]]}}
+    fields = {"steps": 4, "epochs": None, "learners": 2, "strategy": "ssgd", "warmup": 0, "batch_growth": [[2, 24]]}
+    record = run(tmp_path, **parts, **fields)
+    taken = [row["samples_per_s"] * row["seconds"] for row in record.epochs]
+    assert taken == pytest.approx([12, 12, 24, 24])
+
+
 def rates(**fields: Any) -> list[float]:
     config = TrainConfig(**{"epochs": 4, "lr": 1.0, "batch_growth": [[10, 256]], **fields})
     batches = ShardedBatches(1280, 128, growth=config.batch_growth)
-    assert total_steps(config, batches) == config.steps or 25, "an epoch has ten steps, and then five"
+    assert total_steps(config, batches) == 25, "an epoch has ten steps, and then five"
     schedule = build_schedule(config, batches)
     return [schedule(step) for step in range(26)]
 
@@ -168,8 +186,9 @@ def test_the_rate_with_the_batch() -> None:
     ("fields", "message"),
     [
         ({"batch_growth": 5}, "batch_growth is 5: it must be a list of pairs"),
-        ({"batch_growth": [5, 256]}, "batch_growth is 5: it must be a list of numbers"),
-        ({"batch_growth": [[5]]}, "batch_growth is [[5]]: give pairs of a step and a batch size"),
+        ({"batch_growth": [5, 256]}, "batch_growth is [5, 256]: it must be a list of pairs, such as [[300, 256]]"),
+        ({"batch_growth": [[5]]}, "batch_growth is [[5]]: it must be a list of pairs"),
+        ({"batch_growth": [[5, 256, 3]]}, "batch_growth is [[5, 256, 3]]: it must be a list of pairs"),
         ({"batch_growth": [[5, 256.0]]}, "batch_growth is 256.0: it must be a whole number"),
         ({"batch_growth": [[5, 256], [5, 512]]}, "batch_growth has the steps [5, 5]: they must ascend, from 0"),
         ({"batch_growth": [[5, 64]]}, "batch_growth has the batch sizes [64]: they must ascend, from above 128"),
@@ -179,7 +198,7 @@ def test_the_rate_with_the_batch() -> None:
         ),
         (
             {"batch_growth": [[5, 256]], "epochs": None, "steps": 5},
-            "batch_growth has the step 5: the run ends before, after 5 steps",
+            "batch_growth has the step 5: the run ends after 5 steps",
         ),
         (
             {"batch_growth": [[5, 256]], "compile": True},
@@ -204,7 +223,7 @@ def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:
 
 
 def test_a_run_that_ends_before_it_grows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="batch_growth has the step 12: the run ends before, after 12 steps"):
+    with pytest.raises(ValueError, match="batch_growth has the step 12: the run ends after 12 steps, take earlier"):
         run(tmp_path, batch_growth=[[12, 24]])
     with pytest.raises(ValueError, match="the batch size is 60 but there are only 50 samples: take at most 50"):
         run(tmp_path, batch_growth=[[4, 60]])

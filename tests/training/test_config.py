@@ -69,6 +69,7 @@ from ddpcore.training.config import BOOKKEEPING, merged
         ),
         ({"optimizer_options": {"lr": 0.1}}, "optimizer sgd has no option 'lr'"),
         ({"optimizer_options": {"max_grad_norm": 1}}, "set the field max_grad_norm instead"),
+        ({"optimizer": "muon", "optimizer_options": {"adamw_lr": 0.1}}, "a run sets lr for all parameters, take"),
         (
             {"strategy": "local_sgd", "strategy_options": {"perod": 3}},
             "has no option 'perod': did you mean 'period'?",

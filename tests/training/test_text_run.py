@@ -87,5 +87,6 @@ def test_by_place() -> None:
         for place in range(3):
             assert torch.equal(flat_logits[3 * sample + place], logits[sample, :, place])
             assert flat_labels[3 * sample + place] == labels[sample, place]
-    plain = (torch.randn(4, 5), torch.randint(5, (4,)))
-    assert by_place(*plain) == plain
+    no_places, other_places = (torch.randn(4, 5), torch.randint(5, (4,))), (torch.randn(2, 5, 4), labels)
+    assert by_place(*no_places) == no_places
+    assert by_place(*other_places) == other_places

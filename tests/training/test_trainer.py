@@ -185,17 +185,24 @@ def test_evaluation_goes_through_all_samples(monkeypatch: pytest.MonkeyPatch) ->
     assert whole.loss == pytest.approx(parts.loss)
 
 
-def test_recalibration_takes_the_last_training_batches() -> None:
+def test_recalibration_takes_the_last_training_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the augmentation of their epochs: no room is left in the second one when the batch grows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
     dataset = features()
-    batches = ShardedBatches(24, 8, 2)
+    batches = ShardedBatches(24, 8, 2, growth=((4, 24),))
     made = Trainer(handle, optimizer, dataset, batches, learners=[0, 1], stacked=True, module=model)
     for _ in range(5):
         made.step()
-    taken = []
+    taken, epochs, batch = [], [], Split.batch
+
+    def noted(split: Split, indices: torch.Tensor, epoch: int = 0) -> Any:
+        epochs.append(epoch)
+        return batch(split, indices, epoch)
+
+    monkeypatch.setattr(Split, "batch", noted)
     original = handle.evaluation_model
 
     def evaluation_model(batch_norm: str, inputs: Any) -> nn.Module:
@@ -204,6 +211,7 @@ def test_recalibration_takes_the_last_training_batches() -> None:
 
     handle.evaluation_model = evaluation_model  # type: ignore[method-assign]
     made.evaluation_model("recalibrate", 2)
+    assert epochs == [1, 2]
     expected = [dataset.train.inputs[batches.indices(step).flatten()] for step in (3, 4)]
     assert all(torch.equal(a, b) for a, b in zip(taken[0], expected, strict=True))
     made.evaluation_model()
