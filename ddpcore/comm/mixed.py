@@ -48,7 +48,7 @@ class MixedCommunicator(Communicator):
         self.num_learners, self.learners, rank = self._far.num_learners, self._far.learners, self._far.rank
         if len(hosts) != self.num_learners:
             raise ValueError(
-                f"hosts names {len(hosts)} hosts and there are {self.num_learners} ranks: one for each rank"
+                f"hosts names {len(hosts)} hosts and there are {self.num_learners} ranks: give one for each rank"
             )
         self._hosts = tuple(hosts)
         on_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
@@ -172,6 +173,15 @@ def check_topology(name: str, topology: object) -> None:
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
+
+
+def warn_of_growth(name: str, momentum: float, num_learners: int, topology: Topology) -> None:
+    """Warn that the learners of an outer step with momentum move apart."""
+    warnings.warn(
+        f"{name}: outer_momentum is {momentum:g}: with {num_learners} learners and {topology!r} the differences "
+        "between learners grow without any gradient: take less",
+        stacklevel=2,
+    )
 
 
 def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:

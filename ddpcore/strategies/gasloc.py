@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range
-from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, check_mixable, check_topology, warn_of_growth
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
@@ -29,6 +29,11 @@ class GASLoC(Strategy):
     because the momentum is not averaged: on a complete graph it is DiLoCo only if gamma is 0. With gamma = 0 and b = 1
     learners average with neighbours every H steps.
 
+    With random partners a large momentum makes the differences d between learners grow without any gradient, because
+    ``d(r+1) = W(r) d(r) + gamma (d(r) - d(r-1))``. E[d^2] grows if ``2 (1 - e) gamma^2 > (1 - s - 2 e + 2 e^2) gamma +
+    1 - s``, with e and s of :meth:`~ddpcore.RandomPair.kept`. For many learners and one partner e = s = 1/2, so gamma
+    must be below 0.71; with two partners below 0.80. This bound is derived here, and a larger gamma is a warning.
+
     The equation is second-hand, from a transcription of the paper: neither the paper nor its code was read. There W is
     ``I - alpha Lambda``. :class:`~ddpcore.RandomPair` gives its randomized matchings of one peer with alpha 1, and with
     ``num_partners=2`` those of two peers with alpha 2/3, thirds: the paper's alpha is not known. The
@@ -39,7 +44,7 @@ class GASLoC(Strategy):
         topology: W(r), of each round r; None is ``RandomPair()``.
         period: H.
         outer_lr: b.
-        outer_momentum: gamma, 0 <= gamma < 1.
+        outer_momentum: gamma, 0 <= gamma < 1. The paper's is not known.
 
     Raises:
         ValueError: a number is out of its range.
@@ -54,7 +59,7 @@ class GASLoC(Strategy):
         *,
         period: int = 8,
         outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_momentum: float = 0.5,
     ) -> None:
         check_topology(self.name, topology)
         check_range("gasloc: period", period, least=1)
@@ -74,6 +79,15 @@ class GASLoC(Strategy):
                 "gasloc: differences of weights are too inexact in 16 bits: keep parameters in float32, use autocast"
             )
         self.topology.validate(num_learners)
+        if self.differences_grow(num_learners):
+            warn_of_growth(self.name, self.outer_momentum, num_learners, self.topology)
+
+    def differences_grow(self, num_learners: int) -> bool:
+        """Whether differences between learners grow by themselves (see the class). False for other topologies."""
+        if not isinstance(self.topology, RandomPair) or num_learners == 1:
+            return False
+        (e, s), gamma = self.topology.kept(num_learners), self.outer_momentum
+        return 2 * (1 - e) * gamma**2 > (1 - s - 2 * e + 2 * e**2) * gamma + 1 - s
 
     @override
     def check_shrink(self) -> None:

@@ -6,8 +6,10 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+from typing_extensions import override
 
 from ddpcore.options.typed import check_range
+from ddpcore.strategies.base import warn_of_growth
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
@@ -26,6 +28,11 @@ class NoLoCo(LocalSGD):
     This is the rule of the authors' code (github.com/jkolehm/noloco), which writes the bracket as
     ``(mean theta - mean phi) + (mean phi - phi_j)``. The paper gives the second part a factor of its own, which is b in
     the code. The paper was not read. The defaults are those of the authors' configurations.
+
+    With random partners a large momentum makes the differences d between learners grow without any gradient: E[d^2]
+    grows if ``b (1 - 2 e + s) (1 + mu) > 2 (1 - e) (1 - mu^2) + 2 mu b (1 - e)^2``, with e and s of
+    :meth:`~ddpcore.RandomPair.kept`. For many learners and b = 0.7, mu must be below 0.81. This bound is derived here,
+    and a larger mu is a warning.
 
     Args:
         topology: W(r), of each round r; None is ``RandomPair()``.
@@ -47,6 +54,20 @@ class NoLoCo(LocalSGD):
         outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum)
         super().__init__(period, outer=outer, topology=RandomPair() if topology is None else topology)
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+
+    @override
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        super().setup(num_learners, dtype)
+        if self.differences_grow(num_learners):
+            assert self.topology is not None
+            warn_of_growth(self.name, self.outer_momentum, num_learners, self.topology)
+
+    def differences_grow(self, num_learners: int) -> bool:
+        """Whether differences between learners grow by themselves (see the class). False for other topologies."""
+        if not isinstance(self.topology, RandomPair) or num_learners == 1:
+            return False
+        (e, s), b, mu = self.topology.kept(num_learners), self.outer_lr, self.outer_momentum
+        return b * (1 - 2 * e + s) * (1 + mu) > 2 * (1 - e) * (1 - mu**2) + 2 * mu * b * (1 - e) ** 2
 
     def __repr__(self) -> str:
         options = f"period={self.period}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"

@@ -76,6 +76,15 @@ class RandomPair(Topology):
         expected = ones / num_learners if num_learners % 2 else (ones - identity) / (num_learners - 1)
         return ((k + 1) * identity + 2 * k * expected + k * (k - 1) * expected @ expected) / (k + 1) ** 2
 
+    def kept(self, num_learners: int) -> tuple[float, float]:
+        """What an average leaves of the differences between learners: e and s, with E[W] d = e d and E[W^2] d = s d.
+
+        d is any vector that sums to zero.
+        """
+        k, others = self.num_partners, num_learners - 1
+        mean = (1 - k / others if others % 2 else 1.0) / (k + 1)  # with odd n a learner is idle: E[M] d = 0
+        return mean, 1 - self.spectral_gap(num_learners)
+
     def spectral_gap(self, num_learners: int) -> float:
         """In closed form from `expected_square`; 1.0 for one learner.
 

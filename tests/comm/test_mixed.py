@@ -124,7 +124,7 @@ def test_a_group_of_one_rank(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         for hosts in ("", "ab"):
-            says = f"hosts names {len(hosts)} hosts and there are 1 ranks: one for each rank"
+            says = f"hosts names {len(hosts)} hosts and there are 1 ranks: give one for each rank"
             with pytest.raises(ValueError, match=says):
                 MixedCommunicator(None, hosts)
         comm = MixedCommunicator(None, "a")
