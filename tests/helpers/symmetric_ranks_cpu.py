@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ddpcore
 from ddpcore.comm import connect
 from ddpcore.comm.choice import Transport
 from ddpcore.comm.shared import symmetric
@@ -27,8 +28,9 @@ from ddpcore.comm.shared.flags import LINE_BYTES, Flags
 from ddpcore.comm.shared.memory import HostMemory
 from helpers.oracle import train
 from helpers.ranks import join
-from helpers.symmetric_ranks_cuda import CASES, events_of
+from helpers.symmetric_ranks_cuda import CASES, Drawn, events_of
 
+CPU = torch.device("cpu")
 PAD_WORDS = 512  # 2048 bytes, as in torch 2.9; later ones have more
 host = HostMemory()
 handles: dict[int, bytes] = {}
@@ -180,21 +182,130 @@ def consistent(comm: symmetric.SymmetricCommunicator) -> bool:
     return not any(ready) and not any(met) and read == left
 
 
+def steps(comm: symmetric.SymmetricCommunicator, num_steps: int, weights: Tensor) -> None:
+    for step in range(num_steps):
+        comm.exchange(weights, ddpcore.Ring(), step).mixture().apply_(weights)
+        comm.average_(weights[:, :10], step).wait()
+
+
+def steady(comm: symmetric.SymmetricCommunicator) -> int:
+    """How often the hosts meet in the steps after the first four."""
+    weights = comm.allocate((1, 100), torch.float32, CPU)
+    steps(comm, 4, weights)
+    before = counts["set-ups"]
+    steps(comm, 6, weights)
+    return counts["set-ups"] - before
+
+
+def replayed(num_steps: int, milliseconds: int) -> bool | str:
+    """Whether the signals of a graph of so many steps, replayed three times, are consistent; or its error."""
+    comm = symmetric.SymmetricCommunicator(None, CPU, timeout=60.0)
+    weights, (handle,) = torch.ones(1, 100), latest
+    exchange = lambda step: comm.exchange(weights, ddpcore.Ring(), step).mixture().apply_(weights)  # noqa: E731
+    for step in range(4):
+        exchange(step)
+    dist.barrier()
+    handle.recorded, comm._milliseconds = [], milliseconds
+    for step in range(num_steps):  # a capture runs nothing: this is the first replay
+        exchange(step)
+    recorded, handle.recorded = handle.recorded, None
+    try:
+        for signal in recorded * 2:
+            signal()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return consistent(comm)
+
+
+def error_of(call: Callable[[], object], *, captures: bool = False) -> str:
+    capturing[0] = captures
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        capturing[0] = False
+    return "nothing"
+
+
+def refused_while_training(comm: symmetric.SymmetricCommunicator) -> dict[str, str]:
+    """The errors of wrong calls. The connection works after each."""
+    weights, small, ring = torch.ones(1, 100), torch.ones(1, 5), ddpcore.Ring()
+    seen = {}
+    exchange = comm.exchange(weights, ring, 0)
+    exchange.mixture()
+    seen["twice"] = error_of(exchange.mixture)
+    seen["integers"] = error_of(lambda: comm.average_(torch.ones(1, 3, dtype=torch.int32)))
+    steps(comm, 4, weights)
+    seen["changing"] = error_of(lambda: comm.exchange(weights, Drawn(), 3), captures=True)
+    seen["cold"] = error_of(lambda: comm.exchange(small, ring, 0), captures=True)
+    seen["allocate"] = error_of(lambda: comm.allocate((1, 3), torch.float32, CPU), captures=True)
+    comm.exchange(small, ring, 0).mixture()
+    seen["one step"] = error_of(lambda: comm.exchange(small, ring, 1), captures=True)
+    exchange = comm.exchange(weights, ring, 1)
+    seen["part"] = error_of(exchange.mixture, captures=True)
+    exchange.abandon()
+    num_channels, comm._num_channels = comm._num_channels, comm._next_channel
+    seen["channels"] = error_of(lambda: comm.exchange(torch.ones(1, 6), ring, 0))
+    comm._num_channels = num_channels
+    steps(comm, 4, weights)
+    seen["fixed"] = error_of(lambda: comm.exchange(weights, ring, 0).mixture(), captures=True)
+    dist.barrier()
+    seen["after"] = "consistent" if consistent(comm) else "inconsistent"
+    return seen
+
+
+def refused_at_the_start(rank: int) -> dict[str, str]:
+    """What every rank says when one of them cannot connect."""
+
+    def fail_on(chosen: int, then: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*words: Any) -> Any:
+            found = then(*words)
+            if rank == chosen:
+                raise RuntimeError("no peer access\nand a long trace")
+            return found
+
+        return call
+
+    seen = {}
+    for name, chosen in (("_check_reach", 1), ("_empty", 0), ("_rendezvous", 1)):
+        real = getattr(symmetric, name)
+        setattr(symmetric, name, fail_on(chosen, real))
+        seen[name] = error_of(lambda: symmetric.SymmetricCommunicator(None, CPU, timeout=60.0))
+        setattr(symmetric, name, real)
+    symmetric.MAX_RANKS = 1
+    seen["too many"] = error_of(lambda: symmetric.SymmetricCommunicator(None, CPU, timeout=60.0))
+    symmetric.MAX_RANKS = 32
+    return seen
+
+
+def alone(group: dist.ProcessGroup) -> dict[str, Any]:
+    """One rank needs no other memory than its own, and no channel."""
+    comm = symmetric.SymmetricCommunicator(group, CPU, timeout=1e-5)
+    rows = comm.allocate((1, 3), torch.float32, CPU)
+    rows += 2
+    comm.average_(rows).wait()
+    comm.exchange(rows, ddpcore.Ring(), 0).mixture().apply_(rows)
+    return {"rows": rows.tolist(), "milliseconds": comm._milliseconds, "ways": (comm.transport, comm.description)}
+
+
 def main() -> None:
     path, rank, world_size = join()
     replace_calls(rank)
     seen: dict[Any, Any] = {}
-    device = torch.device("cpu")
     for seed in range(2):
         delays.seed(10 * seed + rank)
-        comm, events = events_of(device, pause, seed)
+        comm, events = events_of(CPU, pause, seed)
         dist.barrier()
-        seen["wrong", seed], seen["done", seed], seen["consistent", seed] = (
-            events.wrong,
-            events.num_done,
-            consistent(comm),
-        )
+        seen["events", seed] = events.wrong, events.num_done, consistent(comm)
         dist.barrier()
+    own = [dist.new_group([one]) for one in range(world_size)][rank]
+    seen["alone"], seen["at the start"] = alone(own), refused_at_the_start(rank)
+    comm = symmetric.SymmetricCommunicator(None, CPU, timeout=60.0)
+    seen["set-ups"], seen["while training"] = steady(comm), refused_while_training(comm)
+    seen["replayed"] = {2: replayed(2, 60000), 4: replayed(4, 60000), 1: replayed(1, 200), 3: replayed(3, 200)}
     for case in CASES:
         if case.world_size == world_size:
             for transport in ("shm", "symmetric"):
