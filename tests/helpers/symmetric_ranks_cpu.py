@@ -210,10 +210,10 @@ def replayed(num_steps: int, milliseconds: int) -> bool | str:
         exchange(step)
     recorded, handle.recorded = handle.recorded, None
     try:
-        for signal in recorded * 2:
+        for number, signal in enumerate(recorded * 2):
             signal()
     except RuntimeError as error:
-        return str(error)
+        return f"signal {number}: {error}"
     finally:
         dist.barrier()
     return consistent(comm)
