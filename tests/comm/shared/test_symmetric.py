@@ -75,7 +75,7 @@ def test_hosts_do_not_meet_after_the_first_steps(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_what_a_graph_may_repeat(world_size: int) -> None:
-    """An even number of steps. Others end with the error of the timeout, on every rank, at the first signal of a replay."""
+    """An even number of steps. Others end with the error of the timeout on every rank, at their first signal."""
     for seen in on_cpu(world_size):
         assert (seen["replayed"][2], seen["replayed"][4]) == (True, True)
         for num_steps in (1, 3):
