@@ -40,10 +40,10 @@ latest: list[Handle] = []  # the one with the signals of the communicator made l
 capturing = [False]
 
 
-def pause() -> None:
-    """What other work of a stream may take."""
+def pause(most: int) -> None:
+    """What other work of a stream may take, up to so many milliseconds."""
     if delays.random() < 0.3:
-        time.sleep(delays.uniform(0, 2e-3))
+        time.sleep(delays.uniform(0, most / 1000))
 
 
 class Handle:
@@ -87,7 +87,7 @@ class Handle:
         return self.pads[owner].read(channel * self.world_size + sender)
 
     def _signal(self, what: str, flags: Any, channel: int, sender: int, timeout_ms: int) -> None:
-        pause()
+        pause(2)
         index, expected = channel * self.world_size + sender, {"put": 0, "wait": 1}[what]
         counts[what] += 1
         counts["full"] += what == "put" and flags.read(index) == 1
@@ -115,7 +115,7 @@ class Side:
     def _run(self) -> None:
         while True:
             work, done, errors = self._work.get()
-            pause()
+            pause(2)
             try:
                 work()
             except Exception as error:

@@ -75,10 +75,10 @@ class Events:
     Args:
         comm: the connection.
         device: of the rows.
-        pause: takes a while on the current stream, another one on each rank.
+        pause: takes up to so many milliseconds of the current stream, another time on each rank.
     """
 
-    def __init__(self, comm: SymmetricCommunicator, device: torch.device, pause: Callable[[], None]) -> None:
+    def __init__(self, comm: SymmetricCommunicator, device: torch.device, pause: Callable[[int], object]) -> None:
         self.comm, self.device, self.pause = comm, device, pause
         self.exchanges: list[tuple[int, Exchange, Tensor]] = []
         self.averages: list[tuple[int, Work, Tensor]] = []
@@ -89,7 +89,7 @@ class Events:
     def run(self, seed: int) -> None:
         drawn = random.Random(seed)
         for event in range(NUM_EVENTS):
-            self.pause()
+            self.pause(2)
             kind = drawn.choice(("exchange", "end", "average", "wait"))
             how = drawn.choice(("mixture", "mixture", "abandon", "quarantine", "rows"))
             numel, dtype = drawn.choice(KINDS)
@@ -121,7 +121,7 @@ class Events:
             exchange.abandon()
         elif how == "rows":
             rows = exchange.rows(weights)
-            self.pause()
+            self.pause(30)
             pairs = {source: (rows[source].clone(), row) for source, row in sources.items()}
             self.wrong += [f"row of {source} at {event}" for source, pair in pairs.items() if not torch.equal(*pair)]
         else:
@@ -129,7 +129,7 @@ class Events:
                 exchange.quarantine({self.comm.rank} if event % 2 == self.comm.rank % 2 else set())
                 round_ = round_.without_self() if event % 2 == self.comm.rank % 2 else round_
             average = exchange.mixture()
-            self.pause()
+            self.pause(30)
             average.apply_(weights)
             ops.mix_(expected[0], list(sources.values()), round_.self_weight, round_.weights)
             self._compare(f"{how} at {event}", weights, expected)
@@ -149,7 +149,7 @@ class Events:
             self.wrong.append(f"{what} of {ours.numel()} {ours.dtype}")
 
 
-def events_of(device: torch.device, pause: Callable[[], None], seed: int) -> tuple[SymmetricCommunicator, Events]:
+def events_of(device: torch.device, pause: Callable[[int], object], seed: int) -> tuple[SymmetricCommunicator, Events]:
     comm = SymmetricCommunicator(None, device, timeout=60.0)
     events = Events(comm, device, pause)
     events.run(seed)
@@ -193,7 +193,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     delays = random.Random(rank)
     seen: dict[Any, Any] = {}
-    _, events = events_of(device, lambda: torch.cuda._sleep(delays.randrange(1, 10**6)), seed=0)
+    _, events = events_of(device, lambda most: torch.cuda._sleep(delays.randrange(10**6 * most)), seed=0)
     seen["wrong"], seen["done"], seen["captured"] = events.wrong, events.num_done, captured(device)
     for case in CASES:
         if case.world_size == world_size:
