@@ -1,4 +1,4 @@
-"""Communicators, which connect real ranks (shared memory, CUDA IPC, process group) or virtual learners."""
+"""Communicators, which connect real ranks (memory that they share, process group) or virtual learners."""
 
 from .agreement import check_agreement, facts_of
 from .base import Communicator, Exchange, Work
@@ -10,6 +10,7 @@ from .mixed import MixedCommunicator
 from .process import ProcessGroupCommunicator
 from .shared.cuda_ipc import CudaIpcCommunicator
 from .shared.host import SharedMemoryCommunicator
+from .shared.symmetric import SymmetricCommunicator
 from .virtual import VirtualCommunicator
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "MixedCommunicator",
     "ProcessGroupCommunicator",
     "SharedMemoryCommunicator",
+    "SymmetricCommunicator",
     "Transport",
     "VirtualCommunicator",
     "Work",

@@ -21,6 +21,7 @@ from ddpcore.comm.shared import coordination
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
 from ddpcore.comm.shared.elastic import SharedMemoryFabric
 from ddpcore.comm.shared.host import SharedMemoryCommunicator
+from ddpcore.comm.shared.symmetric import SymmetricCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.runtime.launch import check_agents
 
@@ -39,8 +40,8 @@ def connect(
 
     Args:
         group: the process group; None for virtual learners in this process.
-        transport: ``shm``, ``ipc``, ``pg``, ``mixed`` or ``auto``. If ``auto`` chooses ``pg``, the communicator's
-            ``description`` contains the reason.
+        transport: ``shm``, ``ipc``, ``symmetric``, ``pg``, ``mixed`` or ``auto``. If ``auto`` chooses ``pg``, the
+            communicator's ``description`` contains the reason.
         device: the device of the model.
         timeout: seconds that a living rank may let the others wait.
         link: a network to emulate between ranks on the CPU; None for no emulation.
@@ -107,6 +108,8 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
     reason = choice.reason
     if choice.name == "ipc":
         return CudaIpcCommunicator(group, device, timeout)
+    if choice.name == "symmetric":
+        return SymmetricCommunicator(group, device, timeout)
     if choice.name in ("shm", "mixed"):
         try:
             if choice.name == "mixed":

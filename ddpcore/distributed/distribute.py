@@ -68,7 +68,7 @@ def distribute(
         learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         group: the process group. None is the default group, and for virtual learners no group.
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
-        transport, link: ``shm``, ``ipc``, ``pg``, ``mixed``, ``auto``; a network to emulate: docs/transports.md.
+        transport, link: ``shm``, ``ipc``, ``symmetric``, ``pg``, ``mixed``, ``auto``; a network: docs/transports.md.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         bucket_bytes, first_bucket_bytes: sizes of the largest bucket of averaged gradients, and of the first one.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.

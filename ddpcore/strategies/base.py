@@ -40,7 +40,7 @@ class Strategy:
     takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
     waits: bool = True  # whether learners meet in each step that averages, where policies can average, too
-    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "pg", "grid", "link")  # that it runs over
+    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "symmetric", "pg", "grid", "link")  # it runs over
     group: int = 1  # so many consecutive learners average their gradients in every step; see group_at
     # Options that version 0.1.0 lacked, with the values that change nothing.
     _added_options: ClassVar[Mapping[str, Any]] = {}

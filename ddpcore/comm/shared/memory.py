@@ -13,6 +13,8 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -101,3 +103,38 @@ class HostMemory(Memory):
             return torch.frombuffer(map_file(descriptor, num_bytes, ours=False), dtype=torch.uint8)
         finally:
             os.close(descriptor)
+
+
+class Buffers:
+    """Buffers that every rank has allocated, while this rank's own are in use.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._views: dict[int, Mapping[int, Tensor]] = {}  # of each buffer: of each rank, as bytes
+        self._places: dict[int, range] = {}  # addresses of this rank's bytes
+        self._numbers = count()
+
+    def add(self, own: Tensor, views: Mapping[int, Tensor]) -> None:
+        """Add a buffer of this rank as bytes, with those of all ranks. The others' are kept until ``own`` is freed."""
+        number = next(self._numbers)
+        self._places[number] = range(own.data_ptr(), own.data_ptr() + own.nbytes)
+        self._views[number] = {rank: view for rank, view in views.items() if rank != self._rank}
+        weakref.finalize(own.untyped_storage(), self._forget, number).atexit = False
+
+    def _forget(self, number: int) -> None:
+        del self._places[number], self._views[number]
+
+    def find(self, rows: Tensor) -> tuple[str, dict[int, Tensor]] | None:
+        """Return the place of a row ``[1, x]`` in a buffer, as text, and the same columns of all ranks; else None."""
+        first, num_bytes = rows.data_ptr(), rows.nbytes
+        for number, place in self._places.items():
+            start = first - place.start
+            if start >= 0 and start + num_bytes <= len(place) and num_bytes > 0:
+                views = self._views[number].items()
+                columns = {rank: view[start : start + num_bytes].view(rows.dtype) for rank, view in views}
+                return f"at byte {start} of buffer {number}", {**columns, self._rank: rows[0]}
+        return None

@@ -5,10 +5,8 @@ Shapes: n learners, P elements of a learner's row. Every rank holds one learner 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import NoReturn
 
 import torch
@@ -22,22 +20,13 @@ from ddpcore.comm.process import default_group
 from ddpcore.comm.reductions import average_half_
 from ddpcore.comm.shared.averages import Averages
 from ddpcore.comm.shared.coordination import Coordinator
-from ddpcore.comm.shared.memory import Memory
+from ddpcore.comm.shared.memory import Buffers, Memory
 from ddpcore.comm.traffic import all_reduce_bytes
 from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
 STAGING_BYTES = 4 * 2**20  # a shared area of each rank: tensors in private memory are copied through it in pieces
-
-
-@dataclass
-class _Shared:
-    """A buffer that every rank has allocated: its address on this rank, and views of the others."""
-
-    start: int
-    num_bytes: int
-    views: dict[int, Tensor]
 
 
 @dataclass
@@ -103,8 +92,7 @@ class SegmentCommunicator(Communicator):
         self.learners = (self.rank,)
         self.ranks = range(self.num_learners) if among is None else among
         self.description = f"{transport}, {len(self.ranks)} ranks" + ", averages in a thread of each" * in_thread
-        self._shared: dict[int, _Shared] = {}
-        self._numbers = count()  # of shared buffers
+        self._shared = Buffers(self.rank)
         self._in_thread = in_thread
         self._averages = self._averages_of(self._coordinator, self.ranks)
         self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
@@ -125,11 +113,8 @@ class SegmentCommunicator(Communicator):
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         buffers = self._allocate(num_bytes)
-        own, number = buffers[self.rank], next(self._numbers)
-        views = {rank: buffer for rank, buffer in buffers.items() if rank != self.rank}
-        self._shared[number] = _Shared(own.data_ptr(), num_bytes, views)
-        # The others' buffers are unmapped when this rank's buffer is freed.
-        weakref.finalize(own.untyped_storage(), self._shared.pop, number, None).atexit = False
+        own = buffers[self.rank]
+        self._shared.add(own, buffers)  # the others' are unmapped when this rank's is freed
         return own[:num_bytes].view(dtype).view(shape)
 
     @override
@@ -161,7 +146,7 @@ class SegmentCommunicator(Communicator):
         if len(averages.ranks) == 1:
             return Done()
         self.bytes_sent += all_reduce_bytes(rows.nbytes, len(averages.ranks))
-        found = self._find(rows)
+        found = self._shared.find(rows)
         if found is None:
             for _, staged in self._staged(f"average{at(step)}", rows, averages, comes_back=True):
                 averages.share_([staged[rank].view(rows.dtype) for rank in averages.ranks])
@@ -192,7 +177,7 @@ class SegmentCommunicator(Communicator):
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
         """If all learners average in pairs, each of the two writes one half of the mean into both rows."""
         check_has_average(weights_LP)
-        found = self._find(weights_LP)
+        found = self._shared.find(weights_LP)
         rounds = topology.rounds(step, self.num_learners)
         if found is None or not all(map(_is_pair_or_idle, rounds)):  # the same on all ranks
             super().mix_(weights_LP, topology, step)
@@ -281,19 +266,6 @@ class SegmentCommunicator(Communicator):
         """Allocate a snapshot. It has its own storage, because saving a parameter saves its whole storage."""
         buffers = self._allocate(like.nbytes)
         return _Snapshot({rank: one[: like.nbytes].view(like.dtype) for rank, one in buffers.items()}, used=-1)
-
-    def _find(self, rows: Tensor) -> tuple[str, dict[int, Tensor]] | None:
-        """Return the place of a row in a shared buffer, as text, and the same columns of all ranks; else None."""
-        first, num_bytes = rows.data_ptr(), rows.nbytes
-        for number, shared in self._shared.items():
-            start = first - shared.start
-            if start >= 0 and start + num_bytes <= shared.num_bytes and num_bytes > 0:
-                columns = {
-                    rank: view[start : start + num_bytes].view(rows.dtype) for rank, view in shared.views.items()
-                }
-                columns[self.rank] = rows[0]
-                return f"at byte {start} of buffer {number}", columns
-        return None
 
     def _staged(
         self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
