@@ -49,7 +49,7 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
         theirs.copy_(mine)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # works for tensors of both modes, also in a thread, which begins outside of it
 def average_share_(columns: Sequence[Tensor], rank: int) -> None:
     """Overwrite share ``rank`` of n rows of one shape with the mean of the rows, added in ascending order."""
     num_rows, numel = len(columns), len(columns[0])

@@ -32,7 +32,7 @@ class GASLoC(Strategy):
     With random partners a large momentum makes the differences d between learners grow without any gradient, because
     ``d(r+1) = W(r) d(r) + gamma (d(r) - d(r-1))``. E[d^2] grows if ``2 (1 - e) gamma^2 > (1 - s - 2 e + 2 e^2) gamma +
     1 - s``, with e and s of :meth:`~ddpcore.RandomPair.kept`. For many learners and one partner e = s = 1/2, so gamma
-    must be below 0.71; with two partners below 0.80. This bound is derived here, and a larger gamma is a warning.
+    must be at most 0.707; with two partners at most 0.795. This bound is derived here, and a larger gamma is a warning.
 
     The equation is second-hand, from a transcription of the paper: neither the paper nor its code was read. There W is
     ``I - alpha Lambda``. :class:`~ddpcore.RandomPair` gives its randomized matchings of one peer with alpha 1, and with
@@ -84,7 +84,7 @@ class GASLoC(Strategy):
 
     def differences_grow(self, num_learners: int) -> bool:
         """Whether differences between learners grow by themselves (see the class). False for other topologies."""
-        if not isinstance(self.topology, RandomPair) or num_learners == 1:
+        if type(self.topology) is not RandomPair or num_learners == 1:  # a subclass may draw others
             return False
         (e, s), gamma = self.topology.kept(num_learners), self.outer_momentum
         return 2 * (1 - e) * gamma**2 > (1 - s - 2 * e + 2 * e**2) * gamma + 1 - s

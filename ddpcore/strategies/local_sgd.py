@@ -72,7 +72,8 @@ class LocalSGD(SSGD):
             and ``warmup_steps`` count from there.
         outer: makes an optimizer of the anchor from the list of tensors that it steps. None takes the average itself.
         topology: which learners average with which in each round; None for all with all. Each learner then keeps an
-            anchor and a state of the outer optimizer of its own, and sends its weights only.
+            anchor and a state of the outer optimizer of its own, and sends its weights only. With random partners a
+            large momentum of ``outer`` moves the learners apart, see :class:`~ddpcore.NoLoCo`; no warning says so here.
         fragments: parts of the weights. Each is averaged at its own time, evenly over the period, so an average
             sends fewer bytes at once. A number divides the parameters by size, and lists of names by module:
             ``[["layer1"], ["layer2", "head"]]``. The last fragment comes first in the period.

@@ -31,8 +31,8 @@ class NoLoCo(LocalSGD):
 
     With random partners a large momentum makes the differences d between learners grow without any gradient: E[d^2]
     grows if ``b (1 - 2 e + s) (1 + mu) > 2 (1 - e) (1 - mu^2) + 2 mu b (1 - e)^2``, with e and s of
-    :meth:`~ddpcore.RandomPair.kept`. For many learners and b = 0.7, mu must be below 0.81. This bound is derived here,
-    and a larger mu is a warning.
+    :meth:`~ddpcore.RandomPair.kept`. For many learners and b = 0.7, mu must be at most 0.806. This bound is derived
+    here, and a larger mu is a warning.
 
     Args:
         topology: W(r), of each round r; None is ``RandomPair()``.
@@ -64,7 +64,7 @@ class NoLoCo(LocalSGD):
 
     def differences_grow(self, num_learners: int) -> bool:
         """Whether differences between learners grow by themselves (see the class). False for other topologies."""
-        if not isinstance(self.topology, RandomPair) or num_learners == 1:
+        if type(self.topology) is not RandomPair or num_learners == 1:  # a subclass may draw others
             return False
         (e, s), b, mu = self.topology.kept(num_learners), self.outer_lr, self.outer_momentum
         return b * (1 - 2 * e + s) * (1 + mu) > 2 * (1 - e) * (1 - mu**2) + 2 * mu * b * (1 - e) ** 2

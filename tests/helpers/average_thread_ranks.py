@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore.comm import SharedMemoryCommunicator
+from ddpcore.comm.shared import averages
 from ddpcore.runtime import launch
 from helpers import oracle
 from helpers.ranks import join
@@ -104,6 +105,42 @@ def unlike_and_old() -> str:
     return "nothing"
 
 
+def stopped(rank: int, in_thread: bool) -> tuple[str, str]:
+    """What a rank is told if the first average of rank 1 ends in the middle, when it waits and when it waits again."""
+    comm = SharedMemoryCommunicator(in_thread=in_thread)
+    row, real = shared_row(comm, 100, float(rank)), averages.average_share_
+
+    def half(columns: list[Tensor], share: int) -> None:
+        averages.average_share_ = real
+        columns[0].add_(1)
+        raise MemoryError("none is left") if in_thread else KeyboardInterrupt
+
+    if rank == 1:
+        averages.average_share_ = half
+    work = comm.average_(row)
+    dist.barrier()
+    time.sleep(0.1)  # for the threads
+    told = []
+    for _ in range(2):
+        try:
+            work.wait()
+            told.append(f"no error: {row.unique().tolist()}")
+        except (KeyboardInterrupt, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told[0], told[1]
+
+
+def settled(rank: int) -> Tensor:
+    """An average that rank 0 has waited for, after an operation that waits for no average; the others wait late."""
+    comm = SharedMemoryCommunicator(in_thread=False)
+    row, live = shared_row(comm, 1000, float(rank)), comm.live(torch.zeros(1, 3))
+    work = comm.average_(row)
+    live.settle()
+    time.sleep(0.0 if rank == 0 else 0.3)
+    work.wait()
+    return row.clone()
+
+
 def main() -> None:
     path, rank, _ = join()
     what = sys.argv[4]
@@ -133,6 +170,10 @@ def main() -> None:
         "trained": trained,
         "other_sizes": lambda: other_sizes(rank),
         "unlike_and_old": unlike_and_old,
+        "inference": lambda: torch.inference_mode()(without_wait)(rank, True),
+        "stopped_in_thread": lambda: stopped(rank, True),
+        "stopped": lambda: stopped(rank, False),
+        "settled": lambda: settled(rank),
     }
     torch.save(calls[what](), path)
     dist.barrier()

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import Tensor
 from typing_extensions import override
@@ -49,8 +50,9 @@ class Averages:
 
     def begin(self, text: str, columns: list[Tensor]) -> Work:
         """Begin to average the columns ``[P]`` of each rank, added in ascending order. ``text`` describes them."""
-        if len(self._pending) >= NUM_TEXTS // 2:  # the others must still be able to read its text
-            self.complete(self._pending[0].number)
+        pending = tuple(self._pending)  # the thread may complete them meanwhile
+        if len(pending) >= NUM_TEXTS // 2:  # the others must still be able to read the text of the first
+            self.complete(pending[0].number)
         self._memory.publish()
         work = _Average(self, self.coordinator.arrive(text), columns)
         self._pending.append(work)
@@ -92,10 +94,16 @@ class Averages:
                 elif not coordinator.have_arrived(first.number):
                     return
                 coordinator.check_same(self.ranks, first.number)
-                self.share_(first.columns)
-                self._memory.publish()
-                coordinator.finish(first.number)
-                pending.popleft()
+                try:
+                    pending.popleft()  # now: columns that are half added must not be added again
+                    self.share_(first.columns)
+                    self._memory.publish()
+                    coordinator.finish(first.number)
+                except BaseException as error:  # an interrupt, too
+                    with suppress(RuntimeError):
+                        what = type(error).__name__ + f" ({error})" * bool(str(error))
+                        coordinator.fail(f"rank {coordinator.rank} was stopped in the middle of an average by {what}")
+                    raise
 
 
 class _Average(Work):
@@ -108,14 +116,14 @@ class _Average(Work):
 
 
 def _compute(reference: weakref.ref[Averages], begun: threading.Semaphore, is_closed: threading.Event) -> None:
-    """The thread of a rank. It keeps no average alive, and an error is for the rank, which meets the same one."""
+    """The thread of a rank. It keeps no average alive. Its errors are raised where the rank waits next."""
     while begun.acquire() and not is_closed.is_set():
         is_left = True
         while is_left and not is_closed.is_set():
             averages = reference()
             try:
                 is_left = averages is not None and averages.compute_next(_SLICE_SECONDS)
-            except RuntimeError:
+            except Exception:
                 return
             del averages
 

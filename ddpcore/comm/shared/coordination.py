@@ -283,6 +283,8 @@ class Coordinator:
         return _read(self._controls[rank], _TEXTS + number % NUM_TEXTS * _TEXT_BYTES).decode()
 
     def _wait(self, ranks: Iterable[int], flag: int, number: int) -> Sequence[int]:
+        if self._fault:  # another thread of this rank may have found it
+            raise RuntimeError(self._fault)
         ranks = list(ranks)
         deadline = time.monotonic() + self.timeout
         began = time.perf_counter()

@@ -78,7 +78,6 @@ class SharedLiveWeights(LiveWeights):
     def settle(self) -> None:
         number = self._coordinator.arrive("the wait for all learners")
         self._coordinator.await_arrived(range(len(self._rows)), number)
-        self._coordinator.finish(number)
 
     @override
     def load(self, rows_LKP: Tensor) -> None:

@@ -131,7 +131,7 @@ class Buffers:
     def find(self, rows: Tensor) -> tuple[str, dict[int, Tensor]] | None:
         """Return the place of a row ``[1, x]`` in a buffer, as text, and the same columns of all ranks; else None."""
         first, num_bytes = rows.data_ptr(), rows.nbytes
-        for number, place in self._places.items():
+        for number, place in tuple(self._places.items()):  # another thread may free a buffer meanwhile
             start = first - place.start
             if start >= 0 and start + num_bytes <= len(place) and num_bytes > 0:
                 views = self._views[number].items()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ddpcore.comm.shared.averages import Averages
+from ddpcore.comm.shared.coordination import NUM_TEXTS
+from ddpcore.comm.shared.memory import Buffers
 from helpers import average_thread_ranks as script
 from helpers import oracle, ranks
 
@@ -15,9 +20,10 @@ def run(what: str) -> list[Any]:
     return ranks.run("average_thread_ranks", 4, more=[[what]] * 4)
 
 
-def test_a_thread_averages_before_anyone_waits() -> None:
-    """It ends with the connection."""
-    for seen in run("thread"):
+@pytest.mark.parametrize("what", ["thread", "inference"])
+def test_a_thread_averages_before_anyone_waits(what: str) -> None:
+    """It ends with the connection. It averages tensors of the inference mode, too."""
+    for seen in run(what):
         assert seen["before_wait"].tolist() == [[1.5] * 5000]
         assert seen["threads"] == ["ddpcore averages"] and seen["at_the_end"] == []
         assert seen["description"] == "shared memory of one host, 4 ranks, averages in a thread of each"
@@ -50,6 +56,58 @@ def test_each_rank_is_told_that_one_averages_something_else(what: str) -> None:
     """Also without a thread, and if so many averages begin that the texts of the first ones would be overwritten."""
     for message in run(what):
         assert "rank 2 came to operation" in message or "rank 2 with" in message, message
+
+
+@pytest.mark.parametrize("what", ["stopped", "stopped_in_thread"])
+def test_half_an_average_is_never_repeated_and_each_rank_is_told(what: str) -> None:
+    """What is half added would be added twice."""
+    error = "KeyboardInterrupt" if what == "stopped" else "MemoryError (none is left)"
+    told = f"RuntimeError: rank 1 was stopped in the middle of an average by {error}"
+    for rank, (first, second) in enumerate(run(what)):
+        assert first == (told if rank != 1 or what == "stopped_in_thread" else "KeyboardInterrupt: ")
+        assert second == told
+
+
+def test_no_average_counts_as_finished_before_it_is() -> None:
+    for row in run("settled"):
+        assert row.unique().tolist() == [1.5]
+
+
+def test_averages_that_a_thread_completes_while_another_begins() -> None:
+    """Between the count of those that are left and the look at the first one."""
+
+    class Fast(deque[Any]):
+        def __len__(self) -> int:
+            num = super().__len__()
+            self.clear()
+            return num
+
+    one = Averages(SimpleNamespace(arrive=lambda text: 7), SimpleNamespace(publish=lambda: None), [0, 1])  # type: ignore[arg-type]
+    one._pending = Fast(range(NUM_TEXTS))
+    one.begin("an average", [])
+    assert [work.number for work in one._pending] == [7]
+
+
+def test_a_buffer_is_found_while_a_thread_frees_another() -> None:
+    buffers, rows = Buffers(0), [torch.zeros(8, dtype=torch.uint8) for _ in range(3)]
+    for row in rows:
+        buffers.add(row, {0: row, 1: row.clone()})
+
+    class Place:
+        """Of the first buffer. The second one is freed while it is looked at."""
+
+        def __len__(self) -> int:
+            return 8
+
+        @property
+        def start(self) -> int:
+            if 1 in buffers._places:
+                buffers._forget(1)
+            return rows[0].data_ptr()
+
+    buffers._places[0] = Place()  # type: ignore[assignment]
+    found = buffers.find(rows[2][None])
+    assert found is not None and found[0] == "at byte 0 of buffer 2"
 
 
 def test_each_rank_is_told_that_one_died() -> None:
