@@ -101,7 +101,8 @@ class Averages:
                     coordinator.finish(first.number)
                 except BaseException as error:  # an interrupt, too
                     with suppress(RuntimeError):
-                        what = type(error).__name__ + f" ({error})" * bool(str(error))
+                        why = str(error).partition("\n")[0]
+                        what = f"{type(error).__name__} ({why})" if why else type(error).__name__
                         coordinator.fail(f"rank {coordinator.rank} was stopped in the middle of an average by {what}")
                     raise
 

@@ -235,7 +235,7 @@ def test_no_order_is_wrong(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> N
         ("round_.sources, math.inf", "round_.sources, 0.0"),
         ("self._next_channel, self._next_channel + 1", "self._next_channel, self._next_channel"),
         ("self._next_channel += 2", "self._next_channel += 0"),
-        ("        self._note_read()\n", ""),
+        ("snapshot.is_handed_out = True\n", "snapshot.is_handed_out = True; comm._note_read()\n"),
         ("self._is_over = snapshot.is_handed_out = True", "self._is_over, snapshot.used = True, comm._num_exchanges"),
     ],
 )
