@@ -50,9 +50,12 @@ class Averages:
 
     def begin(self, text: str, columns: list[Tensor]) -> Work:
         """Begin to average the columns ``[P]`` of each rank, added in ascending order. ``text`` describes them."""
-        pending = tuple(self._pending)  # the thread may complete them meanwhile
-        if len(pending) >= NUM_TEXTS // 2:  # the others must still be able to read the text of the first
-            self.complete(pending[0].number)
+        try:  # not len(): the thread may complete averages meanwhile
+            oldest: _Average | None = self._pending[-NUM_TEXTS // 2]
+        except IndexError:
+            oldest = None
+        if oldest is not None:  # the others must still be able to read its text
+            self.complete(oldest.number)
         self._memory.publish()
         work = _Average(self, self.coordinator.arrive(text), columns)
         self._pending.append(work)
