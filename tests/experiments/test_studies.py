@@ -10,6 +10,7 @@ from ddpcore.report.claims import Outcome, judge
 
 NAMES = (
     "batch-size-cifar10",
+    "batch-warmup",
     "cifar10-landscape",
     "digits-large-rate",
     "disagreement-eigenspace",
