@@ -64,7 +64,7 @@ def _by_names(rows: Sequence[str]) -> list[Lines]:
                 rest = "-".join([*parts[:place], kind, *parts[place + 1 :]])
                 schemes.setdefault(f"{kind} {len(parts) - place if place else 'first'}", {}).setdefault(
                     rest, []).append((value, row))  # fmt: skip
-    return [_scheme(_variable(lines), lines) for lines in map(_long, _merged(schemes)) if lines]
+    return [_scheme(_variable(lines), lines) for lines in map(_of_one_variable, map(_long, _merged(schemes))) if lines]
 
 
 def _merged(schemes: Mapping[str, dict[str, list[tuple[Any, str]]]]) -> list[dict[str, list[tuple[Any, str]]]]:
@@ -75,6 +75,22 @@ def _merged(schemes: Mapping[str, dict[str, list[tuple[Any, str]]]]) -> list[dic
         for name, points in lines.items():
             together.setdefault(name, []).extend(points)
     return list(kinds.values())
+
+
+def _of_one_variable(lines: dict[str, list[tuple[Any, str]]]) -> dict[str, list[tuple[Any, str]]]:
+    """Lines that share values with each other, and no row with a longer line. Of several such sets, the most rows."""
+    used: set[str] = set()
+    groups: list[tuple[set[Any], list[str]]] = []  # values, and names of lines
+    for name, points in sorted(lines.items(), key=lambda line: -len(line[1])):
+        if used.isdisjoint(row for _, row in points):
+            used.update(row for _, row in points)
+            values, names = {value for value, _ in points}, [name]
+            for other in [group for group in groups if not group[0].isdisjoint(values)]:
+                groups.remove(other)
+                values, names = values | other[0], names + other[1]
+            groups.append((values, names))
+    most = max((names for _, names in groups), key=lambda names: sum(len(lines[name]) for name in names), default=[])
+    return {name: points for name, points in lines.items() if name in most}
 
 
 def _by_configs(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]]) -> list[Lines]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,16 @@ def test_lines_by_names_and_by_configs() -> None:
         and found.lines == {"a": [(0.1, "a-low"), (0.2, "a-half"), (0.4, "a-full")]}
     )
     assert lines_of(["a", "b", "c-1", "c-2"], {}) is None, "two values are no line"
+
+
+def test_lines_are_of_one_variable_and_no_row_is_on_two() -> None:
+    """Branches of k times the batch after S steps are lines over k, and not over S, which other rows have too."""
+    branches = {step: [f"at-{step}-{k}" for k in (1, 2, 4, 8)] for step in (20, 40, 60)}
+    found = lines_of([*(f"until-{step}" for step in branches), *chain(*branches.values())], {})
+    assert found is not None
+    assert found.lines == {
+        f"at-{step}": [(float(row.split("-")[-1]), row) for row in rows] for step, rows in branches.items()
+    }
 
 
 def test_charts_of_a_study() -> None:
