@@ -12,23 +12,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.meeting import flow_, meet_
+from ddpcore.comm.meeting import Job, flow_, meet_
 
 
 class LiveWeights(ABC):
     """The weights w_i of all learners, beside their models."""
 
     @abstractmethod
-    def meet(self, learner: int, peer: int, step_P: Tensor, out_P: Tensor) -> None:
-        """``w_i, w_j <- (w_i + w_j) / 2``; ``w_i <- w_i + step``; ``out <- w_i``: atomic.
+    def meet(self, learner: int, peer: int, job: Job) -> None:
+        """``w_i, w_j <- (w_i + w_j) / 2``; ``w_i <- w_i + step of the job``: atomic. The next job begins at w_i.
 
         The doubles move with them. If i is its own peer, nothing is averaged.
 
         Args:
             learner: i, held by this process.
             peer: j, any learner.
-            step_P: added to w_i.
-            out_P: overwritten with w_i.
+            job: of i.
         """
 
     @abstractmethod
@@ -65,9 +64,9 @@ class LocalLiveWeights(LiveWeights):
 
     @override
     @torch.no_grad()
-    def meet(self, learner: int, peer: int, step_P: Tensor, out_P: Tensor) -> None:
+    def meet(self, learner: int, peer: int, job: Job) -> None:
         rows = self._rows_LKP
-        meet_(rows[learner], None if peer == learner else rows[peer], step_P, out_P, self._alpha)
+        meet_(rows[learner], None if peer == learner else rows[peer], job, self._alpha)
 
     @override
     def flow(self, learner: int, eta: float, time: float) -> None:

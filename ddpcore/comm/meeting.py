@@ -19,6 +19,8 @@ Shapes: P elements of a learner's weights. A row is ``[1, P]``, x alone, or ``[2
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +28,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpcore import ops
 from ddpcore.comm.reductions import chunk_of
 
 
@@ -71,30 +72,68 @@ def flow_(row: Tensor, eta: float, time: float) -> None:
         double.sub_(gap, alpha=share)
 
 
+class Job(NamedTuple):
+    """What a learner has done since it read its weights. Each part is ``[P]``.
+
+    Attributes:
+        read: the weights that it read.
+        model: those of its model: ``read`` plus the step of the optimizer.
+        earlier: steps that the model does not have any more; None: there are none.
+    """
+
+    read: Tensor
+    model: Tensor
+    earlier: Tensor | None = None
+
+    def step(self) -> Tensor:
+        """All that the job adds to the learner's weights."""
+        step = self.model - self.read
+        return step if self.earlier is None else step.add_(self.earlier)
+
+    def begin_next_(self, weights: Tensor) -> None:
+        """Overwrite this job with the next one, which reads these weights."""
+        self.model.copy_(weights)
+        self.read.copy_(weights)
+        if self.earlier is not None:
+            self.earlier.zero_()
+
+    def put_back_(self) -> None:
+        """Move the step of the optimizer from the model to ``earlier``, which must be there."""
+        assert self.earlier is not None
+        self.earlier.add_(self.model.sub_(self.read))
+        self.model.copy_(self.read)
+
+    def pieces(self, size: int) -> Iterator[Job]:
+        """Consecutive parts of ``size`` elements."""
+        for begin in range(0, len(self.model), size):
+            end = begin + size
+            earlier = None if self.earlier is None else self.earlier[begin:end]
+            yield Job(self.read[begin:end], self.model[begin:end], earlier)
+
+
 @torch.no_grad()
-def meet_(own: Tensor, peer: Tensor | None, step: Tensor, out: Tensor, alpha: float | None) -> None:
-    """The meeting of two learners whose rows are here; then add ``step`` to the own row, and copy its x to ``out``.
+def meet_(own: Tensor, peer: Tensor | None, job: Job, alpha: float | None) -> None:
+    """The meeting of two learners whose rows are here; then add the step of the job to the own row, and begin the next.
 
     Args:
         own: this learner's row.
         peer: that of another; None: no mean.
-        step: ``[P]``.
-        out: ``[P]``.
+        job: of this learner.
         alpha: None for rows without a double.
     """
-    size = chunk_of(step)
-    for begin in range(0, len(step), size):
-        mine, added, copied = (part[..., begin : begin + size] for part in (own, step, out))
-        if peer is not None:
-            theirs = peer[:, begin : begin + size]
+    size = chunk_of(job.model)
+    theirs_of = repeat(None) if peer is None else iter(peer.split(size, dim=1))
+    for piece, mine, theirs in zip(job.pieces(size), own.split(size, dim=1), theirs_of, strict=False):
+        step = piece.step()
+        if theirs is None:
+            mine.add_(step)
+        else:
             if alpha is not None:
                 gap = theirs[0] - mine[0]
-                mine[1].add_(gap, alpha=alpha)
                 theirs[1].sub_(gap, alpha=alpha)
-            ops.mix_(mine[0], [theirs[0]], 0.5, [0.5])
-            theirs[0].copy_(mine[0])
-        mine.add_(added)
-        copied.copy_(mine[0])
+                mine[1].add_(gap, alpha=alpha).add_(step)
+            torch.add(theirs[0].add_(mine[0]).mul_(0.5), step, out=mine[0])
+        piece.begin_next_(mine[0])
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.comm.live import LiveWeights, first_rows
-from ddpcore.comm.meeting import flow_, take_mean_
+from ddpcore.comm.meeting import Job, flow_, take_mean_
 
 # Tags of messages: to the thread of a rank; then of the weights or the mean, to the rank that is asked, and back. Two
 # ranks may be in two meetings at once, one that each of them has asked for.
@@ -61,16 +61,16 @@ class ServedLiveWeights(LiveWeights):
 
     @override
     @torch.no_grad()
-    def meet(self, learner: int, peer: int, step_P: Tensor, out_P: Tensor) -> None:
+    def meet(self, learner: int, peer: int, job: Job) -> None:
         """RuntimeError: the peer is gone or does not answer, or another rank has died in the middle of an average."""
         shared, mean = self._shared, self._received
-        step_P = step_P.to("cpu")  # from a GPU this waits for the step, which must not hold a lock
+        step_P = job.step().to("cpu")  # from a GPU this waits for the step, which must not hold a lock
         if peer > learner:  # the own row is the first to be locked
             with shared.writing():
                 shared.ask(peer)
                 shared.send(shared.row[0], peer, _ASKS)
                 shared.receive(mean, peer, _ANSWERS)
-                self._end(mean, step_P, out_P)
+                self._end(mean, step_P, job)
             return
         if peer < learner:
             shared.ask(peer)
@@ -81,13 +81,13 @@ class ServedLiveWeights(LiveWeights):
             else:
                 ops.mix_(mean, [shared.row[0]], 0.5, [0.5])
                 shared.send(mean, peer, _ASKS)
-            self._end(mean, step_P, out_P)
+            self._end(mean, step_P, job)
 
-    def _end(self, mean_P: Tensor, step_P: Tensor, out_P: Tensor) -> None:
+    def _end(self, mean_P: Tensor, step_P: Tensor, job: Job) -> None:
         shared = self._shared
         take_mean_(shared.row, mean_P, shared.alpha)
         shared.row.add_(step_P)
-        out_P.copy_(shared.row[0])
+        job.begin_next_(shared.row[0])
 
     @override
     def flow(self, learner: int, eta: float, time: float) -> None:

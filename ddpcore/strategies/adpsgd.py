@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.live import LiveWeights
-from ddpcore.comm.meeting import Acceleration, acceleration_of
+from ddpcore.comm.meeting import Acceleration, Job, acceleration_of
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import Strategy, check_mixable, check_topology
@@ -62,8 +62,8 @@ class ADPSGD(Strategy):
     gradients cost in accuracy, and says nothing about seconds.
 
     The models hold v. ``handle.evaluation_model()`` has the mean of w. A change of the models' weights by the program
-    is added to w at the end of the job. A learner keeps three more copies of the weights, and over
-    a process group five.
+    is added to w at the end of the job. A learner keeps two more copies of the weights, and over
+    a process group four. With ``speeds`` or after an average that failed it keeps one more.
 
     **Accelerated** learners (A2CiD2; Nabli, Belilovsky and Oyallon 2023, arXiv:2306.08289) agree faster where a
     topology is large and sparse, such as a ring. A learner has a double y_i of its weights, which begins as a copy. At
@@ -139,7 +139,7 @@ class ADPSGD(Strategy):
         self._acceleration: Acceleration | None = None
         self._live: LiveWeights | None = None  # w, and y
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
-        self._steps_LP: Tensor | None = None  # -a g(v) of the jobs that have not ended
+        self._steps_LP: Tensor | None = None  # -a g(v) of jobs that did not end with their step; None before the first
 
     def __repr__(self) -> str:
         shown = f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed}"
@@ -197,7 +197,7 @@ class ADPSGD(Strategy):
         events = []
         for learner in range(num_learners):
             speed, job = self._speed(learner), self._num_ended(learner, step + 1)
-            if job == self._num_ended(learner, step):
+            if not self._ends(step + 1, learner):
                 continue
             peers = self.topology.round(step, learner, num_learners).sources or (learner,)
             events.append(Event(job / speed, learner, peers[choices[learner] % len(peers)]))
@@ -205,7 +205,11 @@ class ADPSGD(Strategy):
 
     def begins(self, step: int, learner: int) -> bool:
         """Whether the learner's gradient of a step is that of a new job."""
-        return step == 0 or self._num_ended(learner, step) > self._num_ended(learner, step - 1)
+        return step == 0 or self._ends(step, learner)
+
+    def _ends(self, step: int, learner: int) -> bool:
+        """Whether a job of the learner ends between time ``step - 1`` and time ``step``."""
+        return self._num_ended(learner, step) > self._num_ended(learner, step - 1)
 
     def _num_ended(self, learner: int, time: int) -> int:
         """The number of jobs that have ended."""
@@ -232,25 +236,37 @@ class ADPSGD(Strategy):
     @override
     def after_step(self, learner: Learner) -> None:
         """End jobs: let the events of the learners held here happen."""
-        live, models_LP, first = learner.live, learner.flat.param_LP, learner.comm.learners[0]
+        live, first = learner.live, learner.comm.learners[0]
         assert live is not None
-        assert self._read_LP is not None
-        assert self._steps_LP is not None
         learner.check_sent()
-        self._steps_LP += models_LP.sub_(self._read_LP)
-        models_LP.copy_(self._read_LP)  # until meet() writes the next v; it may fail
         flown = dict.fromkeys(learner.comm.learners, Fraction(learner.step - 1))  # the time that rows are of
+        for number in learner.comm.learners:
+            if not self._ends(learner.step, number):
+                self._put_back(learner, number - first)
         for time, i, j in self.events(learner.step - 1, learner.comm.num_learners):
             if i not in learner.comm.learners:
                 continue
-            row = i - first
             self._flow(live, flown, (i, j), time)
-            live.meet(i, j, self._steps_LP[row], models_LP[row])
-            self._steps_LP[row].zero_()
-            self._read_LP[row].copy_(models_LP[row])
+            job = self._job(learner, i - first)
+            try:
+                live.meet(i, j, job)
+            except BaseException:
+                self._put_back(learner, i - first)
+                raise
             if i == first and i != j:
-                learner.comm.bytes_sent += 2 * models_LP[row].nbytes  # to the peer and back
+                learner.comm.bytes_sent += 2 * job.model.nbytes  # to the peer and back
         self._flow(live, flown, learner.comm.learners, Fraction(learner.step))
+
+    def _job(self, learner: Learner, row: int) -> Job:
+        assert self._read_LP is not None
+        earlier = None if self._steps_LP is None else self._steps_LP[row]
+        return Job(self._read_LP[row], learner.flat.param_LP[row], earlier)
+
+    def _put_back(self, learner: Learner, row: int) -> None:
+        """Let the model hold v, and keep the step for the end of the job."""
+        if self._steps_LP is None:
+            self._steps_LP = torch.zeros_like(learner.flat.param_LP)
+        self._job(learner, row).put_back_()
 
     def _flow(self, live: LiveWeights, flown: dict[int, Fraction], learners: Iterable[int], time: Fraction) -> None:
         """Move the rows of those learners that are held here to a time."""
@@ -263,7 +279,7 @@ class ADPSGD(Strategy):
 
     def _begin(self, learner: Learner) -> None:
         weights_LP = learner.flat.param_LP
-        self._read_LP, self._steps_LP = weights_LP.clone(), torch.zeros_like(weights_LP)
+        self._read_LP, self._steps_LP = weights_LP.clone(), None
         alpha = None if self._acceleration is None else self._acceleration.alpha
         learner.live = self._live = learner.comm.live(weights_LP, alpha)
 
@@ -282,4 +298,5 @@ class ADPSGD(Strategy):
         self.before_forward(learner)
         assert learner.live is not None
         learner.live.load(state["live"])
-        self._read_LP, self._steps_LP = state["read"].clone(), state["steps"].clone()
+        self._read_LP = state["read"].clone()
+        self._steps_LP = None if state["steps"] is None else state["steps"].clone()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore import ADPSGD
 from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator, VirtualCommunicator, served
+from ddpcore.comm.meeting import Job
 from ddpcore.comm.shared import live, memory
 from helpers.shared_memory_ranks import main
 
@@ -91,10 +92,12 @@ def meets(rank: int, transport: str) -> None:
     """All ranks average with all as fast as they can, without a model between."""
     comm = connect(transport)
     rows = comm.live(torch.full((1, SIZE), float(rank)))
-    out, generator = torch.empty(SIZE), torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
     for peer in torch.randint(comm.num_learners, (MEETINGS,), generator=generator).tolist():
-        rows.meet(rank, peer, torch.full((SIZE,), 0.25), out)
-        assert bool((out == out[0]).all()), "torn"
+        job = Job(torch.zeros(SIZE), torch.full((SIZE,), 0.25))
+        rows.meet(rank, peer, job)
+        assert bool((job.model == job.model[0]).all()), "torn"
+        assert torch.equal(job.read, job.model)
     rows.settle()
     everyone = comm.gather(rows.own())
     mean = float(everyone.double().mean())
@@ -134,15 +137,16 @@ def meets_in_order(rank: int, transport: str) -> None:
     comm, generator = connect(transport), torch.Generator().manual_seed(1)
     first = torch.randn(num, SIZE, generator=generator)
     rows, virtual = comm.live(first[rank : rank + 1], alpha), VirtualCommunicator(num).live(first, alpha)
-    out, expected = torch.empty(2, SIZE)
     for number in range(18):
         one, peer, added = number % num, (number + 1 + number // num) % num, first[number % num] / 10
         virtual.flow(one, 0.4, 1.0)
-        virtual.meet(one, peer, added, expected)
+        expected = Job(torch.zeros(SIZE), added.clone())
+        virtual.meet(one, peer, expected)
         if rank == one:
             rows.flow(one, 0.4, 1.0)
-            rows.meet(one, peer, added, out)
-            torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+            job = Job(torch.zeros(SIZE), added.clone())
+            rows.meet(one, peer, job)
+            torch.testing.assert_close(job.model, expected.model, rtol=0, atol=1e-5)
         rows.settle()
         torch.testing.assert_close(rows.rows()[0], virtual.rows()[rank], rtol=0, atol=1e-5)
         torch.testing.assert_close(rows.own()[0], virtual.own()[rank], rtol=0, atol=1e-5)
@@ -216,10 +220,10 @@ def dies_in_an_average(rank: int) -> None:
     rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
     if rank == 1:
         live.meet_ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        rows.meet(1, 0, zeros, zeros.clone())
+        rows.meet(1, 0, Job(zeros.clone(), zeros.clone()))
     wait_for(lambda: not memory.is_held(comm._coordinator._descriptors[1]))
     if rank == 2:
-        rows.meet(2, 0, zeros, zeros.clone())
+        rows.meet(2, 0, Job(zeros.clone(), zeros.clone()))
     else:
         while True:
             rows.own()
@@ -233,7 +237,7 @@ def stops_in_an_average(rank: int) -> None:
         live.meet_ = lambda *_: time.sleep(2)
     else:
         time.sleep(0.3)
-    rows.meet(rank, 1 - rank, zeros, zeros.clone())
+    rows.meet(rank, 1 - rank, Job(zeros.clone(), zeros.clone()))
 
 
 def dies_in_a_meeting(rank: int, dead: int) -> None:
@@ -249,11 +253,11 @@ def dies_in_a_meeting(rank: int, dead: int) -> None:
             send(self, tensor, peer, tag)
 
         served._Row.send = send_and_die
-        rows.meet(dead, 1, zeros, zeros.clone())
+        rows.meet(dead, 1, Job(zeros.clone(), zeros.clone()))
     while True:
         rows.own()
         if rank != 1:
-            rows.meet(rank, 1, zeros, zeros.clone())
+            rows.meet(rank, 1, Job(zeros.clone(), zeros.clone()))
 
 
 def does_not_answer(rank: int) -> None:
@@ -266,7 +270,7 @@ def does_not_answer(rank: int) -> None:
             time.sleep(6)
     else:
         dist.barrier()  # rank 1 has the lock
-        rows.meet(0, 1, zeros, zeros.clone())
+        rows.meet(0, 1, Job(zeros.clone(), zeros.clone()))
 
 
 def leaves(rank: int) -> None:
@@ -279,13 +283,13 @@ def leaves(rank: int) -> None:
     if rank != 1:
         for _ in range(2):
             try:
-                rows.meet(rank, 1, zeros, zeros.clone())
+                rows.meet(rank, 1, Job(zeros.clone(), zeros.clone()))
             except RuntimeError as error:
                 print(error)
         assert float(rows.own()[0, 0]) == rank
     comm.gather(zeros[None])
     if rank == 0:
-        rows.meet(0, 2, zeros, zeros.clone())
+        rows.meet(0, 2, Job(zeros.clone(), zeros.clone()))
     comm.gather(zeros[None])
     if rank != 1:
         print(float(rows.own()[0, 0]))
@@ -310,7 +314,7 @@ def ends(rank: int) -> None:
     comm = ProcessGroupCommunicator()
     for number in range(3):
         rows, zeros = comm.live(torch.full((1, 8), float(rank))), torch.zeros(8)
-        rows.meet(rank, (rank + 1 + number) % comm.num_learners, zeros, zeros.clone())
+        rows.meet(rank, (rank + 1 + number) % comm.num_learners, Job(zeros.clone(), zeros.clone()))
         rows.settle()
         total = float(comm.gather(rows.own()).mean())
         assert total == (comm.num_learners - 1) / 2, total

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcore.comm import ProcessGroupCommunicator
+from ddpcore.comm.meeting import Job
 
 RANKS, MEETINGS, FAILS = 3, 30, 10
 
@@ -42,7 +43,7 @@ def rank_of(rank: int, store: Path, how: str, seed: int) -> None:
                 sys.exit(0)
             os.waitpid(child, 0)
         try:
-            rows.meet(rank, draw.randrange(RANKS), zeros, zeros.clone())
+            rows.meet(rank, draw.randrange(RANKS), Job(zeros.clone(), zeros.clone()))
         except RuntimeError as error:
             assert how not in ("orderly", "forked"), error
             sys.exit(3)  # the peer has left

@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.live import LiveWeights
-from ddpcore.comm.meeting import flow_, meet_
+from ddpcore.comm.meeting import Job, flow_, meet_
 from ddpcore.comm.shared import memory
 from ddpcore.comm.shared.coordination import Coordinator
 from ddpcore.comm.shared.flags import LINE_BYTES, Flags
@@ -58,11 +58,11 @@ class SharedLiveWeights(LiveWeights):
 
     @override
     @torch.no_grad()
-    def meet(self, learner: int, peer: int, step_P: Tensor, out_P: Tensor) -> None:
+    def meet(self, learner: int, peer: int, job: Job) -> None:
         """RuntimeError: the peer is gone, or a rank has died in the middle of an average, or has failed elsewhere."""
         self._coordinator.check_present(peer, "after its last step: end training with a collective call on all ranks")
         with self._writing(sorted({learner, peer})):
-            meet_(self._rows[learner], None if peer == learner else self._rows[peer], step_P, out_P, self._alpha)
+            meet_(self._rows[learner], None if peer == learner else self._rows[peer], job, self._alpha)
 
     @override
     def flow(self, learner: int, eta: float, time: float) -> None:
