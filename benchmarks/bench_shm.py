@@ -3,7 +3,9 @@
 On the CPU the ranks share host memory, and the other transport is gloo. With ``--device cuda`` all ranks are on one GPU
 and read each other's memory by CUDA IPC (``ipc``); gloo is left out because it copies through the host.
 
-All contenders run in turn, A/B/A/B, each after a barrier. A time is that of the slower of ranks 0 and 1. A *mix*
+All contenders run in turn, A/B/A/B, each after a barrier. A time is that of the slower of ranks 0 and 1, divided by
+``--calls``, the number of calls after each barrier. Ranks leave a barrier at different times, up to a millisecond apart
+where they share cores, so short calls need many. A *mix*
 averages in place: each of the two ranks reads and writes half of both weights, so it moves 2 times the buffer. An
 *exchange* overlaps with computation: it reads and writes a snapshot, reads both weights and writes one (5 times the
 buffer). A copy reads and writes (2 times the buffer).
@@ -80,7 +82,7 @@ def name_of(device: torch.device) -> str:
     return "shm" if device.type == "cpu" else "ipc"
 
 
-def measure(world: launch.World, numel: int, repeats: int, device: torch.device, path: Path | None) -> None:
+def measure(world: launch.World, numel: int, repeats: int, calls: int, device: torch.device, path: Path | None) -> None:
     """Run on every rank by ``launch.run``; rank 0 prints."""
     turns = contenders(numel, device)
     finish: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -90,17 +92,20 @@ def measure(world: launch.World, numel: int, repeats: int, device: torch.device,
             finish()
             dist.barrier()
             start = time.perf_counter()
-            turn(repeat)
+            for call in range(calls):
+                turn(repeat * calls + call)
             finish()
-            seconds[repeat, column] = time.perf_counter() - start
+            seconds[repeat, column] = (time.perf_counter() - start) / calls
     everyone = [torch.zeros_like(seconds) for _ in range(world.world_size)]
     dist.all_gather(everyone, seconds)
     if world.rank == 0:
         slower = torch.maximum(everyone[0], everyone[1])[WARM_UP:]
-        report(dict(zip(turns, slower.T.tolist(), strict=True)), numel, world.world_size, device, path)
+        report(dict(zip(turns, slower.T.tolist(), strict=True)), numel, calls, world.world_size, device, path)
 
 
-def report(times: dict[str, list[float]], numel: int, world_size: int, device: torch.device, path: Path | None) -> None:
+def report(
+    times: dict[str, list[float]], numel: int, calls: int, world_size: int, device: torch.device, path: Path | None
+) -> None:
     """Print medians, ratios in the same turn and bandwidth; append a row for each contender to ``path``."""
     where = machine(device.type)
     shared = [f"{name_of(device)} {what}" for what in ("mix", "exchange", "average")]
@@ -124,7 +129,9 @@ def report(times: dict[str, list[float]], numel: int, world_size: int, device: t
             *(f"{ratio:.1f}x" for ratio in ratios.values()),
             *(("", "") if rate is None else (f"{rate / 1e9:.1f}", f"{rate / copy_rate:.0%}")),
         )
-        rows.append({"case": name, "numel": numel, "ms": q, "ranks": world_size, "ratios": ratios, **where})
+        rows.append(
+            {"case": name, "numel": numel, "calls": calls, "ms": q, "ranks": world_size, "ratios": ratios, **where}
+        )
     Console(width=140).print(table)
     append(path, *rows)
 
@@ -134,11 +141,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=25 * 10**6 // 4, help="float32 elements; default: 25 MB")
     parser.add_argument("--world-size", type=int, default=4)
+    parser.add_argument("--calls", type=int, default=1, help="after each barrier")
     add_options(parser, repeats=21)
     parser.set_defaults(device="cpu")
     options = parser.parse_args()
     device = torch.device(options.device, 0 if options.device == "cuda" else None)
-    arguments = (options.numel, options.repeats, device, options.json)
+    arguments = (options.numel, options.repeats, options.calls, device, options.json)
     launch.run(measure, arguments, world_size=max(2, options.world_size), backend="gloo")
 
 

@@ -18,7 +18,10 @@
 
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(4);  // a longer spin delays ranks that share the core
+// To sleep and to wake another process take tens of microseconds in the kernel. A wait spins, then lets other processes
+// use the core between two looks, and sleeps only then. A longer spin delays ranks that share the core.
+constexpr auto kSpin = std::chrono::microseconds(4);
+constexpr auto kYield = std::chrono::microseconds(50);
 
 using Clock = std::chrono::steady_clock;
 
@@ -48,6 +51,12 @@ uint32_t load(uint32_t* flag) {
     return std::atomic_ref(*flag).load(std::memory_order_acquire);
 }
 
+// The second word of a flag's cache line: how many wait in the kernel. A waiter that is killed there stays in the
+// count, which costs a call to the kernel and nothing else.
+std::atomic_ref<uint32_t> sleepers_of(uint32_t* flag) {
+    return std::atomic_ref(flag[1]);
+}
+
 }  // namespace
 
 #define DDPCORE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -58,8 +67,10 @@ DDPCORE_EXPORT uint32_t ddpcore_flag_read(uint32_t* flag) {
 
 // A process that reads this value sees all earlier writes of this process.
 DDPCORE_EXPORT void ddpcore_flag_post(uint32_t* flag, uint32_t value) {
-    std::atomic_ref(*flag).store(value, std::memory_order_release);
-    wake_all(flag);
+    // Sequentially consistent: either this sees the waiter in the count, or the waiter sees the value and does not
+    // sleep.
+    std::atomic_ref(*flag).store(value, std::memory_order_seq_cst);
+    if (sleepers_of(flag).load(std::memory_order_seq_cst) != 0) wake_all(flag);
 }
 
 // Returns whether the flag reached the target within the time. A signal can end the wait early.
@@ -71,6 +82,13 @@ DDPCORE_EXPORT bool ddpcore_flag_wait(uint32_t* flag, uint32_t target, double se
         if (reached(value, target)) return true;
         const auto now = Clock::now();
         if (now >= deadline) return false;
-        if (now - start >= kSpin) sleep_while(flag, value, deadline - now);
+        if (now - start < kSpin) continue;
+        if (now - start < kSpin + kYield) {
+            std::this_thread::yield();
+            continue;
+        }
+        sleepers_of(flag).fetch_add(1, std::memory_order_seq_cst);
+        sleep_while(flag, value, deadline - now);
+        sleepers_of(flag).fetch_sub(1, std::memory_order_relaxed);
     }
 }

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddpcore.comm.reductions import chunk_of
+from ddpcore.comm.reductions import average_pair_, chunk_of
 
 
 class Acceleration(NamedTuple):
@@ -132,7 +132,8 @@ def meet_(own: Tensor, peer: Tensor | None, job: Job, alpha: float | None) -> No
                 gap = theirs[0] - mine[0]
                 theirs[1].sub_(gap, alpha=alpha)
                 mine[1].add_(gap, alpha=alpha).add_(step)
-            torch.add(theirs[0].add_(mine[0]).mul_(0.5), step, out=mine[0])
+            average_pair_(theirs[0], mine[0])
+            torch.add(theirs[0], step, out=mine[0])
         piece.begin_next_(mine[0])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.ops.dtypes import wide
+from ddpcore.ops.dtypes import is_narrow, wide
 
 COLUMNS = 2**20  # rows of one process are averaged so many at a time; the sum of all takes the memory of a learner
 CHUNK = 2**15  # elements that a CPU adds at a time: 128 KiB in fp32, which stay in cache until they are written
@@ -44,9 +44,19 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
     middle = own.numel() // 2 // _ALIGNMENT * _ALIGNMENT
     begin, end = (0, middle) if lower else (middle, own.numel())
     chunk = chunk_of(own)
-    for mine, theirs in zip(own[begin:end].split(chunk), partner[begin:end].split(chunk), strict=True):
-        ops.mix_(mine, [theirs], 0.5, [0.5])
+    for first in range(begin, end, chunk):
+        last = min(first + chunk, end)
+        mine, theirs = own[first:last], partner[first:last]
+        average_pair_(mine, theirs)
         theirs.copy_(mine)
+
+
+def average_pair_(own: Tensor, other: Tensor) -> None:
+    """Overwrite ``own`` with the mean of both: the bits of ``mix_`` with two halves, without its squared distances."""
+    if is_narrow(own.dtype):
+        ops.mix_(own, [other], 0.5, [0.5])  # in fp32
+    else:
+        own.mul_(0.5).add_(other, alpha=0.5)
 
 
 @torch.inference_mode()  # works for tensors of both modes, also in a thread, which begins outside of it

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore import ops
 from ddpcore.comm.live import LiveWeights, first_rows
 from ddpcore.comm.meeting import Job, flow_, take_mean_
+from ddpcore.comm.reductions import average_pair_
 
 # Tags of messages: to the thread of a rank; then of the weights or the mean, to the rank that is asked, and back. Two
 # ranks may be in two meetings at once, one that each of them has asked for.
@@ -79,7 +79,7 @@ class ServedLiveWeights(LiveWeights):
             if peer == learner:
                 mean.copy_(shared.row[0])
             else:
-                ops.mix_(mean, [shared.row[0]], 0.5, [0.5])
+                average_pair_(mean, shared.row[0])
                 shared.send(mean, peer, _ASKS)
             self._end(mean, step_P, job)
 
@@ -238,7 +238,7 @@ def _serve(shared: _Row) -> None:
             elif peer < shared.rank:
                 with shared.writing():
                     shared.receive(received, peer, _ASKS)
-                    ops.mix_(received, [shared.row[0]], 0.5, [0.5])
+                    average_pair_(received, shared.row[0])
                     shared.send(received, peer, _ANSWERS)
                     take_mean_(shared.row, received, shared.alpha)
             else:
