@@ -19,8 +19,6 @@ Shapes: P elements of a learner's weights. A row is ``[1, P]``, x alone, or ``[2
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -73,42 +71,20 @@ def flow_(row: Tensor, eta: float, time: float) -> None:
 
 
 class Job(NamedTuple):
-    """What a learner has done since it read its weights. Each part is ``[P]``.
+    """What a learner has done since it read its weights.
 
     Attributes:
-        read: the weights that it read.
-        model: those of its model: ``read`` plus the step of the optimizer.
-        earlier: steps that the model does not have any more; None: there are none.
+        read: the weights that it read, ``[P]``.
+        model: those of its model, ``[P]``: ``read`` plus the step of the optimizer.
     """
 
     read: Tensor
     model: Tensor
-    earlier: Tensor | None = None
-
-    def step(self) -> Tensor:
-        """All that the job adds to the learner's weights."""
-        step = self.model - self.read
-        return step if self.earlier is None else step.add_(self.earlier)
 
     def begin_next_(self, weights: Tensor) -> None:
         """Overwrite this job with the next one, which reads these weights."""
         self.model.copy_(weights)
         self.read.copy_(weights)
-        if self.earlier is not None:
-            self.earlier.zero_()
-
-    def put_back_(self) -> None:
-        """Move the step of the optimizer from the model to ``earlier``, which must be there."""
-        assert self.earlier is not None
-        self.earlier.add_(self.model.sub_(self.read))
-        self.model.copy_(self.read)
-
-    def pieces(self, size: int) -> Iterator[Job]:
-        """Consecutive parts of ``size`` elements."""
-        for begin in range(0, len(self.model), size):
-            end = begin + size
-            earlier = None if self.earlier is None else self.earlier[begin:end]
-            yield Job(self.read[begin:end], self.model[begin:end], earlier)
 
 
 @torch.no_grad()
@@ -122,12 +98,14 @@ def meet_(own: Tensor, peer: Tensor | None, job: Job, alpha: float | None) -> No
         alpha: None for rows without a double.
     """
     size = chunk_of(job.model)
-    theirs_of = repeat(None) if peer is None else iter(peer.split(size, dim=1))
-    for piece, mine, theirs in zip(job.pieces(size), own.split(size, dim=1), theirs_of, strict=False):
-        step = piece.step()
-        if theirs is None:
+    for begin in range(0, len(job.model), size):
+        end = begin + size
+        piece, mine = Job(job.read[begin:end], job.model[begin:end]), own[:, begin:end]
+        step = piece.model - piece.read
+        if peer is None:
             mine.add_(step)
         else:
+            theirs = peer[:, begin:end]
             if alpha is not None:
                 gap = theirs[0] - mine[0]
                 theirs[1].sub_(gap, alpha=alpha)

@@ -64,7 +64,7 @@ class ServedLiveWeights(LiveWeights):
     def meet(self, learner: int, peer: int, job: Job) -> None:
         """RuntimeError: the peer is gone or does not answer, or another rank has died in the middle of an average."""
         shared, mean = self._shared, self._received
-        step_P = job.step().to("cpu")  # from a GPU this waits for the step, which must not hold a lock
+        step_P = (job.model - job.read).to("cpu")  # from a GPU this waits for the step, which must not hold a lock
         if peer > learner:  # the own row is the first to be locked
             with shared.writing():
                 shared.ask(peer)

@@ -61,9 +61,10 @@ class ADPSGD(Strategy):
     of events (:meth:`events`) by simulated time. Those of the same time are in random order. It shows what older
     gradients cost in accuracy, and says nothing about seconds.
 
-    The models hold v. ``handle.evaluation_model()`` has the mean of w. A change of the models' weights by the program
-    is added to w at the end of the job. A learner keeps two more copies of the weights, and over
-    a process group four. With ``speeds`` or after an average that failed it keeps one more.
+    The models hold v, and after the optimizer's step v plus that step until the job ends. ``handle.evaluation_model()``
+    has the mean of w. A change of the models' weights by the program is added to w at the end of the job. A learner
+    keeps two more copies of the weights, and over a process group four. If an average fails, the models hold v again,
+    and the step is lost.
 
     **Accelerated** learners (A2CiD2; Nabli, Belilovsky and Oyallon 2023, arXiv:2306.08289) agree faster where a
     topology is large and sparse, such as a ring. A learner has a double y_i of its weights, which begins as a copy. At
@@ -139,7 +140,6 @@ class ADPSGD(Strategy):
         self._acceleration: Acceleration | None = None
         self._live: LiveWeights | None = None  # w, and y
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
-        self._steps_LP: Tensor | None = None  # -a g(v) of jobs that did not end with their step; None before the first
 
     def __repr__(self) -> str:
         shown = f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed}"
@@ -238,35 +238,22 @@ class ADPSGD(Strategy):
         """End jobs: let the events of the learners held here happen."""
         live, first = learner.live, learner.comm.learners[0]
         assert live is not None
+        assert self._read_LP is not None
         learner.check_sent()
         flown = dict.fromkeys(learner.comm.learners, Fraction(learner.step - 1))  # the time that rows are of
-        for number in learner.comm.learners:
-            if not self._ends(learner.step, number):
-                self._put_back(learner, number - first)
         for time, i, j in self.events(learner.step - 1, learner.comm.num_learners):
             if i not in learner.comm.learners:
                 continue
             self._flow(live, flown, (i, j), time)
-            job = self._job(learner, i - first)
+            job = Job(self._read_LP[i - first], learner.flat.param_LP[i - first])
             try:
                 live.meet(i, j, job)
             except BaseException:
-                self._put_back(learner, i - first)
+                job.model.copy_(job.read)
                 raise
             if i == first and i != j:
                 learner.comm.bytes_sent += 2 * job.model.nbytes  # to the peer and back
         self._flow(live, flown, learner.comm.learners, Fraction(learner.step))
-
-    def _job(self, learner: Learner, row: int) -> Job:
-        assert self._read_LP is not None
-        earlier = None if self._steps_LP is None else self._steps_LP[row]
-        return Job(self._read_LP[row], learner.flat.param_LP[row], earlier)
-
-    def _put_back(self, learner: Learner, row: int) -> None:
-        """Let the model hold v, and keep the step for the end of the job."""
-        if self._steps_LP is None:
-            self._steps_LP = torch.zeros_like(learner.flat.param_LP)
-        self._job(learner, row).put_back_()
 
     def _flow(self, live: LiveWeights, flown: dict[int, Fraction], learners: Iterable[int], time: Fraction) -> None:
         """Move the rows of those learners that are held here to a time."""
@@ -279,24 +266,23 @@ class ADPSGD(Strategy):
 
     def _begin(self, learner: Learner) -> None:
         weights_LP = learner.flat.param_LP
-        self._read_LP, self._steps_LP = weights_LP.clone(), None
+        self._read_LP = weights_LP.clone()
         alpha = None if self._acceleration is None else self._acceleration.alpha
         learner.live = self._live = learner.comm.live(weights_LP, alpha)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         live = None if self._live is None else self._live.rows()
-        return {"live": live, "read": self._read_LP, "steps": self._steps_LP}
+        return {"live": live, "read": self._read_LP}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         if state["live"] is None:  # saved before the first step
             if learner.live is not None:
                 learner.live.settle()  # others may still average with these weights
-            learner.live = self._live = self._read_LP = self._steps_LP = None
+            learner.live = self._live = self._read_LP = None
             return
         self.before_forward(learner)
         assert learner.live is not None
         learner.live.load(state["live"])
         self._read_LP = state["read"].clone()
-        self._steps_LP = None if state["steps"] is None else state["steps"].clone()
