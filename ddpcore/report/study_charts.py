@@ -37,7 +37,7 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     lines = lines_of(list(cells), comparison.get("configs", {}))
     charts = [] if lines is None else [_line_chart(lines, cells, metric, run_labels)]
     on_lines = set() if lines is None else {row for line in lines.lines.values() for _, row in line}
-    rest = [row for row in cells if row not in on_lines]
+    rest = [row for row, cell in cells.items() if row not in on_lines and _has_value(cell)]
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
     return charts + [_list_chart(part, cells, metric, run_labels, others=lines is not None) for part in parts]
 
@@ -186,6 +186,10 @@ def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels:
         note=note,
         ticks=ticks if len(ticks) <= MOST_TICKS else (),
     )
+
+
+def _has_value(cell: Mapping[str, Any]) -> bool:
+    return cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
 
 
 def _has_run(cell: Mapping[str, Any], run: int) -> bool:

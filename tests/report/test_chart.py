@@ -195,13 +195,15 @@ def test_lines_are_of_one_variable_and_no_row_is_on_two() -> None:
 
 
 def test_charts_of_a_study() -> None:
-    """Rows on lines are in the first chart, each list has at most twenty rows, and no row is lost."""
+    """Rows on lines are in the first chart, each list has at most twenty rows, and no row with a number is lost."""
     rows = [*(f"sgd-{size}" for size in range(1, 41)), *(f"row {chr(97 + number)}" for number in range(25))]
     lines = [
         {"row": row, "metric": "m", "published": float(number), "config": {},
          "measured": [None if number % 2 else {"num_seeds": 1, "mean": 1.0 * number, "min": 0.0, "max": 9.0}]}
         for number, row in enumerate(rows)
     ]  # fmt: skip
+    empty = {"row": "not run", "metric": "m", "published": None, "config": {}, "measured": [None]}
+    lines.append(empty)
     first, *lists = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
     published, measured = first.series
     assert published.marker == "diamond" and published.y == list(range(40)) and published.group == measured.name
