@@ -145,6 +145,8 @@ def main() -> None:
     add_options(parser, repeats=21)
     parser.set_defaults(device="cpu")
     options = parser.parse_args()
+    if options.calls < 1:
+        parser.error(f"--calls is {options.calls}: it must be at least 1")
     device = torch.device(options.device, 0 if options.device == "cuda" else None)
     arguments = (options.numel, options.repeats, options.calls, device, options.json)
     launch.run(measure, arguments, world_size=max(2, options.world_size), backend="gloo")

@@ -56,15 +56,15 @@ class ADPSGD(Strategy):
     comes first is up to the machine: no run can be repeated, so there is no bitwise oracle of ranks.
 
     On **virtual learners of one process** it is a simulation of time, which can be repeated bit for bit. A job of the
-    fastest learner takes one step of the training loop. A learner with speed 0.5 begins a job in every second step; the
-    batches that it is given between are not used, and its gradients of them are removed. All ends of jobs form a list
-    of events (:meth:`events`) by simulated time. Those of the same time are in random order. It shows what older
-    gradients cost in accuracy, and says nothing about seconds.
+    fastest learner takes one step of the training loop. A learner with speed 0.5 begins a job in every second step. Its
+    gradients of the batches between are removed. All ends of jobs form a list of events (:meth:`events`) by simulated
+    time. Those of the same time are in random order. It shows what older gradients cost in accuracy, and says nothing
+    about seconds.
 
     The models hold v, and after the optimizer's step v plus that step until the job ends. ``handle.evaluation_model()``
     has the mean of w. A change of the models' weights by the program is added to w at the end of the job. A learner
-    keeps two more copies of the weights, and over a process group four. If an average fails, the models hold v again,
-    and the step is lost.
+    keeps two more copies of the weights, and over a process group five. If an average fails, the model of that learner
+    holds v again, and its step is lost.
 
     **Accelerated** learners (A2CiD2; Nabli, Belilovsky and Oyallon 2023, arXiv:2306.08289) agree faster where a
     topology is large and sparse, such as a ring. A learner has a double y_i of its weights, which begins as a copy. At
@@ -244,9 +244,9 @@ class ADPSGD(Strategy):
         for time, i, j in self.events(learner.step - 1, learner.comm.num_learners):
             if i not in learner.comm.learners:
                 continue
-            self._flow(live, flown, (i, j), time)
             job = Job(self._read_LP[i - first], learner.flat.param_LP[i - first])
             try:
+                self._flow(live, flown, (i, j), time)
                 live.meet(i, j, job)
             except BaseException:
                 job.model.copy_(job.read)
