@@ -18,8 +18,8 @@
 
 namespace {
 
-// To sleep and to wake another process take tens of microseconds in the kernel. A wait spins, then lets other processes
-// use the core between two looks, and sleeps only then. A longer spin delays ranks that share the core.
+// A process that sleeps wakes up tens of microseconds late. So a wait first spins, then yields the core to other
+// processes after each look, and sleeps last. A longer spin delays ranks that share the core.
 constexpr auto kSpin = std::chrono::microseconds(4);
 constexpr auto kYield = std::chrono::microseconds(50);
 

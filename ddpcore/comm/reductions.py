@@ -52,10 +52,10 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
 
 
 def average_pair_(own: Tensor, other: Tensor) -> None:
-    """Overwrite ``own`` with the mean of both. Each way has the same bits, except for subnormal numbers."""
+    """Overwrite ``own`` with the mean of both. Both branches give the same bits, except for subnormal numbers."""
     if own.is_cuda or is_narrow(own.dtype):  # one pass over memory; 16 bits are added in fp32
         ops.mix_(own, [other], 0.5, [0.5])
-    else:  # in cache, where the squared distances of mix_ would take most of the time
+    else:  # in cache the squared distances of mix_ take most of its time
         own.mul_(0.5).add_(other, alpha=0.5)
 
 

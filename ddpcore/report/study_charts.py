@@ -78,7 +78,7 @@ def _merged(schemes: Mapping[str, dict[str, list[tuple[Any, str]]]]) -> list[dic
 
 
 def _of_one_variable(lines: dict[str, list[tuple[Any, str]]]) -> dict[str, list[tuple[Any, str]]]:
-    """Lines that share values with each other, and no row with a longer line. Of several such sets, the most rows."""
+    """Lines without common rows, each of which shares a value with another one: of such sets the one with most rows."""
     used: set[str] = set()
     groups: list[tuple[set[Any], list[str]]] = []  # values, and names of lines
     for name, points in sorted(lines.items(), key=lambda line: -len(line[1])):

@@ -193,6 +193,25 @@ def test_a_resumed_run_has_the_same_bits(speeds: Any, at: int) -> None:
     assert not torch.equal(rows(whole)[:, 0], rows(whole)[:, 1])
 
 
+@pytest.mark.parametrize("part", ["flow", "meet"])
+def test_a_failed_average_leaves_the_model(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the learner whose average fails: the first of the events."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a rank is gone")
+
+    run = Run(ADPSGD(Ring(), accelerated=True))
+    run.step(3)
+    before = run.handle.learner.flat.param_LP.clone()
+    first = run.handle.strategy.events(3, N)[0].learner
+    monkeypatch.setattr(type(run.handle.learner.live), part, fail)
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        run.step(4)
+    changed = (run.handle.learner.flat.param_LP != before).any(dim=1)
+    assert not bool(changed[first])
+    assert int(changed.sum()) == N - 1, "the others have stepped, so the step was there"
+
+
 def test_a_state_of_plain_learners_is_refused() -> None:
     plain, fast = Run(ADPSGD(Ring())), Run(ADPSGD(Ring(), accelerated=True))
     plain.step()
