@@ -184,7 +184,7 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
         _check(f"group {group}", entries, _RUN | _GROUP, _RUN)
     rows = {key: _row(key, path, entries, values["shared"], groups, scales) for key, entries in values["rows"].items()}
     for entries in values.get("claims", ()):
-        check_table("a claim", entries, CLAIM, required=CLAIM)
+        check_table("a claim", entries, CLAIM, required=("text", "source", "predicate"))
         claims.check(entries["predicate"], tuple(rows), tuple(METRICS))
     study = Study(
         name=name,

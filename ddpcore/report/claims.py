@@ -29,7 +29,7 @@ from ddpcore.options.extras import extra
 from ddpcore.options.suggest import suggest
 from ddpcore.options.typed import is_finite
 
-HOLDS, FAILS, NOT_RUN = "holds", "does not hold", "not run"
+HOLDS, FAILS, NOT_RUN, VOID = "holds", "does not hold", "not run", "void"
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -47,11 +47,19 @@ _MAX_LEVELS = 100  # of nesting: Python ends a recursion at about 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement of a source, and the predicate that decides whether it holds."""
+    """A statement of a source, and the predicate that decides whether it holds.
+
+    Attributes:
+        text: the statement.
+        source: who makes it.
+        predicate: see the module.
+        a_core_per_rank: it is about the speed of ranks, so it is void where they outnumbered the cores.
+    """
 
     text: str
     source: str
     predicate: str
+    a_core_per_rank: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +81,7 @@ Outcomes = Mapping[str, Mapping[int, Outcome]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``holds``, ``does not hold`` or ``not run``, with the number of seeds or the reason."""
+    """``holds``, ``does not hold``, ``not run`` or ``void``, with the number of seeds or the reason."""
 
     word: str
     reason: str = ""
@@ -99,7 +107,14 @@ def check(predicate: str, rows: Sequence[str] | None, metrics: Sequence[str]) ->
         raise ValueError(f"claim {predicate!r}: {error}") from None
 
 
-def judge(predicate: str, outcomes: Outcomes, metric: str, *, published: bool = False) -> Verdict:
+def judge(
+    predicate: str,
+    outcomes: Outcomes,
+    metric: str,
+    *,
+    published: bool = False,
+    crowded: Mapping[str, str] | None = None,
+) -> Verdict:
     """Whether a predicate that :func:`check` accepted is true of some outcomes.
 
     Args:
@@ -107,6 +122,7 @@ def judge(predicate: str, outcomes: Outcomes, metric: str, *, published: bool = 
         outcomes: of finished runs.
         metric: for functions that name none.
         published: the outcomes are numbers of a source, one a row, which has neither seeds nor divergence.
+        crowded: rows whose outcomes make the verdict void, each with the reason.
 
     Returns:
         The verdict. For runs its reason is ``n=``, the fewest seeds that one of its functions uses.
@@ -119,6 +135,9 @@ def judge(predicate: str, outcomes: Outcomes, metric: str, *, published: bool = 
         holds = _Evaluation(outcomes=outcomes, metric=metric, published=published).of(tree, bool)
     except (_NotRun, ArithmeticError) as error:  # ArithmeticError: a division by zero, or a number that is too large
         return Verdict(NOT_RUN, str(error))
+    void = [crowded[row] for row in rows_in(tree) if crowded and row in crowded]
+    if void:
+        return Verdict(VOID, void[0])
     used = [rows_in(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     num_seeds = min(len(_common_seeds(outcomes, rows)) for rows in used if rows)
     return Verdict(HOLDS if holds else FAILS, "" if published else f"n={num_seeds}")

@@ -54,6 +54,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                 raise ValueError(
                     f"{path}: row {name} has other published numbers than in {first}: compare it separately"
                 )
+    claims = _each_once(other["claims"] for _, other in entries)
     read = [read_results(path) for path, _ in entries]
     results = [found for found, _ in read]
     return {
@@ -64,7 +65,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
         "curves": [_curves(rows, found) for found in results],
         "problems": [problem for _, problems in read for problem in problems],
         "lines": list(_lines(rows, manifest["metrics"], results)),
-        "claims": list(_claims(_each_once(other["claims"] for _, other in entries), manifest, published, results)),
+        "claims": list(_claims(claims, rows, manifest, published, results)),
     }
 
 
@@ -76,6 +77,7 @@ def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
 
 def _claims(
     claims: Iterable[dict[str, Any]],
+    rows: Mapping[str, Any],
     manifest: Mapping[str, Any],
     published: Mapping[str, Any],
     results: Sequence[Results],
@@ -87,12 +89,28 @@ def _claims(
         for (row, seed), line in found.items():
             if line["status"] == FINISHED:
                 outcomes.setdefault(row, {})[seed] = outcome_of(line)
+    crowded = [_crowded(rows, found) for found in results]
     for claim in claims:
+        predicate = claim["predicate"]
+        verdicts = [
+            judge(predicate, outcomes, metric, crowded=shared if claim["a_core_per_rank"] else None)
+            for outcomes, shared in zip(measured, crowded, strict=True)
+        ]
         yield {
             **claim,
-            "on_published": asdict(judge(claim["predicate"], printed, metric, published=True)),
-            "verdicts": [asdict(judge(claim["predicate"], outcomes, metric)) for outcomes in measured],
+            "on_published": asdict(judge(predicate, printed, metric, published=True)),
+            "verdicts": [asdict(verdict) for verdict in verdicts],
         }
+
+
+def _crowded(rows: Mapping[str, Any], results: Results) -> dict[str, str]:
+    """Rows whose ranks outnumbered the cores, each with a sentence that says so."""
+    finished = [(row, line["cores"]) for (row, _), line in results.items() if line["status"] == FINISHED]
+    return {
+        row: f"{rows[row]['ranks']} ranks shared {cores} {'cores' if cores > 1 else 'core'}"
+        for row, cores in finished
+        if row in rows and rows[row]["ranks"] > cores
+    }
 
 
 def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         for name, row in values["rows"].items():
             check_table(f"row {name}", row, _ROW, _ROW, more_keys=True)
         for claim in values["claims"]:
+            claim.setdefault("a_core_per_rank", False)  # older manifests have none
             check_table("a claim", claim, CLAIM, CLAIM, more_keys=True)
             claims.check(claim["predicate"], None, tuple(METRICS))
     except OSError:

@@ -64,6 +64,30 @@ def test_verdicts(folder: Folder) -> None:
     assert compare([folder.path])[0]["claims"][0]["verdicts"][0]["word"] == "holds", "a failed seed does not count"
 
 
+def test_speed_of_ranks_that_share_cores_is_void(folder: Folder) -> None:
+    """Only of claims that are about it, and only of rows with more ranks than cores."""
+    manifest = json.loads((folder.path / "manifest.json").read_text())
+    del manifest["checksum"]
+    claim = {"text": "b is fast", "source": "us", "predicate": 'min("b") > 0 and min("a") > 0'}
+    manifest["claims"] = [claim, claim | {"a_core_per_rank": True}, claim | {"predicate": 'min("ssgd") > 0'}]
+    manifest["rows"]["b"]["ranks"] = 3
+
+    def verdicts(cores: int) -> list[tuple[str, str]]:
+        lines = [json.loads(line) | {"cores": cores} for line in results if json.loads(line)["seed"] == 0]
+        (folder.path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder.path / "manifest.json").write_text(json.dumps(manifest))
+        (result,) = compare([folder.path])
+        return [(claim["verdicts"][0]["word"], claim["verdicts"][0]["reason"]) for claim in result["claims"]]
+
+    results = (folder.path / "results.jsonl").read_text().splitlines()
+    not_run = ("not run", "no finished run of ssgd")
+    assert verdicts(3) == [("holds", "n=1"), ("holds", "n=1"), not_run]
+    assert verdicts(2) == [("holds", "n=1"), ("void", "3 ranks shared 2 cores"), not_run]
+    assert verdicts(1)[1] == ("void", "3 ranks shared 1 core")
+    manifest["claims"][2]["a_core_per_rank"] = True
+    assert verdicts(2)[2] == not_run, "what did not run is not void"
+
+
 def test_two_runs_of_one_study_are_compared(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
     other, picture = tmp_path / "other", tmp_path / "other.svg"
     assert main("run", tiny, "--out", other, "--rows", "ssgd", "--scale", "smoke", "--plot", picture)[0] == 0
