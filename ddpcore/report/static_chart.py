@@ -21,7 +21,7 @@ except ImportError:  # the extra `report`
 
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 _MARKERS = {"circle": "o", "diamond": "D"}
-_MOST_LABELS = 14  # of curves in a legend; more would cover the picture
+_MOST_LABELS = 30  # of curves in a legend; with more there is none
 
 
 def svg_of(chart: Chart) -> str:
@@ -38,6 +38,9 @@ def svg_of(chart: Chart) -> str:
 
 def height_of(chart: Chart) -> float:
     """The height of a picture of the chart, in inches."""
+    if chart.kind == "lines":
+        num_labels = sum(not (series.hidden or series.group) for series in chart.series)
+        return max(3.2, 0.8 + 0.18 * num_labels) if num_labels <= _MOST_LABELS else 3.2
     if chart.kind not in ("bars", "dots"):
         return 3.2
     longest = max((len(series.x) for series in chart.series), default=0)

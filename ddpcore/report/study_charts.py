@@ -1,4 +1,4 @@
-"""Charts of a study: lines over the variable of its question where it has one, and a list of the other rows."""
+"""Charts of a study: lines over the variables of its question where it has some, and a list of the other rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
 MOST_BANDS = 6  # of one chart: more of them hide each other
 _NUMBER = re.compile(r"^([A-Za-z]*?)(\d+(?:\.\d+)?)([A-Za-z]*)$")
-_FIELDS = ("batch_size", "lr", "learners", "steps", "epochs", "period", "std")  # that a question may be about
+_FIELDS = ("batch_size", "lr", "learners", "steps", "epochs", "period", "std", "trust_coefficient")
+"""What a question may be about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +35,14 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     """Charts of the study's first metric: published values, and the mean of each run with a bar from min to max."""
     metric = comparison["metrics"][0]
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
-    lines = lines_of(list(cells), comparison.get("configs", {}))
-    charts = [] if lines is None else [_line_chart(lines, cells, metric, run_labels)]
-    on_lines = set() if lines is None else {row for line in lines.lines.values() for _, row in line}
-    rest = [row for row, cell in cells.items() if row not in on_lines and _has_value(cell)]
+    charts, rest = [], list(cells)
+    while (lines := lines_of(rest, comparison.get("configs", {}))) is not None:
+        charts.append(_line_chart(lines, cells, metric, run_labels))
+        on_lines = {row for line in lines.lines.values() for _, row in line}
+        rest = [row for row in rest if row not in on_lines]
+    rest = [row for row in rest if _has_value(cells[row])]
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
-    return charts + [_list_chart(part, cells, metric, run_labels, others=lines is not None) for part in parts]
+    return charts + [_list_chart(part, cells, metric, run_labels, others=bool(charts)) for part in parts]
 
 
 def lines_of(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]]) -> Lines | None:
@@ -110,8 +113,8 @@ def _by_configs(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]]) -
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    options = config.get("strategy_options")
-    return {**config, **(options if isinstance(options, Mapping) else {})}
+    options = (config.get(f"{part}_options") for part in ("strategy", "optimizer"))
+    return {**config, **{key: value for one in options if isinstance(one, Mapping) for key, value in one.items()}}
 
 
 def _long(lines: Mapping[str, list[tuple[Any, str]]]) -> dict[str, list[tuple[Any, str]]]:
@@ -152,7 +155,9 @@ def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels:
         name: [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
         for name, points in lines.lines.items()
     }
-    has_bands = sum(map(len, runs_of.values())) <= MOST_BANDS
+    seeds = [(run or {}).get("num_seeds", 0) for points in lines.lines.values() for _, row in points
+             for run in cells[row]["measured"]]  # fmt: skip
+    has_bands = max(seeds) > 1 and sum(map(len, runs_of.values())) <= MOST_BANDS
     for number, (name, points) in enumerate(lines.lines.items()):
         x = [value for value, _ in points]
         printed = [cells[row]["published"] for _, row in points]
@@ -176,7 +181,8 @@ def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels:
     ticks = sorted(set(values)) if all(isinstance(value, int | float) for value in values) else ()
     bands = ", with bands from the smallest to the largest seed" if has_bands else ""
     published = " Diamonds: published." if any(one.marker == "diamond" for one in series) else ""
-    note = f"Lines: measured means{bands}.{published}"
+    what = "Lines" if len(lines.lines) > 1 else next(iter(lines.lines))  # one line has no legend
+    note = f"{what}: measured means{bands}.{published}"
     return Chart(
         title=f"{metric} over {variable}",
         x_label=variable,

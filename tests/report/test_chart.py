@@ -212,6 +212,33 @@ def test_charts_of_a_study() -> None:
     assert [row for chart in lists for row in chart.series[0].x] == rows[40:]
 
 
+def test_rows_of_a_second_variable_are_lines_too() -> None:
+    """Of rates and of trust coefficients: each has its chart. One seed has no band."""
+    rows = {f"sgd-{lr}": {"lr": lr, "optimizer_options": {}} for lr in (0.1, 0.2, 0.4, 0.8)}
+    rows |= {f"lars-0.1-{trust}": {"lr": 0.1, "optimizer_options": {"trust_coefficient": trust}} for trust in (1, 2, 3)}
+    lines = [
+        {"row": row, "metric": "m", "published": None, "config": config,
+         "measured": [{"num_seeds": 1, "mean": 1.0, "min": 1.0, "max": 1.0}]}
+        for row, config in [*rows.items(), ("other", {})]
+    ]  # fmt: skip
+    first, second, rest = study_charts({"metrics": ["m"], "lines": lines, "configs": rows}, ["measured"])
+    assert (first.x_label, second.x_label) == ("lr", "trust_coefficient")
+    assert [list(chart.series[0].x) for chart in (first, second, rest)] == [[0.1, 0.2, 0.4, 0.8], [1, 2, 3], ["other"]]
+    assert first.series[0].low is None and "bands" not in first.note
+    assert first.note.startswith("sgd: ") and second.note.startswith("lars-0.1: "), "one line has no legend"
+
+
+def test_a_picture_of_many_lines_names_them() -> None:
+    pytest.importorskip("matplotlib")
+
+    def picture(count: int) -> str:
+        series = [Series(name=f"line {number}", x=[1, 2], y=[1.0, 2.0]) for number in range(count)]
+        return svg_of(Chart(title="t", x_label="x", series=series))
+
+    assert all(f"<!-- line {number} -->" in picture(20) for number in range(20))
+    assert "<!-- line 1 -->" not in picture(40), "a legend that is higher than the picture"
+
+
 def test_many_lines_of_a_study_are_told_apart() -> None:
     """No two have both the same colour and the same dash, and bands that would hide each other are left out."""
     lines = [
