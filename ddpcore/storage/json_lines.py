@@ -228,7 +228,7 @@ def mend(path: Path, warn: Callable[[str], None]) -> None:
     """Remove damaged lines from a file, so that it can be continued; ``warn`` is called with a sentence for each."""
     lines = read_lines(path)
     for problem in lines.problems:
-        warn(f"{problem}: it is left out")
+        warn(f"{problem}: the other lines are kept")
     if lines.problems:
         write_lines(path, lines.rows)
 
