@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpcore.report.chart import Chart, Number, Series
 
-FEWEST = 3  # values of a variable in a line
+FEWEST = 3  # values of a variable in a line; two are enough if several lines have them
 MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
 MOST_BANDS = 6  # of one chart: more of them hide each other
@@ -36,26 +36,28 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     metric = comparison["metrics"][0]
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
     charts, rest = [], list(cells)
-    while (lines := lines_of(rest, comparison.get("configs", {}))) is not None:
-        charts.append(_line_chart(lines, cells, metric, run_labels))
-        on_lines = {row for line in lines.lines.values() for _, row in line}
-        rest = [row for row in rest if row not in on_lines]
+    for fewest in (FEWEST, 2):
+        while (lines := lines_of(rest, comparison.get("configs", {}), fewest)) is not None:
+            charts.append(_line_chart(lines, cells, metric, run_labels))
+            on_lines = {row for line in lines.lines.values() for _, row in line}
+            rest = [row for row in rest if row not in on_lines]
     rest = [row for row in rest if _has_value(cells[row])]
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
     return charts + [_list_chart(part, cells, metric, run_labels, others=bool(charts)) for part in parts]
 
 
-def lines_of(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]]) -> Lines | None:
+def lines_of(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]], fewest: int = FEWEST) -> Lines | None:
     """The rows as lines over one variable: a part of their names with a number, or a field of their configs.
 
-    The variable with the most rows on lines of at least FEWEST values is taken; None if they are less than half.
+    The variable with the most rows on lines of at least ``fewest`` values is taken; None if they are less than half, or
+    are two values on one line.
     """
-    found = [*_by_names(rows), *_by_configs(rows, configs)]
-    best = max(found, key=lambda one: one.num_rows, default=None)
+    found = [*_by_names(rows, fewest), *_by_configs(rows, configs, fewest)]
+    best = max((one for one in found if one.num_rows >= 3), key=lambda one: one.num_rows, default=None)
     return None if best is None or 2 * best.num_rows < len(rows) else best
 
 
-def _by_names(rows: Sequence[str]) -> list[Lines]:
+def _by_names(rows: Sequence[str], fewest: int) -> list[Lines]:
     """Names that differ in one part, such as ``lars-256`` and ``lars-512``, are on one line."""
     schemes: dict[str, dict[str, list[tuple[Any, str]]]] = {}
     for row in rows:
@@ -67,7 +69,8 @@ def _by_names(rows: Sequence[str]) -> list[Lines]:
                 rest = "-".join([*parts[:place], kind, *parts[place + 1 :]])
                 schemes.setdefault(f"{kind} {len(parts) - place if place else 'first'}", {}).setdefault(
                     rest, []).append((value, row))  # fmt: skip
-    return [_scheme(_variable(lines), lines) for lines in map(_of_one_variable, map(_long, _merged(schemes))) if lines]
+    kinds = (_of_one_variable(_long(lines, fewest)) for lines in _merged(schemes))
+    return [_scheme(_variable(lines), lines) for lines in kinds if lines]
 
 
 def _merged(schemes: Mapping[str, dict[str, list[tuple[Any, str]]]]) -> list[dict[str, list[tuple[Any, str]]]]:
@@ -96,7 +99,7 @@ def _of_one_variable(lines: dict[str, list[tuple[Any, str]]]) -> dict[str, list[
     return {name: points for name, points in lines.items() if name in most}
 
 
-def _by_configs(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]]) -> list[Lines]:
+def _by_configs(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]], fewest: int) -> list[Lines]:
     """Rows whose configs differ in one field alone are on one line."""
     found = []
     for name in _FIELDS:
@@ -106,7 +109,7 @@ def _by_configs(rows: Sequence[str], configs: Mapping[str, Mapping[str, Any]]) -
             if isinstance(flat.get(name), int | float):
                 rest = repr(sorted((key, repr(value)) for key, value in flat.items() if key != name))
                 lines.setdefault(rest, []).append((flat[name], row))
-        named = {_common([row for _, row in points]): points for points in _long(lines).values()}
+        named = {_common([row for _, row in points]): points for points in _long(lines, fewest).values()}
         if named:
             found.append(_scheme(name, named))
     return found
@@ -117,10 +120,10 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **{key: value for one in options if isinstance(one, Mapping) for key, value in one.items()}}
 
 
-def _long(lines: Mapping[str, list[tuple[Any, str]]]) -> dict[str, list[tuple[Any, str]]]:
-    """The lines with at least FEWEST values, each value once."""
+def _long(lines: Mapping[str, list[tuple[Any, str]]], fewest: int) -> dict[str, list[tuple[Any, str]]]:
+    """The lines with at least ``fewest`` values, each value once."""
     return {
-        name: points for name, points in lines.items() if len({value for value, _ in points}) == len(points) >= FEWEST
+        name: points for name, points in lines.items() if len({value for value, _ in points}) == len(points) >= fewest
     }
 
 

@@ -181,7 +181,11 @@ def test_lines_by_names_and_by_configs() -> None:
         and found.variable == "lr"
         and found.lines == {"a": [(0.1, "a-low"), (0.2, "a-half"), (0.4, "a-full")]}
     )
-    assert lines_of(["a", "b", "c-1", "c-2"], {}) is None, "two values are no line"
+    assert lines_of(["a", "b", "c-1", "c-2"], {}, fewest=2) is None, "two values are no line"
+    pairs = [f"{rule}-{size}" for rule in ("sgd", "lamb") for size in (256, 8192)]
+    assert lines_of(pairs, {}) is None
+    found = lines_of(pairs, {}, fewest=2)
+    assert found is not None and list(found.lines) == ["sgd", "lamb"], "but several such lines are a chart"
 
 
 def test_lines_are_of_one_variable_and_no_row_is_on_two() -> None:
