@@ -22,7 +22,8 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
         For each study: study, title, question, source, notes, metrics, configs (of each row), and
 
         - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
-        - problems: a sentence for each damaged line of the results, which are compared without it;
+        - problems: a sentence for each line of the results that is damaged, which is not compared, or that
+          follows missing ones;
         - curves, one mapping per folder: row -> :func:`ddpcore.experiments.results.curves_of` of each seed;
         - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
           folder (see :func:`_spread`; None if the row was not run);
@@ -54,9 +55,9 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                 raise ValueError(
                     f"{path}: row {name} has other published numbers than in {first}: compare it separately"
                 )
-    claims = _each_once(other["claims"] for _, other in entries)
     read = [read_results(path) for path, _ in entries]
     results = [found for found, _ in read]
+    crowded = [_crowded(other["rows"], found) for (_, other), found in zip(entries, results, strict=True)]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
         "configs": {name: row["config"] for name, row in rows.items()},
@@ -65,7 +66,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
         "curves": [_curves(rows, found) for found in results],
         "problems": [problem for _, problems in read for problem in problems],
         "lines": list(_lines(rows, manifest["metrics"], results)),
-        "claims": list(_claims(claims, rows, manifest, published, results)),
+        "claims": list(_claims(_claims_of(entries), manifest, published, results, crowded)),
     }
 
 
@@ -77,10 +78,10 @@ def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
 
 def _claims(
     claims: Iterable[dict[str, Any]],
-    rows: Mapping[str, Any],
     manifest: Mapping[str, Any],
     published: Mapping[str, Any],
     results: Sequence[Results],
+    crowded: Sequence[Mapping[str, str]],
 ) -> Iterator[dict[str, Any]]:
     metric = manifest["metrics"][0]
     printed = {row: {0: Outcome(metrics=numbers)} for row, numbers in published.items() if numbers}
@@ -89,7 +90,6 @@ def _claims(
         for (row, seed), line in found.items():
             if line["status"] == FINISHED:
                 outcomes.setdefault(row, {})[seed] = outcome_of(line)
-    crowded = [_crowded(rows, found) for found in results]
     for claim in claims:
         predicate = claim["predicate"]
         verdicts = [
@@ -103,14 +103,27 @@ def _claims(
         }
 
 
+def _claims_of(entries: Sequence[tuple[Path, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The claims of all folders, each once: one that needs a core for each rank in one folder does in all."""
+    merged: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for claim in chain(*(manifest["claims"] for _, manifest in entries)):
+        known = merged.setdefault((claim["text"], claim["source"], claim["predicate"]), dict(claim))
+        known["a_core_per_rank"] |= claim["a_core_per_rank"]
+    return list(merged.values())
+
+
 def _crowded(rows: Mapping[str, Any], results: Results) -> dict[str, str]:
     """Rows whose ranks outnumbered the cores, each with a sentence that says so."""
-    finished = [(row, line["cores"]) for (row, _), line in results.items() if line["status"] == FINISHED]
-    return {
-        row: f"{rows[row]['ranks']} ranks shared {cores} {'cores' if cores > 1 else 'core'}"
-        for row, cores in finished
-        if row in rows and rows[row]["ranks"] > cores
-    }
+    found = {}
+    for (row, _), line in results.items():
+        if line["status"] == FINISHED and row in rows:
+            cores, num_hosts = line["cores"], rows[row]["hosts"]
+            of_hosts = num_hosts > 1 and "namespaces" in line["place"]  # each has its part of the machine's cores
+            ranks = rows[row]["ranks"] // (num_hosts if of_hosts else 1)
+            if ranks > cores:
+                where = " of each host" if of_hosts else ""
+                found[row] = f"{ranks} ranks{where} shared {cores} {'cores' if cores > 1 else 'core'}"
+    return found
 
 
 def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str, Any]:

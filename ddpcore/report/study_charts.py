@@ -35,13 +35,13 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     """Charts of the study's first metric: published values, and the mean of each run with a bar from min to max."""
     metric = comparison["metrics"][0]
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
-    charts, rest = [], list(cells)
+    configs = comparison.get("configs", {})
+    charts, rest = [], [row for row, cell in cells.items() if _has_value(cell)]
     for fewest in (FEWEST, 2):
-        while (lines := lines_of(rest, comparison.get("configs", {}), fewest)) is not None:
+        while (lines := lines_of([row for row in rest if _is_drawn(cells[row])], configs, fewest)) is not None:
             charts.append(_line_chart(lines, cells, metric, run_labels))
             on_lines = {row for line in lines.lines.values() for _, row in line}
             rest = [row for row in rest if row not in on_lines]
-    rest = [row for row in rest if _has_value(cells[row])]
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
     return charts + [_list_chart(part, cells, metric, run_labels, others=bool(charts)) for part in parts]
 
@@ -199,6 +199,10 @@ def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels:
 
 def _has_value(cell: Mapping[str, Any]) -> bool:
     return cell["published"] is not None or any(cell["measured"])  # also if all runs diverged
+
+
+def _is_drawn(cell: Mapping[str, Any]) -> bool:
+    return cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
 
 
 def _has_run(cell: Mapping[str, Any], run: int) -> bool:

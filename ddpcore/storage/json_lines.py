@@ -225,10 +225,13 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
 
 
 def mend(path: Path, warn: Callable[[str], None]) -> None:
-    """Remove damaged lines from a file, so that it can be continued; ``warn`` is called with a sentence for each."""
+    """Remove damaged lines from a file, so that it can be continued.
+
+    ``warn`` is called with a sentence for each of them, and for each line that follows missing ones.
+    """
     lines = read_lines(path)
     for problem in lines.problems:
-        warn(f"{problem}: the other lines are kept")
+        warn(f"{problem}: what is whole is kept")
     if lines.problems:
         write_lines(path, lines.rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,28 +65,58 @@ def test_verdicts(folder: Folder) -> None:
     assert compare([folder.path])[0]["claims"][0]["verdicts"][0]["word"] == "holds", "a failed seed does not count"
 
 
+CLAIM = {"text": "b is fast", "source": "us", "predicate": 'min("b") > 0 and min("a") > 0'}
+
+
+def crowd(folder: Path, claims: list[dict[str, Any]], ranks: int, hosts: int = 1, **line: Any) -> None:
+    """Replace the claims, say how many ranks b had, and give the results of seed 0 what a line needs for it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.pop("checksum", None)
+    manifest["claims"] = claims
+    manifest["rows"]["b"] |= {"ranks": ranks, "hosts": hosts}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    results = [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()]
+    lines = [{**result, **line} for result in results if result["seed"] == 0]
+    (folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+
+
+def verdicts_of(*folders: Path) -> list[list[tuple[str, str]]]:
+    (result,) = compare(folders)
+    return [[(one["word"], one["reason"]) for one in claim["verdicts"]] for claim in result["claims"]]
+
+
 def test_speed_of_ranks_that_share_cores_is_void(folder: Folder) -> None:
     """Only of claims that are about it, and only of rows with more ranks than cores."""
-    manifest = json.loads((folder.path / "manifest.json").read_text())
-    del manifest["checksum"]
-    claim = {"text": "b is fast", "source": "us", "predicate": 'min("b") > 0 and min("a") > 0'}
-    manifest["claims"] = [claim, claim | {"a_core_per_rank": True}, claim | {"predicate": 'min("ssgd") > 0'}]
-    manifest["rows"]["b"]["ranks"] = 3
+    marked = CLAIM | {"a_core_per_rank": True}
+    claims = [CLAIM | {"text": "b is"}, marked, marked | {"predicate": 'min("ssgd") > 0'}]
+    holds, not_run = [("holds", "n=1")], [("not run", "no finished run of ssgd")]
+    crowd(folder.path, claims, ranks=3, cores=3)
+    assert verdicts_of(folder.path) == [holds, holds, not_run]
+    crowd(folder.path, claims, ranks=3, cores=2)
+    assert verdicts_of(folder.path) == [holds, [("void", "3 ranks shared 2 cores")], not_run]
+    crowd(folder.path, claims, ranks=2, cores=1)
+    assert verdicts_of(folder.path)[1] == [("void", "2 ranks shared 1 core")]
 
-    def verdicts(cores: int) -> list[tuple[str, str]]:
-        lines = [json.loads(line) | {"cores": cores} for line in results if json.loads(line)["seed"] == 0]
-        (folder.path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder.path / "manifest.json").write_text(json.dumps(manifest))
-        (result,) = compare([folder.path])
-        return [(claim["verdicts"][0]["word"], claim["verdicts"][0]["reason"]) for claim in result["claims"]]
 
-    results = (folder.path / "results.jsonl").read_text().splitlines()
-    not_run = ("not run", "no finished run of ssgd")
-    assert verdicts(3) == [("holds", "n=1"), ("holds", "n=1"), not_run]
-    assert verdicts(2) == [("holds", "n=1"), ("void", "3 ranks shared 2 cores"), not_run]
-    assert verdicts(1)[1] == ("void", "3 ranks shared 1 core")
-    manifest["claims"][2]["a_core_per_rank"] = True
-    assert verdicts(2)[2] == not_run, "what did not run is not void"
+def test_a_rank_in_a_namespace_has_the_cores_of_its_host(folder: Folder) -> None:
+    claims = [CLAIM | {"a_core_per_rank": True}]
+    namespaces = "4 processes of one machine, in 2 network namespaces that stand for hosts"
+    crowd(folder.path, claims, ranks=4, hosts=2, cores=2, place=namespaces)
+    assert verdicts_of(folder.path) == [[("holds", "n=1")]]
+    crowd(folder.path, claims, ranks=4, hosts=2, cores=1, place=namespaces)
+    assert verdicts_of(folder.path) == [[("void", "2 ranks of each host shared 1 core")]]
+    crowd(folder.path, claims, ranks=4, hosts=2, cores=2, place="4 processes of one machine, in 2 groups")
+    assert verdicts_of(folder.path) == [[("void", "4 ranks shared 2 cores")]]
+
+
+def test_each_folder_has_its_own_ranks(folder: Folder, tmp_path: Path) -> None:
+    """And a claim that an older folder has without the key is still one claim."""
+    crowd(folder.path, [CLAIM], ranks=4, cores=2)
+    other = shutil.copytree(folder.path, tmp_path / "other")
+    crowd(other, [CLAIM | {"a_core_per_rank": True}], ranks=0, cores=2)
+    void, holds = ("void", "4 ranks shared 2 cores"), ("holds", "n=1")
+    assert verdicts_of(folder.path, other) == [[void, holds]]
+    assert verdicts_of(other, folder.path) == [[holds, void]]
 
 
 def test_two_runs_of_one_study_are_compared(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ddpcore.report.baseline import Measure, baseline_section, verdict
 from ddpcore.report.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, color_of, dash_of, thinned, thinned_chart
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.sources import Bench, Sources, read_sources
-from ddpcore.report.static_chart import svg_of
+from ddpcore.report.static_chart import height_of, svg_of
 from ddpcore.report.study_charts import lines_of, study_charts
 from ddpcore.report.timeline import timeline_sections, what_if
 
@@ -216,31 +216,57 @@ def test_charts_of_a_study() -> None:
     assert [row for chart in lists for row in chart.series[0].x] == rows[40:]
 
 
-def test_rows_of_a_second_variable_are_lines_too() -> None:
-    """Of rates and of trust coefficients: each has its chart. One seed has no band."""
-    rows = {f"sgd-{lr}": {"lr": lr, "optimizer_options": {}} for lr in (0.1, 0.2, 0.4, 0.8)}
-    rows |= {f"lars-0.1-{trust}": {"lr": 0.1, "optimizer_options": {"trust_coefficient": trust}} for trust in (1, 2, 3)}
+def of_study(rows: dict[str, dict[str, Any]], num_seeds: dict[str, int] | None = None) -> list[Chart]:
+    """Charts of a study of these rows and configs. Each ran with one seed, or as often as ``num_seeds`` says."""
+    ran = dict.fromkeys(rows, 1) | (num_seeds or {})
     lines = [
         {"row": row, "metric": "m", "published": None, "config": config,
-         "measured": [{"num_seeds": 1, "mean": 1.0, "min": 1.0, "max": 1.0}]}
-        for row, config in [*rows.items(), ("other", {})]
+         "measured": [{"num_seeds": ran[row], "mean": 1.0, "min": 1.0, "max": 1.0}]}
+        for row, config in rows.items()
     ]  # fmt: skip
-    first, second, rest = study_charts({"metrics": ["m"], "lines": lines, "configs": rows}, ["measured"])
+    return study_charts({"metrics": ["m"], "lines": lines, "configs": rows}, ["measured"])
+
+
+def test_rows_of_a_second_variable_are_lines_too() -> None:
+    """Of rates and of trust coefficients: each has its chart. One seed has no band."""
+    rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"lr": lr, "optimizer_options": {}} for lr in (0.1, 0.2, 0.4, 0.8)}
+    rows |= {f"lars-0.1-{trust}": {"lr": 0.1, "optimizer_options": {"trust_coefficient": trust}} for trust in (1, 2, 3)}
+    first, second, rest = of_study(rows | {"other": {}})
     assert (first.x_label, second.x_label) == ("lr", "trust_coefficient")
     assert [list(chart.series[0].x) for chart in (first, second, rest)] == [[0.1, 0.2, 0.4, 0.8], [1, 2, 3], ["other"]]
+    assert rest.title == "m of the other rows"
     assert first.series[0].low is None and "bands" not in first.note
     assert first.note.startswith("sgd: ") and second.note.startswith("lars-0.1: "), "one line has no legend"
 
 
+def test_lines_of_two_values() -> None:
+    """Several of them are a chart, after those with more values."""
+    rows: dict[str, dict[str, Any]] = {f"sgd-{size}": {"batch_size": size} for size in (1, 2, 4, 8)}
+    pairs = {f"fair-{rule}-{size}": {"batch_size": size, "optimizer": rule} for rule in "ab" for size in (2, 8)}
+    first, second = of_study(rows | pairs)
+    assert [series.name for series in first.series] == ["sgd"]
+    assert [(series.name, list(series.x)) for series in second.series] == [("fair-a", [2, 8]), ("fair-b", [2, 8])]
+
+
+def test_rows_without_a_number_are_on_no_line() -> None:
+    """Runs that all diverged are in the list."""
+    rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"lr": lr} for lr in (0.1, 0.2, 0.4)}
+    diverged: dict[str, dict[str, Any]] = {f"lars-{size}": {"batch_size": size} for size in (1, 2, 3, 4)}
+    first, rest = of_study(rows | diverged, dict.fromkeys(diverged, 0))
+    assert (first.kind, first.x_label, rest.kind, list(rest.series[0].x)) == ("lines", "lr", "dots", list(diverged))
+
+
 def test_a_picture_of_many_lines_names_them() -> None:
+    """It is as high as its legend, up to thirty lines; with more it has none."""
     pytest.importorskip("matplotlib")
 
-    def picture(count: int) -> str:
+    def chart(count: int) -> Chart:
         series = [Series(name=f"line {number}", x=[1, 2], y=[1.0, 2.0]) for number in range(count)]
-        return svg_of(Chart(title="t", x_label="x", series=series))
+        return Chart(title="t", x_label="x", series=series)
 
-    assert all(f"<!-- line {number} -->" in picture(20) for number in range(20))
-    assert "<!-- line 1 -->" not in picture(40), "a legend that is higher than the picture"
+    assert all(f"<!-- line {number} -->" in svg_of(chart(30)) for number in range(30))
+    assert height_of(chart(30)) >= 30 * 0.18 > height_of(chart(31)) == height_of(chart(2))
+    assert "<!-- line 1 -->" not in svg_of(chart(31)), "a legend that is higher than the picture"
 
 
 def test_many_lines_of_a_study_are_told_apart() -> None:
