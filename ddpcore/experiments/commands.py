@@ -99,7 +99,7 @@ def _compare(options: CompareOptions) -> int:
         plots = [plot.with_stem(name) for name in names]
     for comparison in comparisons:
         for problem in comparison["problems"]:
-            print(f"ddpcore.experiments: {problem}: what is whole is kept", file=sys.stderr)
+            print(f"ddpcore.experiments: {problem}: the rest is kept", file=sys.stderr)
         print_comparison(comparison)
     _draw(comparisons, plots)
     if options.markdown is not None:

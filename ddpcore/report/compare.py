@@ -22,8 +22,7 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
         For each study: study, title, question, source, notes, metrics, configs (of each row), and
 
         - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
-        - problems: a sentence for each line of the results that is damaged, which is not compared, or that
-          follows missing ones;
+        - problems: a sentence for each damaged line of the results, and for each place where lines are missing;
         - curves, one mapping per folder: row -> :func:`ddpcore.experiments.results.curves_of` of each seed;
         - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
           folder (see :func:`_spread`; None if the row was not run);
@@ -104,7 +103,7 @@ def _claims(
 
 
 def _claims_of(entries: Sequence[tuple[Path, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The claims of all folders, each once: one that needs a core for each rank in one folder does in all."""
+    """The claims of all folders, each once. If one folder says ``a_core_per_rank`` of a claim, it is so for all."""
     merged: dict[tuple[str, str, str], dict[str, Any]] = {}
     for claim in chain(*(manifest["claims"] for _, manifest in entries)):
         known = merged.setdefault((claim["text"], claim["source"], claim["predicate"]), dict(claim))
@@ -118,7 +117,7 @@ def _crowded(rows: Mapping[str, Any], results: Results) -> dict[str, str]:
     for (row, _), line in results.items():
         if line["status"] == FINISHED and row in rows:
             cores, num_hosts = line["cores"], rows[row]["hosts"]
-            of_hosts = num_hosts > 1 and "namespaces" in line["place"]  # each has its part of the machine's cores
+            of_hosts = num_hosts > 1 and "namespaces" in line["place"]  # each host has a part of the machine's cores
             ranks = rows[row]["ranks"] // (num_hosts if of_hosts else 1)
             if ranks > cores:
                 where = " of each host" if of_hosts else ""

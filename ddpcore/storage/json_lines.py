@@ -231,7 +231,7 @@ def mend(path: Path, warn: Callable[[str], None]) -> None:
     """
     lines = read_lines(path)
     for problem in lines.problems:
-        warn(f"{problem}: what is whole is kept")
+        warn(f"{problem}: the rest is kept")
     if lines.problems:
         write_lines(path, lines.rows)
 

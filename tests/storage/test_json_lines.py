@@ -175,7 +175,7 @@ def test_a_line_that_was_cut_is_ended_before_the_next(tmp_path: Path) -> None:
     assert len(metrics.read_lines(path).problems) == 1
     said: list[str] = []
     metrics.mend(path, said.append)
-    assert len(said) == 1 and said[0].startswith(f"{path}: line 2 is") and said[0].endswith(": what is whole is kept")
+    assert len(said) == 1 and said[0].startswith(f"{path}: line 2 is") and said[0].endswith(": the rest is kept")
     assert metrics.read_lines(path) == metrics.Lines([{"step": 0}, {"step": 7}])
 
 
