@@ -158,7 +158,8 @@ def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
         "metrics": metrics_of(record, len(job.recovered)),
         "curves": curves_of(record),
         "total_seconds": record.final["total_seconds"],
-        **{key: record.header[key] for key in ("cores", "ddpcore", "communication")},
+        "cores": min(part["cores"] for part in parts),
+        **{key: record.header[key] for key in ("ddpcore", "communication")},
         **{
             key: ", ".join(dict.fromkeys(part[key] for part in parts if part.get(key))) or None
             for key in ("device", "torch", "commit")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,21 @@ def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_pa
     for row in ("a", "b"):
         ends = [Folder(folder).results()[row, 0]["metrics"]["train_loss"] for folder in (whole, out)]
         assert ends[0] == ends[1]
+
+
+def test_a_resumed_run_had_the_fewest_cores_of_its_parts(
+    main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They decide whether its ranks shared cores."""
+
+    def resumed(config: Any, **rest: Any) -> RunRecord:
+        record = train(config, **rest)
+        header = {**record.header, "cores": 4}
+        return replace(record, header=header, resumed=[{**header, "cores": 1}, {**header, "cores": 2}])
+
+    monkeypatch.setattr("ddpcore.experiments.run.train", resumed)
+    assert main("run", tiny, "--out", tmp_path / "out", "--rows", "a", "--seeds", 1)[0] == 0
+    assert Folder(tmp_path / "out").results()["a", 0]["cores"] == 1
 
 
 def test_a_failed_row_does_not_lose_the_others(
