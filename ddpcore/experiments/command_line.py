@@ -38,7 +38,7 @@ class RunOptions:
     study: str = option(
         MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
     )
-    rows: tuple[str, ...] | None = option(None, "names of rows (default: those of the scale)")
+    rows: tuple[str, ...] | None = option(None, "names of rows, or patterns ('ssgd-*'); default: those of the scale")
     scale: str = option("full", choices=SCALES)
     data_dir: Path | None = option(None, "folder of the data sets' files", metavar="DIR")
     download: bool = option(False, "fetch missing files into --data-dir first", action="store_true")

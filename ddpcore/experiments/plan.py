@@ -105,7 +105,7 @@ def make_plan(
     Args:
         study: a loaded study.
         folder: for its runs.
-        rows: names; None selects the rows of the scale.
+        rows: names, or patterns such as ``ssgd-*``; None selects the rows of the scale.
         scale: one of :data:`ddpcore.experiments.study.SCALES`.
         overrides: fields of all rows.
         first_seed: the seeds are consecutive numbers from this one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import filter as filter_names
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -120,11 +121,16 @@ class Study:
     def chosen(self, names: Sequence[str] | None) -> list[Row]:
         """The rows with these names, or all rows if ``names`` is None, in the study's order.
 
+        A name may be a pattern of the shell: ``single-*`` selects each row whose name begins so.
+
         Raises:
             ValueError: there is no such row; the message suggests the nearest name.
         """
-        check_keys(f"{self.name}: rows", names or (), self.rows)
-        return [row for row in self.rows.values() if names is None or row.name in names]
+        patterns = ("*",) if names is None else names
+        matches = {key: [key] if key in self.rows else filter_names(self.rows, key) for key in patterns}
+        check_keys(f"{self.name}: rows", [key for key, found in matches.items() if not found], self.rows)
+        chosen = set().union(*matches.values())
+        return [row for name, row in self.rows.items() if name in chosen]
 
 
 def load_study(path: str | Path, max_bytes: int = STUDY_BYTES) -> Study:

@@ -106,6 +106,24 @@ def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
         study.find_study(str(tiny))
 
 
+def test_rows_by_pattern(tiny: Path) -> None:
+    """A pattern selects the rows that match it, in the study's order, once. A row's name selects only this row."""
+    tiny.write_text(tiny.read_text().replace("[rows]", '[rows]\n"s[1]" = {}\n"s1" = {}'))
+    loaded = study.find_study(str(tiny))
+    chosen = {
+        keys: [row.name for row in loaded.chosen(keys)]
+        for keys in (("s*",), ("[ab]",), ("*g*", "a", "s*"), ("s[1]",), ("s1",), ())
+    }
+    assert chosen["s*",] == ["s[1]", "s1", "ssgd"]
+    assert chosen["[ab]",] == ["a", "b"]
+    assert chosen["*g*", "a", "s*"] == ["s[1]", "s1", "a", "ssgd"]
+    assert chosen["s[1]",] == ["s[1]"]
+    assert chosen["s1",] == ["s1"]
+    assert chosen[()] == []
+    with pytest.raises(ValueError, match=r"rows has no 'x\*': "):
+        loaded.chosen(("a", "x*"))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
