@@ -158,9 +158,14 @@ def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels:
         name: [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
         for name, points in lines.lines.items()
     }
-    seeds = [(run or {}).get("num_seeds", 0) for points in lines.lines.values() for _, row in points
-             for run in cells[row]["measured"]]  # fmt: skip
-    has_bands = max(seeds) > 1 and sum(map(len, runs_of.values())) <= MOST_BANDS
+    bands = {
+        (name, run)
+        for name, points in lines.lines.items()
+        for run in runs_of[name]
+        if any(_num_seeds(cells[row], run) > 1 for _, row in points)
+    }
+    if len(bands) > MOST_BANDS:
+        bands.clear()
     for number, (name, points) in enumerate(lines.lines.items()):
         x = [value for value, _ in points]
         printed = [cells[row]["published"] for _, row in points]
@@ -175,17 +180,17 @@ def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels:
             y, low, high = _measured([cells[row] for _, row in known], run)
             series.append(Series(
                 name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y,
-                low=low if has_bands else None, high=high if has_bands else None,
+                low=low if (name, run) in bands else None, high=high if (name, run) in bands else None,
                 style="line+points", color=number, dash=run if len(run_labels) > 1 else None,
             ))  # fmt: skip
     values = [value for points in lines.lines.values() for value, _ in points]
     is_wide = all(isinstance(value, int | float) and value > 0 for value in values) and max(values) >= 8 * min(values)
     variable = _named(lines, cells)
     ticks = sorted(set(values)) if all(isinstance(value, int | float) for value in values) else ()
-    bands = ", with bands from the smallest to the largest seed" if has_bands else ""
+    of_bands = ", with bands from the smallest to the largest seed" if bands else ""
     published = " Diamonds: published." if any(one.marker == "diamond" for one in series) else ""
     what = "Lines" if len(lines.lines) > 1 else next(iter(lines.lines))  # one line has no legend
-    note = f"{what}: measured means{bands}.{published}"
+    note = f"{what}: measured means{of_bands}.{published}"
     return Chart(
         title=f"{metric} over {variable}",
         x_label=variable,
@@ -206,7 +211,11 @@ def _is_drawn(cell: Mapping[str, Any]) -> bool:
 
 
 def _has_run(cell: Mapping[str, Any], run: int) -> bool:
-    return bool((cell["measured"][run] or {}).get("num_seeds"))
+    return _num_seeds(cell, run) > 0
+
+
+def _num_seeds(cell: Mapping[str, Any], run: int) -> int:
+    return (cell["measured"][run] or {}).get("num_seeds", 0)
 
 
 def _series_name(line: str, run_labels: Sequence[str], run: int) -> str:

@@ -282,6 +282,10 @@ def test_many_lines_of_a_study_are_told_apart() -> None:
     assert all(series.low is series.high is None for series in many.series) and "bands" not in many.note
     (few,) = study_charts({"metrics": ["m"], "lines": lines[:9], "configs": {}}, ["measured"])
     assert all(series.low == [0.0] * 3 for series in few.series) and "bands" in few.note
+    for line in lines[18:]:
+        line["measured"][0]["num_seeds"] = 1
+    (some,) = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
+    assert [series.low is not None for series in some.series] == [True] * 6 + [False] * 4, "one seed has no band"
 
 
 @pytest.mark.parametrize("name", ["batch-size-cifar10", "saddle-escape"])
