@@ -102,7 +102,7 @@ class Study:
         notes: details that the document does not specify, and the choices made here.
         metrics: to compare; claims are about the first.
         seeds: number of seeds at each scale.
-        selections: names of the rows to run at each scale; None selects all.
+        selections: names or patterns of the rows to run at each scale; None selects all.
         rows: by name.
         claims: of the source or of this project; see ``source`` of each.
     """
@@ -124,7 +124,7 @@ class Study:
         A name may be a pattern of the shell: ``single-*`` selects each row whose name begins so.
 
         Raises:
-            ValueError: there is no such row; the message suggests the nearest name.
+            ValueError: there is no such row; the message suggests the nearest name, or lists all.
         """
         patterns = ("*",) if names is None else names
         matches = {key: [key] if key in self.rows else filter_names(self.rows, key) for key in patterns}

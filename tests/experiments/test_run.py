@@ -97,6 +97,8 @@ def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) 
     assert set(Folder(out).results()) == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
     manifest = Folder(out).manifest()
     assert (list(manifest["rows"]), manifest["seeds"]) == (["a", "b"], [0, 1])
+    assert main("run", tiny, "--out", out, "--rows", "[ab],s*", "--seeds", 1, "--resume")[0] == 0
+    assert set(Folder(out).results()) == {("a", 0), ("a", 1), ("b", 0), ("b", 1), ("ssgd", 0)}
 
 
 def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_path: Path) -> None:
@@ -127,15 +129,16 @@ def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_pa
         assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("cores", [(4, 1, 2), (1, 4, 2)])
 def test_a_resumed_run_had_the_fewest_cores_of_its_parts(
-    main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cores: tuple[int, ...], main: Main, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They decide whether its ranks shared cores."""
 
     def resumed(config: Any, **rest: Any) -> RunRecord:
         record = train(config, **rest)
-        header = {**record.header, "cores": 4}
-        return replace(record, header=header, resumed=[{**header, "cores": 1}, {**header, "cores": 2}])
+        header, *resumed = ({**record.header, "cores": count} for count in cores)
+        return replace(record, header=header, resumed=resumed)
 
     monkeypatch.setattr("ddpcore.experiments.run.train", resumed)
     assert main("run", tiny, "--out", tmp_path / "out", "--rows", "a", "--seeds", 1)[0] == 0

@@ -286,6 +286,9 @@ def test_many_lines_of_a_study_are_told_apart() -> None:
         line["measured"][0]["num_seeds"] = 1
     (some,) = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
     assert [series.low is not None for series in some.series] == [True] * 6 + [False] * 4, "one seed has no band"
+    two = [{**line, "measured": [line["measured"][0] | {"num_seeds": count} for count in (3, 1)]} for line in lines[:3]]
+    (pair,) = study_charts({"metrics": ["m"], "lines": two, "configs": {}}, ["cpu", "full"])
+    assert [series.low is not None for series in pair.series] == [True, False], "of one folder alone"
 
 
 @pytest.mark.parametrize("name", ["batch-size-cifar10", "saddle-escape"])
