@@ -121,7 +121,7 @@ class Study:
     def chosen(self, names: Sequence[str] | None) -> list[Row]:
         """The rows with these names, or all rows if ``names`` is None, in the study's order.
 
-        A name may be a pattern of the shell: ``single-*`` selects each row whose name begins so.
+        A name may be a pattern as in a shell: ``single-*`` selects the rows whose names begin with ``single-``.
 
         Raises:
             ValueError: there is no such row; the message suggests the nearest name, or lists all.
