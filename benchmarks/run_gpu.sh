@@ -132,12 +132,15 @@ cpp_tests() {
     elif [ -z "$dry" ] && [ "$nvcc" = - ]; then
         skip cpp-tests "nvcc is not installed" 60
     else
-        mkdir -p build/cpp-objects && rm -f build/cpp-objects/*
+        mkdir -p build/cpp-objects && rm -f build/cpp-objects/* build/cpp-tests
         # shellcheck disable=SC2016
         step cpp-compile 30 xargs -P 4 -I{} sh -c "$compiler"' -std=c++20 -O1 -I csrc -c {} -o build/cpp-objects/$(basename {}).o' \
             < <(printf '%s\n' $tests) &&
             step cpp-link 10 $compiler build/cpp-objects/*.o "${linked[@]}" -lgtest -lgtest_main -o build/cpp-tests &&
-            step cpp-tests 20 build/cpp-tests --gtest_brief=1
+            step cpp-tests 15 build/cpp-tests --gtest_brief=1
+        # The kernels of noise sums for GPUs with slow doubles, on any GPU.
+        [ ! -x build/cpp-tests ] || step cpp-tests-slow-doubles 5 env DDPCORE_SLOW_DOUBLES=1 build/cpp-tests --gtest_brief=1 \
+            --gtest_filter='*Averages*.Noise*'
     fi
 }
 

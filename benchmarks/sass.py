@@ -72,7 +72,7 @@ GPUS = (
 )
 
 # For each case: the kernel, the bytes that an element must move between memory and GPU (from the headers of
-# csrc/cuda/*.cu), and for noise_sums the number of rows.
+# csrc/cuda/*.cu), and for noise_sums the number of rows. It has a kernel of its own for GPUs with slow doubles.
 CASES: dict[str, tuple[str, float, int | None]] = {
     "sgd fp32": ("one_pass_kernel<Sgd<float, false, false>, NoMix, 32>", 20, None),
     "sgd bf16": ("one_pass_kernel<Sgd<__nv_bfloat16, false, false>, NoMix, 32>", 10, None),
@@ -96,10 +96,19 @@ CASES: dict[str, tuple[str, float, int | None]] = {
     "mix_lamb fp32, 1 peer": ("two_pass_kernel<Lamb<float, false, false>, StepMix, 32>", 36, None),
     "norms fp32": ("norms_kernel<float, 128>", 4, None),
     "norms bf16": ("norms_kernel<__nv_bfloat16, 128>", 2, None),
-    "noise_sums fp32, 2 rows": ("gram_kernel<float, false, GramTable<128, 32>>", 8, 2),
-    "noise_sums bf16, 2 rows": ("gram_kernel<__nv_bfloat16, false, GramTable<128, 32>>", 4, 2),
-    "noise_sums fp32, 16 rows": ("gram_kernel<float, false, GramTable<128, 32>>", 64, 16),
+    "noise_sums fp32, 2 rows": ("gram_kernel<float, false, false, GramTable<128, 32>>", 8, 2),
+    "noise_sums fp32, 2 rows, slow doubles": ("gram_kernel<float, false, true, GramTable<128, 32>>", 8, 2),
+    "noise_sums bf16, 2 rows": ("gram_kernel<__nv_bfloat16, false, false, GramTable<128, 32>>", 4, 2),
+    "noise_sums bf16, 2 rows, slow doubles": ("gram_kernel<__nv_bfloat16, false, true, GramTable<128, 32>>", 4, 2),
+    "noise_sums fp32, 16 rows": ("gram_kernel<float, false, false, GramTable<128, 32>>", 64, 16),
+    "noise_sums fp32, 16 rows, slow doubles": ("gram_kernel<float, false, true, GramTable<128, 32>>", 64, 16),
 }
+
+
+def launches(gpu: Gpu, case: str) -> bool:
+    """Whether the GPU takes the kernel of this case: has_slow_doubles in csrc/cuda/noise.cu."""
+    slow = gpu.doubles < 8
+    return slow if case.endswith("slow doubles") else not (slow and f"{case}, slow doubles" in CASES)
 
 
 @dataclass(frozen=True)
@@ -137,6 +146,13 @@ class Block:
 
     instructions: list[Instruction] = field(default_factory=list)
     next: list[int] = field(default_factory=list)
+
+    def cost(self) -> int:
+        """The number of instructions, but a fused double operation counts as on a GPU that has few units for it.
+
+        So the path of noise_sums goes through its pairs of fp32 numbers, where there are both.
+        """
+        return sum(64 if one.operation.startswith("DFMA") else 1 for one in self.instructions)
 
     def is_wide(self) -> bool:
         """Whether it loads or stores vectors of elements; a single load of 8 bytes is a scalar."""
@@ -210,7 +226,7 @@ def blocks_of(body: list[Instruction]) -> dict[int, Block]:
 
 
 def shortest(blocks: dict[int, Block], start: int, goals: Iterable[int]) -> list[int] | None:
-    """The path from after ``start`` to the nearest goal, with the fewest instructions. The goal is included."""
+    """The path from after ``start`` to the nearest goal, with the lowest ``cost``. The goal is included."""
     goals = set(goals)
     queue: list[tuple[int, list[int]]] = [(0, [])]
     seen: set[int] = set()
@@ -224,7 +240,7 @@ def shortest(blocks: dict[int, Block], start: int, goals: Iterable[int]) -> list
         seen.update(path[-1:])
         for address in blocks[here].next:
             if address in blocks:
-                heapq.heappush(queue, (cost + len(blocks[address].instructions), [*path, address]))
+                heapq.heappush(queue, (cost + blocks[address].cost(), [*path, address]))
     return None
 
 
@@ -279,6 +295,17 @@ def counts_of(path: list[Instruction]) -> Counts:
     return Counts(len(path) / SHARE, doubles / SHARE, conversions / SHARE, moved / SHARE)
 
 
+def widths(path: list[Instruction], kind: str) -> str:
+    """The widths in bytes of all loads (``LDG``) or stores (``STG``) of elements.
+
+    A store of 8 bytes is one of elements where loads have this width too, else one of a sum in double precision.
+    """
+    loads = {one.width() for one in path if one.is_vector() and one.operation.startswith("LDG")}
+    stores = {one.width() for one in path if one.operation.startswith("STG")} & (loads | {16})
+    found = loads if kind == "LDG" else stores
+    return "+".join(str(width) for width in sorted(found, reverse=True)) or "-"
+
+
 def plain_name(mangled: str) -> str:
     """``kernel<arguments>``, without namespaces and parameters."""
     name = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
@@ -326,16 +353,19 @@ def table(kernels: dict[str, dict[str, tuple[list[Instruction], Usage]]]) -> lis
     """Markdown: a row for each case, with the counts of the first architecture."""
     first = next(iter(kernels))
     gpus = [gpu for gpu in GPUS if gpu.arch in kernels]
-    head = ["kernel", "registers", "spilled", "blocks", "instructions", "doubles", "conversions", "bytes"]
+    head = ["kernel", "registers", "spilled", "blocks", "loads", "stores"]
+    head += ["instructions", "doubles", "conversions", "bytes"]
     lines = [f"| {' | '.join(head + [gpu.name for gpu in gpus])} |", f"|{' --- |' * (len(head) + len(gpus))}"]
     for case, (name, case_bytes, rows) in CASES.items():
         body, usage = kernels[first][name]
-        counts = counts_of(path_of_block(body, rows))
+        path = path_of_block(body, rows)
+        counts = counts_of(path)
         blocks = "/".join(str(kernels[gpu.arch][name][1].blocks(gpu)) for gpu in gpus)
-        cells = [case, f"{usage.registers}", f"{usage.stack}", blocks, f"{counts.instructions:.0f}"]
-        cells += [f"{counts.doubles:.1f}", f"{counts.conversions:.1f}", f"{case_bytes:g}"]
+        cells = [case, f"{usage.registers}", f"{usage.stack}", blocks, widths(path, "LDG"), widths(path, "STG")]
+        cells += [f"{counts.instructions:.0f}", f"{counts.doubles:.1f}", f"{counts.conversions:.1f}", f"{case_bytes:g}"]
         for gpu in gpus:
-            cells.append(limits(gpu, case_bytes, counts_of(path_of_block(kernels[gpu.arch][name][0], rows))))
+            counts = counts_of(path_of_block(kernels[gpu.arch][name][0], rows))
+            cells.append(limits(gpu, case_bytes, counts) if launches(gpu, case) else "-")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -3,8 +3,8 @@
 // launches.
 //
 // Elements have the bits of the CPU kernels, except that a NaN may be another NaN. Sums add the same terms in another
-// fixed order: they have the same bits on every run and every GPU, but not those of the CPU. A sum without elements is
-// zero.
+// fixed order: they have the same bits on every run and every GPU, but not those of the CPU. Only noise_sums has other
+// bits where has_slow_doubles. A sum without elements is zero.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,5 +34,9 @@ cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream);
 cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream);
 cudaError_t total_norm_(const NormArgs& args, cudaStream_t stream);
 cudaError_t noise_sums(const GramArgs& args, cudaStream_t stream);
+
+// Whether the current device runs double precision at less than an eighth of the fp32 rate: 1/32 or 1/64 on T4 and RTX
+// 4090, 1/2 on A100 and H100. The environment variable DDPCORE_SLOW_DOUBLES makes it true on every device, for tests.
+cudaError_t has_slow_doubles(bool* slow);
 
 }  // namespace ddpcore::cuda

@@ -2,9 +2,9 @@
 //
 // The squares of a block are summed in double: squares of small fp16 gradients underflow in fp32, those of large
 // weights overflow, and a long fp32 sum loses the digits that a consensus distance needs. The cost is two double
-// instructions an element: a conversion and a fused multiplication and addition. Data-centre GPUs run them at half the
-// fp32 rate, faster than memory delivers the elements. Other GPUs run two a clock and multiprocessor;
-// docs/performance.md lists the kernels that they limit.
+// instructions an element: a conversion and a fused multiplication and addition. Most data-centre GPUs run them at half
+// the fp32 rate, faster than memory delivers the elements. Other GPUs run two a clock and multiprocessor;
+// docs/performance.md lists the kernels that they limit. noise.cu has another sum for them.
 #pragma once
 
 #include "launch.cuh"
@@ -31,6 +31,14 @@ __device__ __forceinline__ double warp_sum(double value, int width = kWarp) {
 
 __device__ __forceinline__ NormPartials warp_sum(const NormPartials& value) {
     return {warp_sum(value.weight), warp_sum(value.update)};
+}
+
+// Both sums over a warp, with little more than the work of one: after the first step each half of the warp has one of
+// them. The bits are those of warp_sum. Lane 0 gets the left sum, lane 16 the right one.
+__device__ __forceinline__ double warp_sums(double left, double right) {
+    const bool low = threadIdx.x % kWarp < kWarp / 2;
+    const double half = (low ? left : right) + __shfl_xor_sync(0xffffffffu, low ? right : left, kWarp / 2);
+    return warp_sum(half, kWarp / 2);
 }
 
 // Sums over all threads of a CUDA block, of double or NormPartials. Two sets of slots alternate, so that one barrier a
@@ -69,9 +77,13 @@ class BlockSums {
         __shared__ double slots[2][most][kWarps];
         const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
-        for (int k = 0; k < count; ++k) {
-            const double sum = warp_sum(values[k]);
-            if (lane == 0) slots[parity_][k][warp] = sum;
+        for (int k = 0; k + 1 < count; k += 2) {
+            const double sum = warp_sums(values[k], values[k + 1]);
+            if (lane % (kWarp / 2) == 0) slots[parity_][k + lane / (kWarp / 2)][warp] = sum;
+        }
+        if (count % 2 == 1) {
+            const double sum = warp_sum(values[count - 1]);
+            if (lane == 0) slots[parity_][count - 1][warp] = sum;
         }
         __syncthreads();
         for (int k = warp; k < count; k += kWarps) {

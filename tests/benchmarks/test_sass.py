@@ -79,6 +79,47 @@ def test_two_loops_are_two_cycles(body: list[Any]) -> None:
     assert len(sass.path_of_block(both)) == 2 * len(sass.path_of_block(body))
 
 
+def test_the_path_takes_the_branch_with_fewer_double_instructions() -> None:
+    """Pairs of fp32 numbers take more instructions than double precision, and less time where doubles are slow."""
+    lines = [
+        (None, "LDG.E.128", "R8, [R14.64]"),
+        ("P0", "BRA", "0x50"),
+        (None, "F2F.F64.F32", "R20, R8"),
+        (None, "DFMA", "R20, R20, R20, RZ"),
+        (None, "BRA", "0x80"),
+        (None, "FMUL", "R9, R8, R8"),
+        (None, "FADD", "R9, R9, R9"),
+        (None, "FADD", "R9, R9, R9"),
+        ("P1", "BRA", "0x0"),
+        (None, "EXIT", ""),
+    ]
+    body = [sass.Instruction(16 * index, *line) for index, line in enumerate(lines)]
+    path = sass.path_of_block(body)
+    assert [one.operation for one in path] == ["LDG.E.128", "BRA", "FMUL", "FADD", "FADD", "BRA"]
+    assert sass.widths(path, "LDG") == "16"
+    assert sass.widths(path, "STG") == "-"
+
+
+def test_widths_of_stores_are_those_of_elements() -> None:
+    """A store of 8 bytes holds elements beside loads of 8 bytes, and else a sum in double precision."""
+    load, short, store, total = (
+        sass.Instruction(0, None, name, "") for name in ("LDG.E.128", "LDG.E.64", "STG.E.128", "STG.E.64")
+    )
+    assert sass.widths([load, short, store, total], "STG") == "16+8"
+    assert sass.widths([load, store, total], "STG") == "16"
+    assert sass.widths([load, short, store, total], "LDG") == "16+8"
+
+
+def test_gpus_with_slow_doubles_take_other_kernels_of_noise_sums() -> None:
+    taken = {gpu.name: [case for case in sass.CASES if sass.launches(gpu, case)] for gpu in sass.GPUS}
+    assert all("sgd fp32" in cases for cases in taken.values())
+    assert [name for name, cases in taken.items() if "noise_sums bf16, 2 rows, slow doubles" in cases] == [
+        "T4",
+        "RTX 4090",
+    ]
+    assert [name for name, cases in taken.items() if "noise_sums bf16, 2 rows" in cases] == ["A100", "H100"]
+
+
 def test_a_kernel_without_vectors_has_no_path(body: list[Any]) -> None:
     assert sass.path_of_block([one for one in body if not one.is_vector()]) == []
 

@@ -30,6 +30,14 @@ inline const std::vector<int64_t> kDeviceSizes = {0, 1, 3, 4095, 4096, 4097, kMa
 // The terms of a sum are positive and the same on both sides; each addition errs by at most 2^-53 of the sum so far.
 inline constexpr double kSumTolerance = 2 * 1000003 * 0x1p-53;
 
+// What noise_sums may lose of the sum of magnitudes besides, where it adds in pairs of fp32 numbers:
+// csrc/cuda/noise.cu.
+inline double pair_tolerance() {
+    bool slow_doubles = false;
+    EXPECT_CUDA(cuda::has_slow_doubles(&slow_doubles));
+    return slow_doubles ? 0x1p-40 : 0.0;
+}
+
 // A copy of a tensor on the device, `offset` elements after an address that is aligned as widely as any access needs.
 template <typename T>
 class DeviceBuffer {

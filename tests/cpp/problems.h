@@ -165,13 +165,16 @@ struct NormProblem {
 // Rows of one length, and segments of the given sizes.
 template <typename T>
 struct GramProblem {
-    GramProblem(int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin = false)
+    // third_scale: the magnitude of every third row.
+    GramProblem(
+        int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin = false,
+        float third_scale = 2.0f)
         : numel(std::accumulate(sizes.begin(), sizes.end(), int64_t{0})),
           origin(numel, offset),
           has_origin(with_origin) {
         for (int64_t k = 0; k < num_rows; ++k) {
             rows.push_back(std::make_unique<Buffer<T>>(numel, offset));
-            rows.back()->randomize(static_cast<uint32_t>(300 + k));
+            rows.back()->randomize(static_cast<uint32_t>(300 + k), k % 3 == 2 ? third_scale : 2.0f);
             pointers.push_back(rows.back()->data());
         }
         origin.randomize(299);

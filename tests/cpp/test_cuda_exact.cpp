@@ -255,12 +255,13 @@ TYPED_TEST(CudaExactAverages, NormsOfEverySizeAlignmentAndMagnitude) {
 
 template <typename T>
 void expect_exact_noise(
-    int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin, std::vector<double>& sums) {
-    GramProblem<T> problem(num_rows, sizes, 0, with_origin);
+    int64_t num_rows, const std::vector<int64_t>& sizes, int64_t offset, bool with_origin, std::vector<double>& sums,
+    float third_scale = 2.0f) {
+    GramProblem<T> problem(num_rows, sizes, 0, with_origin, third_scale);
     const DeviceGram<T> device(problem, offset);
     ASSERT_CUDA(cuda::noise_sums(device.args, nullptr));
     sums = device.sums.download();
-    ASSERT_NO_FATAL_FAILURE(expect_exact(problem, sums));
+    ASSERT_NO_FATAL_FAILURE(expect_exact(problem, sums, pair_tolerance()));
 }
 
 // Segments that begin at any place: the second one is never aligned.
@@ -280,9 +281,51 @@ TYPED_TEST(CudaExactAverages, NoiseOfEverySizeAlignmentAndNumberOfRows) {
     }
 }
 
+// Small and large rows beside others: products that leave the range of fp32 on either side, and those at the limits of
+// PairSum.
+TYPED_TEST(CudaExactAverages, NoiseOfEveryMagnitude) {
+    std::vector<float> scales = {3e38f, 0x1p63f, 0x1p59f, 0x1p-47f, 0x1p-58f, 1e-38f};
+    if (std::is_same_v<TypeParam, Float16>) scales = {60000.0f, 1e-7f};
+    std::vector<double> sums;
+    for (const float scale : scales) {
+        for (const bool with_origin : {false, true}) {
+            SCOPED_TRACE(::testing::Message() << "up to " << scale);
+            ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(7, {4097}, 0, with_origin, sums, scale));
+        }
+    }
+}
+
+// The squares of row 3 depend on no other row, also where row 2 of the same tile has values of another magnitude.
+TYPED_TEST(CudaExactAverages, NoiseOfARowHasTheBitsThatItHasAlone) {
+    for (const float scale : {2.0f, std::is_same_v<TypeParam, Float16> ? 1e-7f : 1e-38f}) {
+        GramProblem<TypeParam> problem(4, {4097}, 0, false, scale);
+        const DeviceGram<TypeParam> device(problem, 0);
+        ASSERT_CUDA(cuda::noise_sums(device.args, nullptr));
+        const double among_others = device.sums.download()[15];
+        GramArgs alone = device.args;
+        alone.rows += 3;
+        alone.num_rows = 1;
+        ASSERT_CUDA(cuda::noise_sums(alone, nullptr));
+        ASSERT_EQ(device.sums.download()[0], among_others) << "row 2 up to " << scale;
+    }
+}
+
+TYPED_TEST(CudaExactAverages, NoiseOfInfinityAndNan) {
+    GramProblem<TypeParam> problem(3, {4100}, 0);
+    problem.rows[0]->set(17, -INFINITY);
+    problem.rows[1]->set(1000, NAN);
+    const DeviceGram<TypeParam> device(problem, 0);
+    ASSERT_CUDA(cuda::noise_sums(device.args, nullptr));
+    const std::vector<double> sums = device.sums.download();
+    ASSERT_EQ(sums[0], INFINITY);
+    ASSERT_TRUE(std::isinf(sums[2]));  // with a finite row
+    for (const size_t entry : {1, 3, 4, 5, 7}) ASSERT_TRUE(std::isnan(sums[entry])) << entry;
+    ASSERT_TRUE(std::isfinite(sums[8]));
+}
+
 TYPED_TEST(CudaExactAverages, NoiseOfManySegments) {
     std::vector<double> sums;
-    ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(2, many_tiny_sizes(), 0, false, sums));
+    ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(1, many_tiny_sizes(), 0, false, sums));
     ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(9, kManySizes, 0, true, sums));
     ASSERT_NO_FATAL_FAILURE(expect_exact_noise<TypeParam>(33, {5, 70}, 0, true, sums));  // rows of the large table
     int driver = 0;

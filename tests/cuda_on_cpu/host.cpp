@@ -94,6 +94,7 @@ Device& device() {
     static Device instance = [] {
         Device fresh;
         if (const char* driver = std::getenv("CUDA_ON_CPU_DRIVER")) fresh.driver_version = std::atoi(driver);
+        if (const char* ratio = std::getenv("CUDA_ON_CPU_DOUBLE_RATIO")) fresh.double_ratio = std::atoi(ratio);
         return fresh;
     }();
     return instance;
@@ -223,6 +224,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
         case cudaDevAttrMultiProcessorCount: *value = device().num_multiprocessors; break;
         case cudaDevAttrL2CacheSize: *value = device().l2_bytes; break;
         case cudaDevAttrCooperativeLaunch: *value = device().cooperative ? 1 : 0; break;
+        case cudaDevAttrSingleToDoublePrecisionPerfRatio: *value = device().double_ratio; break;
     }
     return cudaSuccess;
 }

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (1, 2, 3)  # orders of threads and blocks
+SLOW_DOUBLES = 2  # the seed with which the device has slow doubles
 
 
 class Mutation(NamedTuple):
@@ -104,6 +105,27 @@ MUTATIONS = [
     Mutation("alignment of the origin is not asked for", "noise.cu", "is_aligned(args.origin) && ", "", "exact:Noise*"),
     Mutation("segments of a later launch", "noise.cu",
              "(table.list.first_segment + index) * num_rows", "index * num_rows", "exact:NoiseOfMany*"),
+    Mutation("pairs of small numbers", "noise.cu",
+             "largest >= 0x1p-48f", "largest >= 0x1p-60f", "exact:NoiseOfEveryMagnitude"),
+    Mutation("pairs of large numbers", "noise.cu",
+             "largest <= 0x1p60f", "largest <= 0x1p64f", "exact:NoiseOfEveryMagnitude"),
+    Mutation("pairs without what a product rounds away", "noise.cu",
+             "tail += rounded + fmaf(left, right, -product);", "tail += rounded;", "exact:NoiseOfEverySize*"),
+    Mutation("pairs without what a sum rounds away", "noise.cu",
+             "tail += rounded + fmaf(left, right, -product);", "tail += fmaf(left, right, -product);",
+             "exact:NoiseOfEverySize*"),
+    Mutation("pairs without a tail", "noise.cu",
+             "static_cast<double>(head) + static_cast<double>(tail)", "static_cast<double>(head)",
+             "exact:NoiseOfEverySize*"),
+    Mutation("pairs of which one fits", "noise.cu",
+             "left.fits && right.fits ?", "left.fits ?", "exact:NoiseOfEveryMagnitude"),
+    Mutation("pairs only if all rows of a tile fit", "noise.cu",
+             "double pairs[kPairs];", "own[0].fits = own[1].fits = own[0].fits && own[1].fits; double pairs[kPairs];",
+             "exact:NoiseOfARow*"),
+    Mutation("halves of two sums of a warp exchanged in pairs", "sum.cuh",
+             "low ? right : left, kWarp", "low ? left : right, kWarp", "exact:NoiseOfEveryMagnitude"),
+    Mutation("an odd sum of a block beside its pairs", "sum.cuh",
+             "if (count % 2 == 1) {", "if (count % 2 == 2) {", "exact:NoiseOfEveryMagnitude"),
     Mutation("the origin is left out", "noise.cu", "values[a][i] -= load(origin[i]);", ";", "exact:Noise*"),
     Mutation("turns of a block", "one_pass.cuh",
              "block += static_cast<int>(gridDim.x),", "block += static_cast<int>(gridDim.x) + 1,",
@@ -299,7 +321,7 @@ def first_red(program: Path, test: str, seeds: tuple[int, ...] = SEEDS) -> tuple
     """The first seed with which the test fails, and the line with the reason; None if it passes with all seeds."""
     command = [str(program), f"--gtest_filter=*.{test.partition(':')[2]}", "--gtest_fail_fast"]
     for seed in seeds:
-        done = run(command, CUDA_ON_CPU_SEED=str(seed))
+        done = run(command, CUDA_ON_CPU_SEED=str(seed), CUDA_ON_CPU_DOUBLE_RATIO="64" if seed == SLOW_DOUBLES else "2")
         if done.returncode != 0:
             lines = done.stdout.splitlines()
             for mark in ("AddressSanitizer:", "runtime error:", "cuda_on_cpu: ", "Failure"):

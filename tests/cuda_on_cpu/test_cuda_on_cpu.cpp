@@ -310,6 +310,17 @@ TEST(CudaOnCpu, ALaunchReportsNoErrorOfOthersAndTakesNoneAway) {
     EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
 }
 
+TEST(CudaOnCpu, SlowDoublesAreThoseOfTheDevice) {
+    const int before = cuda_on_cpu::device().double_ratio;
+    for (const int ratio : {2, 3, 32, 64}) {  // H100, K80, T4, RTX 4090
+        cuda_on_cpu::device().double_ratio = ratio;
+        bool slow = false;
+        ASSERT_EQ(has_slow_doubles(&slow), cudaSuccess);
+        EXPECT_EQ(slow, ratio >= 32) << ratio;
+    }
+    cuda_on_cpu::device().double_ratio = before;
+}
+
 // ---- graphs ----
 
 __global__ void add_kernel(int* out, int value) {

@@ -44,6 +44,7 @@ enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount,
     cudaDevAttrL2CacheSize,
     cudaDevAttrCooperativeLaunch,
+    cudaDevAttrSingleToDoublePrecisionPerfRatio,
 };
 inline constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 
