@@ -148,9 +148,9 @@ class Block:
     next: list[int] = field(default_factory=list)
 
     def cost(self) -> int:
-        """The number of instructions, but a fused double operation counts as on a GPU that has few units for it.
+        """The number of instructions. A fused double operation counts 64, as on a GPU with few units for it.
 
-        So the path of noise_sums goes through its pairs of fp32 numbers, where there are both.
+        So where a kernel can add in double or in pairs of fp32 numbers, the path takes the pairs.
         """
         return sum(64 if one.operation.startswith("DFMA") else 1 for one in self.instructions)
 
@@ -295,7 +295,7 @@ def counts_of(path: list[Instruction]) -> Counts:
     return Counts(len(path) / SHARE, doubles / SHARE, conversions / SHARE, moved / SHARE)
 
 
-def widths(path: list[Instruction], kind: str) -> str:
+def widths_of(path: list[Instruction], kind: str) -> str:
     """The widths in bytes of all loads (``LDG``) or stores (``STG``) of elements.
 
     A store of 8 bytes is one of elements where loads have this width too, else one of a sum in double precision.
@@ -361,7 +361,7 @@ def table(kernels: dict[str, dict[str, tuple[list[Instruction], Usage]]]) -> lis
         path = path_of_block(body, rows)
         counts = counts_of(path)
         blocks = "/".join(str(kernels[gpu.arch][name][1].blocks(gpu)) for gpu in gpus)
-        cells = [case, f"{usage.registers}", f"{usage.stack}", blocks, widths(path, "LDG"), widths(path, "STG")]
+        cells = [case, f"{usage.registers}", f"{usage.stack}", blocks, widths_of(path, "LDG"), widths_of(path, "STG")]
         cells += [f"{counts.instructions:.0f}", f"{counts.doubles:.1f}", f"{counts.conversions:.1f}", f"{case_bytes:g}"]
         for gpu in gpus:
             counts = counts_of(path_of_block(kernels[gpu.arch][name][0], rows))

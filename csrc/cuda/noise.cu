@@ -36,7 +36,7 @@ struct DoubleSum {
 // The same as a pair of fp32 numbers, without double instructions before total(). The head is the fp32 sum. The tail
 // adds up what the head has rounded away, of products (by fmaf) and of sums (by Knuth's two-sum): Dot2 of Ogita, Rump
 // and Oishi 2005, Accurate Sum and Dot Product, Algorithm 5.3. With the 16 products of a share the error is at most
-// 2^-40 of the sum of their magnitudes, and 2^-50 of the product of the largest values, because products underflow.
+// 2^-40 of the sum of their magnitudes, plus 2^-50 of the product of the largest values, because products underflow.
 struct PairSum {
     float head = 0.0f, tail = 0.0f;
 

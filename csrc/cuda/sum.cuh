@@ -2,9 +2,9 @@
 //
 // The squares of a block are summed in double: squares of small fp16 gradients underflow in fp32, those of large
 // weights overflow, and a long fp32 sum loses the digits that a consensus distance needs. The cost is two double
-// instructions an element: a conversion and a fused multiplication and addition. Most data-centre GPUs run them at half
-// the fp32 rate, faster than memory delivers the elements. Other GPUs run two a clock and multiprocessor;
-// docs/performance.md lists the kernels that they limit. noise.cu has another sum for them.
+// instructions an element: a conversion and a fused multiplication and addition. A100 and H100 run them at half the
+// fp32 rate, faster than memory delivers the elements. T4 and RTX 4090 run two a clock and multiprocessor;
+// docs/performance.md lists the kernels that they limit. noise.cu has another sum for such GPUs.
 #pragma once
 
 #include "launch.cuh"

@@ -26,8 +26,9 @@ def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | N
     Differences are rounded to fp32. Products are exact and are added in float64 in one fixed order, so the bits do not
     depend on the number of threads. If one of the rows is the origin, small distances between large rows stay precise.
 
-    CUDA GPUs with slow float64 (not A100 and H100) add 16 products at a time in pairs of fp32 numbers before that. The
-    error is at most 2^-40 of the sum of the magnitudes, plus 2^-50 of the product of the largest values.
+    On CUDA GPUs with slow float64, such as T4 and RTX 4090, each thread adds its 16 products in a pair of fp32 numbers,
+    and float64 adds the threads. The error of the pairs is at most 2^-40 of the sum of the magnitudes, plus 2^-50 of
+    the product of the largest values.
 
     Args:
         rows: at least one, contiguous ``[P]``; float32, bfloat16 or float16 of one dtype and device.

@@ -96,8 +96,8 @@ def test_the_path_takes_the_branch_with_fewer_double_instructions() -> None:
     body = [sass.Instruction(16 * index, *line) for index, line in enumerate(lines)]
     path = sass.path_of_block(body)
     assert [one.operation for one in path] == ["LDG.E.128", "BRA", "FMUL", "FADD", "FADD", "BRA"]
-    assert sass.widths(path, "LDG") == "16"
-    assert sass.widths(path, "STG") == "-"
+    assert sass.widths_of(path, "LDG") == "16"
+    assert sass.widths_of(path, "STG") == "-"
 
 
 def test_widths_of_stores_are_those_of_elements() -> None:
@@ -105,9 +105,9 @@ def test_widths_of_stores_are_those_of_elements() -> None:
     load, short, store, total = (
         sass.Instruction(0, None, name, "") for name in ("LDG.E.128", "LDG.E.64", "STG.E.128", "STG.E.64")
     )
-    assert sass.widths([load, short, store, total], "STG") == "16+8"
-    assert sass.widths([load, store, total], "STG") == "16"
-    assert sass.widths([load, short, store, total], "LDG") == "16+8"
+    assert sass.widths_of([load, short, store, total], "STG") == "16+8"
+    assert sass.widths_of([load, store, total], "STG") == "16"
+    assert sass.widths_of([load, short, store, total], "LDG") == "16+8"
 
 
 def test_gpus_with_slow_doubles_take_other_kernels_of_noise_sums() -> None:

@@ -153,7 +153,7 @@ def random_regular(n: int) -> FromGraph:
     return FromGraph(nx.random_regular_graph(4, n, seed=1))
 
 
-@pytest.mark.parametrize("n", [64, 1000, 2048])
+@pytest.mark.parametrize("n", [64, 1000, 4096])
 @pytest.mark.parametrize(
     "make",
     [

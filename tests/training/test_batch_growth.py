@@ -60,7 +60,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "periods": {"learners": 2, "strategy": "local_sgd", "strategy_options": {"period": 2}, "drop_last": False},
     "parts": {"learners": 2, "strategy": "ssgd", "shards": "dirichlet", "batch_growth_lr": "linear"},
     "accumulation": {"accumulation": 4, "sampler": "fixed", "schedule": "cosine", "schedule_unit": "epochs"},
-    "curvature": {"learners": 2, "strategy": "ssgd", **helper.HESSIAN, "hessian_every": 3},
+    "curvature": {"learners": 2, "strategy": "ssgd", **helper.HESSIAN, "hessian_every": 1},
 }
 
 
