@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,33 @@ def test_every_point(norm: bool, batch_norm: str, vectorize: Any) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert model.training and model[1].training
+
+
+@pytest.mark.parametrize("vmap_is_faster", [True, False])
+def test_measuring_keeps_the_faster_way(vmap_is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of the test: a point takes one second in one way, and two in the other."""
+    module = importlib.import_module("ddpcore.diagnostics.landscape")
+    now, ran = [0.0], []
+    alone, in_vmap = module._Points._alone, module._Points._in_vmap
+
+    def timed_alone(self: Any, row: Tensor) -> Any:
+        now[0] += 2.0 if vmap_is_faster else 1.0
+        ran.append("alone")
+        return alone(self, row)
+
+    def timed_vmap(self: Any, rows: list[Tensor]) -> Any:
+        now[0] += len(rows) * (1.0 if vmap_is_faster else 2.0)
+        ran.append("vmap")
+        return in_vmap(self, rows)
+
+    monkeypatch.setattr(module, "CHUNK", 2)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module._Points, "_alone", timed_alone)
+    monkeypatch.setattr(module._Points, "_in_vmap", timed_vmap)
+    model = network()
+    assert landscape(data_of(model), random_plane(model), x=[0.0, 0.5, 1.0], y=[0.0, 1.0]).done.all()
+    assert ran[:3] == ["alone", "alone", "vmap"]
+    assert ran[3:] == (["vmap", "alone", "vmap"] if vmap_is_faster else ["alone"] * 4)  # vmap compares one point
 
 
 @pytest.mark.parametrize("vectorize", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
+from ddpcore.parameters import learner_models
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
 from helpers.learner_models import Scaled, learners
 
@@ -246,10 +248,29 @@ def test_the_faster_way_is_found_and_nothing_else_changes(monkeypatch: pytest.Mo
         assert torch.equal(one, other)
 
 
-def test_measuring_decides_once() -> None:
-    together = learners(nn.Linear(4, 2), 64, "measure")
-    together(torch.ones(64, 1, 4))
-    assert together.vectorize is True, "one batched product is faster than 64 tiny layers"
+@pytest.mark.parametrize("faster", ["together", "in turn"])
+def test_measuring_keeps_the_faster_way(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of the test: one way takes a second a call, the other two. Both first calls take longer."""
+    now: list[float] = [0.0]
+    ran: list[str] = []
+    monkeypatch.setattr(learner_models.time, "perf_counter", lambda: now[0])
+
+    def timed(way: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            now[0] += (1.0 if way == faster else 2.0) if way in ran else 10.0
+            ran.append(way)
+            return run(*args)
+
+        return call
+
+    for way, name in (("together", "_together"), ("in turn", "_in_turn")):
+        monkeypatch.setattr(LearnerModels, name, timed(way, getattr(LearnerModels, name)))
+    models = learners(nn.Linear(4, 2), 3, "measure")
+    for _ in range(2):
+        models(torch.ones(3, 1, 4))
+    assert models.vectorize is (faster == "together")
+    measured = ["together", "in turn"] * (1 + learner_models.TRIALS)
+    assert ran == [*measured, faster, faster], "only the first call measures"
 
 
 def test_copies_share_what_is_frozen_and_tied() -> None:
