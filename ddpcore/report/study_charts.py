@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpcore.report.chart import Chart, Number, Series
+from ddpcore.report.chart import COLORS, Chart, Number, Series
 
 FEWEST = 3  # values of a variable in a line; two are enough if several lines have them
 MOST_TICKS = 8  # of an axis
@@ -39,7 +39,7 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     charts, rest = [], [row for row, cell in cells.items() if _has_value(cell)]
     for fewest in (FEWEST, 2):
         while (lines := lines_of([row for row in rest if _is_drawn(cells[row])], configs, fewest)) is not None:
-            charts.append(_line_chart(lines, cells, metric, run_labels))
+            charts += _line_charts(lines, cells, metric, run_labels)
             on_lines = {row for line in lines.lines.values() for _, row in line}
             rest = [row for row in rest if row not in on_lines]
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
@@ -150,6 +150,19 @@ def _common(rows: Sequence[str]) -> str:
     """The parts of the names that all rows share."""
     first, *others = (row.split("-") for row in rows)
     return "-".join(part for part in first if all(part in other for other in others)) or rows[0]
+
+
+def _line_charts(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]) -> list[Chart]:
+    """One chart, where a dash stands for a run; or one for each run, if there are more lines than colours."""
+    if len(run_labels) == 1 or len(lines.lines) <= len(COLORS):
+        return [_line_chart(lines, cells, metric, run_labels)]
+    charts = []
+    for run, label in enumerate(run_labels):
+        own = {row: {**cell, "measured": [cell["measured"][run]]} for row, cell in cells.items()}
+        if any(_has_run(own[row], 0) for points in lines.lines.values() for _, row in points):
+            chart = _line_chart(lines, own, metric, [label])
+            charts.append(replace(chart, title=f"{chart.title}, {label}", note=f"{label}. {chart.note}"))
+    return charts
 
 
 def _line_chart(lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]) -> Chart:

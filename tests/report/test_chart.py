@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,33 @@ def test_many_lines_of_a_study_are_told_apart() -> None:
     two = [{**line, "measured": [line["measured"][0] | {"num_seeds": count} for count in (3, 1)]} for line in lines[:3]]
     (pair,) = study_charts({"metrics": ["m"], "lines": two, "configs": {}}, ["cpu", "full"])
     assert [series.low is not None for series in pair.series] == [True, False], "of one folder alone"
+
+
+def test_more_lines_than_colours_of_two_runs() -> None:
+    """Each run has its own chart, where lines are told apart as in one of this run alone."""
+
+    def charts(count: int, means: Sequence[float | None]) -> list[Chart]:
+        lines = [
+            {"row": f"{rule}-{size}", "metric": "m", "published": 5.0, "config": {},
+             "measured": [mean and {"num_seeds": 1, "mean": mean, "min": mean, "max": mean} for mean in means]}
+            for rule in "abcdefghij"[:count] for size in (1, 2, 4)
+        ]  # fmt: skip
+        return study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["cpu", "full"][: len(means)])
+
+    assert len(charts(6, [1.0, 2.0])) == len(charts(7, [1.0])) == 1
+    first, second = charts(7, [1.0, 2.0])
+    assert (first.title, first.note) == (
+        "m over value in the row's name, cpu",
+        "cpu. Lines: measured means. Diamonds: published.",
+    )
+    assert second.title.endswith(", full")
+    for chart, mean in ((first, 1.0), (second, 2.0)):
+        measured = [series for series in chart.series if series.style == "line+points"]
+        assert [series.name for series in measured] == list("abcdefg")
+        assert all(list(series.y) == [mean] * 3 for series in measured)
+        assert len({(color_of(series, 0), dash_of(series, 0)) for series in measured}) == 7
+    (only,) = charts(7, [None, 2.0])
+    assert only.title.endswith(", full"), "a run without a number has no chart"
 
 
 @pytest.mark.parametrize("name", ["batch-size-cifar10", "saddle-escape"])
