@@ -96,6 +96,7 @@ class Loop:
                 self._write_statistics()
                 if self.steps is not None:
                     self.steps.flush()
+                    self.steps.resume()
             is_best = self._end_epoch() if epoch_ends or progress.diverged else False
             stop = stop and step < self.total_steps
             if stop or self._needs_checkpoint(step, epoch_ends, is_best):

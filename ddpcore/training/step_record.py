@@ -19,13 +19,14 @@ FOLDER = "steps"
 class StepRecorder:
     """Writes a line for each step of this rank. Use it as a context manager, which writes the last lines.
 
-    A line holds ``step``; ``learners`` of this rank and the ``loss`` of each; ``batch_size`` of a complete batch, if it
-    grows in the run; ``seconds`` since the last step ended (without evaluation and checkpoints); ``exposed``, the
-    seconds in which the rank averaged or waited for others and did nothing else; ``compute``, the other seconds;
-    ``overlapped``, the part of ``compute`` in which a transfer was started and not yet needed, so that at most this
-    much communication was hidden; and ``waits``, the seconds that it waited for each other rank (only over shared
-    memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute`` and ``overlapped`` are None. On a GPU each step
-    waits for the device, so that the times are those of the work and not of its start.
+    A line holds ``step``; ``learners`` of this rank and the ``loss`` of each; ``batch_size`` of a complete batch,
+    if it grows in the run; ``seconds`` since the last step ended (without evaluations, checkpoints and checks of
+    the loss); ``exposed``, the seconds in which the rank averaged or waited for others and did nothing else;
+    ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was started and not
+    yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it waited for
+    each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute`` and
+    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are those of the work and
+    not of its start.
 
     Args:
         out: the folder of the run.
@@ -58,7 +59,7 @@ class StepRecorder:
             self._spans.stop()
 
     def resume(self) -> None:
-        """Begin to measure a step: at the start, and after a pause for an evaluation or a checkpoint."""
+        """Begin to measure a step: at the start, and after a pause for an evaluation, a checkpoint or a check."""
         if self._spans is not None:
             self._spans.start()
         self._waited = dict(self._trainer.handle.comm.waited)

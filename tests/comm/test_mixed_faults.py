@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,10 +20,10 @@ Outcome = list[tuple[int, str]]  # of each rank: exit status, output
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    before = set(os.listdir("/dev/shm"))
+    before = ranks.names_in_shared_memory()
     path = tmp_path_factory.mktemp("mixed") / "outcomes.pt"
     subprocess.run([sys.executable, HELPERS / "mixed_fault_ranks.py", path], env=ranks.environment(), check=True)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert ranks.names_in_shared_memory() <= before
     return torch.load(path)
 
 

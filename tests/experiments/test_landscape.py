@@ -130,7 +130,7 @@ def test_processes_share_the_points(runs: Path) -> None:
 @pytest.mark.parametrize("num", [1, 2])
 def test_ctrl_c_saves_the_finished_points(num: int, runs: Path) -> None:
     """The signal goes to all processes, as from a terminal."""
-    words = ["landscape", str(runs / "a"), "--points", "200", "--samples", "60", "--world-size", str(num)]
+    words = ["landscape", str(runs / "a"), "--points", "1000", "--samples", "60", "--world-size", str(num)]
     command = [sys.executable, "-m", "ddpcore.experiments", *words, "--out", str(runs / "out")]
     started = subprocess.Popen(
         command, env=ranks.environment(), text=True, stderr=subprocess.PIPE, start_new_session=True
@@ -138,7 +138,7 @@ def test_ctrl_c_saves_the_finished_points(num: int, runs: Path) -> None:
     assert started.stderr is not None
     try:
         seen = started.stderr.readline()  # after ten seconds, and some points
-        assert re.match(r"landscape: \d+ of 40000, ", seen)
+        assert re.match(r"landscape: \d+ of 1000000, ", seen)
         os.killpg(started.pid, signal.SIGINT)
         error = seen + started.communicate(timeout=100)[1]
     finally:

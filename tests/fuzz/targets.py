@@ -22,7 +22,8 @@ from ddpcore.storage.json_lines import read_lines
 from ddpcore.training.checkpoint import Checkpoints
 
 MAX_BYTES = 2**20  # of a file, unpacked: small, so that a fuzzer finds what exceeds it
-FOLDER = Path(tempfile.mkdtemp(prefix="ddpcore-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+TEMPORARY = tempfile.TemporaryDirectory(prefix="ddpcore-fuzz-")  # it goes with the last reference
+FOLDER = Path(TEMPORARY.name)
 
 
 def refuses(read: Callable[[], object]) -> None:

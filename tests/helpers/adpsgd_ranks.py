@@ -231,12 +231,13 @@ def dies_in_an_average(rank: int) -> None:
 
 def stops_in_an_average(rank: int) -> None:
     """Rank 1 keeps the locks longer than the timeout."""
-    comm = SharedMemoryCommunicator(timeout=0.5)
+    comm = SharedMemoryCommunicator()
     rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
     if rank == 1:
         live.meet_ = lambda *_: time.sleep(2)
     else:
-        time.sleep(0.3)
+        rows._coordinator.timeout = 0.5
+        wait_for(lambda: rows._marks.read(0) == 2)  # rank 1 has the locks
     rows.meet(rank, 1 - rank, Job(zeros.clone(), zeros.clone()))
 
 

@@ -8,6 +8,8 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,21 +37,28 @@ def threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name == "ddpcore averages"]
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until the condition holds, or SECONDS have passed: then the test fails."""
+    end = time.monotonic() + SECONDS
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
 def without_wait(rank: int, in_thread: bool) -> dict[str, Any]:
     """What a row holds when all ranks have begun its average and none waits for it."""
     comm = SharedMemoryCommunicator(in_thread=in_thread)
     row = shared_row(comm, 5000, float(rank))
     work = comm.average_(row)
     dist.barrier()
-    end = time.monotonic() + SECONDS
-    while in_thread and bool((row != 1.5).any()) and time.monotonic() < end:
-        time.sleep(0.001)
+    if in_thread:
+        wait_for(partial(torch.equal, row, torch.full_like(row, 1.5)))
     before_wait = row.clone()
     dist.barrier()
     work.wait()
     names, description = threads(), comm.description
     del work, comm, row
     gc.collect()
+    wait_for(lambda: not threads())  # a thread may hold the last reference for a moment
     return {"before_wait": before_wait, "threads": names, "description": description, "at_the_end": threads()}
 
 
@@ -119,7 +128,8 @@ def stopped(rank: int, in_thread: bool) -> tuple[str, str]:
         averages.average_share_ = half
     work = comm.average_(row)
     dist.barrier()
-    time.sleep(0.1)  # for the threads
+    if rank == 1 and in_thread:  # else this thread may compute the average
+        wait_for(lambda: averages.average_share_ is real)
     told = []
     for _ in range(2):
         try:

@@ -28,6 +28,11 @@ def environment() -> dict[str, str]:
     return child | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
+def names_in_shared_memory() -> set[str]:
+    """Without semaphores: other tests that run now have some."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 def python(*words: object, cwd: Path, timeout: float = 240.0, **more: str) -> subprocess.CompletedProcess[str]:
     """``python WORDS`` as a process of its own, without the seconds of an import (:mod:`forked`)."""
     return forked.run([*map(str, words)], cwd=cwd, env=environment() | more, timeout=timeout)

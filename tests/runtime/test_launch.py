@@ -21,7 +21,7 @@ from helpers import ranks
 
 WORKER = Path(__file__).parents[1] / "helpers" / "launch_worker.py"
 MARK = "DDPCORE_TEST_MARK"
-TIMEOUT = 90
+TIMEOUT = 300
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc to find processes")

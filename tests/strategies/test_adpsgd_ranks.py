@@ -28,7 +28,7 @@ KILLED = -9
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     folder = tmp_path_factory.mktemp("adpsgd")
     path = folder / "outcomes.pt"
-    done = ranks.python("-m", "helpers.adpsgd_ranks", path, cwd=folder, ADPSGD_FOLDER=str(folder))
+    done = ranks.python("-m", "helpers.adpsgd_ranks", path, cwd=folder, timeout=600.0, ADPSGD_FOLDER=str(folder))
     assert done.returncode == 0, done.stderr
     return torch.load(path)
 

@@ -161,7 +161,7 @@ def test_one_torchrun_for_each_rank(tmp_path: Path) -> None:
 
 
 def _wait_until(is_true: Callable[[], bool], agents: list[Any]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not is_true():
         assert time.monotonic() < deadline and sum(agent.is_alive() for agent in agents) > 1, "the run has ended"
         time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def test_ranks(device: str) -> None:
     """Every method of the connection, with weights and gradients in shared memory."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip(f"torch {torch.__version__} sees no CUDA device")
-    before = set(os.listdir("/dev/shm"))
+    before = ranks.names_in_shared_memory()
     for rank, seen in enumerate(ranks.run(f"ipc_ranks_{device}", 2)):
         assert seen["average"].tolist() == [[0.5] * 100]
         assert seen["staged"].tolist() == [[0.5] * 10]
@@ -60,4 +59,4 @@ def test_ranks(device: str) -> None:
         for step, mixed in enumerate(seen["mixed"]):
             own, other = 10.0 * step + rank, 10.0 * step + 1 - rank
             assert mixed.tolist() == [[(own + other) / 2] * 100]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert ranks.names_in_shared_memory() <= before

@@ -31,10 +31,10 @@ KILLED = -9
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    before = set(os.listdir("/dev/shm"))
+    before = ranks.names_in_shared_memory()
     path = tmp_path_factory.mktemp("shared") / "outcomes.pt"
     subprocess.run([sys.executable, HELPERS / "shared_memory_ranks.py", path], env=ranks.environment(), check=True)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert ranks.names_in_shared_memory() <= before
     return torch.load(path)
 
 
