@@ -170,7 +170,8 @@ def test_the_check_for_kernels_runs_on_the_package() -> None:
     """Its code runs with the real package. Every other test replaces the interpreter."""
     code = re.search(r"-c '(.*machine\.kernels.*)' \$device", SCRIPT.read_text())
     assert code is not None
-    done = subprocess.run([sys.executable, "-c", code[1], "none"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    words = [sys.executable, "-c", code[1], "none"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (1, "")
 
 
