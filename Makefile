@@ -1,4 +1,4 @@
-# make bench | test | check | check-sanitizers | fuzz | docs | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
+# make install | bench | test | check | check-sanitizers | fuzz | docs | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
 #
 #   make bench ARGS="--model mlp"              any flags of python -m ddpcore.bench
 #   make test ARGS="tests/ops" WORKERS=0       some tests, in this process alone
@@ -9,10 +9,14 @@ ifdef PYTHON
   PY := $(PYTHON)
   READY :=
   TOOLED :=
+  INSTALLED := build
+  ENTER := make install PYTHON=$(PYTHON)
 else
   PY := .venv/bin/python
   READY := .venv/.ready
   TOOLED := .venv/.tools
+  INSTALLED := .venv/.installed
+  ENTER := source .venv/bin/activate
 endif
 # What Python has compiled is kept, also where the environment forbids it: else each process compiles torch again, for 4 s.
 export PYTHONDONTWRITEBYTECODE :=
@@ -27,13 +31,24 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-.PHONY: bench test check check-sanitizers fuzz lint types cpp docs mutations sass build sdist wheel release-check clean
-bench: build
+.PHONY: install bench test check check-sanitizers fuzz lint types cpp docs mutations sass build sdist wheel release-check clean
+# The command ddpcore, and import ddpcore from any folder. Nothing is compiled twice: the package is installed in editable
+# mode, with the library that build has made. With PYTHON= only this target changes the environment.
+install: $(INSTALLED)
+ifdef PYTHON
+	@$(EDITABLE)
+	@echo "ddpcore is installed for $(PY)"
+else
+	@echo "ddpcore is installed in .venv. Enter it: $(ENTER)"
+endif
+
+bench: $(INSTALLED)
 	@$(if $(ARGS),,echo "training handwritten digits with four strategies: about half a minute on two cores")
-	@$(PY) -m ddpcore.bench $(ARGS)
+	@$(PY) -m ddpcore bench $(ARGS)
+	@printf '\nnext:  %s\n       %s\n' "$(ENTER)" "ddpcore demo   # one minute: where averaging weights trains and averaging gradients fails"
 
 # Three processes, a file each at a time: what one test file sets up (worlds of ranks) is set up once, and many tests wait.
-test: build $(TOOLED)
+test: $(INSTALLED) $(TOOLED)
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 # Exactly what CI runs. pytest stands last, so that its closing line is the last one.
@@ -103,6 +118,11 @@ release-check: wheel
 	$(PY) tools/release_check.py $(if $(CUDA),--cuda $(CUDA)) $(ARGS)
 
 build: $(BUILT)
+
+EDITABLE = DDPCORE_PREBUILT=1 $(PY) -m pip install -q --no-deps --no-build-isolation --disable-pip-version-check -e .
+.venv/.installed: pyproject.toml setup.py ddpcore/runtime/version.py $(READY) | build
+	@$(EDITABLE)
+	@touch $@
 
 $(BUILT): $(SOURCES) setup.py $(READY)
 	@rm -f build/built-for*

@@ -7,6 +7,8 @@ CUDA build of torch exist. TORCH_CUDA_ARCH_LIST is torch's own variable and hold
 they are compiled for the GPUs of this machine, or for all where there is none. DDPCORE_LOCAL_VERSION=cu13 makes a wheel
 for CUDA 13 with this suffix of its version.
 
+DDPCORE_PREBUILT=1 compiles nothing: make install takes the library that setup.py build_ext --inplace has made.
+
 DDPCORE_SANITIZE=address,undefined|thread compiles the CPU kernels with these sanitizers, for tools/check_sanitizers.
 """
 
@@ -87,6 +89,8 @@ def sources(*patterns):
 
 
 def extensions():
+    if os.environ.get("DDPCORE_PREBUILT") == "1":
+        return []
     if torch is None:  # pip asks for the metadata before it builds; the build itself says what is missing
         from setuptools import Extension
 

@@ -1,5 +1,18 @@
 """Large-batch data-parallel training for PyTorch: fused optimizers, gossip, local steps, and what they cost."""
 
+import sys
+from importlib.util import find_spec
+from pathlib import PurePath
+
+if find_spec("torch") is None:
+    _REASON = (
+        f"ddpcore: {sys.executable} has no torch: in a checkout run make install and source .venv/bin/activate, "
+        "elsewhere pip install torch"
+    )
+    if PurePath(sys.argv[0]).name in ("-m", "ddpcore"):  # a command prints one line, without a traceback
+        raise SystemExit(_REASON)
+    raise ModuleNotFoundError(_REASON, name="torch")
+
 from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.state_sync import Policies

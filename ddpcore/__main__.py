@@ -1,10 +1,11 @@
-"""``python -m ddpcore COMMAND``: the commands of ddpcore, each with ``--help``."""
+"""``ddpcore COMMAND``: the commands of ddpcore, each with ``--help``. ``python -m ddpcore COMMAND`` is the same."""
 
 from __future__ import annotations
 
 import runpy
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 # command -> module, words that come before the user's, one line of help
 COMMANDS = {
@@ -20,7 +21,7 @@ examples:
   ddpcore bench --world-size 4
   ddpcore train --out runs/first model=mlp dataset=digits epochs=20
 
-commands (ddpcore COMMAND --help):
+commands (ddpcore COMMAND --help, ddpcore --version):
 {"".join(f"  {name:12} {about}" + chr(10) for name, (_, _, about) in COMMANDS.items())}"""
 
 
@@ -31,8 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP, end="")
         return 0
     name = words[0]
+    if name == "--version":
+        print(f"ddpcore {sys.modules['ddpcore'].__version__}")  # Python has imported the package before this file
+        return 0
     if name not in COMMANDS:
-        print(f"ddpcore: unknown command {name!r}: choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        near = get_close_matches(name, COMMANDS, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(COMMANDS)}"
+        print(f"ddpcore: unknown command {name!r}: {remedy}", file=sys.stderr)
         return 2
     module, first, _ = COMMANDS[name]
     sys.argv = [f"ddpcore {name}", *first, *words[1:]]
