@@ -21,7 +21,7 @@ def environment(resolved: ResolvedConfig) -> dict[str, Any]:
     processes = 1 if resolved.is_virtual else resolved.world_size
     return {
         **machine(resolved.device),
-        "threads_per_rank": torch.get_num_threads() if processes == 1 else launch.threads_per_rank(processes),
+        "threads_per_rank": torch.get_num_threads(),
         "oversubscribed": processes > launch.num_cores() if resolved.device == "cpu" else False,
         "backend": resolved.choice.backend,
         "backend_reason": resolved.choice.reason,

@@ -36,6 +36,7 @@ from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.training import Trainer
+from ddpcore.training.threads import threads_for
 
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
@@ -68,8 +69,14 @@ def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
 
 def run_rank(world: World, resolved: ResolvedConfig) -> None:
     """What every rank runs; rank 0 prints the table and writes the JSON file."""
-    config = resolved.config
     dataset = build_dataset(resolved, first=False).to(resolved.device)
+    num_ranks = 1 if resolved.is_virtual else resolved.world_size
+    with threads_for(resolved.train_config(resolved.strategies[0]), dataset, num_ranks):
+        _compare(world, resolved, dataset)
+
+
+def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> None:
+    config = resolved.config
     meter = GpuMeter() if resolved.device == "cuda" else None
     names = dict.fromkeys(resolved.strategies)
     if not resolved.is_virtual:

@@ -30,6 +30,7 @@ from ddpcore.training.record import RunRecord
 from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
 from ddpcore.training.statistics import Measurements, check_samples
 from ddpcore.training.step_record import StepRecorder
+from ddpcore.training.threads import threads_for
 from ddpcore.training.trainer import Trainer
 
 
@@ -156,6 +157,7 @@ def _train(
         return stack.enter_context(_writer(placement, trainer, out, outputs, is_first=True))
 
     with ExitStack() as stack, recorder as steps:
+        stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
         writer = stack.enter_context(_writer(placement, trainer, out, outputs, is_first=is_first))
         loop = Loop(
             placement=placement,
@@ -230,7 +232,8 @@ def _writer(
         return nullcontext()
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     left = {} if placement.left is None else {"members": list(placement.left.members)}
-    batches, here = trainer.batches, machine(placement.device.type)
+    batches = trainer.batches
+    here = {**machine(placement.device.type), "threads": torch.get_num_threads()}
     num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
         "kind": "run",

@@ -1,0 +1,55 @@
+"""The number of threads follows the size of a model, not a clock."""
+
+import pytest
+import torch
+
+from ddpcore.training import TrainConfig, train
+from ddpcore.training.build import build_model, read_dataset
+from ddpcore.training.threads import LEAST_WORK, forward_work, threads_for
+
+DIGITS = {"dataset": "digits", "steps": 2, "strategy": "dpsgd", "learners": 4, "batch_size": 128, "evaluate_every": 0}
+
+
+def config_of(**fields):
+    return TrainConfig(**{**DIGITS, **fields})
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_work_of_a_small_model():
+    config = config_of(model="mlp")  # 64-50-50-10
+    dataset = read_dataset(config, first=True)
+    work = 2 * (64 * 50 + 50 * 50 + 50 * 10) + 20 * 64
+    assert forward_work(config, dataset, 1) == 128 * (work + 2 * 110)  # fewer products than weights with biases
+    assert forward_work(config, dataset, 2) == forward_work(config, dataset, 1) / 2
+    assert forward_work(config_of(model="mlp", accumulation=2), dataset, 1) == forward_work(config, dataset, 1) / 2
+
+
+def test_work_of_convolutions():
+    config = TrainConfig(model="lenet5", dataset="synthetic", batch_size=32, steps=1)
+    dataset = read_dataset(config, first=True)
+    weights = sum(p.numel() for p in build_model(config, dataset, torch.device("cpu")).parameters())
+    assert forward_work(config, dataset, 1) > 5 * 32 * 2 * weights  # a weight of a convolution is used at each place
+
+
+@pytest.mark.parametrize(("hidden", "threads"), [([50, 50], 1), ([1024, 1024], 2)])
+def test_a_run_has_the_threads_of_its_size(hidden, threads, two_threads, tmp_path):
+    config = config_of(model="mlp", model_options={"hidden": hidden})
+    assert (forward_work(config, read_dataset(config, first=True), 1) < LEAST_WORK) == (threads == 1)
+    record = train(config, out=tmp_path / "run")
+    assert record.header["threads"] == threads
+    assert torch.get_num_threads() == 2  # as before the run
+
+
+def test_threads_are_restored_after_an_error(two_threads):
+    config = config_of(model="mlp")
+    with pytest.raises(RuntimeError, match="stop"), threads_for(config, read_dataset(config, first=True), 1):
+        assert torch.get_num_threads() == 1
+        raise RuntimeError("stop")
+    assert torch.get_num_threads() == 2
