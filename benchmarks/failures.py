@@ -133,11 +133,16 @@ def run_shrink(folder: Path, args: argparse.Namespace, rank: int, joins: bool) -
     """A rank of a run that goes on, from its start or from when it joins."""
     job = Job(folder, args, rank)
     if joins:
-        handle: Any = ddpcore.join(job.model, job.optimizer, job.strategy, job.store, transport=args.transport)
+        handle: Any = ddpcore.join(
+            job.model, job.optimizer, job.strategy, job.store, connection=ddpcore.Connection(transport=args.transport)
+        )
     else:
         dist.init_process_group(job.backend, store=job.store, rank=rank, world_size=args.ranks)
         handle = ddpcore.distribute(
-            job.model, job.optimizer, job.strategy, on_failure="shrink", transport=args.transport
+            job.model,
+            job.optimizer,
+            job.strategy,
+            connection=ddpcore.Connection(on_failure="shrink", transport=args.transport),
         )
     job.write("members", {"pid": os.getpid()})
     while not job.is_over(handle):  # a rank that joins takes part in what the others do after that step
@@ -149,7 +154,9 @@ def run_restart(folder: Path, args: argparse.Namespace, rank: int, joins: bool) 
     """A rank of a run that begins again at the last checkpoint."""
     job = Job(folder, args, rank)
     dist.init_process_group(job.backend, store=job.store, rank=rank, world_size=args.ranks)
-    handle: Any = ddpcore.distribute(job.model, job.optimizer, job.strategy, transport=args.transport)
+    handle: Any = ddpcore.distribute(
+        job.model, job.optimizer, job.strategy, connection=ddpcore.Connection(transport=args.transport)
+    )
     last = folder.parent / "last"
     if last.exists():
         saved = torch.load(folder.parent / last.read_text() / f"{rank}.pt", weights_only=False)

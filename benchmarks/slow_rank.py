@@ -50,7 +50,7 @@ class Job:
         strategy = MAKERS[name]()
         self.waits = strategy is not None and strategy.waits
         if strategy is not None:
-            ddpcore.distribute(self.model, self.optimizer, strategy, transport="shm")
+            ddpcore.distribute(self.model, self.optimizer, strategy, connection=ddpcore.Connection(transport="shm"))
 
     def step(self) -> None:
         """One step of training."""

@@ -13,6 +13,7 @@ if find_spec("torch") is None:
         raise SystemExit(_REASON)
     raise ModuleNotFoundError(_REASON, name="torch")
 
+from ddpcore.comm.connect import Connection
 from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.state_sync import Policies
@@ -51,6 +52,7 @@ __all__ = [
     "SSGD",
     "AdaptiveConsensus",
     "Complete",
+    "Connection",
     "Distributed",
     "ExactDiffusion",
     "FromGraph",

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddpcore.bench.command import num_hosts, publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
 from ddpcore.bench.environment import check_memory, environment, free_memory
-from ddpcore.comm import Communicator, choose_transport, connect
+from ddpcore.comm import Communicator, Connection, choose_transport, connect
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.process import barrier
 from ddpcore.ops import Mixture
@@ -91,7 +91,7 @@ class Lane:
         group = dist.group.WORLD
         assert group is not None
         self.transport, self.device = transport, device
-        self.comm: Communicator = connect(group, transport, device)
+        self.comm: Communicator = connect(group, device, Connection(transport=transport))
         self.rows = self.comm.allocate((1, numel), torch.float32, device)
         self.num_steps = 0
 

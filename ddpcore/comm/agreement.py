@@ -27,7 +27,6 @@ def describe(value: Any) -> str:
     """Return the type and the public attributes of an object as text.
 
     A dataclass gives the fields that it is compared by, an optimizer its class and its defaults, a function its name.
-    Options that version 0.1.0 lacked (``_added_options``) are left out if they change nothing: its checkpoints load.
     """
     if isinstance(value, partial):
         return describe([value.func, value.args, value.keywords])
@@ -47,14 +46,8 @@ def describe(value: Any) -> str:
         items = vars(value)
     else:
         return repr(value)
-    added = getattr(type(value), "_added_options", {})
-    shown = {name: item for name, item in items.items() if not (name in added and _is_same(item, added[name]))}
-    public = [f"{name}={describe(item)}" for name, item in shown.items() if not name.startswith("_")]
+    public = [f"{name}={describe(item)}" for name, item in items.items() if not name.startswith("_")]
     return f"{type(value).__name__}({', '.join(public)})"
-
-
-def _is_same(item: object, default: object) -> bool:
-    return type(item) is type(default) and item == default
 
 
 def identify(cls: type) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+
 import torch
 import torch.distributed as dist
 
@@ -11,10 +14,10 @@ from ddpcore.comm.door import run_in
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.elastic_group import ProcessGroupFabric
 from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
-from ddpcore.comm.errors import TIMEOUT_SECONDS
+from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
 from ddpcore.comm.fabric import Fabric
 from ddpcore.comm.link import Link, LinkedCommunicator
-from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership
+from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership, check_on_failure
 from ddpcore.comm.mixed import MixedCommunicator
 from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
 from ddpcore.comm.shared import coordination
@@ -23,39 +26,74 @@ from ddpcore.comm.shared.elastic import SharedMemoryFabric
 from ddpcore.comm.shared.host import SharedMemoryCommunicator
 from ddpcore.comm.shared.symmetric import SymmetricCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import check_agents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """How learners exchange bytes, and what they do when one of them does not answer.
+
+    Args:
+        transport: how ranks exchange bytes: ``shm``, ``ipc``, ``symmetric``, ``pg``, ``mixed`` or ``auto``, see
+            docs/transports.md.
+        timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
+        link: a network to emulate between ranks on the CPU; None for no emulation.
+        bucket_bytes: size of the largest bucket of averaged gradients, in bytes.
+        first_bucket_bytes: size of the first bucket, in bytes.
+        on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on, see docs/reliability.md.
+        membership: to resume a run with ``shrink`` with the learners that are left of it, see docs/reliability.md.
+
+    Raises:
+        ValueError: the timeout is out of range, ``on_failure`` has no such value, or ``membership`` does not fit to it.
+    """
+
+    transport: str = "auto"
+    timeout: float = TIMEOUT_SECONDS
+    link: Link | None = None
+    bucket_bytes: int = 25 * MiB
+    first_bucket_bytes: int = MiB
+    on_failure: str = ON_FAILURE[0]
+    membership: Membership | None = None
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout)
+        check_on_failure(self.on_failure)
+        if self.membership is not None and self.on_failure == ON_FAILURE[0]:
+            raise ValueError("membership is of a run with on_failure='shrink': pass that, or leave membership= out")
+
+    def given(self, names: Collection[str] | None = None) -> str:
+        """The fields that differ from their defaults, as ``connection=Connection(a=, b=)``; empty if there are none."""
+        found = [
+            item.name
+            for item in fields(self)
+            if getattr(self, item.name) != item.default and (names is None or item.name in names)
+        ]
+        return f"connection=Connection({', '.join(f'{name}=' for name in found)})" if found else ""
 
 
 def connect(
     group: dist.ProcessGroup | None,
-    transport: str,
     device: torch.device,
-    timeout: float = TIMEOUT_SECONDS,
-    link: Link | None = None,
+    connection: Connection | None = None,
     learners: int | None = None,
-    on_failure: str = ON_FAILURE[0],
-    membership: Membership | None = None,
 ) -> Communicator:
     """Build the communicator that connects the learners. Collective over the ranks of the group.
 
     Args:
         group: the process group; None for virtual learners in this process.
-        transport: ``shm``, ``ipc``, ``symmetric``, ``pg``, ``mixed`` or ``auto``. If ``auto`` chooses ``pg``, the
-            communicator's ``description`` contains the reason.
         device: the device of the model.
-        timeout: seconds that a living rank may let the others wait.
-        link: a network to emulate between ranks on the CPU; None for no emulation.
+        connection: None for the defaults. If the transport ``auto`` chooses ``pg``, the communicator's ``description``
+            contains the reason.
         learners: number of virtual learners of each process; None for one real learner on each rank.
-        on_failure: what the living do when a rank dies: ``raise`` an error, or go on without it (``shrink``).
-        membership: the members that are left of a run, in the order of ranks; None: all ranks begin a run.
 
     Raises:
         ValueError: raised on every rank: the requested transport cannot connect the ranks, or a number is out of range.
     """
-    if on_failure != ON_FAILURE[0]:
-        return _connect_elastic(group, transport, device, timeout, link, learners, membership)
-    if membership is not None:
-        raise ValueError("membership is of a run with on_failure='shrink': pass that, or leave membership= out")
+    connection = connection or Connection()
+    transport, timeout, link = connection.transport, connection.timeout, connection.link
+    if connection.on_failure != ON_FAILURE[0]:
+        return _connect_elastic(group, device, connection, learners)
     if group is None or learners is not None:
         num_rows = 1 if learners is None else learners
         return VirtualCommunicator(num_rows) if group is None else ProcessGroupCommunicator(group, num_rows, timeout)
@@ -66,16 +104,11 @@ def connect(
 
 
 def _connect_elastic(
-    group: dist.ProcessGroup | None,
-    transport: str,
-    device: torch.device,
-    timeout: float,
-    link: Link | None,
-    learners: int | None,
-    membership: Membership | None,
+    group: dist.ProcessGroup | None, device: torch.device, connection: Connection, learners: int | None
 ) -> Communicator:
     """The connection of learners that may die."""
-    if link is not None:
+    transport, timeout, membership = connection.transport, connection.timeout, connection.membership
+    if connection.link is not None:
         raise ValueError("on_failure='shrink' cannot emulate a link: leave link= out")
     num = learners if group is None else dist.get_world_size(group)
     if learners is not None and group is not None:

@@ -20,9 +20,7 @@ from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.observer import Observer
 from ddpcore.options.typed import check_range
-from ddpcore.strategies.adpsgd import ADPSGD
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.push_sum import PushSum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +126,8 @@ class HessianStatistics(Observer):
         self.records: list[HessianRecord] = []
         self.num_steps, self._hook = 0, None
         if isinstance(handle, HookedDistributed):
-            if isinstance(handle.strategy, PushSum):
-                raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
-            if isinstance(handle.strategy, ADPSGD):
-                raise ValueError("models of adpsgd hold older weights than those that it averages: take dpsgd")
+            if no_mean := handle.strategy.traits.no_mean:
+                raise ValueError(f"{no_mean}: take dpsgd")
             check_range("top", top, most=sum(segment.numel for segment in handle.learner.flat.segments) - 1)
             handle.observers.append(self)
         else:
@@ -173,7 +169,7 @@ class HessianStatistics(Observer):
         if not _are_identical(learner, weights_LP):  # else the rounding of their average would count
             distance = self._shares(learner, weights_LP - learner.average_of(weights_LP), found.vectors)
         noise = None
-        if not self._handle.strategy.averages_gradients_at(learner.step):
+        if not self._handle.strategy.plan(learner.step).averages_gradients:
             own_LP = passes.local_gradients(learner) / _scale(learner.optimizer)
             average_LP = own_LP.clone()
             learner.comm.average_(average_LP).wait()

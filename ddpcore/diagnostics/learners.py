@@ -129,10 +129,11 @@ class LearnerStatistics(Observer):
     ) -> None:
         begin, sent = self._record_buffer.begin(), learner.comm.bytes_sent
         strategy, step = self._handle.strategy, learner.step
-        averages = strategy.averages_gradients_at(step)
+        plan = strategy.plan(step)
+        averages = plan.averages_gradients
         kept = self._config.every if averages else MEASURED
         result = Measured(step + 1, learner.comm.num_learners, kept, num_skipped=num_skipped)
-        result.at_mean = strategy.gradients_at_mean(step) or (not averages and self._config.loss is not None)
+        result.at_mean = plan.gradients_at_mean or (not averages and self._config.loss is not None)
         try:
             if not averages:
                 squares = self._measure_different(learner, result, random)

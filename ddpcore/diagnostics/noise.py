@@ -17,8 +17,6 @@ from ddpcore.diagnostics.series import Series
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range, typed
-from ddpcore.strategies.adpsgd import ADPSGD
-from ddpcore.strategies.push_sum import PushSum
 
 MOST_DIRECTIONS = 256  # most learners whose inner products one kernel computes
 
@@ -176,11 +174,10 @@ def _hooked(
         if config.loss is not None or config.full_loss is not None:
             raise ValueError("one learner has no mean model: leave loss= and full_loss= out")
         return None
-    if isinstance(handle.strategy, PushSum):
-        raise ValueError("push_sum does not train the mean of its weights: take dpsgd")
-    if isinstance(handle.strategy, ADPSGD):
-        raise ValueError("gradients of adpsgd belong to older weights than those that are compared: take dpsgd")
-    if (size := handle.strategy.group) > 1:
+    traits = handle.strategy.traits
+    if traits.no_mean:
+        raise ValueError(f"{traits.no_mean}: take dpsgd")
+    if (size := traits.group) > 1:
         raise ValueError(
             f"{handle.strategy.name} averages gradients in groups of {size}, which leaves no learner's own to compare: "
             "leave group out"
@@ -189,7 +186,7 @@ def _hooked(
         raise ValueError(f"directions compares {MOST_DIRECTIONS} learners at most: leave it out")
     if config.full_loss is not None:
         strategy = handle.strategy
-        if config.loss is None and not (strategy.learners_stay_identical and strategy.gradients_at_mean(0)):
+        if config.loss is None and not (traits.stays_identical and strategy.plan(0).gradients_at_mean):
             raise ValueError(f"learners of {strategy.name} differ: pass loss= and full_loss=")
         if len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
             raise ValueError("an effective learning rate is one number: give all parameter groups one learning rate")

@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,11 +15,8 @@ from torch import Tensor, nn
 
 from ddpcore.comm.agreement import Fact, check_agreement, facts_of
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.connect import connect, find_run
+from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
-from ddpcore.comm.link import Link
-from ddpcore.comm.membership import ON_FAILURE, Membership, check_on_failure
 from ddpcore.comm.mixed import MixedCommunicator
 from ddpcore.comm.process import default_group
 from ddpcore.distributed.averaging import rows_of
@@ -28,14 +26,11 @@ from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.muon import Muon
-from ddpcore.parameters.flat import FlatParameters, MiB
+from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hook_watch import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
-from ddpcore.strategies.base import Baseline, Strategy, check_group, check_on_nonfinite
-from ddpcore.strategies.baselines import DDP
+from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.local_sgd import LocalSGD
 
 Handle = TypeVar("Handle", bound=Distributed)
 
@@ -45,19 +40,13 @@ def distribute(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy | Baseline,
     *,
-    learners: int | None = None,
     group: dist.ProcessGroup | None = None,
-    transport: str = "auto",
-    timeout: float = TIMEOUT_SECONDS,
-    link: Link | None = None,
+    learners: int | None = None,
     vectorize: bool | str | None = None,
-    bucket_bytes: int = 25 * MiB,
-    first_bucket_bytes: int = MiB,
+    connection: Connection | None = None,
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    on_failure: str = ON_FAILURE[0],
     on_nonfinite: str = "raise",
-    membership: Membership | None = None,
 ) -> Distributed:
     """Train ``model`` with ``strategy``, in an unchanged loop. All start from learner 0's weights and buffers.
 
@@ -65,17 +54,13 @@ def distribute(
         model: all its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
-        learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         group: the process group. None is the default group, and for virtual learners no group.
-        timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
-        transport, link: ``shm``, ``ipc``, ``symmetric``, ``pg``, ``mixed``, ``auto``; a network: docs/transports.md.
+        learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
-        bucket_bytes, first_bucket_bytes: sizes of the largest bucket of averaged gradients, and of the first one.
+        connection: transport, timeout, buckets, and what to do when a rank dies; None for the defaults.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
         scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
-        on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on: see docs/reliability.md.
         on_nonfinite: ``raise``, ``skip`` or ``quarantine``, if a gradient is not finite: see docs/reliability.md.
-        membership: to resume a run with ``shrink`` with the learners that are left of it, see docs/reliability.md.
 
     Returns:
         A handle with ``.model`` to call. That of virtual learners takes ``[learners, batch, ...]``: add their losses.
@@ -83,23 +68,30 @@ def distribute(
     Raises:
         ValueError: the arguments do not fit together.
     """
-    policies = policies or Policies()
-    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings: dict[str, Any] = {"transport": transport, "link": link, "learners": learners, "policies": policies}
-    settings |= {"scaler": scaler, "on_nonfinite": on_nonfinite, "on_failure": check_on_failure(on_failure), **buckets}
+    policies, connection = policies or Policies(), connection or Connection()
     if isinstance(strategy, Baseline):
-        options = {**settings, "timeout": timeout, "vectorize": vectorize, "membership": membership}
-        return _share_work(_baseline(model, strategy, group, options), optimizer, strategy, group, is_fixed=True)
+        options = {"learners": learners, "vectorize": vectorize, "scaler": scaler, "on_nonfinite": on_nonfinite}
+        options["policies"] = None if policies == Policies() else policies
+        handle = _baseline(model, strategy, group, connection, options)
+        return _share_work(handle, optimizer, strategy, group, is_fixed=True)
     _check(model, optimizer, strategy, policies, scaler, learners)
-    group = _group_of(learners, group, {"transport": transport, "link": link, "timeout": timeout}, vectorize)
-    facts = _agree(group, model, optimizer, strategy, settings, timeout)
-    comm = connect(group, transport, _trained(model).device, timeout, link, learners, on_failure, membership)
+    group = _group_of(learners, group, connection, vectorize)
+    settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
+    facts = _agree(group, model, optimizer, strategy, settings, connection.timeout)
+    comm = connect(group, _trained(model).device, connection, learners)
     _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
-        learner = _make_learner(model, optimizer, strategy, comm, learners or 1, buckets)
+        learner = _make_learner(model, optimizer, strategy, comm, learners or 1, connection)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         handle = _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
-    return _share_work(handle, optimizer, strategy, group, is_fixed=learners is None and on_failure == "raise")
+    is_fixed = learners is None and connection.on_failure == "raise"
+    return _share_work(handle, optimizer, strategy, group, is_fixed=is_fixed)
+
+
+def _settings(connection: Connection, **more: Any) -> dict[str, Any]:
+    """What all ranks must have in common besides model, optimizer and strategy."""
+    names = ("transport", "link", "on_failure", "bucket_bytes", "first_bucket_bytes")
+    return {**{name: getattr(connection, name) for name in names}, **more}
 
 
 def _share_work(
@@ -109,10 +101,9 @@ def _share_work(
     group: dist.ProcessGroup | None,
     is_fixed: bool,
 ) -> Handle:
-    """Ranks with the same gradients orthogonalize each matrix once, if they stay (``is_fixed``). Returns the handle."""
-    is_same = isinstance(strategy, DDP) or (isinstance(strategy, Strategy) and strategy.learners_stay_identical)
-    if is_fixed and is_same and isinstance(optimizer, Muon) and optimizer.process_group is None:
-        optimizer.process_group = default_group(group)
+    """Let an optimizer with a ``process_group`` divide its work among ranks that have the same gradients and stay."""
+    if is_fixed and strategy.traits.stays_identical and getattr(optimizer, "process_group", handle) is None:
+        optimizer.process_group = default_group(group)  # type: ignore[attr-defined]
     return handle
 
 
@@ -129,17 +120,17 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
     num_first = comm.num_learners if comm.membership is None else comm.membership.first
     strategy.setup(num_first, dtype)
     if comm.membership is not None:
-        strategy.check_shrink()
+        check_deaths(strategy)
     if comm.num_learners > 1:
-        strategy.check_transport(comm.transport)
-    if strategy.group > 1:
+        check_transport(strategy, comm.transport)
+    if strategy.traits.group > 1:
         check_group(strategy, comm.num_learners, len(comm.learners))
-        comm.form_groups(strategy.group)
+        comm.form_groups(strategy.traits.group)
     if isinstance(comm, MixedCommunicator) and strategy.topology is not None:
         comm.note_topology(strategy.topology)
     if isinstance(comm, ElasticCommunicator):
         comm.door.announce(facts, num_first)
-    if comm.num_learners == 1 and not strategy.averages_gradients:
+    if comm.num_learners == 1 and not strategy.traits.averages_gradients:
         text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
         warnings.warn(text, stacklevel=3)
 
@@ -150,14 +141,19 @@ def _make_learner(
     strategy: Strategy,
     comm: Communicator,
     learners: int,
-    buckets: dict[str, int],
+    connection: Connection,
     *,
     is_newcomer: bool = False,
 ) -> Learner:
     """Copy the model for each virtual learner, move the weights to a flat buffer, and start all learners alike."""
-    strategy.in_use = True
+    strategy._in_use = True
     models = copies_of(model, learners)
-    flat = FlatParameters([one.named_parameters() for one in models], allocate=comm.allocate, **buckets)
+    flat = FlatParameters(
+        [one.named_parameters() for one in models],
+        allocate=comm.allocate,
+        bucket_bytes=connection.bucket_bytes,
+        first_bucket_bytes=connection.first_bucket_bytes,
+    )
     _add_learners(optimizer, models)
     learner = Learner(flat, comm, optimizer, models)
     if not is_newcomer:
@@ -171,10 +167,7 @@ def join(
     strategy: Strategy,
     store: dist.Store,
     *,
-    transport: str = "auto",
-    timeout: float = TIMEOUT_SECONDS,
-    bucket_bytes: int = 25 * MiB,
-    first_bucket_bytes: int = MiB,
+    connection: Connection | None = None,
     policies: Policies | None = None,
     on_nonfinite: str = "raise",
 ) -> Distributed:
@@ -188,10 +181,7 @@ def join(
         optimizer: of the same class, with the same options.
         strategy: the same strategy.
         store: that of the process group of the run: a new client of its ``TCPStore``, or its ``FileStore``.
-        transport: as the other ranks gave it to :func:`distribute`.
-        timeout: seconds to wait for the run.
-        bucket_bytes: as the other ranks gave it.
-        first_bucket_bytes: as the other ranks gave it.
+        connection: as the other ranks gave it to :func:`distribute`. Its timeout is that of the wait for the run.
         policies: as the other ranks gave them.
         on_nonfinite: as the other ranks gave it.
 
@@ -200,17 +190,16 @@ def join(
         RuntimeError: there is no such run, or it does not answer.
     """
     policies = policies or Policies()
-    buckets = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-    settings: dict[str, Any] = {"transport": transport, "link": None, "learners": None, "policies": policies}
-    settings |= {"scaler": None, "on_nonfinite": on_nonfinite, "on_failure": "shrink", **buckets}
+    connection = replace(connection or Connection(), on_failure="shrink")
+    settings = _settings(connection, learners=None, policies=policies, scaler=None, on_nonfinite=on_nonfinite)
     _check(model, optimizer, strategy, policies, None, None)
-    strategy.check_shrink()
+    check_deaths(strategy)
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
-    facts = _agree(None, model, optimizer, strategy, settings, timeout)
-    comm = find_run(store, _trained(model).device, timeout)
+    facts = _agree(None, model, optimizer, strategy, settings, connection.timeout)
+    comm = find_run(store, _trained(model).device, connection.timeout)
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
-        learner = _make_learner(model, optimizer, strategy, comm, 1, buckets, is_newcomer=True)
+        learner = _make_learner(model, optimizer, strategy, comm, 1, connection, is_newcomer=True)
         comm.enter(facts)  # after the slow part, because the others wait from here on
         handle = _with_hooks(model, learner, strategy, StateSync(policies, learner, strategy, joins=True), on_nonfinite)
         handle.take_state()
@@ -218,9 +207,13 @@ def join(
 
 
 def _baseline(
-    model: nn.Module, strategy: Baseline, group: dist.ProcessGroup | None, options: dict[str, Any]
+    model: nn.Module,
+    strategy: Baseline,
+    group: dist.ProcessGroup | None,
+    connection: Connection,
+    options: dict[str, Any],
 ) -> Distributed:
-    if given := _given({**options, "policies": None if options["policies"] == Policies() else options["policies"]}):
+    if given := ", ".join(filter(None, (_given(options), connection.given()))):
         raise ValueError(f"{strategy.name} does not use these options: leave {given} out")
     _check_unused(model)
     comm = strategy.connect(group)
@@ -234,16 +227,14 @@ def _given(options: dict[str, Any]) -> str:
 
 
 def _group_of(
-    learners: int | None, group: dist.ProcessGroup | None, options: dict[str, Any], vectorize: bool | str | None
+    learners: int | None, group: dist.ProcessGroup | None, connection: Connection, vectorize: bool | str | None
 ) -> dist.ProcessGroup | None:
-    """The process group; None if all learners are virtual ones of this process. ``options`` are for real ranks."""
-    if learners is None or group is not None:
-        check_timeout(options["timeout"])
+    """The process group; None if all learners are virtual ones of this process."""
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
         return default_group(group)
-    if given := _given(options):
+    if given := connection.given(("transport", "link", "timeout")):
         raise ValueError(f"virtual learners are no ranks: leave {given} out")
     if isinstance(vectorize, str) and vectorize != "measure":
         raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None, 'measure'")
@@ -259,8 +250,6 @@ def _agree(
     timeout: float,
 ) -> list[Fact]:
     """Return what all ranks must have in common, after the ranks of the group have compared it."""
-    if isinstance(strategy, LocalSGD) and strategy.outer is not None:  # compare the optimizer that it makes
-        settings = {**settings, "outer": strategy.outer([torch.zeros(1, requires_grad=True)])}
     facts = facts_of(model, optimizer, strategy, settings)
     if group is not None:
         check_agreement(group, facts, _trained(model).device, timeout)
@@ -334,17 +323,18 @@ def _check(
     _check_members(model, optimizer)
     policies.check(strategy, scaler)
     policies.check_moments(model, optimizer)
-    if scaler is not None and not strategy.learners_stay_identical and not scales_inside(optimizer):
+    if scaler is not None and not strategy.traits.stays_identical and not scales_inside(optimizer):
         raise ValueError(
             f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it: take "
             "a fused optimizer, ddpcore's or torch's fused=True"
         )
-    if isinstance(optimizer, Muon) and optimizer.process_group is not None and not strategy.learners_stay_identical:
+    if getattr(optimizer, "process_group", None) is not None and not strategy.traits.stays_identical:
         raise ValueError(
-            f"Muon has a process_group, whose ranks need the same gradients, and under {strategy.name} they differ: "
+            f"{type(optimizer).__name__} has a process_group, whose ranks need the same gradients, and under "
+            f"{strategy.name} they differ: "
             "leave process_group out"
         )
-    if strategy.in_use:
+    if strategy._in_use:
         raise ValueError("the strategy already serves a distribute() call: make a new one")
 
 

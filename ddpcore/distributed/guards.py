@@ -124,7 +124,7 @@ def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
     try:
         yield
     except BaseException:
-        strategy.in_use = False
+        strategy._in_use = False
         for parameter, (pointer, gradient) in zip(trained, before, strict=True):
             if parameter.data_ptr() != pointer:
                 parameter.grad = None

@@ -42,6 +42,9 @@ from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
+STATE_FORMAT = 3
+"""Of the result of ``state_dict``. Version 0.2 had none."""
+
 
 class HookedDistributed(Distributed):
     """The handle of a model that a strategy trains. It sets the hooks, which call the strategy."""
@@ -63,10 +66,10 @@ class HookedDistributed(Distributed):
         self.observers: list[Observer] = []
         self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
-        self._laid_out = strategy.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
+        self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._averaged = False  # whether a backward pass of this step has averaged gradients
         self._buckets: GradientBuckets | None = None
-        if strategy.averages_gradients:
+        if strategy.traits.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
         self._gradients = GradientGuard(learner.flat)
         self._finite = NonFiniteGuard(learner, strategy, on_nonfinite)
@@ -128,6 +131,7 @@ class HookedDistributed(Distributed):
         names = self.learner.flat.names
         used = None if self._used is None else [n for n, used in zip(names, self._used, strict=True) if used]
         return {
+            "format": STATE_FORMAT,
             "made_by": self._made_by(),
             "step": self.learner.step,
             "layout": list(names),
@@ -162,7 +166,10 @@ class HookedDistributed(Distributed):
     def check_state(self, state: dict[str, Any]) -> None:
         if sorted(state["layout"]) != sorted(self.learner.flat.names):
             raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
-        if state["made_by"] != self._made_by():
+        made_by, here = state["made_by"], self._made_by()
+        if "format" not in state:  # of version 0.2, whose digest covers attributes that no longer exist
+            made_by, here = made_by.rpartition(", settings ")[0], here.rpartition(", settings ")[0]
+        if made_by != here:
             raise ValueError(
                 f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
                 "only the states of the model and the optimizer"
@@ -197,12 +204,10 @@ class HookedDistributed(Distributed):
             observer.before_forward(self.learner)
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
-        step = self.learner.step
-        is_of_all = self.strategy.averages_gradients_at(step) and self.strategy.group_at(step) is None
-        self._weights.count_pass(by_weights=not is_of_all)
+        self._weights.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
 
     def _bucket_ready(self, columns: Tensor) -> None:
-        if self.strategy.averages_gradients_at(self.learner.step):
+        if self.strategy.plan(self.learner.step).averages_gradients:
             self._finite.note(columns)
             for observer in self.observers:
                 observer.bucket_ready(self.learner, columns)
@@ -213,7 +218,7 @@ class HookedDistributed(Distributed):
     def _after_backward(self, order: list[int]) -> None:
         with self._span("after_backward"):
             self.strategy.after_backward(self.learner)
-        if not self.strategy.averages_gradients_at(self.learner.step):
+        if not self.strategy.plan(self.learner.step).averages_gradients:
             return
         self._averaged = True
         for observer in self.observers:
@@ -272,9 +277,9 @@ class HookedDistributed(Distributed):
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
-        if closure is not None and not strategy.takes_closure:
+        if closure is not None and not strategy.traits.takes_closure:
             raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
-        if closure is None and not self._averaged and strategy.averages_gradients_at(learner.step):
+        if closure is None and not self._averaged and strategy.plan(learner.step).averages_gradients:
             self._gradients.check_averaged(strategy.name)
         self._weights.check_parameters()
         self._check_optimized()
@@ -297,14 +302,14 @@ class HookedDistributed(Distributed):
         self._weights.begin_step()
         with self._span("after_step"):
             self.strategy.after_step(self.learner)
-            if self.strategy.averages_weights_at(self.learner.step):
+            if self.strategy.plan(self.learner.step - 1).weights:
                 self._state_sync.sync()
             self._state_sync.sync_moments()
         self._admit()
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
-        if self.strategy.averages_gradients:
+        if self.strategy.traits.averages_gradients:
             self._gradients.note_step()
 
     def _admit(self) -> None:

@@ -82,10 +82,11 @@ class NonFiniteGuard:
         named = {row: name for row in rows if (name := first_nonfinite(learner.models[row], gradients=True))}
         if not named:
             return
-        first, held, is_of_all = named[min(named)], learner.comm.learners, self._strategy.group_at(learner.step) is None
+        first, held = named[min(named)], learner.comm.learners
+        covers_all_learners = self._strategy.plan(learner.step).covers_all_learners
         if not sums:
             found = [self._event(held[row], name) for row, name in named.items()]
-        elif is_of_all:
+        elif covers_all_learners:
             found = [self._event(one, first) for one in _all_suspects(sums, learner.comm)]
         else:  # other groups know nothing of it, so nothing is gathered
             own = set(suspects(torch.stack(sums).sum(dim=0)))
@@ -94,7 +95,7 @@ class NonFiniteGuard:
         if self._mode == "raise":
             raise NonFiniteError(found)
         self.found += found
-        self._leave_out(found, range(learner.flat.num_rows) if sums and is_of_all else list(named))
+        self._leave_out(found, range(learner.flat.num_rows) if sums and covers_all_learners else list(named))
 
     def _event(self, learner: int | None, name: str) -> NonFinite:
         return NonFinite(

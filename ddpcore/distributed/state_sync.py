@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ddpcore.distributed.averaging import has_average
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.push_sum import PushSum
 
 KEEP, GOSSIP, AVERAGE, RESET = "keep", "gossip", "average", "reset"
 _NUMBERS = (KEEP, GOSSIP, AVERAGE, RESET)
@@ -70,15 +69,17 @@ class Policies:
     def check(self, strategy: Strategy, scaler: torch.amp.GradScaler | None) -> None:
         """Raise ValueError if a policy needs neighbours or a scaler that are missing."""
         averages = (self.momentum, self.batch_norm, self.scaler)
-        if not strategy.waits and (self.moments or not {AVERAGE, GOSSIP}.isdisjoint(averages)):
+        if not strategy.traits.waits and (self.moments or not {AVERAGE, GOSSIP}.isdisjoint(averages)):
             raise ValueError(
                 f"policies that average wait for other learners and {strategy.name} does not: take keep or reset"
             )
         if GOSSIP in (self.momentum, self.batch_norm):
             if strategy.topology is None:
                 raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
-            if isinstance(strategy, PushSum):  # the rows of its matrix need not sum to one
-                raise ValueError(f"policy gossip needs averages and {strategy.name} mixes by sums: take average")
+            if strategy.traits.no_mean:
+                raise ValueError(
+                    f"policy gossip averages as the weights do and {strategy.traits.no_mean}: take average"
+                )
         if self.scaler != KEEP and scaler is None:
             raise ValueError(f"policy scaler={self.scaler!r} needs the scaler: pass distribute(..., scaler=)")
 

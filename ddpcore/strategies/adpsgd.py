@@ -15,7 +15,7 @@ from ddpcore.comm.live import LiveWeights
 from ddpcore.comm.meeting import Acceleration, Job, acceleration_of
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
-from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
@@ -104,9 +104,6 @@ class ADPSGD(Strategy):
     """
 
     name: ClassVar[str] = "adpsgd"
-    takes_closure: bool = False  # the gradient must be the one at v
-    waits: bool = False
-    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "pg")
     topology: Topology
 
     def __init__(
@@ -145,6 +142,19 @@ class ADPSGD(Strategy):
         shown = f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed}"
         return f"{shown}, accelerated=True, eta={self.eta}, alpha={self.alpha})" if self.accelerated else f"{shown})"
 
+    @property
+    @override
+    def traits(self) -> Traits:
+        of_ranks = self.speeds is None
+        return Traits(
+            takes_closure=False,  # the gradient must be the one at v
+            waits=False,
+            transports=("virtual", "shm", "pg") if of_ranks else ("virtual",),
+            transports_because="" if of_ranks else "speeds is for virtual learners, and ranks are as fast as they are",
+            no_mean="adpsgd computes gradients at older weights than those that it averages",
+            no_deaths="learners that die or join are not supported: take on_failure='raise', or dpsgd",
+        )
+
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         check_mixable(self.name, dtype)
@@ -156,19 +166,6 @@ class ADPSGD(Strategy):
             raise ValueError(f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners")
         self.topology.validate(num_learners)
         self._acceleration = self.acceleration(num_learners)
-
-    @override
-    def check_shrink(self) -> None:
-        raise ValueError("adpsgd: learners that die or join are not supported: take on_failure='raise', or dpsgd")
-
-    @override
-    def check_transport(self, transport: str) -> None:
-        super().check_transport(transport)
-        if transport != "virtual" and self.speeds is not None:
-            raise ValueError(
-                f"adpsgd: speeds is for virtual learners, and ranks are as fast as they are (transport={transport!r}): "
-                "leave it out"
-            )
 
     def acceleration(self, num_learners: int) -> Acceleration | None:
         """Eta and alpha; None if learners are not accelerated.

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+
+def outer_of(name: str, wanted: MakeOptimizer | Mapping[str, Any] | None) -> MakeOptimizer | None:
+    """The outer optimizer. A mapping has the settings of ``torch.optim.SGD``.
+
+    Args:
+        name: of the strategy, for the message.
+        wanted: such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``.
+
+    Raises:
+        ValueError: the optimizer refuses a setting.
+    """
+    if wanted is None or callable(wanted):
+        return wanted
+    if not isinstance(wanted, Mapping):
+        raise ValueError(f"{name}: outer is {wanted!r}: it must be a mapping, settings of an SGD")
+    make: MakeOptimizer = partial(torch.optim.SGD, **wanted)
+    try:
+        make([torch.zeros(1)])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: outer: {error}") from error
+    return make
 
 
 class Anchor:

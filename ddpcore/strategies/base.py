@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,75 @@ _PLACES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a strategy is like, for all who ask before training: ``distribute``, policies, diagnostics, commands.
+
+    Attributes:
+        averages_gradients: gradients are averaged in some steps. Only then :meth:`~Strategy.bucket_ready` and
+            :meth:`~Strategy.after_backward` are called.
+        stays_identical: all learners hold the same weights after every step.
+        group: so many consecutive learners average their gradients in every step; 1: there are no groups.
+        takes_closure: ``step(closure)`` may compute the gradient inside the step.
+        fixed_layout: the parameters keep their order in the flat buffer, instead of the order of their gradients.
+        waits: learners meet in each step that averages, so policies can average there, too.
+        transports: values of ``Communicator.transport`` over which several learners may run. ``mixed`` needs ``shm``
+            and ``pg``, of which it consists. Without ``virtual`` the strategy needs real ranks.
+        transports_because: why an option leaves these transports only, as a clause with what to do.
+        most_learners: the largest number of learners; None: any number.
+        quarantines: a learner can take the average of its neighbours, without its own weights.
+        no_mean: why the mean of the learners' weights is not what they train, as a clause; empty if it is.
+        no_deaths: why no learner may die or join, as a clause with what to do; empty if learners may.
+    """
+
+    averages_gradients: bool = False
+    stays_identical: bool = False
+    group: int = 1
+    takes_closure: bool = True
+    fixed_layout: bool = False
+    waits: bool = True
+    transports: tuple[str, ...] = ("virtual", "shm", "ipc", "symmetric", "pg", "grid", "link")
+    transports_because: str = ""
+    most_learners: int | None = None
+    quarantines: bool = False
+    no_mean: str = ""
+    no_deaths: str = ""
+
+
+ALL = 0
+"""Value of ``Plan.gradients``: the gradients of all learners are averaged."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is averaged in one step.
+
+    Attributes:
+        gradients: so many consecutive learners average their gradients; ``ALL`` for all of them, 1 for none.
+        weights: the step averages weights or gradients, so policies average in it, too.
+        shifted: with ``gradients=ALL``, learners compute them at weights of their own instead of the mean weights.
+    """
+
+    gradients: int = 1
+    weights: bool = True
+    shifted: bool = False
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether gradients are averaged, of all learners or of each group."""
+        return self.gradients != 1
+
+    @property
+    def covers_all_learners(self) -> bool:
+        """Whether gradients of all learners are averaged."""
+        return self.gradients == ALL
+
+    @property
+    def gradients_at_mean(self) -> bool:
+        """Whether every learner computes its gradient at the mean weights."""
+        return self.covers_all_learners and not self.shifted
+
+
 class Strategy:
     """One algorithm that averages gradients or weights of the learners. One object serves one ``distribute`` call.
 
@@ -35,26 +105,22 @@ class Strategy:
     """
 
     name: ClassVar[str]
-    averages_gradients: bool = False  # whether gradients are averaged in some steps
-    in_use: bool = False  # whether a distribute() call owns the object
-    takes_closure: bool = True  # whether step(closure) may compute the gradient inside the step
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
-    waits: bool = True  # whether learners meet in each step that averages, where policies can average, too
-    transports: ClassVar[tuple[str, ...]] = ("virtual", "shm", "ipc", "symmetric", "pg", "grid", "link")  # it runs over
-    group: int = 1  # so many consecutive learners average their gradients in every step; see group_at
-    # Options that version 0.1.0 lacked, with the values that change nothing.
-    _added_options: ClassVar[Mapping[str, Any]] = {}
-    can_quarantine: bool = False  # whether a learner can take the average of its neighbours, without its own weights
+    _in_use: bool = False  # whether a distribute() call owns the object
 
     def __repr__(self) -> str:
         """The class and its public attributes: a checkpoint is loaded into a strategy with the same text."""
-        settings = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "in_use"}
+        settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
     @property
-    def fixed_layout(self) -> bool:
-        """Whether the parameters must keep their order in the flat buffer, instead of the order of their gradients."""
-        return False
+    def traits(self) -> Traits:
+        """What the strategy is like with its options. A class attribute ``traits = Traits(...)`` serves as well."""
+        return Traits()
+
+    def plan(self, step: int) -> Plan:
+        """What is averaged in the step that begins with ``learner.step == step``: pure, and equal on all ranks."""
+        return Plan(gradients=ALL if self.traits.averages_gradients else 1)
 
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         """Check the number of learners and the dtype of the parameters, before ``distribute`` changes the model.
@@ -67,10 +133,10 @@ class Strategy:
         """Called before each forward pass that records gradients: several times a step if gradients accumulate."""
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """Called during backward if ``averages_gradients``: the columns ``[L, n]`` of ``grad_LP`` are complete."""
+        """Called in a backward pass if ``traits.averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are complete."""
 
     def after_backward(self, learner: Learner) -> None:
-        """Called at the end of a backward pass if ``averages_gradients``."""
+        """Called at the end of a backward pass if ``traits.averages_gradients``."""
 
     def before_step(self, learner: Learner) -> WeightAverage | None:
         """Called before the optimizer's step. ``gather_grads`` of the flat buffer collects the gradients if needed.
@@ -87,29 +153,13 @@ class Strategy:
         """
 
     def quarantine(self, learners: Set[int]) -> None:
-        """Called before :meth:`before_step` if ``can_quarantine``: some learners take no step, and in the next average
-        that of their neighbours without their own weights.
+        """Called before :meth:`before_step` if ``traits.quarantines``: some learners take no step.
+
+        In the next average they take the average of their neighbours, without their own weights.
 
         Args:
             learners: some of those held here. None of them: the call before training, if a learner may be quarantined.
         """
-
-    @property
-    def learners_stay_identical(self) -> bool:
-        """Whether all learners hold the same weights after every step."""
-        return self.averages_gradients
-
-    def averages_gradients_at(self, step: int) -> bool:
-        """Whether the gradients of step t are averaged: those of all learners, or those of each group."""
-        return self.averages_gradients
-
-    def group_at(self, step: int) -> int | None:
-        """The size of the groups of consecutive learners in which gradients of step t are averaged; None for all."""
-        return None
-
-    def gradients_at_mean(self, step: int) -> bool:
-        """Whether every learner computes its gradient of step t at the mean weights."""
-        return self.averages_gradients_at(step) and self.group_at(step) is None
 
     def gradient_weights(self, learner: Learner) -> Tensor:
         """The weights ``[L, P]`` at which learners computed the gradients of this step, between backward and step."""
@@ -117,24 +167,6 @@ class Strategy:
 
     def restore_weights(self, learner: Learner) -> None:
         """Undo a temporary change of the weights. It is called before the weights are read in the middle of a step."""
-
-    def averages_weights_at(self, step: int) -> bool:
-        """Whether the step that sets ``learner.step`` to ``step`` averages weights or gradients. Policies act then."""
-        return True
-
-    def check_transport(self, transport: str) -> None:
-        """Raise ValueError if the strategy does not run over ``Communicator.transport`` of several learners.
-
-        Over ``mixed`` it runs if it does over ``shm`` and ``pg``, of which that consists.
-        """
-        runs_mixed = transport == "mixed" and {"shm", "pg"}.issubset(self.transports)
-        if transport not in self.transports and not runs_mixed:
-            places = " or ".join(_PLACES.get(name, f"transport={name!r}") for name in self.transports)
-            found = "several learners on each rank" if transport == "grid" else f"transport={transport!r}"
-            raise ValueError(f"{self.name} does not run over {found}: take {places}, or dpsgd")
-
-    def check_shrink(self) -> None:
-        """Raise ValueError if the strategy cannot go on when a learner dies."""
 
     def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
         """Called when learners are gone, in the middle of the operation that finds it out, or when one has joined.
@@ -150,6 +182,23 @@ class Strategy:
 
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, between two steps."""
+
+
+def check_transport(strategy: Strategy, transport: str) -> None:
+    """Raise ValueError if the strategy does not run over ``Communicator.transport`` of several learners."""
+    allowed = strategy.traits.transports
+    if transport in allowed or (transport == "mixed" and {"shm", "pg"}.issubset(allowed)):
+        return
+    places = " or ".join(_PLACES.get(name, f"transport={name!r}") for name in allowed)
+    found = "several learners on each rank" if transport == "grid" else f"transport={transport!r}"
+    remedy = strategy.traits.transports_because or f"take {places}, or dpsgd"
+    raise ValueError(f"{strategy.name} does not run over {found}: {remedy}")
+
+
+def check_deaths(strategy: Strategy | Baseline) -> None:
+    """Raise ValueError if no learner may die or join."""
+    if strategy.traits.no_deaths:
+        raise ValueError(f"{strategy.name}: {strategy.traits.no_deaths}")
 
 
 def check_mixable(name: str, dtype: torch.dtype) -> None:
@@ -195,7 +244,7 @@ def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int 
         return
     if strategy.topology is None:
         raise ValueError(f"on_nonfinite is 'quarantine': {strategy.name} has no neighbours: take 'skip'")
-    if not strategy.can_quarantine:
+    if not strategy.traits.quarantines:
         raise ValueError(
             f"on_nonfinite is 'quarantine': {strategy.name} averages no weights of neighbours alone: take 'skip', or "
             "dpsgd without staleness and compression"
@@ -208,14 +257,14 @@ def check_group(strategy: Strategy, num_learners: int, num_rows: int = 1) -> Non
     """Check that learners can average in the groups of a strategy.
 
     Args:
-        strategy: its ``group`` is the size.
+        strategy: its traits have the size of a group.
         num_learners: in all.
         num_rows: learners of each rank.
 
     Raises:
         ValueError: a group would lack learners, or hold a part of those of a rank.
     """
-    name, size = strategy.name, strategy.group
+    name, size = strategy.name, strategy.traits.group
     if num_learners % size:
         raise ValueError(
             f"{name}: group is {size} and there are {num_learners} learners: take a divisor of {num_learners}"
@@ -231,6 +280,7 @@ class Baseline(ABC):
     """Training without ddpcore, for comparison: nothing is flattened and no hook is set."""
 
     name: ClassVar[str]
+    traits: ClassVar[Traits]
 
     @abstractmethod
     def connect(self, group: dist.ProcessGroup | None) -> Communicator:

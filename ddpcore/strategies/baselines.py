@@ -12,13 +12,16 @@ from typing_extensions import override
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
-from ddpcore.strategies.base import Baseline
+from ddpcore.strategies.base import Baseline, Traits
 
 
 class Single(Baseline):
     """One learner. The model and the optimizer stay as they are, and nothing is sent."""
 
     name: ClassVar[str] = "single"
+    traits: ClassVar[Traits] = Traits(
+        transports=("virtual",), most_learners=1, no_deaths="it ends when its process dies: take 'raise'"
+    )
 
     @override
     def connect(self, group: dist.ProcessGroup | None) -> Communicator:
@@ -37,6 +40,13 @@ class DDP(Baseline):
     """
 
     name: ClassVar[str] = "ddp"
+    traits: ClassVar[Traits] = Traits(
+        averages_gradients=True,
+        stays_identical=True,
+        transports=("pg",),
+        no_mean="ddp hides its averages",
+        no_deaths="it ends when a rank dies: take 'raise', or another strategy",
+    )
 
     def __init__(self, *, bucket_cap_mb: float | None = None) -> None:
         self.bucket_cap_mb = bucket_cap_mb

@@ -6,15 +6,16 @@ Shapes: L learners held by this process, P elements of a row, X bytes of an enco
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
+from ddpcore.options.suggest import suggest
 from ddpcore.options.typed import check_range
 
 
@@ -240,6 +241,35 @@ def _floats(bytes_LX: Tensor) -> Tensor:
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (BFloat16, Int8, Int4, TopK, SparseTopK)}
 """The classes by name. Each can be called without arguments."""
+
+
+CodecLike = Codec | str | Mapping[str, Any] | None
+"""A codec, its name, or a mapping of its name and settings; None or ``"none"`` for none."""
+
+
+def codec_of(wanted: CodecLike) -> Codec | None:
+    """Make the codec.
+
+    Raises:
+        ValueError: there is no codec of this name, or it has no such setting.
+    """
+    if wanted is None or isinstance(wanted, Codec):
+        return wanted
+    if not isinstance(wanted, str | Mapping):
+        raise ValueError(
+            f"compression is {wanted!r}: it must be a codec, such as Int4(), a name, or a mapping of a name and its "
+            "settings"
+        )
+    settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = settings.pop("name", None)
+    if name == "none":
+        return None
+    if not isinstance(name, str) or name not in CODECS:
+        raise ValueError(f"unknown compression {name!r}: {suggest(name, ('none', *CODECS))}")
+    try:
+        return CODECS[name](**settings)
+    except TypeError as error:
+        raise ValueError(f"compression {name}: {error}") from error
 
 
 class Published:

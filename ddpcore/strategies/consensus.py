@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-from ddpcore.options.typed import check_range, typed
+from ddpcore.options.typed import check_keys, check_range, typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +41,17 @@ class AdaptiveConsensus:
     def share(self, ratio: float) -> float:
         """c_t for ``a_t / a_s``."""
         return min(1.0, (1 - self.least) * float(ratio**self.power) + self.least)
+
+
+def consensus_of(wanted: AdaptiveConsensus | Mapping[str, Any] | None) -> AdaptiveConsensus | None:
+    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``.
+
+    Raises:
+        ValueError: it has no such setting, or a value is wrong.
+    """
+    if wanted is None or isinstance(wanted, AdaptiveConsensus):
+        return wanted
+    if not isinstance(wanted, Mapping):
+        raise ValueError(f"dpsgd: consensus is {wanted!r}: it must be a mapping, settings of an AdaptiveConsensus")
+    check_keys("dpsgd: consensus", wanted, (item.name for item in fields(AdaptiveConsensus)))
+    return AdaptiveConsensus(**wanted)

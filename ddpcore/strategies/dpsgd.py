@@ -15,9 +15,9 @@ from ddpcore.comm.base import Decode, Exchange
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_choice
-from ddpcore.strategies.base import Strategy, check_mixable, check_topology
-from ddpcore.strategies.compression import Codec, Published
-from ddpcore.strategies.consensus import AdaptiveConsensus
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.compression import CodecLike, Published, codec_of
+from ddpcore.strategies.consensus import AdaptiveConsensus, consensus_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.damped import Damped
@@ -94,16 +94,15 @@ class DPSGD(Strategy):
         topology: W(t), which learners average with which at step t; None is ``RandomPair()``.
         order: one of ``ORDERS``.
         staleness: 0, or 1 for ``average_while_computing``.
-        compression: None, or a codec of :mod:`ddpcore.strategies.compression`.
-        consensus: None, or an :class:`AdaptiveConsensus`, which needs staleness 0.
+        compression: None, or a codec of :mod:`ddpcore.strategies.compression`, also by name, or as a mapping of its
+            name and settings.
+        consensus: None, or an :class:`AdaptiveConsensus`, also as a mapping of its settings. It needs staleness 0.
 
     Raises:
         ValueError: an unknown value, or a combination of options that is not supported.
     """
 
     name: ClassVar[str] = "dpsgd"
-    _added_options: ClassVar[Mapping[str, Any]] = {"consensus": None}
-    takes_closure: bool = False  # the gradient must be computed before the average
     topology: Topology
 
     def __init__(
@@ -112,9 +111,10 @@ class DPSGD(Strategy):
         *,
         order: str = ORDERS[0],
         staleness: int = 0,
-        compression: Codec | None = None,
-        consensus: AdaptiveConsensus | None = None,
+        compression: CodecLike = None,
+        consensus: AdaptiveConsensus | Mapping[str, Any] | None = None,
     ) -> None:
+        compression, consensus = codec_of(compression), consensus_of(consensus)
         check_topology(self.name, topology)
         check_choice("dpsgd: order", order, ORDERS)
         if staleness not in (0, 1):
@@ -123,8 +123,6 @@ class DPSGD(Strategy):
             raise ValueError(f"dpsgd: staleness 1 is for {ORDERS[0]}: {order} waits for its neighbours in each step")
         if staleness and compression is not None and compression.differences:
             raise ValueError(f"dpsgd: {compression.name} sends differences, which need staleness 0")
-        if not isinstance(consensus, AdaptiveConsensus | None):
-            raise ValueError(f"dpsgd: consensus is {consensus!r}: pass an AdaptiveConsensus, or None")
         if staleness and consensus is not None:
             raise ValueError("dpsgd: consensus sets the share of an average in its own step: take staleness 0")
         self.topology = RandomPair() if topology is None else topology
@@ -146,6 +144,21 @@ class DPSGD(Strategy):
             options += f", consensus={self.consensus}"
         return f"DPSGD({self.topology!r}, {options})"
 
+    @property
+    @override
+    def traits(self) -> Traits:
+        codec, no_deaths = self.compression, ""
+        if codec is not None and codec.differences:
+            no_deaths = (
+                f"{codec.name} sends differences, which need fixed neighbours, and on_failure='shrink' changes them: "
+                "take bf16 or int8 without error feedback"
+            )
+        return Traits(
+            takes_closure=False,  # the gradient must be computed before the average
+            quarantines=self.staleness == 0 and codec is None and self.consensus is None,  # these need own weights
+            no_deaths=no_deaths,
+        )
+
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         check_mixable(self.name, dtype)
@@ -158,14 +171,6 @@ class DPSGD(Strategy):
             )
         if self.staleness:
             check_stale(self.topology, num_learners)
-
-    @override
-    def check_shrink(self) -> None:
-        if self.compression is not None and self.compression.differences:
-            raise ValueError(
-                f"dpsgd: {self.compression.name} sends differences, which need fixed neighbours, and "
-                "on_failure='shrink' changes them: take bf16 or int8 without error feedback"
-            )
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -196,12 +201,6 @@ class DPSGD(Strategy):
     def after_step(self, learner: Learner) -> None:
         if self.order == ORDERS[1]:
             self._combine(learner, learner.step - 1)
-
-    @property
-    @override
-    def can_quarantine(self) -> bool:  # type: ignore[override]
-        # Their averages need the learner's own weights.
-        return self.staleness == 0 and self.compression is None and self.consensus is None
 
     @override
     def quarantine(self, learners: Set[int]) -> None:
@@ -301,7 +300,7 @@ class DPSGD(Strategy):
         for pending in self._under_way:
             pending.exchange.abandon()
         self._under_way, self._begun = [], False
-        self._reference_lr = state.get("reference_lr")  # version 0.1.0 had none
+        self._reference_lr = state.get("reference_lr")  # older states have none
         if self._quarantined is not None:
             self._quarantined = set(state.get("quarantined") or ())  # older states have none
         self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import typed
-from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.damped import Damped
@@ -92,11 +92,12 @@ class ExactDiffusion(Strategy):
                 f"{least:.3g}, and lazy=False (D2) diverges unless it is above -1/3: take lazy=True"
             )
 
+    @property
     @override
-    def check_shrink(self) -> None:
-        raise ValueError(
-            "exact_diffusion: the corrections of a learner that dies are missing in the sum over learners, so "
-            "the others would rest elsewhere: take on_failure='raise', or dpsgd"
+    def traits(self) -> Traits:
+        return Traits(
+            no_deaths="the corrections of a learner that dies are missing in the sum over learners, so "
+            "the others would rest elsewhere: take on_failure='raise', or dpsgd",
         )
 
     @override

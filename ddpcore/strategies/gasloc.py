@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range
-from ddpcore.strategies.base import Strategy, check_mixable, check_topology, warn_of_growth
+from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, check_topology, warn_of_growth
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
@@ -90,13 +90,6 @@ class GASLoC(Strategy):
         return 2 * (1 - e) * gamma**2 > (1 - s - 2 * e + 2 * e**2) * gamma + 1 - s
 
     @override
-    def check_shrink(self) -> None:
-        raise ValueError(
-            "gasloc: each learner keeps the weights of its last round, which nobody has for a new learner: take "
-            "on_failure='raise', or dpsgd"
-        )
-
-    @override
     def before_step(self, learner: Learner) -> None:
         if self._start_LP is None:
             self._start_LP = learner.flat.param_LP.clone()
@@ -118,9 +111,17 @@ class GASLoC(Strategy):
         weights_LP.add_(change_LP, alpha=self.outer_momentum)
         self._start_LP.copy_(weights_LP)
 
+    @property
     @override
-    def averages_weights_at(self, step: int) -> bool:
-        return step % self.period == 0
+    def traits(self) -> Traits:
+        return Traits(
+            no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
+            "on_failure='raise', or dpsgd"
+        )
+
+    @override
+    def plan(self, step: int) -> Plan:
+        return Plan(weights=(step + 1) % self.period == 0)
 
     @override
     def state_dict(self) -> dict[str, Any]:

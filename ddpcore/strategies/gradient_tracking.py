@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Exchange
 from ddpcore.ops.dtypes import is_narrow
-from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
@@ -41,7 +41,6 @@ class GradientTracking(Strategy):
     """
 
     name: ClassVar[str] = "gradient_tracking"
-    takes_closure: bool = False  # the gradient must be there before the step
     topology: Topology
 
     def __init__(self, topology: Topology | None = None) -> None:
@@ -71,11 +70,13 @@ class GradientTracking(Strategy):
                 "(spectral gap 0): give each learner a part of its own weights"
             )
 
+    @property
     @override
-    def check_shrink(self) -> None:
-        raise ValueError(
-            "gradient_tracking: the tracked gradients of a learner that dies are missing in the sum over learners, so "
-            "the others would rest elsewhere: take on_failure='raise', or dpsgd"
+    def traits(self) -> Traits:
+        return Traits(
+            takes_closure=False,  # the gradient must be there before the step
+            no_deaths="the tracked gradients of a learner that dies are missing in the sum over learners, so "
+            "the others would rest elsewhere: take on_failure='raise', or dpsgd",
         )
 
     @override

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange, Work
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
-from ddpcore.strategies.anchor import Anchor, MakeOptimizer
-from ddpcore.strategies.base import check_mixable, check_topology
-from ddpcore.strategies.compression import Codec
+from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
+from ddpcore.strategies.base import ALL, Plan, Traits, check_mixable, check_topology
+from ddpcore.strategies.compression import CodecLike, codec_of
 from ddpcore.strategies.feedback import ErrorFeedback
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
@@ -70,7 +71,8 @@ class LocalSGD(SSGD):
             warm-up").
         switch_step: post-local SGD (Lin et al. 2020): this many first steps average gradients, as ssgd does. ``period``
             and ``warmup_steps`` count from there.
-        outer: makes an optimizer of the anchor from the list of tensors that it steps. None takes the average itself.
+        outer: makes an optimizer of the anchor from the list of tensors that it steps. A mapping has the settings of
+            ``torch.optim.SGD``. None takes the average itself.
         topology: which learners average with which in each round; None for all with all. Each learner then keeps an
             anchor and a state of the outer optimizer of its own, and sends its weights only. With random partners a
             large momentum of ``outer`` moves the learners apart, see :class:`~ddpcore.NoLoCo`; no warning says so here.
@@ -81,9 +83,9 @@ class LocalSGD(SSGD):
             before these steps, so it travels meanwhile. Changes of these steps, also your own, are kept in the share
             ``alpha`` only.
         alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``.
-        compression: a codec for the changes ``phi - w_j``, which all learners send to all: a message of n - 1 times its
-            size each, where an average in fp32 sends twice the weights at most. It needs ``outer``. With ``group`` a
-            learner sends to one learner of each other group.
+        compression: a codec, its name, or a mapping of its name and settings, for the changes ``phi - w_j``. All
+            learners send them to all: a message of n - 1 times its size each, where an average in fp32 sends twice the
+            weights at most. It needs ``outer``. With ``group`` a learner sends to one learner of each other group.
         group: k, a divisor of the number of learners. Learners 0 to k-1, k to 2k-1, and so on, are groups, and each of
             them averages its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively,
             so a group may be a host. 1: each learner steps alone.
@@ -95,14 +97,6 @@ class LocalSGD(SSGD):
     """
 
     name: ClassVar[str] = "local_sgd"
-    _added_options: ClassVar[Mapping[str, Any]] = {
-        "topology": None,
-        "overlap": 0,
-        "alpha": 0.0,
-        "compression": None,
-        "error_decay": 1.0,
-        "group": 1,
-    }
 
     def __init__(
         self,
@@ -110,16 +104,17 @@ class LocalSGD(SSGD):
         *,
         warmup_steps: int = 0,
         switch_step: int = 0,
-        outer: MakeOptimizer | None = None,
+        outer: MakeOptimizer | Mapping[str, Any] | None = None,
         topology: Topology | None = None,
         fragments: Fragments = 1,
         overlap: int = 0,
         alpha: float = 0.0,
-        compression: Codec | None = None,
+        compression: CodecLike = None,
         error_decay: float = 1.0,
         group: int = 1,
     ) -> None:
         super().__init__()
+        outer, compression = outer_of(self.name, outer), codec_of(compression)
         check_range(f"{self.name}: period", period, least=1)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
         check_range("local_sgd: switch_step", switch_step, least=0)
@@ -129,8 +124,6 @@ class LocalSGD(SSGD):
         group = typed("local_sgd: group", group, int)
         check_range("local_sgd: group", group, least=1)
         check_topology(self.name, topology)
-        if not isinstance(compression, Codec | None):
-            raise ValueError(f"local_sgd: compression is {compression!r}: pass an instance, such as Int4(), or None")
         if compression is not None and (outer is None or topology is not None):
             raise ValueError(
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
@@ -148,6 +141,8 @@ class LocalSGD(SSGD):
         self.warmup_steps = warmup_steps
         self.switch_step = switch_step
         self.outer = outer
+        # All ranks must have the same: of a function only the name could be compared.
+        self.outer_options = None if outer is None else describe(outer([torch.zeros(1, requires_grad=True)]))
         self.topology = topology
         self.fragments = fragments
         self.overlap = overlap
@@ -155,7 +150,6 @@ class LocalSGD(SSGD):
         self.compression = compression
         self.error_decay = error_decay
         self.group = group
-        self.averages_gradients = switch_step > 0 or group > 1
         self._rounds = None if topology is None else Slowed(topology, period)  # one round of the topology a period
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
@@ -177,8 +171,32 @@ class LocalSGD(SSGD):
 
     @property
     @override
-    def fixed_layout(self) -> bool:
-        return self._num_fragments > 1  # fragments are ranges of the buffer
+    def traits(self) -> Traits:
+        return Traits(
+            averages_gradients=self.switch_step > 0 or self.group > 1,
+            group=self.group,
+            fixed_layout=self._num_fragments > 1,  # fragments are ranges of the buffer
+            no_deaths=self._no_deaths(),
+        )
+
+    def _no_deaths(self) -> str:
+        if self.group > 1:
+            return "on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
+        if self.overlap or self.compression is not None:
+            return "on_failure='shrink' works with averages that end in their step: leave overlap and compression out"
+        if self.topology is not None and self.outer is not None:
+            return (
+                "with topology each learner has an anchor of its own, which on_failure='shrink' cannot give to another "
+                "one: leave topology or outer out"
+            )
+        return ""
+
+    @override
+    def plan(self, step: int) -> Plan:
+        """Before the switch as SSGD. Policies act at the end of each period of fragment 0, when all learners meet."""
+        if step < self.switch_step:
+            return Plan(ALL)
+        return Plan(self.group, weights=self._is_due(step + 1, 0))
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
@@ -193,25 +211,8 @@ class LocalSGD(SSGD):
         self.topology.validate(num_learners)
 
     @override
-    def check_shrink(self) -> None:
-        if self.group > 1:
-            raise ValueError(
-                f"{self.name}: on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
-            )
-        if self.overlap or self.compression is not None:
-            raise ValueError(
-                f"{self.name}: on_failure='shrink' works with averages that end in their step: leave overlap and "
-                "compression out"
-            )
-        if self.topology is not None and self.outer is not None:
-            raise ValueError(
-                f"{self.name}: with topology each learner has an anchor of its own, which on_failure='shrink' cannot "
-                "give to another one: leave topology or outer out"
-            )
-
-    @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        if self.averages_gradients_at(learner.step):
+        if self.plan(learner.step).averages_gradients:
             super().bucket_ready(learner, columns)
 
     @override
@@ -279,24 +280,6 @@ class LocalSGD(SSGD):
         elif self._copies[index] is None:
             return  # the average is in place
         weights_LX.lerp_(result_AX.expand_as(weights_LX), 1 - self.alpha)
-
-    @property
-    @override
-    def learners_stay_identical(self) -> bool:
-        return False
-
-    @override
-    def averages_gradients_at(self, step: int) -> bool:
-        return step < self.switch_step or self.group > 1
-
-    @override
-    def group_at(self, step: int) -> int | None:
-        return None if step < self.switch_step else self.group
-
-    @override
-    def averages_weights_at(self, step: int) -> bool:
-        """At every step before the switch, then at the end of each period of fragment 0: when all learners meet."""
-        return step <= self.switch_step or self._is_due(step, 0)
 
     def _due(self, step: int) -> list[int]:
         """The parts whose average is used in the step after which ``learner.step`` is ``step``."""

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ddpcore import ops
 from ddpcore.ops import Mixture, Noise, RowMixtures, WeightAverage
 from ddpcore.options.typed import check_choice, check_range, typed
-from ddpcore.strategies.base import check_mixable
+from ddpcore.strategies.base import ALL, Plan, Traits, check_mixable
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 
@@ -40,7 +40,6 @@ class NoisySSGD(SSGD):
     """
 
     name: ClassVar[str] = "noisy_ssgd"
-    takes_closure: bool = False
 
     def __init__(self, std: float = 0.01, *, seed: int = 0, where: str = "shared") -> None:
         super().__init__()
@@ -55,8 +54,13 @@ class NoisySSGD(SSGD):
 
     @property
     @override
-    def fixed_layout(self) -> bool:
-        return True  # the noise of an element depends on its position in the buffer
+    def traits(self) -> Traits:
+        # The noise of an element depends on its position in the buffer.
+        return Traits(averages_gradients=True, stays_identical=True, takes_closure=False, fixed_layout=True)
+
+    @override
+    def plan(self, step: int) -> Plan:
+        return Plan(ALL, shifted=self.where == "per_learner")
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
@@ -83,10 +87,6 @@ class NoisySSGD(SSGD):
         noisy_LP = learner.flat.param_LP.clone()
         self._add_noise(learner, noisy_LP)
         return noisy_LP
-
-    @override
-    def gradients_at_mean(self, step: int) -> bool:
-        return self.where == "shared"
 
     @override
     def after_backward(self, learner: Learner) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.ops.dtypes import is_narrow
-from ddpcore.strategies.base import Strategy, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 
@@ -30,7 +30,6 @@ class PushSum(Strategy):
     """
 
     name: ClassVar[str] = "push_sum"
-    takes_closure: bool = False  # the gradient must be the one at the de-biased weights
     topology: Topology
 
     def __init__(self, topology: Topology) -> None:
@@ -42,6 +41,12 @@ class PushSum(Strategy):
 
     def __repr__(self) -> str:
         return f"PushSum({self.topology!r})"
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        # The gradient must be the one at the de-biased weights.
+        return Traits(takes_closure=False, no_mean="push_sum does not train the mean of its weights")
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:

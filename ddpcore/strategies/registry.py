@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from functools import partial
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
-import torch
-
 from ddpcore.options.registry import Registry
-from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import check_choice, check_keys
+from ddpcore.options.typed import check_choice
 from ddpcore.strategies.adpsgd import ADPSGD
-from ddpcore.strategies.anchor import MakeOptimizer
 from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.baselines import DDP, Single
-from ddpcore.strategies.compression import CODECS, Codec
-from ddpcore.strategies.consensus import AdaptiveConsensus
-from ddpcore.strategies.dpsgd import DPSGD, ORDERS
+from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.exact_diffusion import ExactDiffusion
-from ddpcore.strategies.fragments import Fragments
 from ddpcore.strategies.gasloc import GASLoC
 from ddpcore.strategies.gradient_tracking import GradientTracking
 from ddpcore.strategies.local_sgd import LocalSGD
@@ -32,48 +25,17 @@ from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
 
 
-def _dpsgd(
-    topology: Topology | None = None,
-    *,
-    order: str = ORDERS[0],
-    staleness: int = 0,
-    compression: str | Mapping[str, Any] = "none",
-    consensus: Mapping[str, Any] | None = None,
-) -> DPSGD:
-    """``compression`` is ``"none"``, a name of ``CODECS``, or ``{"name": ..., **settings}``.
+def _without_topology(strategy: type[Strategy]) -> Callable[..., Strategy]:
+    """The strategy without neighbours: a run always has a topology, and this strategy would use it."""
+    signature = inspect.signature(strategy)
 
-    ``consensus`` has the settings of ``AdaptiveConsensus``, such as ``{"power": 3, "start": 500}``.
-    """
-    adaptive = None if consensus is None else _consensus(consensus)
-    return DPSGD(topology, order=order, staleness=staleness, compression=_codec(compression), consensus=adaptive)
+    @wraps(strategy.__init__)
+    def make(*args: Any, **options: Any) -> Strategy:
+        return strategy(*args, **options)
 
-
-def _local_sgd(
-    period: int = 8,
-    *,
-    warmup_steps: int = 0,
-    switch_step: int = 0,
-    outer: Mapping[str, Any] | None = None,
-    fragments: Fragments = 1,
-    overlap: int = 0,
-    alpha: float = 0.0,
-    compression: str | Mapping[str, Any] = "none",
-    error_decay: float = 1.0,
-    group: int = 1,
-) -> LocalSGD:
-    """``outer`` has the settings of ``torch.optim.SGD``, such as ``{"lr": 0.7, "momentum": 0.9, "nesterov": True}``."""
-    return LocalSGD(
-        period,
-        warmup_steps=warmup_steps,
-        switch_step=switch_step,
-        outer=None if outer is None else _outer(outer),
-        fragments=fragments,
-        overlap=overlap,
-        alpha=alpha,
-        compression=_codec(compression),
-        error_decay=error_decay,
-        group=group,
-    )
+    kept = [parameter for name, parameter in signature.parameters.items() if name != "topology"]
+    make.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return make
 
 
 def _slowmo(
@@ -96,8 +58,8 @@ STRATEGIES: Registry[Strategy | Baseline] = Registry(
     (Strategy, Baseline),
     {
         SSGD.name: SSGD,
-        DPSGD.name: _dpsgd,
-        LocalSGD.name: _local_sgd,
+        DPSGD.name: DPSGD,
+        LocalSGD.name: _without_topology(LocalSGD),
         NoLoCo.name: NoLoCo,
         GASLoC.name: GASLoC,
         NoisySSGD.name: NoisySSGD,
@@ -111,36 +73,3 @@ STRATEGIES: Registry[Strategy | Baseline] = Registry(
     },
     reserved=("topology",),
 )
-
-
-def _outer(settings: Mapping[str, Any]) -> MakeOptimizer:
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"local_sgd: outer is {settings!r}: it must be a mapping, settings of an SGD")
-    make: MakeOptimizer = partial(torch.optim.SGD, **settings)
-    try:
-        make([torch.zeros(1)])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"local_sgd: outer: {error}") from error
-    return make
-
-
-def _consensus(settings: Mapping[str, Any]) -> AdaptiveConsensus:
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"dpsgd: consensus is {settings!r}: it must be a mapping, settings of an AdaptiveConsensus")
-    check_keys("dpsgd: consensus", settings, (item.name for item in fields(AdaptiveConsensus)))
-    return AdaptiveConsensus(**settings)
-
-
-def _codec(wanted: str | Mapping[str, Any]) -> Codec | None:
-    if not isinstance(wanted, str | Mapping):
-        raise ValueError(f"compression is {wanted!r}: it must be a name, or a mapping of a name and its settings")
-    settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
-    name = settings.pop("name", None)
-    if name == "none":
-        return None
-    if not isinstance(name, str) or name not in CODECS:
-        raise ValueError(f"unknown compression {name!r}: {suggest(name, ('none', *CODECS))}")
-    try:
-        return CODECS[name](**settings)
-    except TypeError as error:
-        raise ValueError(f"compression {name}: {error}") from error

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ddpcore.ops import WeightAverage
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor
-from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.base import Plan, Strategy, Traits
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.learner import Learner
 
@@ -68,15 +68,18 @@ class SlowMo(Strategy):
                 "another compression"
             )
         self.base = base
-        self.takes_closure = base is None or base.takes_closure
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
         self._anchor: Anchor | None = None  # w(t-H)
 
     @property
     @override
-    def can_quarantine(self) -> bool:  # type: ignore[override]
-        return self.base is not None and self.base.can_quarantine
+    def traits(self) -> Traits:
+        return Traits() if self.base is None else self.base.traits
+
+    @override
+    def plan(self, step: int) -> Plan:
+        return Plan(weights=(step + 1) % self.period == 0 or (self.base is not None and self.base.plan(step).weights))
 
     def __repr__(self) -> str:
         options = f"period={self.period}, slow_momentum={self.slow_momentum}, slow_lr={self.slow_lr}"
@@ -86,11 +89,6 @@ class SlowMo(Strategy):
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         if self.base is not None:
             self.base.setup(num_learners, dtype)
-
-    @override
-    def check_shrink(self) -> None:
-        if self.base is not None:
-            self.base.check_shrink()
 
     @override
     def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
@@ -130,10 +128,6 @@ class SlowMo(Strategy):
         assert self.base is not None
         self.base.quarantine(learners)
 
-    @override
-    def averages_weights_at(self, step: int) -> bool:
-        return step % self.period == 0 or (self.base is not None and self.base.averages_weights_at(step))
-
     def _begin(self, learner: Learner) -> None:
         if self._anchor is None:  # all learners start with the same weights
             weights_1P = learner.flat.param_LP[:1]
@@ -155,9 +149,6 @@ class SlowMo(Strategy):
         if anchor is not None:
             self._begin(learner)
             assert self._anchor is not None
-            if isinstance(anchor, Tensor):  # of version 0.1
-                outer = self._outer.state_dict() | {"state": {0: {"momentum_buffer": state["momentum"]}}}
-                anchor = {"parts": [anchor], "optimizer": outer}
             self._anchor.load_state_dict(anchor)
         if self.base is not None:
             self.base.load_state_dict(learner, state["base"])

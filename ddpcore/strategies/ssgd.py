@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Work
-from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.base import ALL, Strategy, Traits
 from ddpcore.strategies.learner import Learner
 
 
@@ -20,10 +20,14 @@ class SSGD(Strategy):
     """
 
     name: ClassVar[str] = "ssgd"
-    averages_gradients: bool = True
 
     def __init__(self) -> None:
         self._works: list[Work] = []
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        return Traits(averages_gradients=True, stays_identical=True)
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -49,10 +53,8 @@ class SSGD(Strategy):
                 "the backward pass runs on the graph of an earlier pass that failed while averages were in progress, "
                 "so its gradients are wrong: call zero_grad() and the model again"
             )
-        size, comm = self.group_at(learner.step), learner.comm
-        self._works.append(
-            comm.average_(columns, learner.step) if size is None else comm.average_groups_(columns, size, learner.step)
-        )
+        size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
+        self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
 
     @override
     def after_backward(self, learner: Learner) -> None:

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcore import Distributed, Strategy, distribute
+from ddpcore import Connection, Distributed, Strategy, distribute
 from ddpcore.optim import FusedSGD
 
 STEPS = 6
@@ -101,6 +101,7 @@ class SmallRun:
         scenario: see :class:`Scenario`.
         group: of real ranks; None makes all learners virtual.
         rows: virtual learners on each rank of the group; None makes each rank one learner.
+        connection: of the ranks; its buckets are those of the scenario.
         options: further arguments of :func:`ddpcore.distribute`.
         device: of the model.
     """
@@ -113,6 +114,7 @@ class SmallRun:
         *,
         group: dist.ProcessGroup | None = None,
         rows: int | None = None,
+        connection: Connection | None = None,
         options: dict[str, Any] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -126,8 +128,11 @@ class SmallRun:
             "learners": None if self._is_real else rows,
             "group": group,
             "vectorize": None if self._is_real else False,
-            "bucket_bytes": scenario.bucket_bytes,
-            "first_bucket_bytes": scenario.bucket_bytes // 2,
+            "connection": replace(
+                connection or Connection(),
+                bucket_bytes=scenario.bucket_bytes,
+                first_bucket_bytes=scenario.bucket_bytes // 2,
+            ),
             **(options or {}),
         }
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpcore import Strategy
+from ddpcore import Connection, Strategy
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.testing.learners import STEPS, Result, Scenario, SmallRun, torch_sgd
@@ -89,7 +89,7 @@ def run_rank(
     groups = {count: dist.new_group(list(range(count))) for count in counts}  # every rank takes part in each call
     results = {
         (count, index, transport): SmallRun(
-            factory, count, scenario, group=groups[count], options={"transport": transport}
+            factory, count, scenario, group=groups[count], connection=Connection(transport=transport)
         ).run()
         for count in counts
         if world.rank < count
@@ -119,8 +119,8 @@ def _check_alone(
     if not (result.weights.isfinite().all() and result.losses.isfinite().all()):
         raise AssertionError(f"{where}: weights or losses are not finite")
     parameters = result.weights[:, : result.num_weights]
-    if strategy.learners_stay_identical and not torch.equal(parameters, parameters[:1].expand_as(parameters)):
-        raise AssertionError(f"{where}: learners_stay_identical is true and the learners' weights differ")
+    if strategy.traits.stays_identical and not torch.equal(parameters, parameters[:1].expand_as(parameters)):
+        raise AssertionError(f"{where}: traits.stays_identical is true and the learners' weights differ")
     plain = next((virtual[count, index] for index in range(len(virtual)) if (count, index) in virtual), result)
     if scenario.resume_at is not None and scenario == Scenario(name=scenario.name, resume_at=scenario.resume_at):
         _demand(f"{where} after step {scenario.resume_at}: weights", result.weights, plain.weights, 0.0)

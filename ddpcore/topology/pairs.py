@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,8 +34,6 @@ class RandomPair(Topology):
 
     seed: int = 0
     num_partners: int = 1
-
-    _added_options: ClassVar[Mapping[str, Any]] = {"num_partners": 1}  # as in Strategy
 
     def __post_init__(self) -> None:
         check_range("RandomPair: seed", typed("RandomPair: seed", self.seed, int), least=0)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 from ddpcore.options.typed import check_range, typed
 from ddpcore.topology.base import Topology, check
@@ -77,8 +76,6 @@ class Ring(Static, Cyclic):
 
     neighbors_each_side: int = 1
     self_weight: float | None = None
-
-    _added_options: ClassVar[Mapping[str, Any]] = {"self_weight": None}  # as in Strategy
 
     def __post_init__(self) -> None:
         check_range("Ring: neighbors_each_side", self.neighbors_each_side, least=1)

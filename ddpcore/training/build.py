@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcore.comm import Choice, choose_backend, choose_transport
+from ddpcore.comm import Choice, Connection, choose_backend, choose_transport
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import time_limit
 from ddpcore.comm.membership import Membership
@@ -22,8 +22,7 @@ from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
-from ddpcore.strategies.base import Baseline, Strategy, check_group
-from ddpcore.strategies.baselines import DDP
+from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_transport
 from ddpcore.training.config import GROWTH_POWERS, TrainConfig
 from ddpcore.training.statistics import check_samples
 from ddpcore.training.trainer import Trainer
@@ -144,7 +143,7 @@ def shape_options(config: TrainConfig) -> dict[str, Any]:
 
 def needs_ranks(config: TrainConfig) -> bool:
     """Whether the strategy of the config cannot run on virtual learners."""
-    return config.strategy == DDP.name
+    return "virtual" not in config.make_strategy().traits.transports
 
 
 def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) -> None:
@@ -154,9 +153,10 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
         ValueError: it does not run over their connection.
     """
     strategy = config.make_strategy()
-    if isinstance(strategy, Strategy):
-        check_group(strategy, config.learners, config.learners // max(1, num_ranks))
-    if not isinstance(strategy, Strategy) or strategy.transports == Strategy.transports or config.learners == 1:
+    if isinstance(strategy, Baseline):
+        return
+    check_group(strategy, config.learners, config.learners // max(1, num_ranks))
+    if strategy.traits.transports == Traits().transports or config.learners == 1:
         return
     if num_ranks <= 1:
         name = "virtual"
@@ -170,7 +170,7 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
         name = choose_transport(
             config.transport, world_size=num_ranks, device=device, num_hosts=num_hosts, may_die=may_die
         ).name
-    strategy.check_transport(name)
+    check_transport(strategy, name)
 
 
 def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
@@ -284,7 +284,7 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
 
 
 def build_trainer(
-    placement: LearnerPlacement, dataset: Dataset, store: dist.Store | None = None, **options: Any
+    placement: LearnerPlacement, dataset: Dataset, store: dist.Store | None = None, **buckets: int
 ) -> Trainer:
     """The trainer at its first step, or at the step in which this rank joins a run.
 
@@ -292,7 +292,7 @@ def build_trainer(
         placement: config and ranks.
         dataset: the data set, on any device.
         store: that of a run to join; None begins one.
-        options: arguments of :func:`ddpcore.distribute` that replace those of the config.
+        buckets: ``bucket_bytes`` and ``first_bucket_bytes`` of :class:`ddpcore.Connection`.
 
     Raises:
         ValueError: model, data, world and strategy do not fit together.
@@ -304,12 +304,12 @@ def build_trainer(
     schedule = build_schedule(config, batches)
     optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()
-    arguments = _arguments(placement, strategy, options)
+    arguments = _arguments(placement, strategy, buckets)
     if store is None:
         handle, learners = distribute(model, optimizer, strategy, **arguments), placement.learners
     else:
         assert isinstance(strategy, Strategy)
-        names = ("transport", "policies", "timeout", "on_nonfinite")
+        names = ("connection", "policies", "on_nonfinite")
         handle = join(model, optimizer, strategy, store, **{name: arguments[name] for name in names})
         assert isinstance(handle.comm, ElasticCommunicator)
         rank, learners = handle.comm.rank, [handle.comm.rank]
@@ -333,20 +333,22 @@ def build_trainer(
     return trainer
 
 
-def _arguments(placement: LearnerPlacement, strategy: Strategy | Baseline, options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(placement: LearnerPlacement, strategy: Strategy | Baseline, buckets: dict[str, Any]) -> dict[str, Any]:
     """The arguments of :func:`ddpcore.distribute`."""
     config = placement.config
     virtual = not isinstance(strategy, Baseline) and (not placement.real or len(placement.learners) > 1)
     arguments: dict[str, Any] = {
         "learners": len(placement.learners) if virtual else None,
         "group": dist.group.WORLD if placement.world.world_size > 1 else None,
-        "transport": config.transport,
-        "link": config.make_link(),
-        "on_failure": config.on_failure,
-        "membership": placement.left,
+        "connection": Connection(
+            transport=config.transport,
+            link=config.make_link(),
+            on_failure=config.on_failure,
+            membership=placement.left,
+            **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
+            **buckets,
+        ),
         "policies": Policies(**config.policies) if config.policies else None,
-        **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
-        **options,
     }
     if isinstance(strategy, Strategy):  # all ranks end the run together, see Loop
         arguments["on_nonfinite"] = "skip" if config.on_nonfinite == "raise" else config.on_nonfinite

@@ -22,7 +22,7 @@ from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
-from ddpcore.strategies.base import Baseline, Strategy, check_group, check_on_nonfinite
+from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite
 from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
@@ -212,8 +212,6 @@ class TrainConfig:
                 f"shards is '{self.shards}' and learners keep their parts: leave sampler at '{SAMPLERS[0]}' and "
                 "drop_last on"
             )
-        if self.strategy == "single" and self.learners > 1:
-            raise ValueError(f"learners is {self.learners}: single trains one learner, take the strategy ssgd for more")
         if self.link is not None and self.learners == 1:
             raise ValueError(f"link is {self.link!r} and learners is 1: one learner sends nothing, leave it out")
         if self.on_failure != ON_FAILURE[0]:
@@ -224,16 +222,6 @@ class TrainConfig:
             raise ValueError(f"milestones is {self.milestones}: set milestones if and only if schedule is 'step'")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=0) < 0:
             raise ValueError(f"milestones is {self.milestones}: they must be in ascending order, from 0")
-        if self.statistics_every and (self.learners == 1 or self.strategy in ("ddp", "push_sum", "adpsgd")):
-            raise ValueError(
-                f"statistics_every is {self.statistics_every}: it needs at least two learners, and a strategy "
-                "other than ddp, push_sum and adpsgd; set it to 0"
-            )
-        if self.hessian_every and self.strategy in ("ddp", "push_sum", "adpsgd"):
-            raise ValueError(
-                f"hessian_every is {self.hessian_every}: {self.strategy} does not show the mean of its learners, take "
-                "ssgd or dpsgd, or set it to 0"
-            )
         if self.escape_loss is not None and not self.statistics_every:
             raise ValueError(
                 f"escape_loss is {self.escape_loss}: the statistics compute the full loss, set statistics_every"
@@ -275,10 +263,6 @@ class TrainConfig:
             raise ValueError(f"{needed}samples are dealt again with sampler {SAMPLERS[0]!r} and drop_last: take these")
         if self.shards != SHARDS[0]:
             raise ValueError(f"{needed}it deals samples again, and shards is {self.shards!r}: take {SHARDS[0]!r}")
-        strategy = self.make_strategy()
-        if isinstance(strategy, Baseline):
-            raise ValueError(f"{needed}{strategy.name} ends when a rank dies: take 'raise', or another strategy")
-        strategy.check_shrink()
 
     def _check_options(self) -> None:
         """Check the options of each part. Strategy, topology and link are built, which checks the values too."""
@@ -295,18 +279,35 @@ class TrainConfig:
         Policies(**self.policies)
         self.make_link()
         strategy = self.make_strategy()
+        self._check_traits(strategy)
         if isinstance(strategy, Strategy):
             check_on_nonfinite(self.on_nonfinite, strategy)
             check_group(strategy, self.learners)
-            if self.statistics_every and strategy.group > 1:
-                raise ValueError(
-                    f"statistics_every is {self.statistics_every}: a group of {strategy.group} leaves no learner's own "
-                    "gradient to compare, set it to 0 or leave group out"
-                )
         elif self.on_nonfinite != "raise":
             raise ValueError(
                 f"on_nonfinite is {self.on_nonfinite!r}: {strategy.name} checks no gradients, leave it out"
             )
+
+    def _check_traits(self, strategy: Strategy | Baseline) -> None:
+        """Check what the strategy says of itself against the number of learners and the measurements."""
+        traits, every = strategy.traits, f"statistics_every is {self.statistics_every}"
+        if traits.most_learners is not None and self.learners > traits.most_learners:
+            raise ValueError(
+                f"learners is {self.learners}: {strategy.name} trains at most {traits.most_learners}, take the strategy "
+                "ssgd for more"
+            )
+        if self.statistics_every and self.learners == 1:
+            raise ValueError(f"{every}: it needs at least two learners, set it to 0")
+        if self.statistics_every and traits.group > 1:
+            raise ValueError(
+                f"{every}: a group of {traits.group} leaves no learner's own gradient to compare, set it to 0 or leave "
+                "group out"
+            )
+        if self.on_failure != ON_FAILURE[0]:
+            check_deaths(strategy)
+        for name, value in (("statistics_every", self.statistics_every), ("hessian_every", self.hessian_every)):
+            if value and traits.no_mean:
+                raise ValueError(f"{name} is {value}: {traits.no_mean}, take ssgd or dpsgd, or set it to 0")
 
     def make_strategy(self) -> Strategy | Baseline:
         """A new strategy with its topology. Raises ValueError if an option is wrong."""

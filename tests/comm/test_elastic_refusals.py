@@ -13,13 +13,14 @@ from ddpcore.comm.membership import Change, Membership
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import TopK
 from ddpcore.topology.redraw import redrawn
+from helpers.connection import connected
 
 LEFT = Membership((0, 1, 3), first=4)
 
 
 def start(strategy: Any, **options: Any) -> Any:
     model = nn.Linear(3, 2)
-    return ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), strategy, **options)
+    return ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), strategy, **connected(**options))
 
 
 @pytest.mark.parametrize(

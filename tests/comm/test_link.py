@@ -182,7 +182,7 @@ def test_virtual_learners_and_baselines_have_no_link() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for strategy, learners in ((ddpcore.SSGD(), 2), (ddpcore.Single(), None)):
         with pytest.raises(ValueError, match=r"no .*link|leave link= out"):
-            ddpcore.distribute(model, optimizer, strategy, learners=learners, link=LINK)
+            ddpcore.distribute(model, optimizer, strategy, learners=learners, connection=ddpcore.Connection(link=LINK))
 
 
 @pytest.fixture(scope="module")

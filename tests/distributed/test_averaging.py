@@ -12,6 +12,7 @@ import ddpcore
 from ddpcore import Ring
 from ddpcore.distributed.averaging import recalibrate
 from helpers import training
+from helpers.connection import connected
 
 N = 3
 
@@ -123,7 +124,9 @@ def test_a_model_that_keeps_activations(vectorize: bool | None) -> None:
     model = Keeping()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: Any = {} if vectorize is None else {"learners": N, "vectorize": vectorize}
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD() if options else ddpcore.Single(), **options)
+    handle = ddpcore.distribute(
+        model, optimizer, ddpcore.SSGD() if options else ddpcore.Single(), **connected(**options)
+    )
     inputs = batches(0, N) if options else batches(0)
     handle.model(inputs).square().sum().backward()
     optimizer.step()

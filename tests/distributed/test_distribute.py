@@ -14,6 +14,7 @@ import ddpcore
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.registry import STRATEGIES
 from helpers import training
+from helpers.connection import connected
 
 
 @pytest.mark.parametrize("optimizer_name", training.OPTIMIZERS)
@@ -26,7 +27,12 @@ def test_any_optimizer_follows_the_equation(strategy_name: str, optimizer_name: 
     twin_optimizers = [plain(twin.parameters()) for twin in twins]
     optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
     handle = ddpcore.distribute(
-        model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, vectorize=False, **training.SMALL
+        model,
+        optimizer,
+        training.STRATEGIES[strategy_name](),
+        learners=training.L,
+        vectorize=False,
+        **connected(**training.SMALL),
     )
     for step in range(5):
         inputs, labels = training.samples(training.L, 4, seed=step)
@@ -145,7 +151,7 @@ def test_parameter_groups_with_different_options(strategy_name: str) -> None:
         ]
         optimizer = make(groups, lr=0.1, momentum=0.9)
         handle = ddpcore.distribute(
-            model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, **training.SMALL
+            model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, **connected(**training.SMALL)
         )
         for step in range(4):
             inputs, labels = training.samples(training.L, 4, seed=step)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.optim import FusedSGD
 from helpers import training
+from helpers.connection import connected
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_accumulation_is_one_big_batch(how: str, optimizer_name: str) -> None:
     model, plain = training.mlp(), training.mlp()
     optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
     twin = training.OPTIMIZERS["sgd"](plain.parameters())
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **training.SMALL)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
     for step in range(3):
         inputs, labels = training.samples(2, 6, seed=step)
         optimizer.zero_grad(set_to_none=step != 1)
@@ -67,7 +68,7 @@ def test_nested_no_sync_stays_paused() -> None:
 def test_gradients_are_the_mean_right_after_backward() -> None:
     model, plain = training.mlp(), training.mlp()
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **training.SMALL)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
     inputs, labels = training.samples(2, 4)
     training.loss_of(handle.model(inputs), labels).backward()
     F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
@@ -92,7 +93,9 @@ def test_an_error_inside_backward_leaves_the_next_step_sound() -> None:
 
     model = training.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, vectorize=False, **training.SMALL)
+    handle = ddpcore.distribute(
+        model, optimizer, ddpcore.SSGD(), learners=2, vectorize=False, **connected(**training.SMALL)
+    )
     inputs, labels = training.samples(2, 4)
     hook = model[0].weight.register_hook(explode)
     with pytest.raises(ArithmeticError, match="boom"):
@@ -150,7 +153,7 @@ def test_momentum_survives_a_first_step_without_synchronisation() -> None:
                 return self.parts["last"](self.parts["first"](inputs).tanh())
 
         chain = Chain(model)
-        handle = ddpcore.distribute(chain, optimizer, ddpcore.SSGD(), learners=2, **training.SMALL)
+        handle = ddpcore.distribute(chain, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
         for step in range(4):
             inputs, labels = training.samples(2, 4, seed=step)
             optimizer.zero_grad()
@@ -212,7 +215,9 @@ def test_gradients_that_nothing_keeps_are_not_copied(strategy: Any, one_rank: No
     """A view is replaced by a new one only where the program keeps it."""
     model = training.mlp()
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, strategy(), bucket_bytes=256, first_bucket_bytes=64)
+    handle = ddpcore.distribute(
+        model, optimizer, strategy(), connection=ddpcore.Connection(bucket_bytes=256, first_bucket_bytes=64)
+    )
     assert handle.learner is not None
     before: tuple[int, ...] = ()
     for step in range(4):

@@ -12,6 +12,7 @@ import ddpcore
 from ddpcore.distributed import distribute as module
 from ddpcore.optim import FusedSGD
 from helpers import ranks, training
+from helpers.connection import connected
 
 L = 2
 
@@ -138,7 +139,9 @@ def test_hooks_registered_later_still_overlap() -> None:
     """The first backward pass after it sends at its end; later passes send each bucket when it is complete."""
     model = training.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=L, vectorize=False, **training.SMALL)
+    handle = ddpcore.distribute(
+        model, optimizer, ddpcore.SSGD(), learners=L, vectorize=False, **connected(**training.SMALL)
+    )
     events: list[str] = []
 
     def hook(parameter: Tensor) -> None:

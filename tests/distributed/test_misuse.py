@@ -15,6 +15,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
+from helpers.connection import connected
 
 L = 2
 
@@ -133,7 +134,7 @@ def test_models_serve_once(second: Any) -> None:
     for one in (model, model[2], nn.Sequential(model)):
         options: Any = {"learners": L} if second is ddpcore.LocalSGD else {}
         with pytest.raises(ValueError, match=r"the model already serves.*evaluation_model"):
-            ddpcore.distribute(one, torch.optim.SGD(one.parameters(), lr=0.1), second(), **options)
+            ddpcore.distribute(one, torch.optim.SGD(one.parameters(), lr=0.1), second(), **connected(**options))
     train(handle, optimizer)
 
 
@@ -187,7 +188,7 @@ def test_a_refused_call_changes_nothing(make_strategy: Any, options: dict[str, A
     optimizer, strategy = FusedSGD(model.parameters(), lr=0.1), make_strategy()
     before = [(tensor.shape, tensor.data_ptr()) for tensor in (*model.parameters(), *model.buffers())]
     with pytest.raises(ValueError, match=message):
-        ddpcore.distribute(model, optimizer, strategy, learners=3, **options)
+        ddpcore.distribute(model, optimizer, strategy, learners=3, **connected(**options))
     assert [(tensor.shape, tensor.data_ptr()) for tensor in (*model.parameters(), *model.buffers())] == before
     assert not model._forward_pre_hooks
     handle = ddpcore.distribute(model, optimizer, strategy, learners=4)
@@ -203,7 +204,7 @@ def test_a_refused_call_changes_nothing(make_strategy: Any, options: dict[str, A
 def test_baselines_refuse_options(options: dict[str, Any], make_baseline: Any) -> None:
     model = net()
     with pytest.raises(ValueError, match=f"does not use these options: leave {next(iter(options))}= out"):
-        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), make_baseline(), **options)
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), make_baseline(), **connected(**options))
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match="leave learners=, scaler= out"):
         ddpcore.distribute(

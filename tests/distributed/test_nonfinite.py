@@ -23,6 +23,7 @@ from ddpcore.strategies.nonfinite import (
 )
 from helpers import nonfinite_ranks as helper
 from helpers import ranks
+from helpers.connection import connected
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +208,10 @@ def test_bad_input_is_refused_before_anything_starts(strategy: Any, options: dic
     before = model.weight.data_ptr()
     with pytest.raises(ValueError, match=text) as error:
         ddpcore.distribute(
-            model, FusedSGD(model.parameters()), strategy, **{"learners": 4, "on_nonfinite": "quarantine", **options}
+            model,
+            FusedSGD(model.parameters()),
+            strategy,
+            **connected(**{"learners": 4, "on_nonfinite": "quarantine", **options}),
         )
     assert "\n" not in str(error.value)
     assert model.weight.data_ptr() == before
@@ -282,7 +286,7 @@ def test_the_learner_is_named_whichever_message_had_its_gradient() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     optimizer = FusedSGD(model.parameters(), lr=0.1)
     buckets = {"bucket_bytes": 64, "first_bucket_bytes": 64}
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=3, vectorize=False, **buckets)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=3, vectorize=False, **connected(**buckets))
     for step in range(3):
         if step == 2:
             handle.models[1][0].weight.register_hook(lambda gradient: gradient * torch.nan)
@@ -298,7 +302,9 @@ def test_a_learner_that_is_gone_does_not_count() -> None:
     """Its row stays in the buffer of the virtual learners, and nothing reads it."""
     model = nn.Linear(2, 1)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=4, on_failure="shrink")
+    handle = ddpcore.distribute(
+        model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=4, connection=ddpcore.Connection(on_failure="shrink")
+    )
     handle.lose(2)
     for step in range(3):
         inputs = torch.ones(4, 1, 2)

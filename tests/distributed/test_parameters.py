@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.optim import FusedSGD
 from helpers import training
+from helpers.connection import connected
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["in the optimizer", "left out"])
@@ -71,7 +72,7 @@ def test_parameters_that_no_learner_uses(strategy_name: str, make: Any) -> None:
     moving = model.first.weight.detach().clone()
     optimizer = make(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     handle = ddpcore.distribute(
-        model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, **training.SMALL
+        model, optimizer, training.STRATEGIES[strategy_name](), learners=training.L, **connected(**training.SMALL)
     )
     for step in range(3):
         inputs, labels = training.samples(training.L, 4, seed=step)

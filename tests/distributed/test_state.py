@@ -17,6 +17,7 @@ from ddpcore.optim import FusedSGD
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.compression import Int4, Int8, TopK
 from helpers import training
+from helpers.connection import connected
 
 STATEFUL = {
     **training.STRATEGIES,
@@ -48,7 +49,9 @@ def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: b
         model = training.mlp()
         optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
         strategy = STATEFUL[strategy_name]()
-        handle = ddpcore.distribute(model, optimizer, strategy, learners=training.L, vectorize=False, **training.SMALL)
+        handle = ddpcore.distribute(
+            model, optimizer, strategy, learners=training.L, vectorize=False, **connected(**training.SMALL)
+        )
         return model, optimizer, handle
 
     def train(steps: range) -> None:
@@ -83,7 +86,12 @@ def test_loading_discards_an_unfinished_step(strategy_name: str) -> None:
         model = training.mlp()
         optimizer = training.OPTIMIZERS["sgd"](model.parameters())
         handle = ddpcore.distribute(
-            model, optimizer, STATEFUL[strategy_name](), learners=training.L, vectorize=False, **training.SMALL
+            model,
+            optimizer,
+            STATEFUL[strategy_name](),
+            learners=training.L,
+            vectorize=False,
+            **connected(**training.SMALL),
         )
 
         def forward(step: int, handle: Any = handle) -> Tensor:
@@ -226,7 +234,7 @@ def test_parameters_stay_views_of_the_flat_buffer() -> None:
     model = training.mlp()
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     identities = [id(p) for p in model.parameters()]
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **training.SMALL)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
     for step in range(3):
         inputs, labels = training.samples(2, 4, seed=step)
         optimizer.zero_grad()

@@ -23,6 +23,7 @@ from ddpcore import ADPSGD
 from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator, VirtualCommunicator, served
 from ddpcore.comm.meeting import Job
 from ddpcore.comm.shared import live, memory
+from helpers.connection import connected
 from helpers.shared_memory_ranks import main
 
 SIZE, RATE = 70_000, 0.05  # three chunks of an average
@@ -44,7 +45,11 @@ class Pull(nn.Module):
 def parts(transport: str, **options: Any) -> tuple[Pull, torch.optim.Optimizer, Any]:
     model = Pull(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return model, optimizer, ddpcore.distribute(model, optimizer, ADPSGD(**options), transport=transport)
+    return (
+        model,
+        optimizer,
+        ddpcore.distribute(model, optimizer, ADPSGD(**options), connection=ddpcore.Connection(transport=transport)),
+    )
 
 
 def connect(transport: str) -> Any:
@@ -354,7 +359,9 @@ def is_refused(rank: int, what: str) -> None:
         "speeds": {},
     }[what]
     try:
-        ddpcore.distribute(model, optimizer, ADPSGD(speeds=(1, 1) if what == "speeds" else None), **options)
+        ddpcore.distribute(
+            model, optimizer, ADPSGD(speeds=(1, 1) if what == "speeds" else None), **connected(**options)
+        )
     finally:
         assert model.weight.unique().tolist() == [rank]
         step(model, optimizer, 0.0)

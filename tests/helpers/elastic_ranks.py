@@ -37,6 +37,7 @@ from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
 from ddpcore.training import RunRecord, TrainConfig, command
 from ddpcore.training.record import FILE
+from helpers.connection import connected
 from helpers.forked import without_gloo
 from helpers.oracle import outer
 
@@ -186,7 +187,7 @@ class Newcomer(ElasticRun):
             model.insert(1, nn.BatchNorm1d(7))
         optimizer = self._scenario.make_optimizer(model.parameters())
         make = STRATEGIES[self._trial.newcomer or self._trial.strategy]
-        self.handle = ddpcore.join(model, optimizer, make(), self._store, **self._arguments)
+        self.handle = ddpcore.join(model, optimizer, make(), self._store, **connected(**self._arguments))
         mine, first = self.handle.comm.rank, self.handle.learner.step
         self._rank, self._held, self._first_step = mine, range(mine, mine + 1), first
         self._num_learners = mine + 1

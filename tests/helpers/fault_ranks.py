@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator
 from ddpcore.optim import FusedSGD
+from helpers.connection import connected
 from helpers.shared_memory_ranks import main
 
 SMALL = {"bucket_bytes": 4096, "first_bucket_bytes": 4096}
@@ -69,7 +70,7 @@ def backward_dies(rank: int, transport: str, set_to_none: bool, late: str) -> No
     torch.manual_seed(0)
     model = Fragile()
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), transport=transport, **SMALL)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **connected(transport=transport, **SMALL))
     loss_of(model, 0, rank).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=set_to_none)
@@ -95,7 +96,7 @@ def backward_dies_on_one(rank: int) -> None:
     """Rank 1 leaves a step out, after its averages have begun: the others are a step ahead from there on."""
     model = nn.Linear(5, 3)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), transport="shm")
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), connection=ddpcore.Connection(transport="shm"))
     for step in range(4):
         inputs = torch.ones(2, 5, requires_grad=True)
         outputs = model(Broken.apply(inputs)).square().mean()
@@ -147,7 +148,7 @@ def trains_something_else(rank: int, what: str, transport: str) -> None:
     if what == "strategy" and odd:
         strategy = ddpcore.LocalSGD(3)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-    ddpcore.distribute(model, optimizer, strategy, **options)
+    ddpcore.distribute(model, optimizer, strategy, **connected(**options))
 
 
 DIFFERENCES = {
@@ -164,7 +165,9 @@ def is_late(rank: int, transport: str, strategy: str, seconds: float) -> None:
     """Rank 1 takes longer than distribute(timeout=) lets the others wait."""
     model = nn.Linear(5, 3)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, STRATEGIES[strategy](), transport=transport, timeout=seconds)
+    ddpcore.distribute(
+        model, optimizer, STRATEGIES[strategy](), connection=ddpcore.Connection(transport=transport, timeout=seconds)
+    )
     for step in range(3):
         if rank == 1 and step == 2:
             time.sleep(seconds + 2)
@@ -177,7 +180,9 @@ def does_not_come(rank: int, seconds: float) -> None:
     if rank == 1:
         time.sleep(seconds + 2)
     model = nn.Linear(5, 3)
-    ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), timeout=seconds)
+    ddpcore.distribute(
+        model, FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), connection=ddpcore.Connection(timeout=seconds)
+    )
 
 
 COMMUNICATORS = {
@@ -225,7 +230,7 @@ def dies_in_training(rank: int, transport: str, strategy: str) -> None:
     """Rank 1 is killed before the backward pass of step 2."""
     model = nn.Linear(5, 3)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, STRATEGIES[strategy](), transport=transport, **SMALL)
+    ddpcore.distribute(model, optimizer, STRATEGIES[strategy](), **connected(transport=transport, **SMALL))
     for step in range(4):
         loss = loss_of(model, step, rank)
         if rank == 1 and step == 2:
@@ -239,7 +244,7 @@ def goes_on_backwards(rank: int, transport: str) -> None:
     torch.manual_seed(0)
     model = Fragile()
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), transport=transport, **SMALL)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **connected(transport=transport, **SMALL))
     loss = loss_of(model, 0, rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -98,7 +98,13 @@ def scaled(rank: int, transport: str) -> list[tuple[Tensor, float]]:
     model = nn.Linear(4, 3)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(3, group=2), transport=transport, scaler=scaler)
+    ddpcore.distribute(
+        model,
+        optimizer,
+        ddpcore.LocalSGD(3, group=2),
+        connection=ddpcore.Connection(transport=transport),
+        scaler=scaler,
+    )
     seen = []
     for step in range(6):
         inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))

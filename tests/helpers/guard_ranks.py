@@ -109,7 +109,7 @@ def dropped_in_an_exchange(rank: int) -> list[Tensor]:
         model = net()
         optimizer = sgd(model)
         strategy = ddpcore.DPSGD(ddpcore.Complete(), staleness=1)
-        handle = ddpcore.distribute(model, optimizer, strategy, transport="pg")
+        handle = ddpcore.distribute(model, optimizer, strategy, connection=ddpcore.Connection(transport="pg"))
         for step in range(3):
             time.sleep(0.5 if rank == 1 and step == 2 else 0)
             handle.model(torch.ones(2, 5)).square().sum().backward()
@@ -134,7 +134,12 @@ def checkpointed(rank: int, is_checkpointed: bool) -> list[Tensor]:
 
     torch.manual_seed(0)
     model = Two()
-    ddpcore.distribute(model, sgd(model), ddpcore.SSGD(), transport="pg", bucket_bytes=1024, first_bucket_bytes=64)
+    ddpcore.distribute(
+        model,
+        sgd(model),
+        ddpcore.SSGD(),
+        connection=ddpcore.Connection(transport="pg", bucket_bytes=1024, first_bucket_bytes=64),
+    )
     inputs = torch.ones(2, 5) * (rank + 1)
     hidden = checkpoint_of(model, inputs, use_reentrant=False) if is_checkpointed else model(inputs)
     model.head(hidden).square().mean().backward()
@@ -145,7 +150,7 @@ def frozen_on_rank_0(rank: int) -> str:
     """Rank 0 freezes a layer alone."""
     model = net()
     optimizer = sgd(model)
-    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), transport="pg")
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), connection=ddpcore.Connection(transport="pg"))
     try:
         for step in range(2):
             if step == 1 and rank == 0:

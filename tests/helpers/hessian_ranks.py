@@ -34,7 +34,12 @@ def train(
     virtual = group is None
     learners = NUM_LEARNERS if virtual else None
     handle = ddpcore.distribute(
-        model, optimizer, noise_training.STRATEGIES[strategy](), learners=learners, group=group, transport=transport
+        model,
+        optimizer,
+        noise_training.STRATEGIES[strategy](),
+        learners=learners,
+        group=group,
+        connection=ddpcore.Connection(transport=transport),
     )
     held = range(NUM_LEARNERS) if virtual else [dist.get_rank(group)]
 

@@ -19,6 +19,7 @@ from ddpcore.comm.shared import coordination
 from ddpcore.experiments import hosts
 from ddpcore.optim import FusedSGD
 from helpers import oracle
+from helpers.connection import connected
 
 PER_HOST, WORLD_SIZE, STEPS = 2, 4, 4
 SIZES = 400, 1000  # of the counted model
@@ -66,7 +67,7 @@ def train(
     model = nn.Linear(*sizes)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"learners": num_learners, "vectorize": False} if rank is None else {"transport": transport}
-    handle = ddpcore.distribute(model, optimizer, make(), **options, **more)
+    handle = ddpcore.distribute(model, optimizer, make(), **connected(**options, **more))
     for step in range(STEPS):
         if before_step is not None:
             before_step(step)

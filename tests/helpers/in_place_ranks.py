@@ -58,7 +58,9 @@ def misses_a_gradient(rank: int) -> None:
         small = [parameter for parameter in model.parameters() if parameter is not model[2].weight]
         groups = [{"params": small}, {"params": [model[2].weight], "weight_decay": 0.1}]
         optimizer = build(groups, lr=0.01, momentum=0.9)
-        ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), transport=transport)
+        ddpcore.distribute(
+            model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), connection=ddpcore.Connection(transport=transport)
+        )
         for step in range(6):
             optimizer.zero_grad()
             model(torch.randn(8, 50)).square().sum().backward()
@@ -83,7 +85,9 @@ def freezes_and_saves(rank: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 3))
     optimizer = FusedSGD([{"params": layer.parameters()} for layer in model], lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete()), transport="shm")
+    handle = ddpcore.distribute(
+        model, optimizer, ddpcore.DPSGD(ddpcore.Complete()), connection=ddpcore.Connection(transport="shm")
+    )
     frozen = model[0].weight.detach().clone()
     del optimizer.param_groups[0]
     for _ in range(4):

@@ -81,7 +81,13 @@ def cut(rank: int, device: str) -> dict[str, str]:
         model = nn.Linear(40, 10)
         optimizer = FusedSGD(model.parameters(), lr=0.1)
         group = dist.new_group(list(range(4)))
-        ddpcore.distribute(model, optimizer, STRATEGIES[name](), group=group, transport="pg", timeout=TIMEOUT)
+        ddpcore.distribute(
+            model,
+            optimizer,
+            STRATEGIES[name](),
+            group=group,
+            connection=ddpcore.Connection(transport="pg", timeout=TIMEOUT),
+        )
         runs[name] = model, optimizer
     dist.barrier()
     time.sleep(0.2)  # the last packets of the barrier have left

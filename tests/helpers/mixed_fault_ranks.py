@@ -55,7 +55,9 @@ def is_refused(rank: int) -> None:
         memory.open_file = refuse
     for transport in ("auto", "mixed"):
         model = nn.Linear(5, 3)
-        handle = ddpcore.distribute(model, FusedSGD(model.parameters()), ddpcore.SSGD(), transport=transport)
+        handle = ddpcore.distribute(
+            model, FusedSGD(model.parameters()), ddpcore.SSGD(), connection=ddpcore.Connection(transport=transport)
+        )
         print(handle.comm.description)
 
 
@@ -63,7 +65,7 @@ def runs(make: Any) -> ddpcore.comm.Communicator:
     """Three steps and an evaluation."""
     model = nn.Linear(50, 70)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, make(), transport="mixed")
+    handle = ddpcore.distribute(model, optimizer, make(), connection=ddpcore.Connection(transport="mixed"))
     for _ in range(3):
         model(torch.ones(3, 50)).sum().backward()
         optimizer.step()
@@ -88,7 +90,9 @@ def ends_in_an_exchange(rank: int) -> None:
     seen = weakref.ref(group)
     model = nn.Linear(50, 70)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), group=group, transport="mixed")
+    ddpcore.distribute(
+        model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), group=group, connection=ddpcore.Connection(transport="mixed")
+    )
     model(torch.ones(3, 50)).sum().backward()
     optimizer.step()
     model(torch.ones(3, 50))

@@ -16,6 +16,7 @@ from ddpcore.comm.shared import coordination
 from ddpcore.ops import Mixture
 from ddpcore.optim import FusedSGD
 from helpers import host_ranks, oracle
+from helpers.connection import connected
 from helpers.ranks import join
 
 NUM_RANKS = 4
@@ -49,7 +50,7 @@ def trained(
     model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3)).to(dtype)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"learners": NUM_RANKS, "vectorize": False} if transport is None else {"transport": transport}
-    handle = ddpcore.distribute(model, optimizer, make(), **options)
+    handle = ddpcore.distribute(model, optimizer, make(), **connected(**options))
     for step in range(4):
         inputs = torch.randn(NUM_RANKS, 8, 20, generator=torch.Generator().manual_seed(step)).to(dtype)
         if loads and step == 2:
@@ -71,7 +72,7 @@ def trained(
 def chosen(strategy: Any, **more: Any) -> tuple[str, str]:
     """Transport and description of what ``distribute`` connects by itself."""
     model = nn.Linear(5, 3)
-    comm = ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), strategy, **more).comm
+    comm = ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), strategy, **connected(**more)).comm
     return comm.transport, comm.description
 
 

@@ -37,7 +37,9 @@ def train(strategy: str, optimizer: str, transport: str, rank: int) -> torch.Ten
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 70), nn.Tanh(), nn.Linear(70, 3))
     optim = OPTIMIZERS[optimizer](model.parameters())
-    handle = ddpcore.distribute(model, optim, STRATEGIES[strategy](), transport=transport)
+    handle = ddpcore.distribute(
+        model, optim, STRATEGIES[strategy](), connection=ddpcore.Connection(transport=transport)
+    )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
         optim.zero_grad()

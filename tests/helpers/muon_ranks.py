@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.optim import Muon, muon, param_groups
+from helpers.connection import connected
 from helpers.ranks import join
 
 STEPS = 5
@@ -40,7 +41,7 @@ def muloco() -> ddpcore.LocalSGD:
 
 def train(strategy: Any, rank: int, *, shared: bool = True, **options: Any) -> dict[str, Any]:
     model, optimizer = build()
-    handle = ddpcore.distribute(model, optimizer, strategy, **options)
+    handle = ddpcore.distribute(model, optimizer, strategy, **connected(**options))
     if not shared:
         optimizer.process_group = None
     counts, real = [], muon.orthogonalize

@@ -65,10 +65,8 @@ def train(
         STRATEGIES[strategy](),
         learners=NUM_LEARNERS if virtual else None,
         group=group,
-        transport=transport,
-        vectorize=False if virtual else None,
-        bucket_bytes=128,  # several, cut inside tensors
-        first_bucket_bytes=64,
+        connection=ddpcore.Connection(transport=transport, bucket_bytes=128, first_bucket_bytes=64),
+        vectorize=False if virtual else None,  # several,
     )
     held = range(NUM_LEARNERS) if virtual else [dist.get_rank(group)]
     torch.manual_seed(5)

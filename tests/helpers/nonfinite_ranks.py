@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.optim import FusedLAMB, FusedSGD
 from helpers import ranks
+from helpers.connection import connected
 
 NUM_RANKS, STEPS, BAD_LEARNER = 4, 6, 2
 ORDERS = {"awc": "average_while_computing", "atc": "adapt_then_combine", "cta": "combine_then_adapt"}
@@ -90,7 +91,9 @@ def train(case: Case, **options: Any) -> Outcome:
     norm = (nn.BatchNorm1d(7),) if case.batch_norm else ()
     model = nn.Sequential(nn.Linear(5, 7), *norm, nn.Tanh(), nn.Linear(7, 3))
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    handle = ddpcore.distribute(model, optimizer, STRATEGIES[case.strategy](), on_nonfinite=case.mode, **options)
+    handle = ddpcore.distribute(
+        model, optimizer, STRATEGIES[case.strategy](), on_nonfinite=case.mode, **connected(**options)
+    )
     errors, step, is_bad = [], 0, case.bad_step == 0
     while step < STEPS:
         inputs, labels = samples(step)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
+from helpers.connection import connected
 from helpers.ranks import join
 from helpers.training import rows_of
 
@@ -41,7 +42,7 @@ def accumulation(rank: int, world_size: int, how: str) -> Tensor:
     """Three steps on 24 samples a step; each rank takes its share in three micro-batches."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **SMALL)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **connected(**SMALL))
     for step in range(3):
         inputs, labels = samples(24, step)
         mine = [part.chunk(3) for part in (inputs.chunk(world_size)[rank], labels.chunk(world_size)[rank])]
@@ -61,7 +62,7 @@ def clipping(rank: int, world_size: int) -> dict[str, Any]:
     """The gradient that a user sees right after backward, whole and clipped."""
     model = mlp()
     optimizer = FusedSGD(model.parameters(), lr=0.1)
-    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **SMALL)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **connected(**SMALL))
     inputs, labels = samples(8)
     F.cross_entropy(model(inputs.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
     seen = grads(model).clone()
@@ -88,7 +89,7 @@ def unused(rank: int, strategy: Any, fused: bool) -> dict[str, Any]:
     model = Branches()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = (FusedSGD if fused else torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
-    ddpcore.distribute(model, optimizer, strategy, **SMALL)
+    ddpcore.distribute(model, optimizer, strategy, **connected(**SMALL))
     for step in range(4):
         torch.manual_seed(100 + 10 * step + rank)
         optimizer.zero_grad()
@@ -244,7 +245,9 @@ def frozen_start(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
     model[0].requires_grad_(False)
     own = {name: value.clone() for name, value in model.state_dict().items()}
     strides = model[0].weight.stride()
-    handle = ddpcore.distribute(model, torch.optim.SGD(model[1].parameters(), lr=0.1), ddpcore.SSGD(), **options)
+    handle = ddpcore.distribute(
+        model, torch.optim.SGD(model[1].parameters(), lr=0.1), ddpcore.SSGD(), **connected(**options)
+    )
     given = {name: value.clone() for name, value in model[0].named_parameters(prefix="0")}
     return {
         "own": own,

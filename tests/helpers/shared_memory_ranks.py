@@ -31,6 +31,7 @@ from ddpcore.comm import SharedMemoryCommunicator
 from ddpcore.comm.shared import memory
 from ddpcore.optim import FusedSGD
 from ddpcore.parameters.flat import FlatParameters
+from helpers.connection import connected
 from helpers.forked import without_gloo
 from helpers.in_place_ranks import exchanges_in_place, freezes_and_saves, misses_a_gradient
 
@@ -178,7 +179,9 @@ def is_refused(rank: int) -> None:
         memory.open_file = refuse
     for transport in ("auto", "shm"):
         model = nn.Linear(5, 3)
-        handle = ddpcore.distribute(model, FusedSGD(model.parameters()), ddpcore.SSGD(), transport=transport)
+        handle = ddpcore.distribute(
+            model, FusedSGD(model.parameters()), ddpcore.SSGD(), connection=ddpcore.Connection(transport=transport)
+        )
         print(handle.comm.description)
 
 
@@ -216,7 +219,7 @@ def frees(rank: int) -> None:
     for make in (ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())):
         model = nn.Linear(50, 70)
         optimizer = FusedSGD(model.parameters(), lr=0.1)
-        handle = ddpcore.distribute(model, optimizer, make(), transport="shm")
+        handle = ddpcore.distribute(model, optimizer, make(), connection=ddpcore.Connection(transport="shm"))
         for _ in range(2):
             model(torch.ones(3, 50)).sum().backward()
             optimizer.step()
@@ -234,7 +237,7 @@ def train(strategy: str, dtype: torch.dtype, transport: str) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(50, 70), nn.BatchNorm1d(70), nn.Tanh(), nn.Linear(70, 3)).to(dtype)
     optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
     sizes = {"bucket_bytes": 4096, "first_bucket_bytes": 1024}
-    handle = ddpcore.distribute(model, optimizer, STRATEGIES[strategy](), transport=transport, **sizes)
+    handle = ddpcore.distribute(model, optimizer, STRATEGIES[strategy](), **connected(transport=transport, **sizes))
     for step in range(4):
         torch.manual_seed(100 * step + rank)
         inputs, labels = torch.randn(8, 50, dtype=dtype), torch.randint(3, (8,))
@@ -283,7 +286,12 @@ def trains_something_else(rank: int, what: str, transport: str) -> None:
         strategy = ddpcore.DPSGD(ddpcore.FromMatrix(weights.roll(1, 0) if odd else weights))
     if odd and what == "strategy":
         strategy = ddpcore.LocalSGD(4)
-    ddpcore.distribute(model, optimizer, strategy, transport="pg" if odd and what == "transport" else transport)
+    ddpcore.distribute(
+        model,
+        optimizer,
+        strategy,
+        connection=ddpcore.Connection(transport="pg" if odd and what == "transport" else transport),
+    )
 
 
 DIFFERENCES = ["shape", "dtype", "buffer", "frozen", "optimizer", "topology", "matrix", "strategy", "transport"]

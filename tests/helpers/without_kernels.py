@@ -76,7 +76,13 @@ def distributed() -> list[Tensor]:
         model = nn.Linear(5, 1)
         inputs = torch.randn(2, 8, 5)
         optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-        handle = ddpcore.distribute(model, optimizer, strategy, learners=2, bucket_bytes=64, first_bucket_bytes=64)
+        handle = ddpcore.distribute(
+            model,
+            optimizer,
+            strategy,
+            learners=2,
+            connection=ddpcore.Connection(bucket_bytes=64, first_bucket_bytes=64),
+        )
         for _ in range(3):
             optimizer.zero_grad()
             handle.model(inputs).square().mean(dim=(1, 2)).sum().backward()

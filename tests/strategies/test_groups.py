@@ -19,6 +19,7 @@ from ddpcore.testing import check_strategy
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import check_connection
 from helpers import training
+from helpers.connection import connected
 
 K = 2
 BUCKETS = {"bucket_bytes": 64, "first_bucket_bytes": 64}
@@ -37,7 +38,7 @@ class Run:
         self.model = nn.Linear(4, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         options = {"learners": len(inputs), "vectorize": False, **BUCKETS, **options}
-        self.handle = ddpcore.distribute(self.model, self.optimizer, strategy, **options)
+        self.handle = ddpcore.distribute(self.model, self.optimizer, strategy, **connected(**options))
 
     def weights(self) -> torch.Tensor:
         return training.weights_of_learners(self.handle)
@@ -310,7 +311,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(group: int, options
     before, strategy = model.weight.data_ptr(), LocalSGD(4, group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=message) as error:
-        ddpcore.distribute(model, optimizer, strategy, **{"learners": 4, **options})
+        ddpcore.distribute(model, optimizer, strategy, **connected(**{"learners": 4, **options}))
     assert "\n" not in str(error.value)
     assert model.weight.data_ptr() == before
     ddpcore.distribute(model, FusedSGD(model.parameters()), strategy, learners=group)

@@ -162,4 +162,10 @@ def test_what_they_refuse(make: Any) -> None:
         ddpcore.distribute(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1), make(), learners=2)
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"on_failure='(raise|shrink)'"):
-        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), make(), learners=4, on_failure="shrink")
+        ddpcore.distribute(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            make(),
+            learners=4,
+            connection=ddpcore.Connection(on_failure="shrink"),
+        )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import SSGD
+from helpers.connection import connected
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -47,7 +48,7 @@ def test_a_graph_that_was_kept_from_a_backward_pass_that_died_is_refused() -> No
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = {"bucket_bytes": 64, "first_bucket_bytes": 64}
-    handle = ddpcore.distribute(model, optimizer, SSGD(), learners=2, vectorize=False, **sizes)
+    handle = ddpcore.distribute(model, optimizer, SSGD(), learners=2, vectorize=False, **connected(**sizes))
     inputs = torch.ones(2, 3, 4)
     is_broken = True
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
+from helpers.connection import connected
 
 L = 2
 STEPS = 4
@@ -65,7 +66,9 @@ class Run:
         if not self.is_plain:
             if self.world == "virtual":
                 options["learners"] = L
-            handle = self.handle = ddpcore.distribute(model, optimizer, STRATEGIES[self.strategy](), **options)
+            handle = self.handle = ddpcore.distribute(
+                model, optimizer, STRATEGIES[self.strategy](), **connected(**options)
+            )
             self.model = handle.model
         torch.manual_seed(100 + self.rank)
         return self.model
