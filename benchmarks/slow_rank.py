@@ -48,7 +48,7 @@ class Job:
         slowness = 1 / args.speed if world.rank == world.world_size - 1 else 1.0
         self.step_seconds = slowness * args.step_ms / 1e3
         strategy = MAKERS[name]()
-        self.waits = strategy is not None and strategy.waits
+        self.waits = strategy is not None and strategy.traits.waits
         if strategy is not None:
             ddpcore.distribute(self.model, self.optimizer, strategy, connection=ddpcore.Connection(transport="shm"))
 

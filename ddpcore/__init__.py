@@ -19,7 +19,7 @@ from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.adpsgd import ADPSGD
-from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.base import ALL, Plan, Strategy, Traits
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.dpsgd import DPSGD
@@ -46,6 +46,7 @@ __version__ = VERSION
 
 __all__ = [
     "ADPSGD",
+    "ALL",
     "DDP",
     "DPSGD",
     "GASLoC",
@@ -66,6 +67,7 @@ __all__ = [
     "NoisySSGD",
     "NonFinite",
     "NonFiniteError",
+    "Plan",
     "OnePeerExponential",
     "Policies",
     "PushSum",
@@ -81,6 +83,7 @@ __all__ = [
     "TOPOLOGIES",
     "Topology",
     "Torus2D",
+    "Traits",
     "distribute",
     "join",
 ]

@@ -31,12 +31,13 @@ class RareGossip(ddpcore.Strategy):
 
     def before_step(self, learner):
         """Return the average of this step as a value. ddpcore averages and steps in one pass over the weights."""
-        if not self.averages_weights_at(learner.step + 1):
+        if not self.plan(learner.step).weights:
             return None
         return learner.comm.exchange(learner.flat.param_LP, self.topology, learner.step).mixture()
 
-    def averages_weights_at(self, step: int) -> bool:
-        return step % self.period == 0
+    def plan(self, step: int) -> ddpcore.Plan:
+        """Policies average other state in the same steps."""
+        return ddpcore.Plan(weights=(step + 1) % self.period == 0)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from ddpcore.options.command_line import SEED_RANGE, check, flag, option
 from ddpcore.options.typed import typed
 from ddpcore.report.plot_option import PLOT, check_plot
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
-from ddpcore.strategies.base import Strategy, check_on_nonfinite
+from ddpcore.strategies.base import Strategy, check_on_nonfinite, check_transport
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.compression import CODECS
 from ddpcore.strategies.dpsgd import DPSGD, ORDERS
@@ -256,7 +256,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         strategy = config.train_config(name).make_strategy()
         if isinstance(strategy, Strategy):
             if world_size > 1:
-                strategy.check_transport("virtual" if transport is None else transport.name)
+                check_transport(strategy, "virtual" if transport is None else transport.name)
             strategy.setup(world_size, torch.float32)
             check_on_nonfinite(config.on_nonfinite, strategy, world_size)
     resolved = ResolvedConfig(

@@ -133,7 +133,7 @@ class Strategy:
         """Called before each forward pass that records gradients: several times a step if gradients accumulate."""
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """Called in a backward pass if ``traits.averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are complete."""
+        """Called in a backward pass if ``traits.averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are ready."""
 
     def after_backward(self, learner: Learner) -> None:
         """Called at the end of a backward pass if ``traits.averages_gradients``."""

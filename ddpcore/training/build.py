@@ -12,7 +12,7 @@ from torch import nn
 
 from ddpcore.comm import Choice, Connection, choose_backend, choose_transport
 from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.comm.errors import time_limit
+from ddpcore.comm.errors import TIMEOUT_SECONDS, time_limit
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
@@ -345,7 +345,7 @@ def _arguments(placement: LearnerPlacement, strategy: Strategy | Baseline, bucke
             link=config.make_link(),
             on_failure=config.on_failure,
             membership=placement.left,
-            **({"timeout": config.timeout} if placement.real and isinstance(strategy, Strategy) else {}),
+            timeout=config.timeout if placement.real and isinstance(strategy, Strategy) else TIMEOUT_SECONDS,
             **buckets,
         ),
         "policies": Policies(**config.policies) if config.policies else None,

@@ -293,8 +293,8 @@ class TrainConfig:
         traits, every = strategy.traits, f"statistics_every is {self.statistics_every}"
         if traits.most_learners is not None and self.learners > traits.most_learners:
             raise ValueError(
-                f"learners is {self.learners}: {strategy.name} trains at most {traits.most_learners}, take the strategy "
-                "ssgd for more"
+                f"learners is {self.learners}: {strategy.name} trains at most {traits.most_learners}, take "
+                "the strategy ssgd for more"
             )
         if self.statistics_every and self.learners == 1:
             raise ValueError(f"{every}: it needs at least two learners, set it to 0")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import ddpcore
 from ddpcore.comm.mixed import MixedCommunicator, count_edges
+from ddpcore.strategies.base import Traits, check_transport
 from helpers import mixed_ranks as helper
 from helpers import oracle, ranks
 
@@ -108,16 +109,16 @@ def test_weights_that_are_read_in_place_are_not_overwritten(real: list[dict[str,
 
 def test_a_strategy_runs_over_mixed_if_it_runs_over_both() -> None:
     class Apart(ddpcore.DPSGD):
-        transports = ("virtual", "pg")
+        traits = Traits(transports=("virtual", "pg"))
 
-    ddpcore.ADPSGD().check_transport("mixed")
+    check_transport(ddpcore.ADPSGD(), "mixed")
     with pytest.raises(ValueError, match=r"dpsgd does not run over transport='mixed': take virtual learners .*'pg'"):
-        Apart(ddpcore.Ring()).check_transport("mixed")
+        check_transport(Apart(ddpcore.Ring()), "mixed")
 
     class Mixed(ddpcore.DPSGD):
-        transports = ("mixed",)
+        traits = Traits(transports=("mixed",))
 
-    Mixed(ddpcore.Ring()).check_transport("mixed")
+    check_transport(Mixed(ddpcore.Ring()), "mixed")
 
 
 def test_a_group_of_one_rank(tmp_path: Path) -> None:

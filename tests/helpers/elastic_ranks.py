@@ -27,7 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore import training
+from ddpcore import Connection, training
 from ddpcore.comm.membership import Change
 from ddpcore.comm.own_group import own_client
 from ddpcore.comm.roll_call import last_run
@@ -103,9 +103,7 @@ class ElasticRun(SmallRun):
 
     def __init__(self, trial: Trial, group: dist.ProcessGroup | None = None, script: Sequence[Change] = ()) -> None:
         self._trial, self._script = trial, script
-        options: dict[str, Any] = {"on_failure": "shrink", "policies": POLICIES.get(trial.strategy)}
-        if group is not None:
-            options["transport"] = trial.transport
+        transport = "auto" if group is None else trial.transport
         ids = [one for change in script for one in change.joined]
         self._rows = max([trial.world_size, *(one + 1 for one in ids)])  # of virtual learners, with those that join
         super().__init__(
@@ -113,7 +111,8 @@ class ElasticRun(SmallRun):
             trial.world_size if group is not None else self._rows,
             replace(Scenario(), batch_norm=trial.strategy == "slowmo"),
             group=group,
-            options=options,
+            connection=Connection(on_failure="shrink", transport=transport),
+            options={"policies": POLICIES.get(trial.strategy)},
         )
         self.handle: Any = None
         self.slowest = 0.0

@@ -88,7 +88,7 @@ def choices() -> dict[str, Any]:
 
 def sent(topology: Any) -> tuple[int, int]:
     """What this rank sent in four exchanges: in all, and over the process group."""
-    comm = ddpcore.comm.connect(dist.group.WORLD, "auto", torch.device("cpu"))
+    comm = ddpcore.comm.connect(dist.group.WORLD, torch.device("cpu"))
     weights = torch.zeros(1, 100)
     for step in range(4):
         comm.exchange(weights, topology, step).mixture().apply_(weights)
@@ -97,7 +97,7 @@ def sent(topology: Any) -> tuple[int, int]:
 
 def grouped(rank: int) -> tuple[list[float], int]:
     """The mean of ranks 0 and 1, or of 2 and 3, and what this rank sent for it over the process group."""
-    comm = ddpcore.comm.connect(dist.group.WORLD, "auto", torch.device("cpu"))
+    comm = ddpcore.comm.connect(dist.group.WORLD, torch.device("cpu"))
     comm.form_groups(2)
     rows = torch.full((1, 100), float(rank))
     comm.average_groups_(rows, 2).wait()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ddpcore
+from ddpcore import Connection
 from ddpcore.comm import traffic
 from ddpcore.strategies.compression import BFloat16, Int4, Int8, SparseTopK, TopK
 from ddpcore.testing.learners import Result, Scenario, SmallRun, fused_sgd, torch_sgd
@@ -213,14 +214,14 @@ def train(
     traffic.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
     decay = 0.7 if case.strategy == "dpsgd_consensus" else 1.0
     scenario = replace(MODELS[case.model], make_optimizer=OPTIMIZERS[case.optimizer], lr_decay=decay)
-    options = {"transport": transport} if num_rows is None and group is not None else {}
+    is_rank = num_rows is None and group is not None
     run = SmallRun(
         lambda: MAKERS[case.strategy](topology_of(case)),
         case.world_size,
         scenario,
         group=group,
         rows=num_rows,
-        options=options,
+        connection=Connection(transport=transport) if is_rank else None,
         device=device,
     )
     return run.run()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ddpcore import DPSGD, LocalSGD, Ring, Round, Strategy, Topology
+from ddpcore import DPSGD, LocalSGD, Ring, Round, Strategy, Topology, Traits
 from ddpcore.strategies.learner import Learner
 
 
@@ -51,8 +51,8 @@ class SaysIdentical(LocalSGD):
     """Wrong: learners take local steps."""
 
     @property
-    def learners_stay_identical(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return replace(super().traits, stays_identical=True)
 
 
 def slow_local_sgd() -> SaysIdentical:

@@ -95,6 +95,6 @@ def test_options_that_a_strategy_does_not_have_are_refused() -> None:
 
 def test_who_averages_gradients() -> None:
     kinds = (SSGD, NoisySSGD, DPSGD, LocalSGD, SlowMo)
-    assert [kind().averages_gradients for kind in kinds] == [True, True, False, False, False]
-    assert LocalSGD(4, switch_step=1).averages_gradients
+    assert [kind().traits.averages_gradients for kind in kinds] == [True, True, False, False, False]
+    assert LocalSGD(4, switch_step=1).traits.averages_gradients
     assert all(issubclass(kind, Strategy) for kind in kinds)

@@ -45,7 +45,7 @@ def growth(strategy: Any, curvature: float, num_steps: int = 100) -> float:
     start = torch.randn(N, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for one, row in zip(handle.models, start, strict=True):
-            one.weight.copy_(start[0] if strategy.learners_stay_identical else row)
+            one.weight.copy_(start[0] if strategy.traits.stays_identical else row)
     norms = []
     for step in range(num_steps):
         optimizer.zero_grad()

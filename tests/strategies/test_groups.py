@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import SSGD, LocalSGD
+from ddpcore import ALL, SSGD, LocalSGD
 from ddpcore.diagnostics import HessianStatistics, NoiseStatistics
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import Int4
@@ -218,11 +218,11 @@ def test_a_gradient_that_is_not_finite_concerns_its_group() -> None:
 
 def test_which_steps_average_what() -> None:
     strategy = LocalSGD(3, group=K, switch_step=2)
-    assert [strategy.averages_gradients_at(step) for step in range(4)] == [True] * 4
-    assert [strategy.group_at(step) for step in range(4)] == [None, None, K, K]
-    assert [strategy.gradients_at_mean(step) for step in range(4)] == [True, True, False, False]
-    assert [step for step in range(1, 10) if strategy.averages_weights_at(step)] == [1, 2, 5, 8]
-    assert not strategy.learners_stay_identical
+    assert [strategy.plan(step).averages_gradients for step in range(4)] == [True] * 4
+    assert [strategy.plan(step).gradients for step in range(4)] == [ALL, ALL, K, K]
+    assert [strategy.plan(step).gradients_at_mean for step in range(4)] == [True, True, False, False]
+    assert [step for step in range(1, 10) if strategy.plan(step - 1).weights] == [1, 2, 5, 8]
+    assert not strategy.traits.stays_identical
 
 
 def test_a_step_by_hand_is_refused() -> None:

@@ -95,7 +95,7 @@ def test_post_local() -> None:
 def test_warm_up_doubles_the_period() -> None:
     """A period of 8 over a warm-up of 12 steps: 1 in the first four, then 2, then 4, and 8 after it."""
     strategy = LocalSGD(8, warmup_steps=12)
-    averaged = [step for step in range(1, 33) if strategy.averages_weights_at(step)]
+    averaged = [step for step in range(1, 33) if strategy.plan(step - 1).weights]
     assert averaged == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
     run = Run(strategy)
     for step in range(1, 17):

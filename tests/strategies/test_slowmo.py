@@ -91,8 +91,8 @@ def test_a_state_of_version_0_1_goes_on_with_the_same_bits() -> None:
 
 
 def test_steps_that_average() -> None:
-    assert [step for step in range(1, 9) if SlowMo(period=4).averages_weights_at(step)] == [4, 8]
-    assert all(SlowMo(DPSGD(), period=4).averages_weights_at(step) for step in range(1, 9))
+    assert [step for step in range(1, 9) if SlowMo(period=4).plan(step - 1).weights] == [4, 8]
+    assert all(SlowMo(DPSGD(), period=4).plan(step - 1).weights for step in range(1, 9))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from ddpcore import (
     Star,
 )
 from ddpcore.optim import FusedSGD
+from ddpcore.strategies.base import check_deaths
 from ddpcore.strategies.compression import TopK
 from ddpcore.strategies.dpsgd import ORDERS
 from helpers.training import weights_of_learners
@@ -341,4 +342,4 @@ def test_registered_names() -> None:
 @pytest.mark.parametrize("make", [ExactDiffusion, GradientTracking])
 def test_learners_may_not_die(make: Any) -> None:
     with pytest.raises(ValueError, match="take on_failure='raise', or dpsgd"):
-        make().check_shrink()
+        check_deaths(make())

@@ -36,7 +36,7 @@ def test_virtual_learners(factory: Callable[[], Strategy]) -> None:
     [
         (own_parts.KnowsItsRank, "2 learners, pg, plain: weights of learner 1 differ by"),
         (own_parts.ForgetsItsState, "2 virtual learners, resumed after step 3: weights of learner 0 differ by"),
-        (own_parts.slow_local_sgd, "2 virtual learners, plain: learners_stay_identical is true and"),
+        (own_parts.slow_local_sgd, "2 virtual learners, plain: traits.stays_identical is true and"),
         (own_parts.always_the_same, "returns the same strategy twice"),
     ],
 )
