@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import cifar, digits, features, mnist, python_text, saddle, speech, synthetic
+from ddpcore.data import cifar, digits, features, mnist, python_text, speech, synthetic
 from ddpcore.data.base import Dataset
 from ddpcore.data.download import SOURCES
 from ddpcore.data.download import download as download_files
@@ -20,9 +20,9 @@ DATASETS: Registry[Dataset] = Registry(
     {
         "digits": digits.load,
         "python_text": python_text.load,
-        "synthetic": synthetic.load,
+        "synthetic": synthetic.load_synthetic,
         "synthetic_speech": speech.load,
-        "saddle": saddle.load,
+        "saddle": synthetic.load_saddle,
         "features": features.load,
         "mnist": mnist.load,
         "cifar10": cifar.load_cifar10,
@@ -63,7 +63,7 @@ def load_dataset(
             :meth:`Dataset.limit`.
         random_labels: draw the labels of the training split from the seed: only the samples can be learned.
         download: fetch the files that are missing (needs pooch).
-        verify: warn of files that are not the canonical ones.
+        verify: warn of files of MNIST that are not the canonical ones. Pickles of CIFAR are always compared.
         options: of the data set, see ``DATASETS.options(name)``.
 
     Raises:

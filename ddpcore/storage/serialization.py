@@ -52,11 +52,8 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
     """All tensors of a state that :func:`pack` takes."""
     if isinstance(state, Tensor):
         yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from tensors_of(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
+    elif isinstance(state, Mapping | list | tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
             yield from tensors_of(value)
 
 
@@ -64,10 +61,8 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str)
     """The state that :func:`pack` converted; tensors from an accelerator are moved to ``device``.
 
     Raises:
-        ValueError: the shape of an entry does not fit its tensor, or two entries have one tensor. Version 0.1.0 gave
-            such entries one name and kept only the last tensor.
+        ValueError: the shape of an entry does not fit its tensor.
     """
-    seen: set[str] = set()
 
     def visit(value: Any) -> Any:
         if isinstance(value, list):
@@ -76,12 +71,6 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str)
             return value
         if _TENSOR in value:
             name = value[_TENSOR]
-            if name in seen:
-                raise ValueError(
-                    f"two entries of the state have the name {name.lstrip('.')}, so ddpcore 0.1.0 saved only one of "
-                    "their tensors: rename a key, and train from the beginning"
-                )
-            seen.add(name)
             if math.prod(value["shape"]) != tensors[name].numel():
                 raise ValueError(f"{name.lstrip('.')} has another number of elements than its tensor")
             tensor = tensors[name].as_strided(value["shape"], value["stride"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddpcore.data import SAMPLERS, Redealt, ShardedBatches
+from ddpcore.data import SAMPLERS, ResharedBatches, ShardedBatches
 from ddpcore.data.shards import _order, _permuted, permutation
 
 
@@ -204,7 +204,7 @@ def test_redealt_samples_are_used_at_most_once_an_epoch(
     batches = ShardedBatches(samples, 12, 4, seed)
     begins = np.cumsum([gap for gap, _ in changes]).tolist()
     deals = tuple((begin, tuple(sorted(who))) for begin, (_, who) in zip(begins, changes, strict=True))
-    dealt = Redealt(batches, deals)
+    dealt = ResharedBatches(batches, deals)
     used: dict[int, list[int]] = {}
     for step in range(sum(begins[-1:]) + 20):
         members = next((who for begin, who in reversed(deals) if begin <= step), (0, 1, 2, 3))
@@ -218,7 +218,7 @@ def test_redealt_samples_are_used_at_most_once_an_epoch(
 
 def test_redealt_without_changes_is_the_global_sampler() -> None:
     batches = ShardedBatches(50, 12, 4, 3)
-    dealt = Redealt(batches)
+    dealt = ResharedBatches(batches)
     for step in range(9):
         rows = torch.stack([dealt.indices(step, learner) for learner in range(4)])
         assert torch.equal(rows, batches.indices(step))
