@@ -20,16 +20,7 @@ import torch
 
 from ddpcore.data.base import Dataset, Split
 from ddpcore.options.extras import extra
-from ddpcore.storage.limits import (
-    DATA_LIMIT,
-    FEATURES_BYTES,
-    MiB,
-    check_bytes,
-    open_file,
-    plain,
-    read_file,
-    shown,
-)
+from ddpcore.storage.limits import DATA_LIMIT, FEATURES_BYTES, MiB, check_bytes, open_file, plain, read_file, shown
 
 ARRAYS = {"inputs": (np.dtype(np.float32), "[N, frames, features]"), "labels": (np.dtype(np.int64), "[N]")}
 SUMS = "SHA256SUMS"
