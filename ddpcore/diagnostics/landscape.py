@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.diagnostics.planes import Plane
 from ddpcore.diagnostics.spectra import NotConverged, NotFinite
-from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
+from ddpcore.diagnostics.weights import DataLoss, WeightVector, faster_in_vmap
 from ddpcore.distributed.averaging import recalibrate
 from ddpcore.options.typed import check_choice
 from ddpcore.report.landscapes import METRICS, Surface, read_surface, write_surface
@@ -199,9 +200,12 @@ class _Points:
 
     def _losses(self, rows: list[Tensor]) -> list[tuple[float, float]]:
         if self.vectorize == "measure":
-            return self._measured(rows)
+            looped, in_vmap = partial(self._looped, rows), partial(self._in_vmap, rows)
+            device = self.weights.values_P.device
+            found, self.vectorize = faster_in_vmap(looped, in_vmap, self._alike, self.group, device)
+            return found
         if not (self.vectorize and rows):
-            return [self._alone(row) for row in rows]
+            return self._looped(rows)
         found = self._in_vmap(rows)
         if not self.checked and not self._alike([self._alone(rows[0])], found[:1]):
             raise ValueError(
@@ -210,20 +214,8 @@ class _Points:
         self.checked = True
         return found
 
-    def _measured(self, rows: list[Tensor]) -> list[tuple[float, float]]:
-        begin = time.perf_counter()
-        found = [self._alone(row) for row in rows]
-        middle = time.perf_counter()
-        try:
-            others = self._in_vmap(rows) if rows else []
-            gained = (middle - begin) - (time.perf_counter() - middle)
-            if not self._alike(found, others):
-                gained = float("-inf")
-        except (RuntimeError, ValueError):  # a model that vmap does not support
-            gained = float("-inf")
-        vote = torch.tensor([gained], dtype=torch.float64, device=self.weights.values_P.device)
-        self.vectorize = bool(sum_over(self.group, vote)[0] > 0)
-        return found
+    def _looped(self, rows: list[Tensor]) -> list[tuple[float, float]]:
+        return [self._alone(row) for row in rows]
 
     def _alike(self, points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
         """Whether the losses are equal, except for rounding."""
@@ -250,6 +242,8 @@ class _Points:
 
     @torch.no_grad()
     def _in_vmap(self, rows: list[Tensor]) -> list[tuple[float, float]]:
+        if not rows:
+            return []
         data, model = self.data, self.data.model
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         stacks = dict(zip(names, self.weights.typed_views(torch.stack(rows)), strict=True))

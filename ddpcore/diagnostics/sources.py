@@ -251,7 +251,9 @@ class LearnerStatistics(Source):
             mixed_LP = torch.stack([n * share * row_P for share, row_P in zip(shares, deviation_LP, strict=True)])
             vector_LP = passes.average(learner, mixed_LP)
             with passes.at_weights(self._handle.model, learner, mean_LP):
-                product_LP = passes.hessian_product(learner, loss, vector_LP, self._scale(flat))
+                product_LP = passes.hessian_product(
+                    learner, loss, vector_LP, scale_of(self._config.scaler, flat.param_LP.device)
+                )
             product_P = passes.average(learner, product_LP)[0]
             result += noise_sums([product_P], [0, flat.numel])[0, 0, 0] / n
         return result
@@ -267,7 +269,7 @@ class LearnerStatistics(Source):
         self, learner: Learner, weights_LP: Tensor, loss: Loss, random: RandomState | None = None
     ) -> tuple[Tensor, Tensor]:
         with passes.at_weights(self._handle.model, learner, weights_LP, random):
-            return passes.gradient(learner, loss, self._scale(learner.flat))
+            return passes.gradient(learner, loss, scale_of(self._config.scaler, weights_LP.device))
 
     def _full_gradient(self, learner: Learner, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
         """g ``[P]``, the mean over all learners; the mean of the full loss is stored in the result."""
@@ -292,9 +294,6 @@ class LearnerStatistics(Source):
         return self._layout
 
     # ---- mixed precision ----
-
-    def _scale(self, flat: Any) -> Tensor | None:
-        return scale_of(self._config.scaler, flat.param_LP.device)
 
     def _unscale(self, like: Tensor) -> Tensor | float:
         """The inverse scale of gradients at the optimizer's step."""

@@ -14,7 +14,7 @@ from ddpcore.strategies.base import Strategy, check_mixable, check_topology, war
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
-from ddpcore.topology.slowed import Slowed
+from ddpcore.topology.wrapped import Slowed
 
 
 class GASLoC(Strategy):

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpcore import RandomPair
-from ddpcore.topology.keyed import KeyedPermutation
-from ddpcore.topology.pairs import MOST_WHOLE, random_matching
+from ddpcore.topology.pairs import MOST_WHOLE, KeyedPermutation, random_matching
 
 
 @settings(deadline=None, max_examples=200)
