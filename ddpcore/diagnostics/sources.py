@@ -76,29 +76,6 @@ class Source(Observer):
         return own * unscale, mean * unscale
 
 
-class Layout:
-    """The columns of segments in a row, and the fixed number of each segment; their order in the row may change."""
-
-    def __init__(self, segments: Sequence[Segment], numel: int, names: Sequence[str], device: torch.device) -> None:
-        self.segments = segments
-        self.bounds = [*(segment.offset for segment in segments), numel]
-        self._numbers = [names.index(segment.name) for segment in segments]
-        self._device = device
-        self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}
-
-    def part(self, begin: int, end: int) -> tuple[list[int], Tensor]:
-        """Bounds of the segments in columns ``begin`` to ``end``, relative to ``begin``, and the segments' numbers."""
-        if (begin, end) not in self._parts:
-            pieces = [
-                (max(first, begin), min(last, end), number)
-                for first, last, number in zip(self.bounds, self.bounds[1:], self._numbers, strict=False)
-                if first < end and last > begin
-            ]
-            bounds = [0, *(last - begin for _, last, _ in pieces)]
-            self._parts[begin, end] = bounds, torch.tensor([number for *_, number in pieces], device=self._device)
-        return self._parts[begin, end]
-
-
 class LearnerStatistics(Source):
     """Squared norms of every step that averages gradients, and the other quantities of measured steps."""
 
@@ -113,7 +90,8 @@ class LearnerStatistics(Source):
         self._random: RandomState | None = None  # before this step's first forward pass
         self._steps: list[_Sums] = []  # since the last record
         self._num_skipped = 0
-        self._layout: Layout | None = None
+        self._segments: Sequence[Segment] = ()
+        self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}  # of these segments
         handle.observers.append(self)
 
     @override
@@ -151,7 +129,7 @@ class LearnerStatistics(Source):
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         flat = learner.flat
         begin = int(columns.storage_offset()) - int(flat.grad_LP.storage_offset())
-        bounds, numbers = self._layout_of(learner).part(begin, begin + columns.shape[1])
+        bounds, numbers = self._part(learner, begin, begin + columns.shape[1])
         if begin == 0 or self._own is None:
             self._own = torch.zeros(len(columns), len(self._names), dtype=torch.float64, device=columns.device)
         sums = noise_sums(list(columns.unbind()), bounds)
@@ -281,17 +259,27 @@ class LearnerStatistics(Source):
 
     def _squares(self, learner: Learner, rows_LP: Tensor) -> Tensor:
         """Squared norms float64 ``[L, S]`` of the segments of each row."""
-        bounds, numbers = self._layout_of(learner).part(0, learner.flat.numel)
+        bounds, numbers = self._part(learner, 0, learner.flat.numel)
         result = torch.zeros(len(rows_LP), len(self._names), dtype=torch.float64, device=rows_LP.device)
         for row, squares in zip(rows_LP, result, strict=True):
             squares[numbers] = noise_sums([row], bounds)[:, 0, 0]
         return result
 
-    def _layout_of(self, learner: Learner) -> Layout:
+    def _part(self, learner: Learner, begin: int, end: int) -> tuple[list[int], Tensor]:
+        """Bounds of the segments in columns ``begin`` to ``end``, relative to ``begin``, and the segments' numbers.
+
+        A segment keeps its number, the place of its name in the series; the order of segments in a row may change.
+        """
         flat = learner.flat
-        if self._layout is None or self._layout.segments is not flat.segments:
-            self._layout = Layout(flat.segments, flat.numel, self._names, flat.param_LP.device)
-        return self._layout
+        if self._segments is not flat.segments:
+            self._segments, self._parts = flat.segments, {}
+        if (begin, end) not in self._parts:
+            ends = [*(segment.offset for segment in flat.segments[1:]), flat.numel]
+            inside = [(s, last) for s, last in zip(flat.segments, ends, strict=True) if s.offset < end and last > begin]
+            numbers = [self._names.index(segment.name) for segment, _ in inside]
+            bounds = [0, *(min(last, end) - begin for _, last in inside)]
+            self._parts[begin, end] = bounds, torch.tensor(numbers, device=flat.param_LP.device)
+        return self._parts[begin, end]
 
     # ---- mixed precision ----
 

@@ -20,8 +20,8 @@ from ddpcore.strategies.compression import Codec, Published
 from ddpcore.strategies.consensus import AdaptiveConsensus
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
+from ddpcore.topology.describe import check_stale
 from ddpcore.topology.pairs import RandomPair
-from ddpcore.topology.stale import check_stale
 from ddpcore.topology.wrapped import Damped
 
 ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
