@@ -83,18 +83,12 @@ def _checksums(root: Path) -> dict[Path, str] | None:
     return sums
 
 
-def _check_sum(path: Path, sums: Mapping[Path, str] | None) -> None:
-    if sums is None:
-        return
+def _check_sum(path: Path, content: BinaryIO, sums: Mapping[Path, str]) -> None:
     if path not in sums:
         raise ValueError(f"{shown(path)}: {SUMS} does not list it, write that file again")
     found = hashlib.sha256()
-    try:
-        with open_file(path) as file:
-            while part := file.read(2**20):
-                found.update(part)
-    except OSError as error:
-        raise ValueError(f"{shown(path)}: cannot be read ({error.strerror}), write it again") from error
+    while part := content.read(MiB):
+        found.update(part)
     if found.hexdigest() != sums[path]:
         raise ValueError(f"{shown(path)}: does not match its checksum in {SUMS}, fetch it again")
 
@@ -106,8 +100,7 @@ def _split(folder: Path, sums: Mapping[Path, str] | None, max_bytes: int, used: 
         raise ValueError(f"{shown(folder)}: holds no .npz, .h5 or .hdf5 file, {advice}")
     parts = []
     for path in paths:
-        _check_sum(path, sums)
-        parts.append(_checked(shown(path), _read(path, max_bytes, used)))
+        parts.append(_checked(shown(path), _read(path, max_bytes, used, sums)))
         used += sum(array.nbytes for array in parts[-1])
     shape = parts[0][0].shape[1:]
     for path, (inputs, _) in zip(paths, parts, strict=True):
@@ -131,14 +124,16 @@ class _Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _read(path: Path, max_bytes: int, used: int) -> dict[str, np.ndarray]:
+def _read(path: Path, max_bytes: int, used: int, sums: Mapping[Path, str] | None = None) -> dict[str, np.ndarray]:
     """The arrays of ARRAYS. What the file claims is checked before anything is allocated."""
     with ExitStack() as stack:
         try:
             content = stack.enter_context(open_file(path))
+            if sums is not None:
+                _check_sum(path, content, sums)
         except OSError as error:
             raise ValueError(f"{shown(path)}: cannot be read ({error.strerror}), make it a readable file") from error
-        claimed = (_in_hdf5 if path.suffix in _HDF5 else _in_npz)(path, content, stack)
+        claimed = _in_hdf5(path, stack) if path.suffix in _HDF5 else _in_npz(path, content, stack)
         total = used + sum(_check_claim(shown(path), name, claimed[name]).nbytes for name in ARRAYS)
         check_bytes(path, total, max_bytes, DATA_LIMIT, "up to this file, the arrays take")
         with _damage(path):
@@ -188,7 +183,7 @@ def _npz_array(archive: zipfile.ZipFile, name: str) -> _Stored | None:
     return stored
 
 
-def _in_hdf5(path: Path, content: BinaryIO, stack: ExitStack) -> dict[str, _Stored | None]:
+def _in_hdf5(path: Path, stack: ExitStack) -> dict[str, _Stored | None]:
     with extra("train"):
         import h5py  # noqa: PLC0415  only HDF5 files need it
     with _damage(path):

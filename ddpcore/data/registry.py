@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ DATASETS: Registry[Dataset] = Registry(
     },
     reserved=("data_dir", "seed", "verify"),
 )
-
-_REQUIRED = inspect.Parameter.empty
 
 
 def load_dataset(
@@ -70,8 +68,8 @@ def load_dataset(
         ValueError: the name is unknown, a file is missing or damaged, or the rest does not fit the name.
     """
     DATASETS.check_options(name, options)
-    needs_files = DATASETS.takes(name, "data_dir") and DATASETS.parameter(name, "data_dir").default is _REQUIRED
-    if needs_files and data_dir is None:
+    from_files = DATASETS.takes(name, "data_dir") and DATASETS.parameter(name, "data_dir").default is Parameter.empty
+    if from_files and data_dir is None:
         raise ValueError(f"{name} is read from files: set data_dir (--data-dir) to the folder that holds them")
     if download and name in SOURCES and data_dir is not None:
         download_files(name, data_dir)
