@@ -6,7 +6,7 @@ Shapes: X and Y points along the two directions of a plane, P elements of the we
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,7 +83,9 @@ def landscape(
     settings += "" if out is None else f" data={data.digest()}"
     surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)
     surface.marks.update(plane.marks)
-    _check_ranks(surface, group)
+    everyone = _gathered(group, (surface.settings, surface.x.tolist(), surface.y.tolist()))
+    if any(one != everyone[0] for one in everyone):  # otherwise they would mix their points
+        raise ValueError("the ranks have another plane, data or coordinates: give all of them the same")
     path = None if out is None else Path(out)
     if path is not None:
         _resume(surface, path, group)
@@ -110,14 +112,13 @@ def _resume(surface: Surface, path: Path, group: dist.ProcessGroup | None) -> No
         surface.values, surface.done = state[0]
 
 
-def _check_ranks(surface: Surface, group: dist.ProcessGroup | None) -> None:
-    """ValueError unless all ranks compute the same landscape: otherwise they would mix their points."""
+def _gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    """The values of all ranks."""
     if group is None:
-        return
+        return [value]
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (surface.settings, surface.x.tolist(), surface.y.tolist()), group=group)
-    if any(one != everyone[0] for one in everyone):
-        raise ValueError("the ranks have another plane, data or coordinates: give all of them the same")
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def _checked(name: str, values: Coordinates) -> npt.NDArray[np.float64]:
@@ -139,7 +140,7 @@ def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.Proc
             for first in range(0, len(chunks), num_ranks):
                 own = chunks[first + rank] if first + rank < len(chunks) else missing[:0]
                 found = points.at([surface.point(index) for index in own])
-                for indices, values in _of_all_ranks(own.tolist(), found, group):
+                for indices, values in _gathered(group, (own.tolist(), found)):
                     surface.store(indices, values)
                     progress.advance(len(indices), "")
                 if path is not None and rank == 0 and time.monotonic() - saved > SAVE_SECONDS:
@@ -148,16 +149,6 @@ def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.Proc
         finally:
             if path is not None and rank == 0:
                 write_surface(path, surface)
-
-
-def _of_all_ranks(
-    indices: list[int], values: Mapping[str, list[float]], group: dist.ProcessGroup | None
-) -> list[tuple[list[int], Mapping[str, list[float]]]]:
-    if group is None:
-        return [(indices, values)]
-    results: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(results, (indices, values), group=group)
-    return results
 
 
 @dataclass

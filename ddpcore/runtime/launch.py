@@ -254,7 +254,7 @@ def _end_after(wait_for: Callable[[], None], words: bytes = b"") -> None:
             os.write(2, words)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="ddpcore-parent-watch").start()
+    threading.Thread(target=watch, daemon=True, name="ddpcore-end-watch").start()
 
 
 def end_with_torchrun() -> None:
