@@ -122,9 +122,11 @@ def measure(case: Case, numel: int, options: argparse.Namespace) -> dict[str, An
     }
 
 
-def parse_kernel_options(description: str | None) -> argparse.Namespace:
-    """The options of the kernel benchmarks."""
+def parse_kernel_options(description: str | None, names: list[str]) -> argparse.Namespace:
+    """The options of the kernel benchmarks; ``--rules`` only if the cases have names."""
     parser = argparse.ArgumentParser(description=description)
+    if names:
+        parser.add_argument("--rules", choices=names, nargs="+", default=names, help="default: all")
     parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32"], dest="dtypes")
     parser.add_argument("--numel", type=int, nargs="+", default=SIZES, help="elements; default: 1, 10, 100 MB of fp32")
     parser.add_argument("--peers", type=int, default=1, help="neighbours in kernels that mix")
@@ -160,12 +162,13 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 @torch.no_grad()
-def main(description: str | None, cases: list[MakeCase]) -> None:
-    """Measure every case at every size, print the table and append the rows to ``--json``."""
-    options = parse_kernel_options(description)
+def main(description: str | None, cases: list[MakeCase] | dict[str, MakeCase]) -> None:
+    """Measure every case (of a dict those of ``--rules``) at every size, print the table, and append to ``--json``."""
+    options = parse_kernel_options(description, list(cases) if isinstance(cases, dict) else [])
+    chosen = [cases[name] for name in options.rules] if isinstance(cases, dict) else cases
     torch.manual_seed(0)
     where, rows = {**machine(options.device), "threads": torch.get_num_threads()}, []
-    for make_case in cases:
+    for make_case in chosen:
         for dtype, numel in product(options.dtypes, options.numel):
             options.dtype = dtype
             rows.append({**measure(make_case(numel, options), numel, options), **where})

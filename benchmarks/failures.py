@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcore
-from ddpcore.data import Dataset, Redealt, ShardedBatches, load_dataset
+from ddpcore.data import Dataset, ResharedBatches, ShardedBatches, load_dataset
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
@@ -77,7 +77,7 @@ class Job:
         """One step of this rank, and a line in its log if it took long."""
         began = time.time()
         mine = handle.comm.rank if self.args.mode == "shrink" else dist.get_rank()
-        samples = Redealt(self.batches, handle.deals).indices(step, mine)
+        samples = ResharedBatches(self.batches, handle.deals).indices(step, mine)
         inputs, labels = self.data.train.batch(samples, 0)
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(inputs), labels).backward()

@@ -223,11 +223,12 @@ bench() {
         message=(--max-mib 0.25 --seconds 0.01) strategies=(--steps 5 --batch-size 16)
         stats=(--every 2 --blocks 2 --batch-size 4)
     fi
-    local name training=(--device $device --json "$out/training.jsonl")
+    local name rule training=(--device $device --json "$out/training.jsonl")
     local ranks=(--device $device --world-size "$num_gpus")
     step optim-float32 30 "$python" -m ddpcore.bench optim --device $device "${lists[@]}" --json "$out/optim-float32.json"
-    for name in sgd adamw lars lamb mix mix_steps norms; do
-        kernel bench_$name 9 "${all[@]}"
+    for name in rules-sgd rules-adamw rules-lars rules-lamb mix mix_steps norms; do
+        case $name in rules-*) rule=(--rules "${name#rules-}") ;; *) rule=() ;; esac
+        kernel bench_$name 9 "${rule[@]}" "${all[@]}"
     done
     kernel bench_noise 9 --learners 2 "${noise[@]}"
     kernel bench_noise-16 9 --learners 16 "${noise16[@]}"

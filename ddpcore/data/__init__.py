@@ -2,7 +2,7 @@
 
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.registry import DATASETS, load_dataset
-from ddpcore.data.shards import SAMPLERS, Redealt, ShardedBatches
+from ddpcore.data.shards import SAMPLERS, ResharedBatches, ShardedBatches
 from ddpcore.data.transforms import Augmentation, Normalization
 from ddpcore.data.uneven import SHARDS, split, total_variation
 
@@ -11,7 +11,7 @@ __all__ = [
     "DATASETS",
     "Dataset",
     "Normalization",
-    "Redealt",
+    "ResharedBatches",
     "SAMPLERS",
     "SHARDS",
     "ShardedBatches",

@@ -1,7 +1,10 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the canonical binary files or from the Python pickles."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the binary files or from the canonical Python pickles."""
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddpcore.data import files, pickles
+from ddpcore.data import files
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.transforms import Augmentation, Normalization
 from ddpcore.storage.limits import CIFAR_BYTES, shown
@@ -27,7 +30,7 @@ class Variant:
         test: name of the test file, by the same rule.
         label_bytes: number of bytes before each image of a binary file; the last of these bytes is the label.
         label_key: key of the labels in a pickle.
-        md5: checksums of the pickles, as torchvision publishes them.
+        md5: checksums of the pickles, as torchvision publishes them. Other pickles are not read.
     """
 
     name: str
@@ -84,18 +87,18 @@ CIFAR100 = Variant(
 )
 
 
-def load(variant: Variant, data_dir: str | Path, verify: bool = True, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
+def load(variant: Variant, data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
     """Read the training and the test split: images uint8 ``[N, 3, 32, 32]`` and the fine labels.
 
-    The binary files are read if they are complete and a pickle is missing; otherwise the pickles are read. With
-    ``verify``, a warning is given for each pickle whose MD5 is not that of the canonical file. A file that takes more
-    than ``max_bytes`` of memory, unpacked, is refused.
+    The binary files are read if they are complete and a pickle is missing; otherwise the pickles are read. A pickle can
+    run code when it is read. So its MD5 is compared first, always, and a pickle that is not the canonical one is an
+    error. A file that takes more than ``max_bytes``, unpacked, is refused.
 
     Raises:
         ValueError: a file is missing, damaged, or not a file of this data set; the message has its path.
     """
     folder = _folder(variant, Path(data_dir))
-    train, test = (_split(variant, folder, names, verify, max_bytes) for names in (variant.train, (variant.test,)))
+    train, test = (_split(variant, folder, names, max_bytes) for names in (variant.train, (variant.test,)))
     return Dataset(
         variant.name,
         train,
@@ -107,14 +110,14 @@ def load(variant: Variant, data_dir: str | Path, verify: bool = True, *, max_byt
     )
 
 
-def load_cifar10(data_dir: str | Path, verify: bool = True, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
+def load_cifar10(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
     """CIFAR-10, see :func:`load`."""
-    return load(CIFAR10, data_dir, verify, max_bytes=max_bytes)
+    return load(CIFAR10, data_dir, max_bytes=max_bytes)
 
 
-def load_cifar100(data_dir: str | Path, verify: bool = True, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
+def load_cifar100(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
     """CIFAR-100, see :func:`load`."""
-    return load(CIFAR100, data_dir, verify, max_bytes=max_bytes)
+    return load(CIFAR100, data_dir, max_bytes=max_bytes)
 
 
 def _folder(variant: Variant, root: Path) -> Path:
@@ -129,52 +132,47 @@ def _folder(variant: Variant, root: Path) -> Path:
     return (root / (complete or existing)[0][0]).parent
 
 
-def _split(variant: Variant, folder: Path, names: tuple[str, ...], verify: bool, max_bytes: int) -> Split:
-    parts = [_read(variant, folder, name, verify, max_bytes) for name in names]
+def _split(variant: Variant, folder: Path, names: tuple[str, ...], max_bytes: int) -> Split:
+    read = _read_binary if folder.name == variant.binary_folder else _read_pickle
+    parts = [read(variant, folder, name, max_bytes) for name in names]
     images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
-    labels = np.concatenate([labels for _, labels in parts])
+    labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
     return Split(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def _read(variant: Variant, folder: Path, name: str, verify: bool, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [N, 3072] and labels int64 [N] of one file."""
-    binary = folder.name == variant.binary_folder
-    advice = f"unpack the whole archive into {shown(folder.parent)}"
-    file = files.read(folder / (name + ".bin" if binary else name), advice, max_bytes)
-    path = shown(file.path)
-    if binary:
-        images, labels = _parse_binary(variant, path, file.content)
-    else:
-        images, labels = _parse_pickle(variant, path, file.content, max_bytes)
-    if len(labels) == 0:
-        raise ValueError(f"{path}: it holds no samples, fetch it again")
-    if labels.min() < 0 or labels.max() >= variant.num_classes:
-        wrong = labels.max() if labels.max() >= variant.num_classes else labels.min()
-        raise ValueError(f"{path}: label {wrong} is outside 0..{variant.num_classes - 1}, fetch it again")
-    files.compare(file, variant.md5 if verify else {})
-    return images, labels.astype(np.int64)
-
-
-def _parse_binary(variant: Variant, path: str, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+def _read_binary(variant: Variant, folder: Path, name: str, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [N, 3072] and labels [N] of one binary file."""
+    content, path = _read(folder / f"{name}.bin", max_bytes)
     size = variant.label_bytes + IMAGE_BYTES
     if len(content) % size:
         raise ValueError(
             f"{path}: truncated or another file, {len(content)} bytes in records of {size}, fetch it again"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, size)
-    return records[:, variant.label_bytes :], records[:, variant.label_bytes - 1]
+    labels = records[:, variant.label_bytes - 1]
+    if len(labels) == 0:
+        raise ValueError(f"{path}: it holds no samples, fetch it again")
+    if labels.max() >= variant.num_classes:
+        raise ValueError(f"{path}: label {labels.max()} is outside 0..{variant.num_classes - 1}, fetch it again")
+    return records[:, variant.label_bytes :], labels
 
 
-def _parse_pickle(variant: Variant, path: str, content: bytes, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        batch = pickles.load(content, max_bytes)
-    except ValueError as error:
-        raise ValueError(f"{path}: no pickle of {variant.name} ({error}), fetch it again") from error
-    images, labels = batch.get("data"), batch.get(variant.label_key)
-    if not isinstance(images, np.ndarray) or images.ndim != 2 or images.shape[1] != IMAGE_BYTES:
-        raise ValueError(f"{path}: it has no 'data' of {IMAGE_BYTES} bytes an image, fetch it again")
-    if not isinstance(labels, list) or any(type(label) is not int for label in labels):
-        raise ValueError(f"{path}: it has no list of numbers '{variant.label_key}', fetch it again")
-    if len(labels) != len(images):
-        raise ValueError(f"{path}: {len(images)} images and {len(labels)} labels, fetch it again")
-    return images, np.array(labels, dtype=object)  # the integers may have any size; the caller checks their range
+def _read_pickle(variant: Variant, folder: Path, name: str, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same of one pickle, whose MD5 is that of the canonical file: so its content needs no checks."""
+    content, path = _read(folder / name, max_bytes)
+    found, canonical = hashlib.md5(content, usedforsecurity=False).hexdigest(), variant.md5[name]
+    if found != canonical:
+        raise ValueError(
+            f"{path}: its MD5 {found} is not {canonical}, the MD5 of the canonical file, and a pickle can run code: "
+            f"fetch it again, or take the binary files, {variant.binary_folder}/*.bin"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy 2.4 warns of how NumPy 1 has written the dtype
+        batch = pickle.loads(content, encoding="latin1")
+    return batch["data"], np.array(batch[variant.label_key])
+
+
+def _read(path: Path, max_bytes: int) -> tuple[bytes, str]:
+    """The content of a file, and its path for a message."""
+    file = files.read(path, f"unpack the whole archive into {shown(path.parent.parent)}", max_bytes)
+    return file.content, shown(file.path)

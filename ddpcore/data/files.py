@@ -62,6 +62,5 @@ def compare(file: File, md5: Mapping[str, str]) -> None:
         return
     actual = hashlib.md5(file.stored, usedforsecurity=False).hexdigest()
     if actual != expected:
-        name = shown(file.path)
-        text = f"{name}: MD5 {actual} is not {expected}, the MD5 of the canonical file: it is used nevertheless"
-        warnings.warn(text, stacklevel=2)
+        text = f"MD5 {actual} is not {expected}, the MD5 of the canonical file: it is used nevertheless"
+        warnings.warn(f"{shown(file.path)}: {text}", stacklevel=2)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import cifar, digits, features, mnist, python_text, saddle, speech, synthetic
+from ddpcore.data import cifar, digits, features, mnist, python_text, speech, synthetic
 from ddpcore.data.base import Dataset
 from ddpcore.data.download import SOURCES
 from ddpcore.data.download import download as download_files
@@ -20,9 +20,9 @@ DATASETS: Registry[Dataset] = Registry(
     {
         "digits": digits.load,
         "python_text": python_text.load,
-        "synthetic": synthetic.load,
+        "synthetic": synthetic.load_synthetic,
         "synthetic_speech": speech.load,
-        "saddle": saddle.load,
+        "saddle": synthetic.load_saddle,
         "features": features.load,
         "mnist": mnist.load,
         "cifar10": cifar.load_cifar10,
@@ -30,8 +30,6 @@ DATASETS: Registry[Dataset] = Registry(
     },
     reserved=("data_dir", "seed", "verify"),
 )
-
-_REQUIRED = inspect.Parameter.empty
 
 
 def load_dataset(
@@ -63,15 +61,15 @@ def load_dataset(
             :meth:`Dataset.limit`.
         random_labels: draw the labels of the training split from the seed: only the samples can be learned.
         download: fetch the files that are missing (needs pooch).
-        verify: warn of files that are not the canonical ones.
+        verify: warn of files of MNIST that are not the canonical ones. Pickles of CIFAR are always compared.
         options: of the data set, see ``DATASETS.options(name)``.
 
     Raises:
         ValueError: the name is unknown, a file is missing or damaged, or the rest does not fit the name.
     """
     DATASETS.check_options(name, options)
-    needs_files = DATASETS.takes(name, "data_dir") and DATASETS.parameter(name, "data_dir").default is _REQUIRED
-    if needs_files and data_dir is None:
+    from_files = DATASETS.takes(name, "data_dir") and DATASETS.parameter(name, "data_dir").default is Parameter.empty
+    if from_files and data_dir is None:
         raise ValueError(f"{name} is read from files: set data_dir (--data-dir) to the folder that holds them")
     if download and name in SOURCES and data_dir is not None:
         download_files(name, data_dir)

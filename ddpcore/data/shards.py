@@ -251,26 +251,26 @@ def philox(count: int, seed: int, *key: int) -> np.ndarray:
     return np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(count)
 
 
-Deals = tuple[tuple[int, tuple[int, ...]], ...]
+Resharding = tuple[tuple[int, tuple[int, ...]], ...]
 """Steps from which other learners share the samples, in order, each with the ids of these learners."""
 
 
 @dataclass(frozen=True)
-class Redealt:
-    """Deals samples to learners of which some die and others join: each sample at most once in an epoch.
+class ResharedBatches:
+    """Splits samples between learners of which some die and others join: each sample at most once in an epoch.
 
     A learner takes ``batch_size / num_learners`` samples in each step, however many learners there are. All samples of
     an epoch are in one order, as with the sampler ``global``; the learners of a step take the next ones, in the order
-    of their ids. An epoch ends when there are too few samples for another step. What a learner that died was dealt and
-    did not use is not dealt again in that epoch.
+    of their ids. An epoch ends when there are too few samples for another step. The samples that a learner got and did
+    not use because it died are not given to another one in that epoch.
 
     Attributes:
         batches: of the run, with the sampler ``global``.
-        deals: the changes so far, such as ``handle.deals``.
+        changes: so far, such as ``handle.deals``.
     """
 
     batches: ShardedBatches
-    deals: Deals = ()
+    changes: Resharding = ()
 
     def __post_init__(self) -> None:
         if self.batches.growth:
@@ -298,26 +298,26 @@ class Redealt:
         return self.batches.batch_size // self.batches.num_learners
 
     def _place(self, step: int) -> tuple[int, int, tuple[int, ...]]:
-        """The epoch of a step, how many of its samples are dealt before the step, and who shares the next ones."""
+        """The epoch of a step, how many of its samples are taken before the step, and who shares the next ones."""
         members = tuple(range(self.batches.num_learners))
-        epoch, dealt, now = 0, 0, 0
-        for begin, changed in (*self.deals, (step, ())):
+        epoch, taken, now = 0, 0, 0
+        for begin, changed in (*self.changes, (step, ())):
             until = min(begin, step)
-            epoch, dealt = self._after(epoch, dealt, until - now, len(members) * self._share)
+            epoch, taken = self._after(epoch, taken, until - now, len(members) * self._share)
             now = max(now, until)
             if begin <= step and changed:
                 members = changed
-        epoch, dealt = self._after(epoch, dealt, 0, len(members) * self._share)
-        return epoch, dealt, members
+        epoch, taken = self._after(epoch, taken, 0, len(members) * self._share)
+        return epoch, taken, members
 
-    def _after(self, epoch: int, dealt: int, num_steps: int, each: int) -> tuple[int, int]:
-        """Epoch and samples dealt in it after more steps, with room for one more."""
+    def _after(self, epoch: int, taken: int, num_steps: int, each: int) -> tuple[int, int]:
+        """Epoch and samples taken in it after more steps, with room for one more."""
         total = self.batches.num_samples
         if each > total:
             raise ValueError(f"{total} samples are too few for a step of {each}: fewer learners may join")
         while True:
-            room = (total - dealt) // each
+            room = (total - taken) // each
             if num_steps < room:
-                return epoch, dealt + num_steps * each
+                return epoch, taken + num_steps * each
             num_steps -= room
-            epoch, dealt = epoch + 1, 0
+            epoch, taken = epoch + 1, 0

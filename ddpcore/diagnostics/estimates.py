@@ -57,13 +57,6 @@ class NoiseScale:
     gain: float
     efficiency: float
 
-    def gain_interval(self, num_learners: int, batch_size: int) -> Interval | None:
-        """The confidence interval of the gain, which is monotonic in B."""
-        if self.interval is None:
-            return None
-        low, high = (gain_of(scale, num_learners, batch_size) for scale in self.interval)
-        return low, high
-
 
 def gain_of(noise_scale: float, num_learners: int, batch_size: int) -> float:
     """r = n (B + b) / (B + n b); n if B is infinite."""

@@ -5,8 +5,8 @@ Shapes: P elements of all parameters that need a gradient, K vectors.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddpcore.diagnostics import spectra
 from ddpcore.diagnostics.passes import Loss, as_it_was, part_products, parts_of, twice_differentiable
 from ddpcore.diagnostics.spectra import Eigenvalues, Estimate, SpectralDensity
-from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
+from ddpcore.diagnostics.weights import DataLoss, WeightVector, faster_in_vmap, sum_over
 from ddpcore.options.typed import check_range
 
 AT_ONCE = 8  # vectors that vmap takes at a time, which bounds its memory
@@ -128,22 +128,10 @@ class Hessian:
 
     def _products(self, rows_KP: Tensor) -> Tensor:
         if self._vectorize is None and len(rows_KP) > 1:
-            return self._measured(rows_KP)
+            looped, in_vmap = (partial(self._products_by, rows_KP, vectorize) for vectorize in (False, True))
+            looped_KP, self._vectorize = faster_in_vmap(looped, in_vmap, lambda *_: True, self._group, rows_KP.device)
+            return looped_KP
         return self._products_by(rows_KP, bool(self._vectorize))
-
-    def _measured(self, rows_KP: Tensor) -> Tensor:
-        """Compute the products in both ways, and keep the faster one from then on."""
-        begin = time.perf_counter()
-        looped_KP = self._products_by(rows_KP, False)
-        middle = time.perf_counter()
-        try:
-            self._products_by(rows_KP, True)
-            gained = (middle - begin) - (time.perf_counter() - middle)
-        except RuntimeError:  # an operator that vmap does not support
-            gained = float("-inf")
-        vote = torch.tensor([gained], dtype=torch.float64, device=rows_KP.device)
-        self._vectorize = bool(sum_over(self._group, vote)[0] > 0)  # ranks agree
-        return looped_KP
 
     def _products_by(self, rows_KP: Tensor, vectorize: bool) -> Tensor:
         results_KP = torch.zeros_like(rows_KP)

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -16,6 +17,7 @@ from typing_extensions import override
 from ddpcore.diagnostics import passes, spectra
 from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import Loss
+from ddpcore.diagnostics.spectra import Eigenvalues
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.observer import Observer
@@ -59,22 +61,6 @@ class HessianRecord:
 
 
 _Share = tuple[float, list[float]]  # a variance, and the share of it along each eigenvector
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Spectrum:
-    """The k largest eigenvalues and the smallest one, residuals, and the eigenvectors ``[k, P]`` of the largest."""
-
-    values: list[float]
-    residuals: list[float]
-    vectors: Tensor
-    problem: str | None = None
-
-
-def _scale(optimizer: torch.optim.Optimizer) -> Tensor | float:
-    """The factor of the gradients that ``GradScaler.step`` leaves to an optimizer that unscales them itself."""
-    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else scale
 
 
 class HessianStatistics(Observer):
@@ -131,9 +117,11 @@ class HessianStatistics(Observer):
             check_range("top", top, most=sum(segment.numel for segment in handle.learner.flat.segments) - 1)
             handle.observers.append(self)
         else:
-            self._hessian = Hessian(_model_of(handle, optimizer), loss, vectorize=False)
+            model = passes.model_of(handle)
+            if optimizer is None:
+                raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
+            self._hessian = Hessian(model, loss, vectorize=False)
             check_range("top", top, most=self._hessian.numel - 1)
-            assert optimizer is not None
             self._hook = optimizer.register_step_pre_hook(self._before_call)
 
     def close(self) -> None:
@@ -158,50 +146,52 @@ class HessianStatistics(Observer):
         self.num_steps += 1
         if self.num_steps % self.every == 0:
             begin = time.perf_counter()
-            found = self._spectrum(self._hessian.operator())
-            self.records.append(self._record(self.num_steps, found, begin))
+            self.records.append(self._record(self.num_steps, *self._spectrum(self._hessian.operator()), begin))
 
     def _measure(self, learner: Learner) -> HessianRecord:
         assert isinstance(self._handle, HookedDistributed)
         begin, weights_LP = time.perf_counter(), self._handle.strategy.gradient_weights(learner)
-        found = self._spectrum(self._operator(learner, learner.average_of(learner.flat.param_LP)))
+        found, problem = self._spectrum(self._operator(learner, learner.average_of(learner.flat.param_LP)))
+        top_kP = found.vectors[: self.top]
         distance: _Share = (0.0, [])
         if not _are_identical(learner, weights_LP):  # else the rounding of their average would count
-            distance = self._shares(learner, weights_LP - learner.average_of(weights_LP), found.vectors)
+            distance = self._shares(learner, weights_LP - learner.average_of(weights_LP), top_kP)
         noise = None
         if not self._handle.strategy.plan(learner.step).averages_gradients:
-            own_LP = passes.local_gradients(learner) / _scale(learner.optimizer)
-            average_LP = own_LP.clone()
-            learner.comm.average_(average_LP).wait()
-            noise = self._shares(learner, own_LP - average_LP, found.vectors)
-        return self._record(learner.step + 1, found, begin, distance, noise)
+            own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
+            noise = self._shares(learner, own_LP - passes.average(learner, own_LP), top_kP)
+        return self._record(learner.step + 1, found, problem, begin, distance, noise)
 
-    def _spectrum(self, operator: spectra.Operator) -> _Spectrum:
+    def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
+        """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
         try:
-            found = spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits)
+            return spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits), None
         except (spectra.NotFinite, spectra.NotConverged) as error:
-            unknown = [float("nan")] * (self.top + 1)
+            unknown = np.full(self.top + 1, np.nan)
             vectors_kP = torch.zeros(self.top, operator.numel).to(operator.like)
-            return _Spectrum(values=unknown, residuals=unknown, vectors=vectors_kP, problem=str(error))
-        return _Spectrum(
-            values=found.values.tolist(), residuals=found.residuals.tolist(), vectors=found.vectors[: self.top]
-        )
+            return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
 
     def _record(
-        self, step: int, found: _Spectrum, begin: float, distance: _Share = (0.0, []), noise: _Share | None = None
+        self,
+        step: int,
+        found: Eigenvalues,
+        problem: str | None,
+        begin: float,
+        distance: _Share = (0.0, []),
+        noise: _Share | None = None,
     ) -> HessianRecord:
-        is_known = found.problem is None
+        values, is_known = found.values.tolist(), problem is None
         return HessianRecord(
             step=step,
-            largest=found.values[: self.top],
-            smallest=found.values[-1],
-            residuals=found.residuals,
+            largest=values[: self.top],
+            smallest=values[-1],
+            residuals=found.residuals.tolist(),
             distance=distance[0],
             disagreement=distance[1] if is_known and distance[0] else None,
             noise=None if noise is None else noise[0],
             noise_shares=noise[1] if is_known and noise is not None and noise[0] else None,
             isotropic=1 / found.vectors.shape[1],
-            problem=found.problem,
+            problem=problem,
             seconds=time.perf_counter() - begin,
         )
 
@@ -234,18 +224,6 @@ class HessianStatistics(Observer):
         learner.comm.average_(sums).wait()
         total, *along = sums[0].tolist()
         return total, [value / total if total else 0.0 for value in along]
-
-
-def _model_of(handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer | None) -> nn.Module:
-    """The model that one device trains."""
-    model = handle.model if isinstance(handle, Distributed) else handle
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("torch's DistributedDataParallel hides its averages: take ddpcore.SSGD()")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"a {type(handle).__name__} is no loop: pass what distribute() returned, or the model")
-    if optimizer is None:
-        raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
-    return model
 
 
 def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:

@@ -6,9 +6,10 @@ Shapes: X and Y points along the two directions of a plane, P elements of the we
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.diagnostics.planes import Plane
 from ddpcore.diagnostics.spectra import NotConverged, NotFinite
-from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
+from ddpcore.diagnostics.weights import DataLoss, WeightVector, faster_in_vmap
 from ddpcore.distributed.averaging import recalibrate
 from ddpcore.options.typed import check_choice
 from ddpcore.report.landscapes import METRICS, Surface, read_surface, write_surface
@@ -82,7 +83,9 @@ def landscape(
     settings += "" if out is None else f" data={data.digest()}"
     surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)
     surface.marks.update(plane.marks)
-    _check_ranks(surface, group)
+    everyone = _gathered(group, (surface.settings, surface.x.tolist(), surface.y.tolist()))
+    if any(one != everyone[0] for one in everyone):  # otherwise they would mix their points
+        raise ValueError("the ranks have another plane, data or coordinates: give all of them the same")
     path = None if out is None else Path(out)
     if path is not None:
         _resume(surface, path, group)
@@ -109,14 +112,13 @@ def _resume(surface: Surface, path: Path, group: dist.ProcessGroup | None) -> No
         surface.values, surface.done = state[0]
 
 
-def _check_ranks(surface: Surface, group: dist.ProcessGroup | None) -> None:
-    """ValueError unless all ranks compute the same landscape: otherwise they would mix their points."""
+def _gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    """The values of all ranks."""
     if group is None:
-        return
+        return [value]
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (surface.settings, surface.x.tolist(), surface.y.tolist()), group=group)
-    if any(one != everyone[0] for one in everyone):
-        raise ValueError("the ranks have another plane, data or coordinates: give all of them the same")
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def _checked(name: str, values: Coordinates) -> npt.NDArray[np.float64]:
@@ -138,7 +140,7 @@ def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.Proc
             for first in range(0, len(chunks), num_ranks):
                 own = chunks[first + rank] if first + rank < len(chunks) else missing[:0]
                 found = points.at([surface.point(index) for index in own])
-                for indices, values in _of_all_ranks(own.tolist(), found, group):
+                for indices, values in _gathered(group, (own.tolist(), found)):
                     surface.store(indices, values)
                     progress.advance(len(indices), "")
                 if path is not None and rank == 0 and time.monotonic() - saved > SAVE_SECONDS:
@@ -147,16 +149,6 @@ def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.Proc
         finally:
             if path is not None and rank == 0:
                 write_surface(path, surface)
-
-
-def _of_all_ranks(
-    indices: list[int], values: Mapping[str, list[float]], group: dist.ProcessGroup | None
-) -> list[tuple[list[int], Mapping[str, list[float]]]]:
-    if group is None:
-        return [(indices, values)]
-    results: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(results, (indices, values), group=group)
-    return results
 
 
 @dataclass
@@ -199,9 +191,12 @@ class _Points:
 
     def _losses(self, rows: list[Tensor]) -> list[tuple[float, float]]:
         if self.vectorize == "measure":
-            return self._measured(rows)
+            looped, in_vmap = partial(self._looped, rows), partial(self._in_vmap, rows)
+            device = self.weights.values_P.device
+            found, self.vectorize = faster_in_vmap(looped, in_vmap, self._alike, self.group, device)
+            return found
         if not (self.vectorize and rows):
-            return [self._alone(row) for row in rows]
+            return self._looped(rows)
         found = self._in_vmap(rows)
         if not self.checked and not self._alike([self._alone(rows[0])], found[:1]):
             raise ValueError(
@@ -210,20 +205,8 @@ class _Points:
         self.checked = True
         return found
 
-    def _measured(self, rows: list[Tensor]) -> list[tuple[float, float]]:
-        begin = time.perf_counter()
-        found = [self._alone(row) for row in rows]
-        middle = time.perf_counter()
-        try:
-            others = self._in_vmap(rows) if rows else []
-            gained = (middle - begin) - (time.perf_counter() - middle)
-            if not self._alike(found, others):
-                gained = float("-inf")
-        except (RuntimeError, ValueError):  # a model that vmap does not support
-            gained = float("-inf")
-        vote = torch.tensor([gained], dtype=torch.float64, device=self.weights.values_P.device)
-        self.vectorize = bool(sum_over(self.group, vote)[0] > 0)
-        return found
+    def _looped(self, rows: list[Tensor]) -> list[tuple[float, float]]:
+        return [self._alone(row) for row in rows]
 
     def _alike(self, points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
         """Whether the losses are equal, except for rounding."""
@@ -250,6 +233,8 @@ class _Points:
 
     @torch.no_grad()
     def _in_vmap(self, rows: list[Tensor]) -> list[tuple[float, float]]:
+        if not rows:
+            return []
         data, model = self.data, self.data.model
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         stacks = dict(zip(names, self.weights.typed_views(torch.stack(rows)), strict=True))

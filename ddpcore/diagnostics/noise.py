@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcore.diagnostics.accumulation import PassStatistics
-from ddpcore.diagnostics.learners import LearnerStatistics, MeasurementConfig
-from ddpcore.diagnostics.passes import Loss
-from ddpcore.diagnostics.record import NoiseRecord
-from ddpcore.diagnostics.record_buffer import RecordBuffer
-from ddpcore.diagnostics.series import Series
+from ddpcore.diagnostics.passes import Loss, model_of
+from ddpcore.diagnostics.record import NoiseRecord, RecordBuffer, Series
+from ddpcore.diagnostics.sources import LearnerStatistics, MeasurementConfig, PassStatistics
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range, typed
@@ -96,10 +93,10 @@ class NoiseStatistics:
             full_batch=full_batch,
             max_grad_norm=max_grad_norm,
             scaler=scaler,
+            loss_divisor=loss_divisor,
         )
         hooked = _hooked(handle, optimizer, config)
-        model = handle.model if isinstance(handle, Distributed) else handle
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in model_of(handle).named_parameters() if p.requires_grad]
         if not named:
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
         names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
@@ -108,7 +105,7 @@ class NoiseStatistics:
         self._source: LearnerStatistics | PassStatistics
         if hooked is None:
             parameters = [parameter for _, parameter in named]
-            self._source = PassStatistics(parameters, optimizer, self._record_buffer, every, scaler, loss_divisor)
+            self._source = PassStatistics(parameters, optimizer, config, self._record_buffer)
         else:
             self._source = LearnerStatistics(hooked, config, self._record_buffer)
 
@@ -163,11 +160,7 @@ def _hooked(
     Raises:
         ValueError: this loop cannot be measured.
     """
-    model = handle.model if isinstance(handle, Distributed) else handle
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("torch's DistributedDataParallel hides its averages: take ddpcore.SSGD()")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"a {type(handle).__name__} is no loop: pass what distribute() returned, or the model")
+    model_of(handle)
     if isinstance(handle, HookedDistributed) and handle.learner.optimizer is not optimizer:
         raise ValueError("the optimizer is not the one of this handle: pass the one that distribute() was given")
     if not isinstance(handle, HookedDistributed) or handle.learner.comm.num_learners == 1:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddpcore import ops
+from ddpcore.distributed.handle import Distributed
 from ddpcore.ops import reference
 from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.strategies.learner import Learner
@@ -46,6 +47,16 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+
+
+def model_of(handle: Distributed | nn.Module) -> nn.Module:
+    """The model of a loop. ValueError if it is none that diagnostics can follow."""
+    model = handle.model if isinstance(handle, Distributed) else handle
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("torch's DistributedDataParallel hides its averages: take ddpcore.SSGD()")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"a {type(handle).__name__} is no loop: pass what distribute() returned, or the model")
+    return model
 
 
 @contextmanager
@@ -117,7 +128,9 @@ def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Ten
     try:
         with twice_differentiable():
             for part in parts_of(loss):
-                _add(views, part_product(_scaled(part, scale), parameters, vectors))
+                gradients = torch.autograd.grad(_scaled(part, scale), parameters, create_graph=True, allow_unused=True)
+                rows = part_products(gradients, parameters, [vector[None] for vector in vectors])
+                _add(views, [None if row is None else row[0] for row in rows])
     except RuntimeError as error:
         if "donated buffer" not in str(error) and "aot_autograd" not in str(error):
             raise
@@ -133,21 +146,13 @@ def twice_differentiable() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def part_product(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """The Hessian of one part of a loss times a vector, both as tensors of the parameters' shapes (Pearlmutter 1994).
-
-    None for a parameter if autograd knows that its product is zero. The part must be computed inside
-    :func:`twice_differentiable`.
-    """
-    gradients = torch.autograd.grad(part, parameters, create_graph=True, allow_unused=True)
-    rows = part_products(gradients, parameters, [vector[None] for vector in vectors])
-    return [None if row is None else row[0] for row in rows]
-
-
 def part_products(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor], at_once: int = 0
 ) -> Sequence[Tensor | None]:
     """The products of K vectors with the derivative of gradients that have a graph, ``[K, *S]`` per parameter.
+
+    Of the gradients of a loss these are products with its Hessian (Pearlmutter 1994). The loss must be computed inside
+    :func:`twice_differentiable`.
 
     Args:
         gradients: of one part of a loss, with a graph; None for a parameter that it does not use.
@@ -187,10 +192,17 @@ def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tenso
     return scale
 
 
-def unscale_squared(scaler: torch.amp.GradScaler | None, like: Tensor) -> Tensor | float:
-    """The factor that unscales squared gradients after the backward pass."""
-    scale = scale_of(scaler, like.device)
-    return 1.0 if scale is None else scale.double().square().reciprocal()
+def scale_left(optimizer: torch.optim.Optimizer) -> Tensor | float:
+    """The factor of the gradients that ``GradScaler.step`` leaves to an optimizer that unscales them itself, else 1."""
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else scale
+
+
+def average(learner: Learner, rows_LP: Tensor) -> Tensor:
+    """A copy of rows that holds their mean over all learners in each row. Collective."""
+    average_LP = rows_LP.clone()
+    learner.comm.average_(average_LP).wait()
+    return average_LP
 
 
 def parts_of(loss: Loss) -> Iterator[Tensor]:

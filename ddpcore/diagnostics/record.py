@@ -1,21 +1,32 @@
-"""The record of a measured step, and how it is timed and indexed.
+"""Records of noise statistics: the sums of the last steps, which noise scales average, and a buffer of measured steps.
 
-Shapes: T steps, L learners held by this process, S segments.
+Shapes: T steps, S segments.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ddpcore.diagnostics.dynamics import Dynamics, Spread
-from ddpcore.diagnostics.estimates import NoiseScale
-from ddpcore.parameters.flat import Segment
+from ddpcore.diagnostics.dynamics import Dynamics, Spread, dynamics_of
+from ddpcore.diagnostics.estimates import Array, NoiseScale, noise_scale
+
+MEASURED = 20  # steps that are averaged if only measured steps have sums
+PENDING = 20  # records that stay on the device until they are read; older ones have been computed
+TWO_BATCHES = "the estimate needs two batches: take more learners, or accumulate gradients over several backward passes"
+NO_STEP = "no step since the last record had finite gradients of one full batch a learner"
+NOT_FINITE = "a gradient of this step is not finite"
+UNEQUAL_RATES = "an effective learning rate is one number, and parameter groups have several learning rates"
+NO_GRADIENT = "the full gradient is zero: it underflowed in low precision (pass scaler=), or there is nothing to learn"
 
 Mark = Any  # a torch.cuda.Event, or seconds
 
@@ -57,6 +68,184 @@ class NoiseRecord:
     share: float
 
 
+class Series:
+    """The sums of the last steps, and the noise scales that they give.
+
+    Args:
+        batch_size: b.
+        names: of the segments.
+        per_segment: whether to estimate each segment too.
+        population: as of :class:`ddpcore.diagnostics.NoiseStatistics`.
+    """
+
+    def __init__(
+        self, batch_size: int, names: Sequence[str], per_segment: bool = True, population: int | None = None
+    ) -> None:
+        self.batch_size, self.names = batch_size, tuple(names)
+        self._per_segment, self._population = per_segment, population
+        self._own: list[Array] = []
+        self._mean: list[Array] = []
+        self._kind: tuple[int, bool] = (0, True)
+
+    def add(self, own_TS: Array, mean_TS: Array, num_learners: int, at_mean: bool, kept: int) -> int:
+        """Add steps and keep the last ``kept`` ones; returns the number of steps with sums that are not finite.
+
+        If the number of learners or ``at_mean`` differs from earlier steps, those are discarded: they do not compare.
+        """
+        if (num_learners, at_mean) != self._kind:
+            self._own, self._mean, self._kind = [], [], (num_learners, at_mean)
+        finite_T = np.isfinite(own_TS).all(axis=1) & np.isfinite(mean_TS).all(axis=1)
+        self._own = [*self._own, *own_TS[finite_T]][-kept:]
+        self._mean = [*self._mean, *mean_TS[finite_T]][-kept:]
+        return int((~finite_T).sum())
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The kept steps, as tensors."""
+        own, mean = ([torch.from_numpy(row) for row in rows] for rows in (self._own, self._mean))
+        return {"own": own, "mean": mean, "num_learners": self._kind[0], "at_mean": self._kind[1]}
+
+    def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        """Restore :meth:`state_dict`; ``order`` holds the saved index of each segment."""
+        self._kind = state["num_learners"], state["at_mean"]
+        self._own, self._mean = ([row.numpy()[list(order)] for row in state[name]] for name in ("own", "mean"))
+
+    def whole(self) -> NoiseScale | None:
+        """The noise scale of all segments together; None before the first step, or with one learner."""
+        if not self._own or self._kind[0] < 2:
+            return None
+        return self._scale(np.array(self._own).sum(axis=1), np.array(self._mean).sum(axis=1))
+
+    def segments(self) -> dict[str, NoiseScale]:
+        """The noise scale of each segment."""
+        if not self._own or self._kind[0] < 2 or not self._per_segment:
+            return {}
+        own_TS, mean_TS = np.array(self._own), np.array(self._mean)
+        return {name: self._scale(own_TS[:, s], mean_TS[:, s]) for s, name in enumerate(self.names)}
+
+    def _scale(self, own_T: Array, mean_T: Array) -> NoiseScale:
+        return noise_scale(
+            own_T, mean_T, num_learners=self._kind[0], batch_size=self.batch_size, population=self._population
+        )
+
+
+@dataclass
+class Measured:
+    """The tensors of one record, on their device until the record is read."""
+
+    step: int
+    num_learners: int
+    kept: int  # most steps that the noise scale averages
+    own_TS: Tensor | None = None
+    mean_TS: Tensor | None = None
+    num_skipped: int = 0
+    at_mean: bool = True
+    products: Tensor | None = None  # of g_a, k and g
+    lr: float = 0.0
+    full_loss: Tensor | None = None
+    hessian: Tensor | None = None
+    distance: Tensor | None = None  # 1/n sum_j |w_j - w_a|^2
+    eigenvalues: Tensor | None = None
+    reason: str = ""  # why the step is invalid, if this is already known
+    marks: tuple[Mark, ...] = ()
+
+    def record(self, series: Series, full_loss_of: str) -> NoiseRecord:
+        """Convert it to numbers, after waiting for the step, and add its steps to the series."""
+        last, begin, end = self.marks
+        seconds, passed = seconds_between(begin, end), seconds_between(last, end)
+        skipped, num_new = self.num_skipped, 0
+        if self.own_TS is not None and self.mean_TS is not None and not self.reason:
+            own_TS, mean_TS = _on_host(self.own_TS).numpy(), _on_host(self.mean_TS).numpy()
+            left_out = series.add(own_TS, mean_TS, self.num_learners, self.at_mean, self.kept)
+            skipped, num_new = skipped + left_out, len(own_TS) - left_out
+        dynamics = self._dynamics(full_loss_of)
+        reason = self.reason or (TWO_BATCHES if self.num_learners < 2 else NO_STEP if num_new == 0 else "")
+        if not reason and self.products is not None:
+            reason = self._reason_of(dynamics)
+        return NoiseRecord(
+            step=self.step,
+            valid=not reason,
+            reason=reason,
+            num_learners=self.num_learners,
+            batch_size=series.batch_size,
+            num_steps=len(series),
+            num_skipped=skipped,
+            at_mean=self.at_mean,
+            whole=series.whole(),
+            segments=series.segments(),
+            dynamics=dynamics,
+            spread=self._spread(),
+            seconds=seconds,
+            share=seconds / passed if passed > 0 else 0.0,
+        )
+
+    def _dynamics(self, full_loss_of: str) -> Dynamics | None:
+        if self.products is None:
+            return None
+        hessian = None if self.hessian is None else float(_on_host(self.hessian))
+        loss = float("nan") if self.full_loss is None else float(_on_host(self.full_loss))
+        return dynamics_of(_on_host(self.products), self.lr, loss, hessian, self.num_learners, full_loss_of)
+
+    def _reason_of(self, dynamics: Dynamics | None) -> str:
+        assert self.products is not None
+        if not bool(_on_host(self.products).isfinite().all()):
+            return NOT_FINITE
+        if math.isnan(self.lr):
+            return UNEQUAL_RATES
+        return "" if dynamics is not None and math.isfinite(dynamics.effective_lr) else NO_GRADIENT
+
+    def _spread(self) -> Spread | None:
+        if self.distance is None:
+            return None
+        square = float(_on_host(self.distance))
+        values = () if self.eigenvalues is None else tuple(_on_host(self.eigenvalues).clamp_min(0.0).tolist())
+        return Spread(consensus_distance=square**0.5, trace=square / self.num_learners, eigenvalues=values)
+
+
+class RecordBuffer:
+    """Keeps measured steps on the device, and converts them to records when they are read.
+
+    Args:
+        device: of the measured tensors.
+        series: collects the sums of the steps.
+        full_loss_of: description of the samples of the full gradient, for the records.
+    """
+
+    def __init__(self, device: torch.device, series: Series, full_loss_of: str) -> None:
+        self.series, self._full_loss_of, self._device = series, full_loss_of, device
+        self._records: list[NoiseRecord] = []
+        self._pending: list[Measured] = []
+        self._last = mark_on(device)
+
+    @property
+    def records(self) -> list[NoiseRecord]:
+        """All records so far. Waits for the device."""
+        return self._convert(0)
+
+    @contextmanager
+    def measuring(self, result: Measured) -> Iterator[Measured]:
+        """In the ``with`` block a step is measured; it is stored after it, unless the block raises."""
+        begin = mark_on(self._device)
+        yield result
+        end = mark_on(self._device)
+        result.marks = (self._last, begin, end)
+        self._last = end
+        self._pending.append(result)
+        self._convert(PENDING)
+
+    def clear(self) -> None:
+        """Discard all records; time counts from now."""
+        self._records, self._pending = [], []
+        self._last = mark_on(self._device)
+
+    def _convert(self, pending: int) -> list[NoiseRecord]:
+        while len(self._pending) > pending:
+            self._records.append(self._pending.pop(0).record(self.series, self._full_loss_of))
+        return self._records
+
+
 def mark_on(device: torch.device) -> Mark:
     """The current time; on CUDA an event of the current stream, without waiting for it."""
     if device.type != "cuda":
@@ -74,24 +263,14 @@ def seconds_between(begin: Mark, end: Mark) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-class Layout:
-    """The columns of segments in a row, and the fixed number of each segment; their order in the row may change."""
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU of a tensor that is complete, without waiting for later work of the current stream."""
+    if not tensor.is_cuda:
+        return tensor
+    with torch.cuda.stream(_side_stream(tensor.device)):
+        return tensor.cpu()
 
-    def __init__(self, segments: Sequence[Segment], numel: int, names: Sequence[str], device: torch.device) -> None:
-        self.segments = segments
-        self.bounds = [*(segment.offset for segment in segments), numel]
-        self._numbers = [names.index(segment.name) for segment in segments]
-        self._device = device
-        self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}
 
-    def part(self, begin: int, end: int) -> tuple[list[int], Tensor]:
-        """Bounds of the segments in columns ``begin`` to ``end``, relative to ``begin``, and the segments' numbers."""
-        if (begin, end) not in self._parts:
-            pieces = [
-                (max(first, begin), min(last, end), number)
-                for first, last, number in zip(self.bounds, self.bounds[1:], self._numbers, strict=False)
-                if first < end and last > begin
-            ]
-            bounds = [0, *(last - begin for _, last, _ in pieces)]
-            self._parts[begin, end] = bounds, torch.tensor([number for *_, number in pieces], device=self._device)
-        return self._parts[begin, end]
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -18,7 +18,7 @@ from ddpcore.parameters.learner_models import copy_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.nonfinite import NonFinite
 
-Deals = tuple[tuple[int, tuple[int, ...]], ...]
+Resharding = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Distributed:
@@ -30,11 +30,11 @@ class Distributed:
         learner: weights, gradients and optimizer; None for the baselines.
         nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
         deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
-            :class:`ddpcore.data.Redealt`.
+            :class:`ddpcore.data.ResharedBatches`.
     """
 
     learner: Learner | None = None
-    deals: Deals = ()
+    deals: Resharding = ()
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model

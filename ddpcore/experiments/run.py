@@ -20,8 +20,8 @@ from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
 from ddpcore.experiments.results import curves_of, metrics_of
 from ddpcore.report.study_folder import FAILED, FINISHED
 from ddpcore.runtime import launch
-from ddpcore.runtime.allocator import keep_freed_memory
 from ddpcore.runtime.launch import World
+from ddpcore.runtime.machine import keep_freed_memory
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.limits import plain
 from ddpcore.training import Interrupted, train

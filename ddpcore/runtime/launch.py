@@ -16,19 +16,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from subprocess import Popen
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from ddpcore.runtime.signals import StopSignal
 
 TIMEOUT_SECONDS = 300.0  # that a living rank may let the others wait; rank 0 may be writing a checkpoint
 MOST_SECONDS = 1e6  # of a timeout: what the backends can count
@@ -93,6 +93,36 @@ def check_timeout(seconds: float) -> None:
         raise ValueError(f"timeout is {seconds:g}: it must be above 0 and at most {MOST_SECONDS:.0f} seconds")
 
 
+class _Job(NamedTuple):
+    """What every rank runs; the fields are arguments of :func:`run`."""
+
+    worker: Callable[..., None]
+    args: tuple[Any, ...]
+    backend: str
+    timeout: float
+
+
+class _Rank(NamedTuple):
+    """A rank that :func:`_start` has started."""
+
+    process: BaseProcess
+    reports: Connection
+
+    @property
+    def signal(self) -> str:
+        """The name of the signal that ended it; empty if none did."""
+        code = self.process.exitcode or 0
+        return signal.Signals(-code).name if code < 0 else ""
+
+    def report(self) -> tuple[float, bool, str] | None:
+        """When it failed, whether it stopped after a signal, and its text. None without a report, or if it was read."""
+        with suppress(EOFError):  # it ended without one
+            if self.reports.poll():
+                found: tuple[float, bool, str] = self.reports.recv()
+                return found
+        return None
+
+
 def run(
     worker: Callable[..., None],
     args: tuple[Any, ...],
@@ -127,7 +157,7 @@ def run(
         ValueError: ``timeout`` is 0 or less, or too long. Nothing was started.
     """
     check_timeout(timeout)
-    joined = torchrun_world()
+    joined, job = torchrun_world(), _Job(worker, args, backend, timeout)
     if backend == "virtual":
         if joined is not None and joined.world_size > 1:
             raise UsageError("virtual learners live in one process: run without torchrun, or use --backend gloo")
@@ -136,45 +166,27 @@ def run(
         if joined.world_size != world_size:
             raise UsageError(f"torchrun started {joined.world_size} ranks, not {world_size}: leave --world-size out")
         end_with_torchrun()
-        _run_rank(worker, args, joined, backend, timeout, store=None)
+        _run_rank(job, joined)
     else:
-        _start(worker, args, world_size, backend, timeout, on_failure, forks)
+        _start(job, world_size, on_failure, forks)
 
 
-def _run_rank(
-    worker: Callable[..., None],
-    args: tuple[Any, ...],
-    world: World,
-    backend: str,
-    timeout: float,
-    store: dist.Store | None,
-) -> None:
+def _run_rank(job: _Job, world: World, **store: Any) -> None:
+    """Join the process group, by the store if there is one, else by torchrun's, and call the worker."""
     torch.set_num_threads(threads_per_rank(world.local_world_size))
-    if backend == "nccl":
+    if job.backend == "nccl":
         torch.cuda.set_device(world.local_rank)
-    if backend == "none":
-        worker(world, *args)
+    if job.backend == "none":
+        job.worker(world, *job.args)
         return
-    start = timedelta(seconds=max(timeout, START_SECONDS))
-    if store is None:
-        dist.init_process_group(backend, timeout=start)
-    else:
-        dist.init_process_group(backend, timeout=start, store=store, rank=world.rank, world_size=world.world_size)
+    dist.init_process_group(job.backend, timeout=timedelta(seconds=max(job.timeout, START_SECONDS)), **store)
     assert dist.group.WORLD is not None
-    dist.group.WORLD.set_timeout(timedelta(seconds=timeout))
-    worker(world, *args)
+    dist.group.WORLD.set_timeout(timedelta(seconds=job.timeout))
+    job.worker(world, *job.args)
     dist.destroy_process_group()  # not after a failure: other ranks would fail before this one reports its error
 
 
-def _start(
-    worker: Callable[..., None],
-    args: tuple[Any, ...],
-    world_size: int,
-    backend: str,
-    timeout: float,
-    on_failure: str,
-    forks: bool,
-) -> None:
+def _start(job: _Job, world_size: int, on_failure: str, forks: bool) -> None:
     listener = socket.create_server((LOOPBACK, 0))  # a TCPStore by itself would listen on every address
     store = dist.TCPStore(
         LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -183,40 +195,41 @@ def _start(
     forks = forks and not torch.cuda.device_count() and len(tempfile.gettempdir()) <= 70
     context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
     context.set_forkserver_preload(["torch._dynamo"])
-    ranks: list[BaseProcess] = []
-    reports: list[Connection] = []
+    ranks: list[_Rank] = []
     try:
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
             world = World(rank, world_size, rank, world_size)
-            process = context.Process(target=_child, args=(worker, args, world, backend, timeout, store.port, send))
+            process = context.Process(target=_child, args=(job, world, store.port, send))
             process.start()
             send.close()
-            ranks.append(process)
-            reports.append(receive)
-        with signals_passed_on(ranks):
-            _wait(ranks, reports, on_failure)
+            ranks.append(_Rank(process, receive))
+
+        def terminate() -> None:
+            for rank in ranks:
+                rank.process.terminate()
+
+        with StopSignal(terminate) as stop:
+            try:
+                _wait(ranks, on_failure)
+            except RankFailed:  # after a signal ranks may end in any way
+                if not stop.asked:
+                    raise
+        stop.pass_on()
     finally:
         _end(ranks)
 
 
-def _child(
-    worker: Callable[..., None],
-    args: tuple[Any, ...],
-    world: World,
-    backend: str,
-    timeout: float,
-    port: int,
-    report: Connection,
-) -> None:
+def _child(job: _Job, world: World, port: int, report: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent forwards it
-    _die_with_parent()
+    if (parent := multiprocessing.parent_process()) is not None:
+        _end_after(parent.join)
     if sys.platform == "linux":  # else they listen on the address of the machine's name, or of a network card
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     try:
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
-        _run_rank(worker, args, world, backend, timeout, store)
+        _run_rank(job, world, store=store, rank=world.rank, world_size=world.world_size)
         code = 0
     except BaseException as error:
         stopped = isinstance(error, Stopped)
@@ -232,55 +245,16 @@ def _child(
     os._exit(code)
 
 
-@contextmanager
-def signals_passed_on(ranks: Sequence[BaseProcess | Popen[bytes]]) -> Iterator[None]:
-    """Inside, the first SIGINT or SIGTERM terminates the ranks; a second one has its previous effect.
-
-    If the ranks ended on the signal without an exception, it is raised again here on exit.
-    """
-    received: list[int] = []
-    before: dict[signal.Signals, Any] = {}
-
-    def restore() -> None:
-        while before:
-            number, handler = before.popitem()
-            signal.signal(number, handler)
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        restore()
-        for process in ranks:
-            process.terminate()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, pass_on)
-    try:
-        yield
-    except RankFailed:
-        if not received:
-            raise
-    finally:
-        restore()
-    if received:
-        try:
-            signal.raise_signal(received[0])
-        except BaseException as error:  # without the context of how the ranks ended
-            raise error from None
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    sentinel = parent.sentinel
+def _end_after(wait_for: Callable[[], None], words: bytes = b"") -> None:
+    """End this process when a function returns, in a thread."""
 
     def watch() -> None:
-        wait([sentinel])
+        wait_for()
+        with suppress(OSError):  # standard error may be a pipe to the process that has ended
+            os.write(2, words)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="ddpcore-parent-watch").start()
+    threading.Thread(target=watch, daemon=True, name="ddpcore-end-watch").start()
 
 
 def end_with_torchrun() -> None:
@@ -298,15 +272,12 @@ def end_with_torchrun() -> None:
     if agent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():  # init inherits the ranks of a dead agent
         raise UsageError("torchrun's agent has died: start the ranks again")
 
-    def watch() -> None:
+    def agent_dies() -> None:
         while os.getppid() == agent:
             time.sleep(WATCH_SECONDS)
-        with suppress(OSError):  # standard error may be a pipe to the agent
-            os.write(2, b"ddpcore: torchrun's agent has died, so its ranks end\n")
-        os._exit(1)
 
     _watching.set()
-    threading.Thread(target=watch, daemon=True, name="ddpcore-agent-watch").start()
+    _end_after(agent_dies, b"ddpcore: torchrun's agent has died, so its ranks end\n")
 
 
 def check_agents() -> None:
@@ -319,71 +290,61 @@ def check_agents() -> None:
         )
 
 
-def _wait(ranks: list[BaseProcess], reports: list[Connection], on_failure: str) -> None:
+def _wait(ranks: Sequence[_Rank], on_failure: str) -> None:
     """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped.
 
     With ``shrink``, raise RankFailed only if no rank has finished.
     """
-    running = list(ranks)
-    causes: list[Exception] = []
-    while running:
-        wait([process.sentinel for process in running])
-        for process in [process for process in running if process.exitcode is not None]:
-            running.remove(process)
-            is_last = not running and all(one.exitcode for one in ranks)
-            if process.exitcode == 0:
+    running = dict(enumerate(ranks))
+    cause: Exception | None = None
+    while running and (cause is None or isinstance(cause, Stopped)):  # ranks that stop get time to save their work
+        wait([rank.process.sentinel for rank in running.values()])
+        for number in [number for number, rank in running.items() if rank.process.exitcode is not None]:
+            died = running.pop(number)
+            is_last = not running and all(rank.process.exitcode for rank in ranks)
+            if died.process.exitcode == 0:
                 continue
             if on_failure == "shrink" and not is_last:
-                stopped = _go_on_without(ranks, reports, process)
-                causes += [] if stopped is None else [stopped]
-            elif not causes:
-                causes.append(_first_cause(ranks, reports, process))
-        if causes and not isinstance(causes[0], Stopped):  # ranks that stop get time to save their work
-            break
-    if causes:
-        raise causes[0]
+                stopped = _go_on_without(number, died)
+                cause = cause or stopped
+            elif cause is None:
+                cause = _first_cause(ranks, number)
+    if cause is not None:
+        raise cause
 
 
-def _go_on_without(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Stopped | None:
+def _go_on_without(number: int, died: _Rank) -> Stopped | None:
     """Say that the others go on without a rank. If it stopped after a signal, as all others do, return that."""
-    rank, code = ranks.index(died), died.exitcode or 0
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
-    with suppress(EOFError):
-        if reports[rank].poll():
-            _, stopped, text = reports[rank].recv()
-            if stopped:
-                return Stopped(text)
-            how = f"failed ({text.rstrip().splitlines()[-1]})"
-    print(f"ddpcore: rank {rank} {how}: the others go on", file=sys.stderr, flush=True)
+    how = f"was ended by {died.signal}" if died.signal else "failed"
+    if (report := died.report()) is not None:
+        _, stopped, text = report
+        if stopped:
+            return Stopped(text)
+        how = f"failed ({text.rstrip().splitlines()[-1]})"
+    print(f"ddpcore: rank {number} {how}: the others go on", file=sys.stderr, flush=True)
     return None
 
 
-def _first_cause(ranks: list[BaseProcess], reports: list[Connection], died: BaseProcess) -> Exception:
+def _first_cause(ranks: Sequence[_Rank], died: int) -> Exception:
     time.sleep(GRACE_SECONDS)
-    failures: list[tuple[float, int, bool, str]] = []
-    for rank, report in enumerate(reports):
-        try:
-            if report.poll():
-                when, stopped, text = report.recv()
-                failures.append((when, rank, stopped, text))
-        except EOFError:  # the rank ended without a report
-            pass
-    for rank, process in enumerate(ranks):  # a killed rank is the cause: the others only lost their connection to it
-        if process.exitcode is not None and process.exitcode < 0:
-            return RankFailed(f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}")
-    if failures:
-        _, first, stopped, text = min(failures)
+    for number, rank in enumerate(ranks):  # a killed rank is the cause: the others only lost their connection to it
+        if rank.signal:
+            return RankFailed(f"rank {number} was ended by {rank.signal}")
+    reports = [(report[0], number, *report[1:]) for number, rank in enumerate(ranks) if (report := rank.report())]
+    if reports:
+        _, first, stopped, text = min(reports)
         return Stopped(text) if stopped else RankFailed(f"rank {first} failed:\n{text.rstrip()}")
-    return RankFailed(f"rank {ranks.index(died)} ended with exit code {died.exitcode} and left no traceback")
+    return RankFailed(f"rank {died} ended with exit code {ranks[died].process.exitcode} and left no traceback")
 
 
-def _end(ranks: list[BaseProcess]) -> None:
+def _end(ranks: Sequence[_Rank]) -> None:
     """End the ranks that still run: SIGTERM, then SIGKILL after KILL_SECONDS."""
-    for process in ranks:
+    processes = [rank.process for rank in ranks]
+    for process in processes:
         if process.is_alive():
             process.terminate()
     deadline = time.monotonic() + KILL_SECONDS
-    for process in ranks:
+    for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -14,6 +15,9 @@ class StopSignal:
     It records nothing outside the main thread, or for signals that the process ignores. A nested one inherits a signal
     that the outer one has received.
 
+    Args:
+        then: is called when it has recorded a signal.
+
     Attributes:
         asked: whether a signal was received.
         name: of the signal.
@@ -23,6 +27,9 @@ class StopSignal:
     name: str = ""
     _innermost: ClassVar[StopSignal | None] = None
 
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self._then = then
+
     def __enter__(self) -> StopSignal:
         self._before: dict[signal.Signals, Any] = {}
         self._outer: StopSignal | None = None
@@ -31,6 +38,7 @@ class StopSignal:
         self._outer, StopSignal._innermost = StopSignal._innermost, self
         if self._outer is not None and self._outer.asked:
             self.asked, self.name = True, self._outer.name
+            self._then()
             return self
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -50,6 +58,7 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.asked, self.name = True, signal.Signals(number).name
         self._restore()
+        self._then()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-_PLAIN = (bool, int, float, str, type(None))
 _TENSOR, _TUPLE, _ITEMS = _MARKS = "__tensor__", "__tuple__", "__items__"  # keys that mark what JSON does not have
 
 
@@ -39,7 +39,7 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
         if isinstance(value, list | tuple):
             items = [visit(item, f"{path}.{number}") for number, item in enumerate(value)]
             return items if isinstance(value, list) else {_TUPLE: items}
-        if isinstance(value, _PLAIN):
+        if value is None or isinstance(value, bool | int | float | str):
             return value
         raise TypeError(
             f"cannot save {path.lstrip('.')}, a {type(value).__name__}: give tensors, numbers, text or lists"
@@ -48,26 +48,17 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return visit(state, ""), tensors
 
 
-def tensors_of(state: Any) -> Iterator[Tensor]:
+def tensors_of(state: Any) -> list[Tensor]:
     """All tensors of a state that :func:`pack` takes."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from tensors_of(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from tensors_of(value)
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:
     """The state that :func:`pack` converted; tensors from an accelerator are moved to ``device``.
 
     Raises:
-        ValueError: the shape of an entry does not fit its tensor, or two entries have one tensor. Version 0.1.0 gave
-            such entries one name and kept only the last tensor.
+        ValueError: the shape of an entry does not fit its tensor.
     """
-    seen: set[str] = set()
 
     def visit(value: Any) -> Any:
         if isinstance(value, list):
@@ -76,12 +67,6 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str)
             return value
         if _TENSOR in value:
             name = value[_TENSOR]
-            if name in seen:
-                raise ValueError(
-                    f"two entries of the state have the name {name.lstrip('.')}, so ddpcore 0.1.0 saved only one of "
-                    "their tensors: rename a key, and train from the beginning"
-                )
-            seen.add(name)
             if math.prod(value["shape"]) != tensors[name].numel():
                 raise ValueError(f"{name.lstrip('.')} has another number of elements than its tensor")
             tensor = tensors[name].as_strided(value["shape"], value["stride"])

@@ -20,9 +20,9 @@ from ddpcore.strategies.compression import CodecLike, Published, codec_of
 from ddpcore.strategies.consensus import AdaptiveConsensus, consensus_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
-from ddpcore.topology.damped import Damped
+from ddpcore.topology.describe import check_stale
 from ddpcore.topology.pairs import RandomPair
-from ddpcore.topology.stale import check_stale
+from ddpcore.topology.wrapped import Damped
 
 ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
 """Values of ``DPSGD(order=)``; the first is the default."""

@@ -13,10 +13,10 @@ from ddpcore.options.typed import typed
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
-from ddpcore.topology.damped import Damped
 from ddpcore.topology.regular import Ring
 from ddpcore.topology.rounds import TOLERANCE
 from ddpcore.topology.spectrum import is_symmetric, smallest_eigenvalue
+from ddpcore.topology.wrapped import Damped
 
 
 class ExactDiffusion(Strategy):

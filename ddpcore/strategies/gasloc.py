@@ -14,7 +14,7 @@ from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, check
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
-from ddpcore.topology.slowed import Slowed
+from ddpcore.topology.wrapped import Slowed
 
 
 class GASLoC(Strategy):

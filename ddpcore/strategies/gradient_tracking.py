@@ -13,8 +13,8 @@ from ddpcore.ops.dtypes import is_narrow
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
+from ddpcore.topology.describe import MOST_CHECKED
 from ddpcore.topology.pairs import RandomPair
-from ddpcore.topology.stale import MOST_CHECKED
 
 
 class GradientTracking(Strategy):

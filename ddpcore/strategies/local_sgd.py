@@ -24,7 +24,7 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Across
-from ddpcore.topology.slowed import Slowed
+from ddpcore.topology.wrapped import Slowed
 
 
 @dataclass

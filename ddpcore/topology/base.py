@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +51,11 @@ class Topology(ABC):
         return [self.round(step, rank, num_learners) for rank in range(num_learners)]
 
     def mixing_matrix(self, step: int, num_learners: int) -> MixingMatrix:
-        """The mixing matrix W of a step in compressed rows, [n, n]; the cost is linear in the edges."""
-        return of_step.mixing_matrix(self.rounds(step, num_learners))
+        """The mixing matrix W of a step in compressed rows, [n, n]; the cost is linear in the edges.
 
-    def sparse_matrix(self, step: int, num_learners: int) -> Any:
-        """The mixing matrix W of a step as a ``scipy.sparse.csr_array``, [n, n]; it needs scipy."""
-        return self.mixing_matrix(step, num_learners).sparse()
+        Its method ``sparse()`` converts it for scipy.
+        """
+        return of_step.mixing_matrix(self.rounds(step, num_learners))
 
     def matrix(self, step: int, num_learners: int) -> Matrix:
         """The mixing matrix W of a step as an array, float64 [n, n]."""

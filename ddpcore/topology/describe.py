@@ -1,9 +1,11 @@
-"""Measurements of a topology: its cost, and how fast it averages."""
+"""Measurements of a topology: its cost, how fast it averages, and whether late averages converge."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from ddpcore.options.typed import check_range
 from ddpcore.topology import spectrum
@@ -11,6 +13,7 @@ from ddpcore.topology.base import RANDOM_STEPS, Topology, check
 from ddpcore.topology.rounds import TOLERANCE, first_row, mixing_matrix
 
 MOST_DRAWN = 64  # learners; a drawing of more shows nothing
+MOST_CHECKED = 256  # learners: check_stale computes eigenvalues of a dense matrix with twice as many rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +123,29 @@ def _smallest_eigenvalue(topology: Topology, num_learners: int) -> float | None:
         return float(eigenvalues.real.min()) if abs(eigenvalues.imag).max() <= TOLERANCE else None
     mixing = topology.mixing_matrix(0, num_learners)
     return spectrum.smallest_eigenvalue(mixing) if spectrum.is_symmetric(mixing) else None
+
+
+def check_stale(topology: Topology, num_learners: int) -> None:
+    """ValueError if ``w(t+1) = w(t) + 1/2 (W(t-1) - I) w(t-1)`` does not reduce deviations from the mean.
+
+    A symmetric W always does: for an eigenvalue l, deviations follow the roots of ``z^2 - z + (1-l)/2``, which are
+    inside the unit circle for l in (-1, 1). This function checks any other W over its period, for up to 256 learners.
+    """
+    period = topology.period(num_learners)
+    if period is None or num_learners > MOST_CHECKED:
+        return
+    matrices = [topology.mixing_matrix(step, num_learners) for step in range(period)]
+    if all(map(spectrum.is_symmetric, matrices)):
+        return
+    identity, none = np.eye(num_learners), np.zeros((num_learners, num_learners))
+    differences = np.kron(np.eye(2), identity - 1 / num_learners)
+    product = differences
+    for mixing in matrices:
+        late = (mixing.dense() - identity) / 2
+        product = np.block([[identity, late], [identity, none]]) @ product
+    radius = float(abs(np.linalg.eigvals(differences @ product)).max())
+    if radius >= 1:
+        raise ValueError(
+            f"{topology!r} of {num_learners} learners with staleness 1 drives them apart (spectral radius "
+            f"{radius:.3g} over {period} steps): take staleness 0, or a symmetric topology"
+        )

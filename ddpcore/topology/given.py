@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,8 +91,7 @@ class FromGraph(Given):
             for sender, reader in ((source, destination), (destination, source))[: 1 if directed else 2]:
                 sources[reader].add(sender)
                 destinations[sender].add(reader)
-        rounds = _push_rounds if directed else _metropolis_rounds
-        object.__setattr__(self, "_rounds", tuple(rounds(sources, destinations)))
+        object.__setattr__(self, "_rounds", tuple(_weighted(sources, destinations, directed)))
         self.validate(num_learners, push_sum=directed)
 
 
@@ -117,21 +116,11 @@ def _entries(matrix: MixingMatrix, row: int) -> dict[int, float]:
     return dict(zip(matrix.columns[part].tolist(), matrix.values[part].tolist(), strict=True))
 
 
-def _metropolis_rounds(sources: Sequence[set[int]], destinations: Sequence[set[int]]) -> list[Round]:
-    degrees = [len(neighbors) for neighbors in sources]
-    rounds = []
-    for rank, neighbors in enumerate(sources):
-        ordered = tuple(sorted(neighbors))
-        weights = tuple(1 / (1 + max(degrees[rank], degrees[other])) for other in ordered)
-        rounds.append(Round(1 - math.fsum(weights), ordered, weights, ordered))
-    return rounds
-
-
-def _push_rounds(sources: Sequence[set[int]], destinations: Sequence[set[int]]) -> list[Round]:
-    shares = [1 / (1 + len(readers)) for readers in destinations]
-    rounds = []
+def _weighted(sources: Sequence[set[int]], destinations: Sequence[set[int]], directed: bool) -> Iterator[Round]:
+    """The round of each learner, with the weights of :class:`FromGraph`."""
+    degrees = [len(readers) for readers in destinations]
     for rank, senders in enumerate(sources):
         ordered = tuple(sorted(senders))
-        weights = tuple(shares[sender] for sender in ordered)
-        rounds.append(Round(shares[rank], ordered, weights, tuple(sorted(destinations[rank]))))
-    return rounds
+        weights = tuple(1 / (1 + max(degrees[other], 0 if directed else degrees[rank])) for other in ordered)
+        own = 1 / (1 + degrees[rank]) if directed else 1 - math.fsum(weights)
+        yield Round(own, ordered, weights, tuple(sorted(destinations[rank])))

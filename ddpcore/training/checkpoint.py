@@ -24,7 +24,6 @@ from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file,
 from ddpcore.storage.serialization import pack, unpack
 
 FORMAT = 2
-READABLE = (1, 2)  # format 1 differs only in what it lost: see ddpcore.storage.serialization.unpack
 MANIFEST = "manifest.json"
 _DIGEST_BYTES = 512  # room for the names and digests of the two files of a rank
 _FILES = re.compile(r"rank-[0-9]+\.(safetensors|json)")  # so a manifest names no file outside its folder
@@ -227,10 +226,8 @@ class Checkpoints:
             outer = json.loads(read_file(folder / MANIFEST))
             if outer["sha256"] != _digest(_canonical(outer["manifest"])):
                 return f"{MANIFEST} does not match its checksum"
-            if outer["manifest"]["format"] not in READABLE:
-                return (
-                    f"format {outer['manifest']['format']} where this version reads {' and '.join(map(str, READABLE))}"
-                )
+            if outer["manifest"]["format"] != FORMAT:
+                return f"format {outer['manifest']['format']} where this version reads {FORMAT}"
             for name, digest in outer["manifest"]["files"].items():
                 if not _FILES.fullmatch(name):
                     return f"{shown(name)} is no file of a checkpoint"

@@ -20,7 +20,7 @@ from ddpcore.optim.registry import OPTIMIZERS
 from ddpcore.optim.schedules import SCHEDULES
 from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
-from ddpcore.options.typed import check_choice, check_keys, check_range, plain, typed
+from ddpcore.options.typed import check_choice, check_keys, check_range, typed, without_numpy
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite
 from ddpcore.strategies.nonfinite import ON_NONFINITE
@@ -326,7 +326,7 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain dicts, lists, numbers and text, for JSON and, without the None values, for TOML."""
-        return {name: plain(value) for name, value in asdict(self).items()}
+        return {name: without_numpy(value) for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
-from ddpcore.data import Dataset, Redealt, ShardedBatches
+from ddpcore.data import Dataset, ResharedBatches, ShardedBatches
 from ddpcore.distributed.handle import Distributed
 from ddpcore.optim.schedules import Schedule
 from ddpcore.training.evaluation import Evaluation, evaluate
@@ -84,8 +84,8 @@ class Trainer:
         deals = self.handle.deals
         if not deals:
             return self.batches.indices(self.num_steps)[self.learners]
-        dealt = Redealt(self.batches, deals)
-        return torch.stack([dealt.indices(self.num_steps, learner) for learner in self.learners])
+        shared = ResharedBatches(self.batches, deals)
+        return torch.stack([shared.indices(self.num_steps, learner) for learner in self.learners])
 
     def parts(self) -> tuple[Tensor, ...]:
         """:meth:`indices` divided among the backward passes of the step."""
@@ -94,7 +94,7 @@ class Trainer:
     def losses(self, model: Callable[..., Tensor], indices_LB: Tensor) -> Tensor:
         """Mean training loss ``[L]`` of each learner's samples, computed with ``model``."""
         deals = self.handle.deals
-        epoch = (Redealt(self.batches, deals) if deals else self.batches).epoch(self.num_steps)
+        epoch = (ResharedBatches(self.batches, deals) if deals else self.batches).epoch(self.num_steps)
         inputs, labels = self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             logits = model(inputs)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpcore.data import SAMPLERS, Redealt, ShardedBatches
+from ddpcore.data import SAMPLERS, ResharedBatches, ShardedBatches
 from ddpcore.data.shards import permutation
 
 
@@ -130,6 +130,6 @@ def test_growth_from_lists(sampler: str) -> None:
     assert torch.equal(lists.indices(3), tuples.indices(3))
 
 
-def test_redealt_samples_do_not_grow() -> None:
+def test_resharded_samples_do_not_grow() -> None:
     with pytest.raises(ValueError, match="batches of one size: leave growth out"):
-        Redealt(ShardedBatches(100, 10, 2, growth=((5, 20),)))
+        ResharedBatches(ShardedBatches(100, 10, 2, growth=((5, 20),)))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddpcore.data import SAMPLERS, Redealt, ShardedBatches
+from ddpcore.data import SAMPLERS, ResharedBatches, ShardedBatches
 from ddpcore.data.shards import _order, _permuted, permutation
 
 
@@ -197,31 +197,31 @@ def test_permutations_of_other_keys_are_others() -> None:
     changes=st.lists(st.tuples(st.integers(1, 9), st.sets(st.integers(0, 6), min_size=2, max_size=6)), max_size=6),
     seed=st.integers(0, 5),
 )
-def test_redealt_samples_are_used_at_most_once_an_epoch(
+def test_resharded_samples_are_used_at_most_once_an_epoch(
     samples: int, changes: list[tuple[int, set[int]]], seed: int
 ) -> None:
     """Whoever dies and joins: every sample at most once an epoch, and no epoch is left out."""
     batches = ShardedBatches(samples, 12, 4, seed)
     begins = np.cumsum([gap for gap, _ in changes]).tolist()
     deals = tuple((begin, tuple(sorted(who))) for begin, (_, who) in zip(begins, changes, strict=True))
-    dealt = Redealt(batches, deals)
+    resharded = ResharedBatches(batches, deals)
     used: dict[int, list[int]] = {}
     for step in range(sum(begins[-1:]) + 20):
         members = next((who for begin, who in reversed(deals) if begin <= step), (0, 1, 2, 3))
         for learner in members:
-            used.setdefault(dealt.epoch(step), []).extend(dealt.indices(step, learner).tolist())
+            used.setdefault(resharded.epoch(step), []).extend(resharded.indices(step, learner).tolist())
     assert sorted(used) == list(range(max(used) + 1))
     for epoch, numbers in used.items():
         assert len(numbers) == len(set(numbers)), epoch
         assert set(numbers) <= set(range(samples))
 
 
-def test_redealt_without_changes_is_the_global_sampler() -> None:
+def test_resharded_without_changes_is_the_global_sampler() -> None:
     batches = ShardedBatches(50, 12, 4, 3)
-    dealt = Redealt(batches)
+    resharded = ResharedBatches(batches)
     for step in range(9):
-        rows = torch.stack([dealt.indices(step, learner) for learner in range(4)])
+        rows = torch.stack([resharded.indices(step, learner) for learner in range(4)])
         assert torch.equal(rows, batches.indices(step))
-        assert dealt.epoch(step) == batches.epoch(step)
+        assert resharded.epoch(step) == batches.epoch(step)
     with pytest.raises(ValueError, match="learner 4 takes no samples in step 0"):
-        dealt.indices(0, 4)
+        resharded.indices(0, 4)

@@ -76,7 +76,7 @@ def test_noise_alone_has_no_upper_end():
     own_T, mean_T = np.square(gradients).sum(2).mean(1), np.square(gradients.mean(1)).sum(1)
     estimate = noise_scale(own_T, mean_T, num_learners=4, batch_size=1)
     assert estimate.interval[1] == math.inf
-    low, high = estimate.gain_interval(4, 1)
+    low, high = (gain_of(scale, 4, 1) for scale in estimate.interval)
     assert 1.0 <= low < high == 4.0
 
 

@@ -11,8 +11,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore.diagnostics import NoiseStatistics
-from ddpcore.diagnostics.record_buffer import PENDING, Measured, RecordBuffer
-from ddpcore.diagnostics.series import Series
+from ddpcore.diagnostics.record import PENDING, Measured, RecordBuffer, Series
 
 
 def loop(strategy: Any, model: nn.Module | None = None, num: int = 4, **options: Any) -> tuple[Any, Any, Any]:

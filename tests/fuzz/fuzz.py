@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 WORK = HERE.parent.parent / "build" / "fuzz"
 OURS = "data storage experiments.study training.checkpoint options.typed"
-LIBRARIES = "pickletools tomllib zipfile gzip json h5py._hl"
+LIBRARIES = "tomllib zipfile gzip json h5py._hl"
 INSTRUMENTED = [*(f"ddpcore.{name}" for name in OURS.split()), *LIBRARIES.split()]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import pickle
 import struct
 import sys
 import tempfile
@@ -65,18 +64,11 @@ def surface(**how: object) -> bytes:
 
 
 def corpus() -> dict[str, dict[str, bytes]]:
-    text = b"T" + struct.pack("<i", 3000) + b"a" * 3000
-    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-    dtype = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
-    batch = {"data": np.zeros((1, 3072), np.uint8), "labels": [3], "filenames": ["a.png"]}
-    grows = b"\x80\x02}U\x01b" + text + b"q\x01sU\x01c" + dtype + b"q\x02sU\x01a]("
-    grows += (array + b"(K\x01M\xb8\x0b\x85h\x02\x89h\x01tb") * 400 + b"es."
     study = b'title = "a"\nquestion = "b"\nsource = "c"\nmetrics = ["error_pct"]\n[shared]\nepochs = 1\n[rows.first]\n'
     idx = struct.pack(">IIII", 2051, 1, 28, 28) + bytes(784)
     tree = json.dumps({"a": {"__tensor__": ".a", "shape": [2], "stride": [1], "on": "cpu"}, "b": {"__tuple__": [1]}})
     tensors = json.dumps({".a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     return {
-        "pickle": {f"batch-{number}": pickle.dumps(batch, protocol=number) for number in range(5)} | {"grows": grows},
         "idx": {"images": idx, "labels": struct.pack(">II", 2049, 2) + b"\x00\x01", "claims": idx[:4] + b"\xff" * 12},
         "gzip": {"whole": gzip.compress(idx, mtime=0), "bomb": gzip.compress(bytes(3 << 20), mtime=0)},
         "npz": {"plain": npz(False), "deflated": npz(True), "claims": npz_of_header("(1500000000, 1, 1)")},

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddpcore.data import cifar, features, mnist, pickles
+from ddpcore.data import features, mnist
 from ddpcore.experiments.study import load_study
 from ddpcore.report.landscapes import read_surface
 from ddpcore.storage.json_lines import read_lines
@@ -38,11 +38,6 @@ def written(name: str, content: bytes) -> Path:
     path = FOLDER / name
     path.write_bytes(content)
     return path
-
-
-def pickle(content: bytes) -> None:
-    refuses(lambda: cifar._parse_pickle(cifar.CIFAR10, "batch", content, MAX_BYTES))
-    refuses(lambda: pickles.load(content, MAX_BYTES))
 
 
 def idx(content: bytes) -> None:
@@ -105,7 +100,6 @@ def _safetensors() -> bytes:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "pickle": pickle,
     "idx": idx,
     "gzip": gzip,
     "npz": npz,

@@ -35,9 +35,9 @@ def test_a_defect_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*words: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("ddpcore.data.pickles.load", fail)
+        monkeypatch.setattr("ddpcore.data.mnist._parse", fail)
         with pytest.raises((TypeError, AssertionError)):
-            TARGETS["pickle"](b"")
+            TARGETS["idx"](b"")
 
 
 def test_without_atheris_it_says_what_to_install(tmp_path: Path) -> None:

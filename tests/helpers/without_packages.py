@@ -93,7 +93,7 @@ def main() -> dict[str, Any]:
         "imported": imported,
         "trained": trained(),
         "gap": gap,
-        "sparse": refusal(lambda: ring.sparse_matrix(0, 4)),
+        "sparse": refusal(lambda: ring.mixing_matrix(0, 4).sparse()),
         "large": refusal(lambda: ddpcore.Star().spectral_gap(1000)),
         "training": refusal(lambda: train(TrainConfig(steps=1), out="nowhere")),
         "bench": command("ddpcore.bench"),

@@ -58,6 +58,18 @@ def test_a_signal_of_the_inner_listener_is_passed_on(received: list[int]) -> Non
     assert received == [signal.SIGINT]
 
 
+def test_what_follows_a_signal(received: list[int]) -> None:
+    """It is called once: by the handler, or at the start if the outer listener has received the signal."""
+    calls: list[str] = []
+    with StopSignal(lambda: calls.append("outer")):
+        signal.raise_signal(signal.SIGTERM)
+        assert calls == ["outer"]
+        with StopSignal(lambda: calls.append("inner")):
+            assert calls == ["outer", "inner"]
+        signal.raise_signal(signal.SIGTERM)
+    assert calls == ["outer", "inner"] and received == [signal.SIGTERM]
+
+
 def test_a_signal_that_was_ignored_stays_ignored(received: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with StopSignal() as listener:

@@ -66,14 +66,16 @@ def test_keys_that_mark_tensors_come_back() -> None:
         assert there_and_back(state)["outer"] == state["outer"]
 
 
-def test_files_of_the_first_version() -> None:
-    """A name for each path; where two entries have one name, only one tensor was saved, which is an error."""
-    first = {"__tensor__": ".a.b", "shape": [2], "stride": [1], "on": "cpu"}
-    tree = {"a": {"b": first}, "by number": {"__items__": [[3, "three"]]}, "t": {"__tuple__": [1]}}
-    state = unpack(tree, {".a.b": torch.ones(2)}, "cpu")
-    assert state["a"]["b"].tolist() == [1, 1] and state["by number"] == {3: "three"} and state["t"] == (1,)
-    with pytest.raises(ValueError, match=r"two entries of the state have the name a\.b, so ddpcore 0\.1\.0 saved only"):
-        unpack({**tree, "a.b": first}, {".a.b": torch.ones(2)}, "cpu")
+def test_files_of_version_0_2() -> None:
+    """A tree as that version has written it."""
+    tensor = {"__tensor__": ".a.b", "shape": [2, 2], "stride": [1, 2], "on": "cuda"}
+    tree = {"a": {"b": tensor}, "by number": {"__items__": [[3, "three"]]}, "t": {"__tuple__": [1]}}
+    state = unpack(tree, {".a.b": torch.arange(4)}, "cpu")
+    assert state["a"]["b"].tolist() == [[0, 2], [1, 3]]
+    assert state["by number"] == {3: "three"} and state["t"] == (1,)
+    tensor["shape"] = [3]
+    with pytest.raises(ValueError, match=r"a\.b has another number of elements than its tensor"):
+        unpack(tree, {".a.b": torch.arange(4)}, "cpu")
 
 
 def test_views_are_saved_without_what_surrounds_them() -> None:

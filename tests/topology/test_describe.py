@@ -139,7 +139,7 @@ def test_invariants(chosen: Topology, n: int, step: int, seed: int) -> None:
     period, gap = chosen.period(n), chosen.spectral_gap(n)
     first = step if period is None else step - step % period
     for later in range(first, first + (period or 1)):
-        before, values = values, chosen.sparse_matrix(later, n) @ values
+        before, values = values, chosen.mixing_matrix(later, n).sparse() @ values
         np.testing.assert_allclose(values.mean(axis=0), mean, atol=1e-14)
         assert np.linalg.norm(values - mean) <= np.linalg.norm(before - mean) * (1 + 1e-12) + 1e-13
     if period is not None:
@@ -172,7 +172,7 @@ def test_thousands_need_no_dense_matrix(make, n: int) -> None:
         chosen.validate(n)
         found = describe(chosen, n)
         if chosen != Complete():
-            chosen.sparse_matrix(3, n)
+            chosen.mixing_matrix(3, n).sparse()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

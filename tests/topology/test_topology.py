@@ -16,7 +16,7 @@ from ddpcore import TOPOLOGIES, Complete, FromMatrix, OnePeerExponential, Random
 from ddpcore.topology.base import Matrix
 from ddpcore.topology.pairs import random_matching
 from ddpcore.topology.redraw import redrawn
-from ddpcore.topology.slowed import Slowed
+from ddpcore.topology.wrapped import Slowed
 
 ALL = [Complete(), Ring(), RandomPair(), RandomPair(7), OnePeerExponential()]
 SIZES = range(1, 10)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ddpcore.runtime import allocator
+from ddpcore.runtime import machine
 
 PROGRAM = """
 import resource, runpy, sys
@@ -25,7 +25,7 @@ print(-faults() + faults())
 
 def faults(mode: str) -> int:
     """Page faults of eight zeroed blocks of 64 MiB, after eight others."""
-    command = [sys.executable, "-c", PROGRAM, allocator.__file__, mode]
+    command = [sys.executable, "-c", PROGRAM, machine.__file__, mode]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 

@@ -1,0 +1,389 @@
+"""What ``NoiseStatistics`` measures: the learners that ``distribute`` connects, or the backward passes of one device.
+
+Shapes: L learners held by this process, n in all, P elements of a learner's row, S segments, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from typing_extensions import override
+
+from ddpcore.diagnostics import dynamics, passes
+from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
+from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
+from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.distributed.observer import Observer
+from ddpcore.parameters.flat import Segment
+from ddpcore.strategies.learner import Learner
+
+DISJOINT = (
+    "backward passes of this step reached different parameters, so a pass is not a batch: use one pass a batch, and "
+    "use_reentrant=False for checkpointing"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasurementConfig:
+    """The arguments of :class:`ddpcore.diagnostics.NoiseStatistics` that decide what is measured."""
+
+    every: int
+    loss: Loss | None
+    full_loss: Loss | None
+    hessian: bool
+    directions: int
+    full_batch: Callable[[], bool] | None
+    max_grad_norm: float | None
+    scaler: torch.amp.GradScaler | None
+    loss_divisor: float
+
+
+_Sums = tuple[Tensor, Tensor]
+"""Squared norms of a step, float64: of each learner's gradient ``[L, S]`` and of their mean ``[S]``."""
+
+
+class Source(Observer):
+    """Puts the squared norms of steps into the buffer of records."""
+
+    def __init__(self, config: MeasurementConfig, record_buffer: RecordBuffer) -> None:
+        self._config, self._record_buffer = config, record_buffer
+
+    def close(self) -> None:
+        """Stop measuring."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        """Restore :meth:`state_dict`; ``order`` holds the saved index of each segment."""
+        raise NotImplementedError
+
+    def _is_measured(self, step: int) -> bool:
+        """Whether a step, counted from 0, gets a record."""
+        return (step + 1) % self._config.every == 0
+
+    def _unscaled(self, own: Tensor, mean: Tensor, divisor: float = 1.0) -> _Sums:
+        """Squared norms of a step, without the scale of the loss."""
+        scale = scale_of(self._config.scaler, own.device)
+        unscale = (1.0 if scale is None else scale.double().square().reciprocal()) * divisor**2
+        return own * unscale, mean * unscale
+
+
+class LearnerStatistics(Source):
+    """Squared norms of every step that averages gradients, and the other quantities of measured steps."""
+
+    def __init__(self, handle: HookedDistributed, config: MeasurementConfig, record_buffer: RecordBuffer) -> None:
+        super().__init__(config, record_buffer)
+        self._handle = handle
+        self._optimizer = handle.learner.optimizer
+        self._names = record_buffer.series.names
+        self._own: Tensor | None = None  # [L, S], of this step
+        self._mean: Tensor | None = None  # [S]
+        self._num_passes = 0
+        self._random: RandomState | None = None  # before this step's first forward pass
+        self._steps: list[_Sums] = []  # since the last record
+        self._num_skipped = 0
+        self._segments: Sequence[Segment] = ()
+        self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}  # of these segments
+        handle.observers.append(self)
+
+    @override
+    def close(self) -> None:
+        if self in self._handle.observers:
+            self._handle.observers.remove(self)
+
+    def directions(self, num: int) -> tuple[Tensor, Tensor]:
+        """Implements :meth:`NoiseStatistics.directions`."""
+        learner = self._handle.learner
+        weights_LP = learner.flat.param_LP
+        return dynamics.directions(weights_LP, passes.average(learner, weights_LP)[0], learner.comm, num)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "num_skipped": self._num_skipped}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        columns = list(order)
+        self._steps = [(own[:, columns], mean[columns]) for own, mean in state["steps"]]
+        self._num_skipped = state["num_skipped"]
+
+    # ---- events of a step ----
+
+    @override
+    def before_forward(self, learner: Learner) -> None:
+        if self._config.loss is None or self._random is not None or not self._is_measured(learner.step):
+            return
+        device = learner.flat.param_LP.device
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self._random = RandomState(device)
+
+    @override
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        flat = learner.flat
+        begin = int(columns.storage_offset()) - int(flat.grad_LP.storage_offset())
+        bounds, numbers = self._part(learner, begin, begin + columns.shape[1])
+        if begin == 0 or self._own is None:
+            self._own = torch.zeros(len(columns), len(self._names), dtype=torch.float64, device=columns.device)
+        sums = noise_sums(list(columns.unbind()), bounds)
+        self._own.index_add_(1, numbers, sums.diagonal(dim1=1, dim2=2).T)
+
+    @override
+    def gradients_averaged(self, learner: Learner) -> None:
+        self._mean = self._squares(learner, learner.flat.grad_LP[:1])[0]
+        self._num_passes += 1
+
+    @override
+    def before_step(self, learner: Learner) -> None:
+        num_passes, own, mean, random = self._num_passes, self._own, self._mean, self._random
+        self._num_passes, self._own, self._mean, self._random = 0, None, None, None
+        steps, num_skipped = self._steps, self._num_skipped
+        is_full = self._config.full_batch is None or self._config.full_batch()
+        if num_passes == 1 and own is not None and mean is not None and is_full:
+            steps = [*steps, self._unscaled(own, mean)]
+        else:
+            num_skipped += num_passes > 0
+        if self._is_measured(learner.step):
+            self._measure(learner, steps, num_skipped, is_full, random)
+            steps, num_skipped = [], 0
+        self._steps, self._num_skipped = steps, num_skipped  # not if measuring raised: the step is repeated then
+
+    # ---- a measured step ----
+
+    def _measure(
+        self, learner: Learner, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None
+    ) -> None:
+        sent, strategy, step = learner.comm.bytes_sent, self._handle.strategy, learner.step
+        plan = strategy.plan(step)
+        averages = plan.averages_gradients
+        kept = self._config.every if averages else MEASURED
+        measured = Measured(step + 1, learner.comm.num_learners, kept, num_skipped=num_skipped)
+        measured.at_mean = plan.gradients_at_mean or (not averages and self._config.loss is not None)
+        with self._record_buffer.measuring(measured) as result:
+            try:
+                if not averages:
+                    squares = self._measure_different(learner, result, random)
+                    steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
+                elif self._config.full_loss is not None:
+                    self._measure_identical(learner, result, random)
+                if steps:
+                    own_LTS = torch.stack([own for own, _ in steps], dim=1)
+                    rows = own_LTS.flatten(1)
+                    learner.comm.average_(rows).wait()
+                    result.own_TS = rows[0].view(own_LTS.shape[1:])
+                    result.mean_TS = torch.stack([mean for _, mean in steps])
+            finally:
+                learner.comm.bytes_sent = sent
+
+    def _measure_identical(self, learner: Learner, result: Measured, random: RandomState | None) -> None:
+        """Measure learners that hold the same weights and the mean of their gradients."""
+        config, weights_LP = self._config, learner.flat.param_LP
+        assert config.full_loss is not None
+        own_P = learner.flat.grad_LP[0] * self._unscale(learner.flat.grad_LP)
+        mean_P = own_P
+        if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
+            mean_P = passes.average(learner, self._gradient_at(learner, weights_LP, config.loss, random)[0])[0]
+        full_P = self._full_gradient(learner, weights_LP, config.full_loss, result)
+        self._add_products(learner, result, own_P, mean_P, full_P)
+        result.hessian = torch.zeros(()) if config.hessian else None
+
+    def _measure_different(self, learner: Learner, result: Measured, random: RandomState | None) -> _Sums:
+        """Measure learners with different weights; returns the squared norms of this step's gradients."""
+        config, flat, comm = self._config, learner.flat, learner.comm
+        mean_LP = learner.average_of(flat.param_LP)
+        distances = [noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP]
+        distance_L1 = torch.cat(distances)
+        comm.average_(distance_L1).wait()
+        result.distance = distance_L1[0, 0]
+        if config.directions:
+            products = dynamics.covariance_products(flat.param_LP, mean_LP[0], comm)
+            result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: config.directions] / comm.num_learners**2
+        own_LP = passes.local_gradients(learner)
+        own_LP.mul_(self._unscale(own_LP))
+        grad_LP = own_LP if config.loss is None else self._gradient_at(learner, mean_LP, config.loss, random)[0]
+        average_LP = passes.average(learner, grad_LP)
+        squares = self._squares(learner, grad_LP), self._squares(learner, average_LP[:1])[0]
+        if config.full_loss is None:
+            return squares
+        if config.max_grad_norm is not None and config.loss is not None:
+            average_LP = passes.average(learner, _clipped(grad_LP, config.max_grad_norm))
+        full_P = self._full_gradient(learner, mean_LP, config.full_loss, result)
+        self._add_products(learner, result, passes.average(learner, own_LP)[0], average_LP[0], full_P)
+        if config.hessian:
+            result.hessian = self._hessian_squares(learner, mean_LP, config.full_loss)
+        return squares
+
+    def _hessian_squares(self, learner: Learner, mean_LP: Tensor, loss: Loss) -> Tensor:
+        """``1/n sum_j |H (w_j - w_a)|^2``, float64, with the Hessian H of the full loss over all learners' shares."""
+        flat, comm = learner.flat, learner.comm
+        n, deviation_LP = comm.num_learners, flat.param_LP - mean_LP
+        result = torch.zeros((), dtype=torch.float64, device=deviation_LP.device)
+        for share_n in dynamics.mixtures(n, learner.step):
+            shares = share_n[list(comm.learners)].tolist()  # Python numbers: no synchronization with the device
+            mixed_LP = torch.stack([n * share * row_P for share, row_P in zip(shares, deviation_LP, strict=True)])
+            vector_LP = passes.average(learner, mixed_LP)
+            with passes.at_weights(self._handle.model, learner, mean_LP):
+                product_LP = passes.hessian_product(
+                    learner, loss, vector_LP, scale_of(self._config.scaler, flat.param_LP.device)
+                )
+            product_P = passes.average(learner, product_LP)[0]
+            result += noise_sums([product_P], [0, flat.numel])[0, 0, 0] / n
+        return result
+
+    def _add_products(
+        self, learner: Learner, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor
+    ) -> None:
+        result.products = noise_sums([own_P, at_mean_P, full_P], [0, learner.flat.numel])[0]
+        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
+        result.lr = rates.pop() if len(rates) == 1 else float("nan")
+
+    def _gradient_at(
+        self, learner: Learner, weights_LP: Tensor, loss: Loss, random: RandomState | None = None
+    ) -> tuple[Tensor, Tensor]:
+        with passes.at_weights(self._handle.model, learner, weights_LP, random):
+            return passes.gradient(learner, loss, scale_of(self._config.scaler, weights_LP.device))
+
+    def _full_gradient(self, learner: Learner, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
+        """g ``[P]``, the mean over all learners; the mean of the full loss is stored in the result."""
+        grad_LP, total = self._gradient_at(learner, weights_LP, loss)
+        loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
+        learner.comm.average_(loss_L1).wait()
+        result.full_loss = loss_L1[0, 0]
+        return passes.average(learner, grad_LP)[0]
+
+    def _squares(self, learner: Learner, rows_LP: Tensor) -> Tensor:
+        """Squared norms float64 ``[L, S]`` of the segments of each row."""
+        bounds, numbers = self._part(learner, 0, learner.flat.numel)
+        result = torch.zeros(len(rows_LP), len(self._names), dtype=torch.float64, device=rows_LP.device)
+        for row, squares in zip(rows_LP, result, strict=True):
+            squares[numbers] = noise_sums([row], bounds)[:, 0, 0]
+        return result
+
+    def _part(self, learner: Learner, begin: int, end: int) -> tuple[list[int], Tensor]:
+        """Bounds of the segments in columns ``begin`` to ``end``, relative to ``begin``, and the segments' numbers.
+
+        A segment keeps its number, the place of its name in the series; the order of segments in a row may change.
+        """
+        flat = learner.flat
+        if self._segments is not flat.segments:
+            self._segments, self._parts = flat.segments, {}
+        if (begin, end) not in self._parts:
+            ends = [*(segment.offset for segment in flat.segments[1:]), flat.numel]
+            inside = [(s, last) for s, last in zip(flat.segments, ends, strict=True) if s.offset < end and last > begin]
+            numbers = [self._names.index(segment.name) for segment, _ in inside]
+            bounds = [0, *(min(last, end) - begin for _, last in inside)]
+            self._parts[begin, end] = bounds, torch.tensor(numbers, device=flat.param_LP.device)
+        return self._parts[begin, end]
+
+    # ---- mixed precision ----
+
+    def _unscale(self, like: Tensor) -> Tensor | float:
+        """The inverse scale of gradients at the optimizer's step."""
+        scale = passes.scale_left(self._optimizer)
+        return scale if isinstance(scale, float) else scale.reciprocal().to(like)
+
+
+def _clipped(rows_LP: Tensor, max_norm: float) -> Tensor:
+    """Each row with a norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` clips it."""
+    norms_L1 = torch.linalg.vector_norm(rows_LP, dim=1, keepdim=True)
+    return rows_LP * (max_norm / (norms_L1 + 1e-6)).clamp(max=1.0)
+
+
+class PassStatistics(Source):
+    """On one device: in a measured step each backward pass counts as a learner.
+
+    Gradients accumulate in ``.grad``, so the gradient of a pass is the difference to a copy from before it; only
+    measured steps make the copy. If something else writes a gradient between two passes (``zero_grad()`` before the
+    batch is repeated), earlier passes are discarded. Gradients must be zero or None before the first pass of a step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        optimizer: torch.optim.Optimizer,
+        config: MeasurementConfig,
+        record_buffer: RecordBuffer,
+    ) -> None:
+        super().__init__(config, record_buffer)
+        self._parameters = parameters
+        self._bounds = [0]
+        for parameter in parameters:
+            self._bounds.append(self._bounds[-1] + parameter.numel())
+        self._step, self._pass = 0, -1
+        self._handles = [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
+        self._begin_step()
+
+    @override
+    def close(self) -> None:
+        for handle in (self._hook, *self._handles):
+            handle.remove()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        self._step = state["step"]
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Discard the passes so far."""
+        self._num_passes = 0
+        self._disjoint = False  # whether two consecutive passes had no parameter in common
+        self._reached: set[int] = set()  # ids of parameters that this pass reached, and the previous one
+        self._reached_before: set[int] = set()
+        self._versions: dict[int, int] = {}  # of each gradient after its last pass
+        self._was_written = False
+        self._before: Tensor | None = None
+        self._squares: Tensor | None = None
+
+    @torch.no_grad()
+    def _before_optimizer(self) -> None:
+        if self._is_measured(self._step):
+            measured = Measured(self._step + 1, self._num_passes, MEASURED, reason=DISJOINT if self._disjoint else "")
+            with self._record_buffer.measuring(measured) as result:
+                if self._num_passes > 1:
+                    assert self._before is not None and self._squares is not None
+                    mean = noise_sums([self._before], self._bounds)[:, 0, 0] / self._num_passes**2
+                    sums = self._unscaled(self._squares / self._num_passes, mean, self._config.loss_divisor)
+                    result.own_TS, result.mean_TS = sums[0][None], sums[1][None]
+        self._step += 1
+        self._begin_step()
+
+    def _after_gradient(self, parameter: Tensor) -> None:
+        if not self._is_measured(self._step):
+            return
+        assert parameter.grad is not None
+        key, version = id(parameter), parameter.grad._version
+        if not parameter.grad._is_view():  # a pass adds one to the version; all views of a tensor share its version
+            self._was_written |= key in self._versions and version != self._versions[key] + 1
+        self._versions[key] = version
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:
+            self._pass = current
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_pass)
+        self._reached.add(key)
+
+    @torch.no_grad()
+    def _after_pass(self) -> None:
+        if self._was_written:
+            reached, versions = self._reached, self._versions
+            self._begin_step()
+            self._reached, self._versions = reached, versions
+        self._disjoint |= self._num_passes > 0 and self._reached.isdisjoint(self._reached_before)
+        self._reached, self._reached_before = set(), self._reached
+        parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters]
+        row = torch.cat(parts)
+        squares = noise_sums([row], self._bounds, self._before)[:, 0, 0]
+        self._squares = squares if self._squares is None else self._squares + squares
+        self._before = row
+        self._num_passes += 1
