@@ -70,7 +70,12 @@ def distribute(
     """
     policies, connection = policies or Policies(), connection or Connection()
     if isinstance(strategy, Baseline):
-        options: dict[str, Any] = {"learners": learners, "vectorize": vectorize, "scaler": scaler, "on_nonfinite": on_nonfinite}
+        options: dict[str, Any] = {
+            "learners": learners,
+            "vectorize": vectorize,
+            "scaler": scaler,
+            "on_nonfinite": on_nonfinite,
+        }
         options["policies"] = None if policies == Policies() else policies
         handle = _baseline(model, strategy, group, connection, options)
         return _share_work(handle, optimizer, strategy, group, is_fixed=True)

@@ -34,7 +34,7 @@ def test_settings_are_described_in_full() -> None:
     assert " at 0x" not in describe(Plain([Plain(len), torch.nn.Linear]))
 
 
-AWC = "order=average_while_computing, staleness=0, compression=None"
+AWC = "order=average_while_computing, staleness=0, compression=None, consensus=None"
 
 
 @pytest.mark.parametrize(

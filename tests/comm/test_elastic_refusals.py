@@ -27,11 +27,19 @@ def start(strategy: Any, **options: Any) -> Any:
     ("strategy", "options", "message"),
     [
         (ddpcore.SSGD(), {"learners": 4, "on_failure": "ignore"}, "on_failure is 'ignore': choose from raise, shrink"),
-        (ddpcore.Single(), {"on_failure": "shrink"}, "single does not use these options: leave on_failure= out"),
-        (ddpcore.DDP(), {"on_failure": "shrink"}, "ddp does not use these options: leave on_failure= out"),
+        (
+            ddpcore.Single(),
+            {"on_failure": "shrink"},
+            r"single does not use these options: leave connection=Connection\(on_failure=\) out",
+        ),
+        (
+            ddpcore.DDP(),
+            {"on_failure": "shrink"},
+            r"ddp does not use these options: leave connection=Connection\(on_failure=\) out",
+        ),
         (ddpcore.SSGD(), {"learners": 2, "on_failure": "shrink"}, "needs 2 learners after a death and there are 2"),
         (ddpcore.SSGD(), {"learners": 3, "membership": LEFT}, "pass that, or leave membership= out"),
-        (ddpcore.Single(), {"membership": LEFT}, "single does not use these options: leave membership= out"),
+        (ddpcore.Single(), {"membership": LEFT}, "pass that, or leave membership= out"),
         (
             ddpcore.SSGD(),
             {"learners": 4, "on_failure": "shrink", "membership": LEFT},

@@ -65,7 +65,7 @@ def test_options_reach_the_strategy_of_the_name() -> None:
     with pytest.raises(ValueError, match="unknown compression 'zip': choose from none, bf16"):
         STRATEGIES.build("dpsgd", topology=Ring(), compression="zip")
     for wrong, says in (
-        (3, "compression is 3: it must be a name, or a mapping"),
+        (3, "compression is 3: it must be a codec, such as"),
         ({"name": ["topk"]}, r"unknown compression \['topk'\]"),
         ({"name": "topk", "ratoi": 1}, "compression topk: .*'ratoi'"),
         ({"name": "topk", "ratio": "a"}, "compression topk: "),

@@ -60,36 +60,6 @@ def test_without_slow_momentum_it_is_local_sgd() -> None:
     torch.testing.assert_close(slow[-1], local[-1], rtol=1e-6, atol=1e-6)
 
 
-def test_a_state_of_version_0_1_goes_on_with_the_same_bits() -> None:
-    """There the state held the anchor and the slow momentum as two tensors."""
-
-    def handle_of(strategy: SlowMo) -> tuple[torch.optim.Optimizer, ddpcore.Distributed]:
-        torch.manual_seed(1)
-        model = nn.Linear(4, 2, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        return optimizer, ddpcore.distribute(model, optimizer, strategy, learners=N)
-
-    def train(optimizer: torch.optim.Optimizer, handle: ddpcore.Distributed, num_steps: int) -> torch.Tensor:
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            handle.model(problem()[0]).square().sum().backward()
-            optimizer.step()
-        return training.rows_of(handle, "weight")
-
-    first = handle_of(SlowMo(period=2, slow_momentum=0.6))
-    train(*first, 5)
-    state = first[1].state_dict()
-    anchor = state["strategy"].pop("anchor")
-    (momentum,) = [one["momentum_buffer"] for one in anchor["optimizer"]["state"].values()]
-    assert momentum.abs().sum() > 0
-    state["strategy"] |= {"anchor": anchor["parts"][0].clone(), "momentum": momentum.clone()}
-    second = handle_of(SlowMo(period=2, slow_momentum=0.6))
-    for ours, theirs in zip(second[1].models, first[1].models, strict=True):
-        ours.load_state_dict(theirs.state_dict())
-    second[1].load_state_dict(state)
-    assert torch.equal(train(*second, 5), train(*first, 5))
-
-
 def test_steps_that_average() -> None:
     assert [step for step in range(1, 9) if SlowMo(period=4).plan(step - 1).weights] == [4, 8]
     assert all(SlowMo(DPSGD(), period=4).plan(step - 1).weights for step in range(1, 9))

@@ -272,7 +272,7 @@ DIRECTED = FromMatrix(0.5 * np.eye(N) + 0.5 * np.roll(np.eye(N), 1, axis=0))
         (lambda: ExactDiffusion(lazy="no"), N, "exact_diffusion: lazy"),
         (lambda: GradientTracking(SWAP), N, "spectral gap 0"),
         (lambda: GradientTracking("ring"), N, "pass an instance"),
-        (lambda: DPSGD(consensus=0.5), N, "pass an AdaptiveConsensus"),
+        (lambda: DPSGD(consensus=0.5), N, "consensus is 0.5: it must be a mapping"),
         (lambda: DPSGD(consensus=AdaptiveConsensus(), staleness=1), N, "take staleness 0"),
         (lambda: AdaptiveConsensus(power=-1), N, "consensus: power is -1"),
         (lambda: AdaptiveConsensus(least=1.5), N, "consensus: least is 1.5"),
