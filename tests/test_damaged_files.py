@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from ddpcore.data import load_dataset
+from ddpcore.experiments.folder import read_manifest, read_results
 from ddpcore.experiments.study import FOLDER as STUDIES
 from ddpcore.experiments.study import load_study
 from ddpcore.report.sources import read_bench, read_run
-from ddpcore.report.study_folder import read_manifest, read_results
 from ddpcore.storage.json_lines import read_lines, write_json, write_lines
 from ddpcore.training import RunRecord, TrainConfig
 from ddpcore.training.checkpoint import Checkpoints

@@ -10,6 +10,7 @@ from typing import Any
 from ddpcore.data import Dataset
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
+from ddpcore.records.run import BOOKKEEPING
 from ddpcore.storage.limits import NUM_RUNS
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
@@ -22,7 +23,6 @@ from ddpcore.training.build import (
     needs_ranks,
     shape_options,
 )
-from ddpcore.training.config import BOOKKEEPING
 
 
 @dataclass(frozen=True, kw_only=True)

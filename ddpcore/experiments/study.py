@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ddpcore.experiments import claims
+from ddpcore.experiments.claims import CLAIM, Claim
+from ddpcore.experiments.metrics import METRICS
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
-from ddpcore.report import claims
-from ddpcore.report.claims import Claim
-from ddpcore.report.metrics import METRICS
-from ddpcore.report.study_folder import CLAIM
 from ddpcore.storage.limits import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import merged

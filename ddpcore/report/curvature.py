@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
-from ddpcore.report.landscapes import Surface, levels_of
+from ddpcore.display.chart import Chart, Number, Series, finite
+from ddpcore.display.surfaces import levels_of
+from ddpcore.records.surface import Surface
+from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 
 MOST_POINTS = 64  # of a landscape in each direction

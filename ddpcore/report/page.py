@@ -11,16 +11,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ddpcore.display.chart import Chart, thinned_chart
+from ddpcore.display.picture import Figure, svg_of
+from ddpcore.display.table import plain_lines
 from ddpcore.report.baseline import baseline_section
 from ddpcore.report.benches import bench_section
-from ddpcore.report.chart import Chart, Section, thinned_chart
 from ddpcore.report.curvature import curvature_sections
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.runs import labels, run_sections
+from ddpcore.report.section import Section
 from ddpcore.report.sources import Sources
-from ddpcore.report.static_chart import Figure, svg_of
 from ddpcore.report.studies import compare_all, study_section
-from ddpcore.report.table import plain_lines
 from ddpcore.report.timeline import timeline_sections
 from ddpcore.storage.limits import plain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ddpcore.report.chart import GREY, Chart, Series, band_parts, color_of, dash_of, distances, finite
+from ddpcore.display.chart import GREY, Chart, Series, band_parts, color_of, dash_of, distances, finite
 from ddpcore.storage.limits import plain
 
 HEAT = "Cividis"  # readable with every colour blindness, and in grey

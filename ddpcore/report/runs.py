@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
+from ddpcore.display.chart import Chart, Number, Series, finite, network
+from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
+from ddpcore.topology.describe import MOST_DRAWN
 
 # Field of an epoch, or of the part of a statistics line, and the title and y label of its chart.
 _OF_EPOCHS = {
@@ -18,7 +19,6 @@ _OF_EPOCHS = {
     "accuracy": ("Accuracy on the evaluation split", "share of samples, 0 to 1", False),
 }
 _INTERVALS = "The band is the recorded interval. Where one end of the interval is open, there is no band."
-MOST_DRAWN = 64  # learners; more are not recorded, see ddpcore.topology.describe
 _DISTANCE = "distance from the mean"
 _SHOWN = ("strategy", "topology", "learners", "model", "dataset", "batch_size", "optimizer", "lr", "seed")
 
@@ -191,22 +191,6 @@ def _topologies(runs: Sequence[Run], names: Sequence[str]) -> Section:
             note += "" if gap is None else f", spectral gap {gap:.4g}"
             charts.append(network(note, num, drawn["edges"]))
     return Section(title="Topologies", charts=_drawn(charts))
-
-
-def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Chart:
-    """A drawing of learners on a circle, with a line for each pair that exchanges weights."""
-    angles = [2 * math.pi * number / max(1, num_learners) for number in range(num_learners)]
-    x, y = [math.sin(angle) for angle in angles], [math.cos(angle) for angle in angles]
-    known = (pair for pair in edges if _is_pair(pair) and all(_is_index(one, num_learners) for one in pair))
-    pairs = sorted({tuple(sorted(pair)) for pair in known})
-    xs: list[Number] = []
-    ys: list[Number] = []
-    for one, other in pairs:
-        xs += [x[one], x[other], None]
-        ys += [y[one], y[other], None]
-    names = [str(number) for number in range(num_learners)]
-    series = [Series(name="edges", x=xs, y=ys), Series(name="learners", x=x, y=y, text=names)]
-    return Chart(title=title, kind="network", series=series)
 
 
 def _are_numbers(learners: Any) -> TypeGuard[list[int]]:

@@ -9,14 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ddpcore.report.landscapes import Surface, read_surface
-from ddpcore.report.study_folder import MANIFEST, RESULTS
+from ddpcore.experiments.folder import MANIFEST, RESULTS
+from ddpcore.records.run import LANDSCAPES, RECORD, STEPS
+from ddpcore.records.surface import Surface, read_surface
 from ddpcore.storage.json_lines import read_json, read_lines
 from ddpcore.storage.limits import plain, shown
-
-RECORD = "record.jsonl"
-LANDSCAPES = "landscape"  # a folder with the files of landscapes
-STEPS = "steps"  # a folder with the files rank-N.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)

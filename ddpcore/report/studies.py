@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpcore.report.chart import Chart, Section, Series, TableData, finite
-from ddpcore.report.compare import compare
-from ddpcore.report.experiments import about_runs, claim_cells, comparison_cells, run_label
-from ddpcore.report.study_charts import study_charts
+from ddpcore.display.chart import Chart, Series, finite
+from ddpcore.experiments.charts import study_charts
+from ddpcore.experiments.compare import compare
+from ddpcore.experiments.tables import about_runs, claim_cells, comparison_cells, run_label
+from ddpcore.report.section import Section, TableData
 from ddpcore.storage.limits import plain
 
 _CURVES = {

@@ -16,7 +16,7 @@ from ddpcore.topology.base import Matrix, Topology, check
 from ddpcore.topology.keyed import KeyedPermutation
 from ddpcore.topology.rounds import Round
 
-MOST_DRAWN = 4096  # learners of a matching that is drawn whole: faster, and what recorded runs have used
+MOST_PERMUTED = 4096  # learners of a matching that is drawn whole: faster, and what recorded runs have used
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -50,14 +50,14 @@ class RandomPair(Topology):
         """The partners, each with the weight of the learner itself; an idle learner keeps its weights."""
         check(step, rank, num_learners)
         draws = range(self.num_partners)
-        if num_learners > MOST_DRAWN:
+        if num_learners > MOST_PERMUTED:
             return _with_partners(rank, [_partner(_order(self.seed, step, num_learners, i), rank) for i in draws])
         return _with_partners(rank, [random_matching(self.seed, step, num_learners, i)[rank] for i in draws])
 
     def rounds(self, step: int, num_learners: int) -> list[Round]:
         """The rounds of all learners at a step."""
         check(step, 0, num_learners)
-        if num_learners <= MOST_DRAWN:
+        if num_learners <= MOST_PERMUTED:
             return super().rounds(step, num_learners)
         orders = [_order(self.seed, step, num_learners, i) for i in range(self.num_partners)]
         matchings = [_paired(order.values().astype(np.int64)) for order in orders]
@@ -176,7 +176,7 @@ def _paired(order: np.ndarray) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _order(seed: int, step: int, num_learners: int, draw: int) -> KeyedPermutation:
-    """The random order of more than MOST_DRAWN learners."""
+    """The random order of more than MOST_PERMUTED learners."""
     more = f" {draw}" if draw else ""
     return KeyedPermutation(num_learners, f"random pair {seed} {step}{more}".encode())
 

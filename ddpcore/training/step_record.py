@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpcore.records.run import STEPS
 from ddpcore.storage.json_lines import JsonLines, read_lines, write_lines
 from ddpcore.training.trainer import Trainer
-
-FOLDER = "steps"
 
 
 class StepRecorder:
@@ -35,7 +34,7 @@ class StepRecorder:
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
-        path = out / FOLDER / f"rank-{rank}.jsonl"
+        path = out / STEPS / f"rank-{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         _keep(path, trainer.num_steps)
         membership = trainer.handle.comm.membership

@@ -31,12 +31,12 @@ from ddpcore import training
 from ddpcore.comm.membership import Change
 from ddpcore.comm.own_group import own_client
 from ddpcore.comm.roll_call import last_run
+from ddpcore.records.run import FILE
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
 from ddpcore.training import RunRecord, TrainConfig, command
-from ddpcore.training.record import FILE
 from helpers.forked import without_gloo
 from helpers.oracle import outer
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ddpcore import RandomPair
 from ddpcore.topology.keyed import KeyedPermutation
-from ddpcore.topology.pairs import MOST_DRAWN, random_matching
+from ddpcore.topology.pairs import MOST_PERMUTED, random_matching
 
 
 @settings(deadline=None, max_examples=200)
@@ -42,7 +42,7 @@ def test_all_permutations_are_about_equally_frequent() -> None:
     assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 70
 
 
-@pytest.mark.parametrize("n", [MOST_DRAWN + 1, MOST_DRAWN + 2, 2**20, 2**20 + 1])
+@pytest.mark.parametrize("n", [MOST_PERMUTED + 1, MOST_PERMUTED + 2, 2**20, 2**20 + 1])
 def test_partners_are_partners_of_each_other(n: int) -> None:
     """Involution; and for odd n one learner is idle."""
     pairs, idle = RandomPair(3), 0
@@ -59,7 +59,7 @@ def test_partners_are_partners_of_each_other(n: int) -> None:
     assert idle <= n % 2
 
 
-@pytest.mark.parametrize("n", [MOST_DRAWN + 1, MOST_DRAWN + 2])
+@pytest.mark.parametrize("n", [MOST_PERMUTED + 1, MOST_PERMUTED + 2])
 def test_all_rounds_at_once_are_the_same(n: int) -> None:
     pairs = RandomPair(2)
     rounds = pairs.rounds(5, n)

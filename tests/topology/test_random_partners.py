@@ -10,7 +10,7 @@ import pytest
 from ddpcore import TOPOLOGIES, RandomPair
 from ddpcore.comm.agreement import describe
 from ddpcore.topology.hierarchical import Hierarchical
-from ddpcore.topology.pairs import MOST_DRAWN, random_matching
+from ddpcore.topology.pairs import MOST_PERMUTED, random_matching
 from ddpcore.topology.rounds import mixing_matrix
 
 
@@ -49,7 +49,7 @@ def test_the_expected_square_and_the_gap(k: int, n: int) -> None:
 
 
 def test_large_numbers_of_learners_draw_further_orders() -> None:
-    n, topology = MOST_DRAWN + 2, RandomPair(num_partners=2)
+    n, topology = MOST_PERMUTED + 2, RandomPair(num_partners=2)
     rounds = topology.rounds(0, n)
     for rank in (0, 7, n - 1):
         assert rounds[rank] == topology.round(0, rank, n)
