@@ -12,6 +12,7 @@ from typing import Any
 from ddpcore.experiments.claims import Outcome, judge
 from ddpcore.experiments.folder import FAILED, FINISHED, Results, read_manifest, read_results
 from ddpcore.experiments.metrics import counts_diverged
+from ddpcore.experiments.study import STUDIES
 from ddpcore.storage.limits import shown
 
 
@@ -19,7 +20,8 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """One comparison per study, of the folders in ``paths``.
 
     Returns:
-        For each study: study, title, question, source, notes, metrics, configs (of each row), and
+        For each study: study, title, question, source, notes, metrics, charts (as in the study), configs (of each row),
+        and
 
         - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
         - problems: a sentence for each damaged line of the results, and for each place where lines are missing;
@@ -59,6 +61,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     crowded = [_crowded(other["rows"], found) for (_, other), found in zip(entries, results, strict=True)]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
+        "charts": _each_once(_charts_of(other) for _, other in entries),
         "configs": {name: row["config"] for name, row in rows.items()},
         "notes": _each_once(other["notes"] for _, other in entries),
         "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
@@ -69,7 +72,14 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     }
 
 
-def _each_once(lists: Iterable[list[Any]]) -> list[Any]:
+def _charts_of(manifest: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What the charts are over. Manifests of older versions do not say it: then the study says it, if it is there."""
+    if "charts" in manifest or manifest["study"] not in STUDIES.names():
+        return manifest.get("charts", ())
+    return STUDIES.build(manifest["study"]).charts
+
+
+def _each_once(lists: Iterable[Sequence[Any]]) -> list[Any]:
     """The items of all lists in order, without repetitions."""
     items = list(chain(*lists))
     return [item for number, item in enumerate(items) if item not in items[:number]]

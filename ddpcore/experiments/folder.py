@@ -10,6 +10,7 @@ from typing import Any
 
 from ddpcore.display.chart import finite
 from ddpcore.experiments import claims
+from ddpcore.experiments.charts import check_chart
 from ddpcore.experiments.claims import CLAIM
 from ddpcore.experiments.metrics import CURVES, METRICS
 from ddpcore.options.typed import check_table
@@ -137,7 +138,7 @@ def _differences(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """study, title, question, source, notes, metrics, claims, published, scale, set, seeds, and rows.
+    """study, title, question, source, notes, metrics, charts, claims, published, scale, set, seeds, and rows.
 
     ``published`` has all rows of the study. ``rows`` has those that were selected: config (with seed 0 and without
     data_dir), published, about, ranks, hosts and kill_rank of each.
@@ -150,13 +151,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         values: dict[str, Any] = read_json(path)
         if isinstance(values, dict):
             values.setdefault("published", {})  # older manifests have none
-        check_table("it", values, _MANIFEST, _MANIFEST, more_keys=True)
+        check_table("it", values, _MANIFEST | {"charts": tuple[_TABLE, ...]}, _MANIFEST, more_keys=True)
         if values["format"] != FORMAT:
             raise ValueError(f"it is of format {values['format']} and this version reads {FORMAT}")
         if not values["metrics"]:
             raise ValueError("it has no metrics")
         for name, row in values["rows"].items():
             check_table(f"row {name}", row, _ROW, _ROW, more_keys=True)
+        for spec in values.get("charts", ()):
+            check_chart(spec)
         for claim in values["claims"]:
             claim.setdefault("a_core_per_rank", False)  # older manifests have none
             check_table("a claim", claim, CLAIM, CLAIM, more_keys=True)

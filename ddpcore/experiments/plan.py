@@ -138,7 +138,7 @@ def make_plan(
         for row in chosen
     ]
     manifest = {
-        **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics")},
+        **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics", "charts")},
         "study": study.name,
         "published": {row.name: dict(row.published) for row in study.rows.values() if row.published},
         "claims": [asdict(claim) for claim in study.claims],

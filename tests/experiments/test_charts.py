@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 
 from ddpcore.display.chart import Chart, color_of, dash_of
 from ddpcore.experiments import charts as drawing
+from ddpcore.experiments import study
 from ddpcore.experiments.charts import lines_of, study_charts
 from ddpcore.experiments.compare import compare
 
 SEEDS = [{"step": [0, 10], "effective_lr": [1.0, seed], "loss": [2.0, 1.0], "noise": [0.1, 0.2]} for seed in range(6)]
 COMPARISON: dict[str, Any] = {
-    "title": "A study", "metrics": ["error_pct"],
+    "title": "A study", "metrics": ["error_pct"], "charts": [],
     "lines": [{"row": "a", "metric": "error_pct", "published": 3.0, "measured": [
         {"num_seeds": 6, "mean": 2.0, "min": 1.0, "max": 4.0}]}],
     "curves": [{"a": SEEDS}],
@@ -41,48 +41,44 @@ def test_a_comparison_gives_the_same_file_again(tmp_path: Path) -> None:
     assert all(words in text for words in ("error_pct", "training loss of the mean", "noise strength"))
 
 
-def test_lines_by_names_and_by_configs() -> None:
-    rows = [f"{rule}-{size}" for rule in ("sgd", "lamb") for size in (1024, 256, 512)]
-    found = lines_of([*rows, "other"], {})
-    assert found is not None
-    assert found.lines == {
-        rule: [(256.0, f"{rule}-256"), (512.0, f"{rule}-512"), (1024.0, f"{rule}-1024")] for rule in ("sgd", "lamb")
+RULES = {"x": "size", "lines": {rule: [f"{rule}-*"] for rule in "abcdefghij"}}
+
+
+def test_lines_of_rows_and_by_a_field() -> None:
+    """The variable is a field, with dots for options. Rows without it are on no line, and the values are in order."""
+    configs: dict[str, dict[str, Any]] = {
+        "a-full": {"lr": 0.4, "rule": "sgd", "options": {"momentum": 0.9}},
+        "a-half": {"lr": 0.2, "rule": "sgd", "options": {"momentum": 0.5}},
+        "b-full": {"lr": 0.1, "rule": "lamb", "options": {}},
     }
-    configs = {f"a-{word}": {"lr": lr, "model": "m"} for word, lr in (("full", 0.4), ("half", 0.2), ("low", 0.1))}
-    found = lines_of(list(configs), configs)
-    assert (
-        found is not None
-        and found.variable == "lr"
-        and found.lines == {"a": [(0.1, "a-low"), (0.2, "a-half"), (0.4, "a-full")]}
-    )
-    assert lines_of(["a", "b", "c-1", "c-2"], {}, fewest=2) is None, "two values are no line"
-    pairs = [f"{rule}-{size}" for rule in ("sgd", "lamb") for size in (256, 8192)]
-    assert lines_of(pairs, {}) is None
-    found = lines_of(pairs, {}, fewest=2)
-    assert found is not None and list(found.lines) == ["sgd", "lamb"], "but several such lines are a chart"
+    named = lines_of({"x": "lr", "lines": {"second": ["b-*"], "first": ["a-half", "a-full"]}}, configs)
+    assert named == {"second": [(0.1, "b-full")], "first": [(0.2, "a-half"), (0.4, "a-full")]}
+    assert list(named) == ["second", "first"]
+    assert lines_of({"x": "lr", "by": "rule"}, configs) == {"sgd": named["first"], "lamb": named["second"]}
+    of_options = lines_of({"x": "options.momentum", "lines": {"all": ["*"]}}, configs)
+    assert of_options == {"all": [(0.5, "a-half"), (0.9, "a-full")]}
+    assert lines_of({"x": "lr.more", "by": "rule"}, configs) == {}
 
 
-def test_lines_are_of_one_variable_and_no_row_is_on_two() -> None:
-    """Branches of k times the batch after S steps are lines over k, and not over S, which other rows have too."""
-    branches = {step: [f"at-{step}-{k}" for k in (1, 2, 4, 8)] for step in (20, 40, 60)}
-    found = lines_of([*(f"until-{step}" for step in branches), *chain(*branches.values())], {})
-    assert found is not None
-    assert found.lines == {
-        f"at-{step}": [(float(row.split("-")[-1]), row) for row in rows] for step, rows in branches.items()
+def test_lines_over_values_of_names() -> None:
+    """In the order of the study, also of words. A row that is not there leaves its value out."""
+    spec = {"x": "hosts", "values": ["2x2", "1x1", 3], "lines": {"mlp": ["mlp-{x}"], "none": ["none-{x}"]}}
+    assert lines_of(spec, {"mlp-1x1": {}, "mlp-3": {}, "mlp-2x2": {}, "mlp-4": {}}) == {
+        "mlp": [("2x2", "mlp-2x2"), ("1x1", "mlp-1x1"), (3, "mlp-3")]
     }
 
 
 def test_charts_of_a_study() -> None:
     """Rows on lines are in the first chart, each list has at most twenty rows, and no row with a number is lost."""
     rows = [*(f"sgd-{size}" for size in range(1, 41)), *(f"row {chr(97 + number)}" for number in range(25))]
-    lines = [
-        {"row": row, "metric": "m", "published": float(number), "config": {},
+    lines: list[dict[str, Any]] = [
+        {"row": row, "metric": "m", "published": float(number), "config": {"size": number} if number < 40 else {},
          "measured": [None if number % 2 else {"num_seeds": 1, "mean": 1.0 * number, "min": 0.0, "max": 9.0}]}
         for number, row in enumerate(rows)
     ]  # fmt: skip
     empty = {"row": "not run", "metric": "m", "published": None, "config": {}, "measured": [None]}
     lines.append(empty)
-    first, *lists = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
+    first, *lists = study_charts(comparison_of(lines, {"x": "size", "lines": {"sgd": ["sgd-*"]}}), ["measured"])
     published, measured = first.series
     assert published.marker == "diamond" and published.y == list(range(40)) and published.group == measured.name
     assert list(measured.y) == list(range(0, 40, 2)), "rows that were not run are left out"
@@ -90,7 +86,15 @@ def test_charts_of_a_study() -> None:
     assert [row for chart in lists for row in chart.series[0].x] == rows[40:]
 
 
-def of_study(rows: dict[str, dict[str, Any]], num_seeds: dict[str, int] | None = None) -> list[Chart]:
+def comparison_of(lines: Sequence[dict[str, Any]], *specs: dict[str, Any]) -> dict[str, Any]:
+    """Of lines with their configs, for charts of these specs."""
+    configs = {line["row"]: line["config"] for line in lines}
+    return {"metrics": ["m"], "lines": lines, "configs": configs, "charts": specs}
+
+
+def of_study(
+    rows: dict[str, dict[str, Any]], *specs: dict[str, Any], num_seeds: dict[str, int] | None = None
+) -> list[Chart]:
     """Charts of a study of these rows and configs. Each ran with one seed, or as often as ``num_seeds`` says."""
     ran = dict.fromkeys(rows, 1) | (num_seeds or {})
     lines = [
@@ -98,14 +102,19 @@ def of_study(rows: dict[str, dict[str, Any]], num_seeds: dict[str, int] | None =
          "measured": [{"num_seeds": ran[row], "mean": 1.0, "min": 1.0, "max": 1.0}]}
         for row, config in rows.items()
     ]  # fmt: skip
-    return study_charts({"metrics": ["m"], "lines": lines, "configs": rows}, ["measured"])
+    return study_charts(comparison_of(lines, *specs), ["measured"])
 
 
-def test_rows_of_a_second_variable_are_lines_too() -> None:
-    """Of rates and of trust coefficients: each has its chart. One seed has no band."""
+def test_a_chart_for_each_variable() -> None:
+    """Of rates and of trust coefficients. One seed has no band. The axis has the last part of the field's name."""
     rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"lr": lr, "optimizer_options": {}} for lr in (0.1, 0.2, 0.4, 0.8)}
     rows |= {f"lars-0.1-{trust}": {"lr": 0.1, "optimizer_options": {"trust_coefficient": trust}} for trust in (1, 2, 3)}
-    first, second, rest = of_study(rows | {"other": {}})
+    specs = [
+        {"x": "lr", "lines": {"sgd": ["sgd-*"]}},
+        {"x": "optimizer_options.trust_coefficient", "lines": {"lars-0.1": ["lars-*"]}},
+        {"x": "batch_size", "by": "lr"},
+    ]
+    first, second, rest = of_study(rows | {"other": {}}, *specs)
     assert (first.x_label, second.x_label) == ("lr", "trust_coefficient")
     assert [list(chart.series[0].x) for chart in (first, second, rest)] == [[0.1, 0.2, 0.4, 0.8], [1, 2, 3], ["other"]]
     assert rest.title == "m of the other rows"
@@ -113,42 +122,34 @@ def test_rows_of_a_second_variable_are_lines_too() -> None:
     assert first.note.startswith("sgd: ") and second.note.startswith("lars-0.1: "), "one line has no legend"
 
 
-def test_lines_of_two_values() -> None:
-    """Several of them are a chart, after those with more values."""
-    rows: dict[str, dict[str, Any]] = {f"sgd-{size}": {"batch_size": size} for size in (1, 2, 4, 8)}
-    pairs = {f"fair-{rule}-{size}": {"batch_size": size, "optimizer": rule} for rule in "ab" for size in (2, 8)}
-    first, second = of_study(rows | pairs)
-    assert [series.name for series in first.series] == ["sgd"]
-    assert [(series.name, list(series.x)) for series in second.series] == [("fair-a", [2, 8]), ("fair-b", [2, 8])]
-
-
 def test_rows_without_a_number_are_on_no_line() -> None:
     """Runs that all diverged are in the list."""
     rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"lr": lr} for lr in (0.1, 0.2, 0.4)}
-    diverged: dict[str, dict[str, Any]] = {f"lars-{size}": {"batch_size": size} for size in (1, 2, 3, 4)}
-    first, rest = of_study(rows | diverged, dict.fromkeys(diverged, 0))
+    spec = {"x": "lr", "lines": {"all": ["*"]}}
+    diverged: dict[str, dict[str, Any]] = {f"lars-{size}": {"lr": size} for size in (1, 2, 3, 4)}
+    first, rest = of_study(rows | diverged, spec, num_seeds=dict.fromkeys(diverged, 0))
     assert (first.kind, first.x_label, rest.kind, list(rest.series[0].x)) == ("lines", "lr", "dots", list(diverged))
 
 
 def test_many_lines_of_a_study_are_told_apart() -> None:
     """No two have both the same colour and the same dash, and bands that would hide each other are left out."""
     lines = [
-        {"row": f"{rule}-{size}", "metric": "m", "published": None, "config": {},
+        {"row": f"{rule}-{size}", "metric": "m", "published": None, "config": {"size": size},
          "measured": [{"num_seeds": 2, "mean": 1.0 * size, "min": 0.0, "max": 9.0}]}
         for rule in "abcdefghij" for size in (1, 2, 4)
     ]  # fmt: skip
-    (many,) = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
+    (many,) = study_charts(comparison_of(lines, RULES), ["measured"])
     drawn = [(color_of(series, number), dash_of(series, number)) for number, series in enumerate(many.series)]
     assert len(set(drawn)) == len(drawn) == 10
     assert all(series.low is series.high is None for series in many.series) and "bands" not in many.note
-    (few,) = study_charts({"metrics": ["m"], "lines": lines[:9], "configs": {}}, ["measured"])
+    (few,) = study_charts(comparison_of(lines[:9], RULES), ["measured"])
     assert all(series.low == [0.0] * 3 for series in few.series) and "bands" in few.note
     for line in lines[18:]:
         line["measured"][0]["num_seeds"] = 1
-    (some,) = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
+    (some,) = study_charts(comparison_of(lines, RULES), ["measured"])
     assert [series.low is not None for series in some.series] == [True] * 6 + [False] * 4, "one seed has no band"
     two = [{**line, "measured": [line["measured"][0] | {"num_seeds": count} for count in (3, 1)]} for line in lines[:3]]
-    (pair,) = study_charts({"metrics": ["m"], "lines": two, "configs": {}}, ["cpu", "full"])
+    (pair,) = study_charts(comparison_of(two, RULES), ["cpu", "full"])
     assert [series.low is not None for series in pair.series] == [True, False], "of one folder alone"
 
 
@@ -157,16 +158,16 @@ def test_more_lines_than_colours_of_two_runs() -> None:
 
     def charts(count: int, means: Sequence[float | None]) -> list[Chart]:
         lines = [
-            {"row": f"{rule}-{size}", "metric": "m", "published": 5.0, "config": {},
+            {"row": f"{rule}-{size}", "metric": "m", "published": 5.0, "config": {"size": size},
              "measured": [mean and {"num_seeds": 1, "mean": mean, "min": mean, "max": mean} for mean in means]}
             for rule in "abcdefghij"[:count] for size in (1, 2, 4)
         ]  # fmt: skip
-        return study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["cpu", "full"][: len(means)])
+        return study_charts(comparison_of(lines, RULES), ["cpu", "full"][: len(means)])
 
     assert len(charts(6, [1.0, 2.0])) == len(charts(7, [1.0])) == 1
     first, second = charts(7, [1.0, 2.0])
     assert (first.title, first.note) == (
-        "m over value in the row's name, cpu",
+        "m over size, cpu",
         "cpu. Lines: measured means. Diamonds: published.",
     )
     assert second.title.endswith(", full")
@@ -179,8 +180,23 @@ def test_more_lines_than_colours_of_two_runs() -> None:
     assert only.title.endswith(", full"), "a run without a number has no chart"
 
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
 @pytest.mark.parametrize("name", ["batch-size-cifar10", "saddle-escape"])
 def test_committed_studies_have_lines(name: str) -> None:
-    (comparison,) = compare([Path(__file__).parents[2] / "docs" / "results" / name])
+    """Their manifests, of an older version, do not say what their charts are over, and the studies do."""
+    (comparison,) = compare([RESULTS / name])
     chart = study_charts(comparison, ["measured"])[0]
     assert chart.kind == "lines" and chart.log_x and " over " in chart.title
+
+
+@pytest.mark.parametrize("name", study.STUDIES.names())
+def test_all_lines_of_a_study_have_several_values(name: str) -> None:
+    """At each scale with several of their rows, each value once."""
+    loaded = study.find_study(name)
+    configs = {row.name: row.config("full").to_dict() for row in loaded.rows.values()}
+    for spec in loaded.charts:
+        for line, points in lines_of(spec, configs).items():
+            values = [value for value, _ in points]
+            assert len(set(values)) == len(values) > 1, (spec["x"], line, points)

@@ -27,7 +27,7 @@ def comparison(scale: str = "full") -> dict[str, Any]:
     line = {"about": "", "metric": "accuracy_pct", "published": 52.71}
     return {
         "study": "s", "title": "A title", "question": "Why?", "source": "Nobody, Table 1", "notes": ["A note."],
-        "metrics": ["accuracy_pct"], "runs": [run], "curves": [{}],
+        "metrics": ["accuracy_pct"], "charts": [], "runs": [run], "curves": [{}],
         "lines": [
             {**line, "row": "a", "measured": [spread()]},
             {**line, "row": "one", "published": None, "measured": [spread(num_seeds=1, std=None, num_diverged=2)]},
