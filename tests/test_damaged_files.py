@@ -160,7 +160,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     if chance.random() < 0.7:
         place = chance.randrange(len(content))
         return content[:place] + bytes([content[place] ^ chance.randrange(1, 256)]) + content[place + 1 :]
-    places = [place for place in range(1, len(content) - 1) if content[place - 1 : place] != b"\n"]
+    places = [place for place in range(1, len(content) - 1) if b"\n" not in content[place - 1 : place + 1]]
     return content[: chance.choice(places)]
 
 
