@@ -50,7 +50,8 @@ class RunRecord:
             last evaluation), best_accuracy, best_epoch, total_seconds; test, the scores on the test split if the run
             was evaluated on the validation split; flatness, the values of :class:`ddpcore.diagnostics.Flatness`, if the
             config requests it; flatness_reason, why flatness is missing. Empty if the run has not ended.
-        problems: a sentence for each line that is damaged; the attributes above have the others.
+        problems: a sentence for each line that is damaged; the attributes above have the others, but for lines
+            without the number of their step.
     """
 
     path: Path
@@ -73,23 +74,39 @@ class RunRecord:
         """
         path = Path(out) / RECORD
         found = read_lines(path)
-        lines = found.rows
-        kinds = {kind: [row for row in lines if row.get("kind") == kind] for kind in KINDS}
-        if not lines and found.problems:
+        lines = {kind: [row for row in found.rows if row.get("kind") == kind] for kind in KINDS}
+        of = {kind: [row for row in rows if has_step(row)] for kind, rows in lines.items()}
+        if not found.rows and found.problems:
             raise ValueError(found.problems[0])
-        if lines and not kinds["run"] and not found.problems:
+        if found.rows and not lines["run"] and not found.problems:
             raise ValueError(f"{shown(path)}: no line is of kind run: the file is damaged")
-        if not lines:
+        if not found.rows:
             raise ValueError(f"{shown(path)}: there is no record of a run: train into this folder first")
         return cls(
             path=path,
-            header=kinds["run"][0] if kinds["run"] else {},
-            resumed=kinds["resume"],
-            epochs=kinds["epoch"],
-            statistics=kinds["statistics"],
-            final=(kinds["end"] or [{}])[-1],
-            hessian=kinds["hessian"],
-            nonfinite=kinds["nonfinite"],
-            members=kinds["members"],
+            header=(lines["run"] or [{}])[0],
+            resumed=of["resume"],
+            epochs=of["epoch"],
+            statistics=of["statistics"],
+            final=(of["end"] or [{}])[-1],
+            hessian=of["hessian"],
+            nonfinite=of["nonfinite"],
+            members=of["members"],
             problems=found.problems,
         )
+
+
+def has_step(line: dict[str, Any]) -> bool:
+    """Whether a line has the number of a step."""
+    return isinstance(line.get("step"), int) and abs(line["step"]) < 2**53
+
+
+def step_file(rank: int | str) -> str:
+    """The name of the file of a rank in the folder :data:`STEPS`; ``*`` stands for all ranks."""
+    return f"rank-{rank}.jsonl"
+
+
+def rank_of(step_file: Path) -> int | None:
+    """The rank of a file with recorded steps; None if its name is that of another file."""
+    number = step_file.stem.removeprefix("rank-")
+    return int(number) if number.isascii() and number.isdigit() else None

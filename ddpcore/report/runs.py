@@ -36,7 +36,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
 
 def labels(runs: Sequence[Run]) -> list[str]:
     """A short name for each run: its folder's name, or its path if two folders have the same name."""
-    short = [run.path.resolve().name for run in runs]
+    short = [run.path.parent.resolve().name for run in runs]
     return [plain(name if short.count(name) == 1 else run.name) for name, run in zip(short, runs, strict=True)]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from ddpcore.display.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, thinned, thinned_chart
 from ddpcore.display.picture import height_of, svg_of
+from ddpcore.records.run import BOOKKEEPING
 from ddpcore.report.baseline import Measure, baseline_section, verdict
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.sources import Bench, Sources, read_sources
@@ -140,6 +141,17 @@ def test_runs_that_differ_in_more_than_their_seed_are_not_compared(make_run: Mak
         assert float(found[loss]) == pytest.approx(1 / 6 + 0.5, abs=1e-4)
         assert len(found) == 3 and "3 measures are only here" in section.lines[1]
     assert baseline_section(read_sources([light]), before, [], []).problems
+
+
+def test_fields_that_change_no_result_do_not_tell_runs_apart(make_run: Make) -> None:
+    """All of them, such as the timeout, and what a run saves."""
+    others = {"timeout": 9.0, "save_nonfinite": True, "data_dir": "elsewhere", "keep_last": 7, "keep_best": True}
+    others |= {"checkpoint_every": 3, "download": True, "record_steps": True}
+    assert set(others) == set(BOOKKEEPING)
+    for field, value in others.items():
+        runs, before = (read_sources([make_run(f"{name}-{field}")]) for name in ("now", "before"))
+        before.runs[0].header["config"][field] = value
+        assert len(baseline_section(runs, before, [], []).tables[0].rows) == 3, field
 
 
 def test_a_band_has_no_values_between_its_parts() -> None:
