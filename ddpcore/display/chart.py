@@ -1,4 +1,4 @@
-"""A chart as plain values: what the page draws with plotly, and as a static picture with matplotlib."""
+"""A chart as plain values. The page draws it with plotly, and matplotlib draws pictures of it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Series:
         name: in the legend.
         x, y: the values; None in ``y`` is a gap.
         low, high: a band around ``y``, or the ends of error bars; None: there is none.
-        style: "line", "points", or "line+points"; bars ignore it.
+        style: "line", "points", "line+points", or "names", points with their ``text`` beside them; bars ignore it.
         color: index into ``COLORS``, -1 for grey; None: the number of the series.
         dash: index into ``DASHES``; None: follows from the number of the series.
         marker: "circle" or "diamond".
-        text: shown at each point on hover, or for a drawing beside it.
+        text: shown at each point on hover, or beside it.
         group: the name of another series that stands for this one in the legend; "": the series stands for itself.
         hidden: not drawn until a reader clicks on its name in the legend.
     """
@@ -56,10 +56,10 @@ class Chart:
 
     Attributes:
         title: one line.
-        kind: "lines", "bars", "dots" (rows of points with bars), "heat", "contour" or "network".
+        kind: "lines", "bars", "dots" (rows of points with bars), "heat", "contour" or "network" (lines without axes).
         x_label, y_label: names of the axes, with units.
-        series: the curves. Of "heat" and "contour": one series a row of the map, ``x`` the columns and ``y`` the
-            values. A further series of "contour" holds named points.
+        series: the curves, see :attr:`curves`. Of "heat" and "contour" also the rows of a map, ``x`` the columns and
+            ``y`` the values.
         log_x, log_y: whether an axis is logarithmic.
         note: a sentence below the chart.
         rows: of "contour": the y coordinate of each row.
@@ -78,6 +78,23 @@ class Chart:
     ticks: Sequence[Any] = ()
     rows: Sequence[float] = ()
     levels: Sequence[float] = ()
+
+    @property
+    def curves(self) -> Sequence[Series]:
+        """The series that are drawn as lines and points: all, but for bars and for the rows of a map."""
+        if self.kind in ("bars", "dots", "heat"):
+            return ()
+        return self.series[len(self.rows) :]
+
+    @property
+    def tick_texts(self) -> list[str]:
+        """The texts of the ticks."""
+        return [f"{tick:g}" if isinstance(tick, int | float) else str(tick) for tick in self.ticks]
+
+    @property
+    def has_legend(self) -> bool:
+        """Whether names of several series stand beside the chart."""
+        return self.kind in ("lines", "bars", "dots") and len(self.series) > 1
 
 
 def color_of(series: Series, number: int) -> str:
@@ -181,13 +198,17 @@ def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Ch
     """A drawing of learners on a circle, with a line for each pair that exchanges weights."""
     angles = [2 * math.pi * number / max(1, num_learners) for number in range(num_learners)]
     x, y = [math.sin(angle) for angle in angles], [math.cos(angle) for angle in angles]
+    known = (pair for pair in edges if isinstance(pair, list | tuple) and len(pair) == 2)  # a record may be damaged
     learners = range(num_learners)
-    pairs = sorted({tuple(sorted(pair)) for pair in edges if len(pair) == 2 and all(one in learners for one in pair)})
+    pairs = sorted({tuple(sorted(pair)) for pair in known if all(type(one) is int and one in learners for one in pair)})
     xs: list[Number] = []
     ys: list[Number] = []
     for one, other in pairs:
         xs += [x[one], x[other], None]
         ys += [y[one], y[other], None]
     names = [str(number) for number in range(num_learners)]
-    series = [Series(name="edges", x=xs, y=ys), Series(name="learners", x=x, y=y, text=names)]
+    series = [
+        Series(name="edges", x=xs, y=ys, color=0),
+        Series(name="learners", x=x, y=y, text=names, style="names", color=0),
+    ]
     return Chart(title=title, kind="network", series=series)

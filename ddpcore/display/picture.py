@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import os
 import warnings
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpcore.display.chart import Chart, band_parts, color_of, dash_of, distances
+from ddpcore.display.chart import Chart, Series, band_parts, color_of, dash_of, distances
 from ddpcore.display.plot_option import check_plot
 from ddpcore.storage.limits import plain
 
@@ -54,53 +53,68 @@ def height_of(chart: Chart) -> float:
 
 def draw(axes: Any, chart: Chart) -> None:
     """Draw the chart into axes of matplotlib."""
-    {"bars": _bars, "dots": _bars, "heat": _heat, "contour": _contour, "network": _network}.get(chart.kind, _lines)(
-        axes, chart
-    )
-    if chart.kind != "network":
-        axes.set_xlabel(_text(chart.x_label))
-        axes.spines[["top", "right"]].set_visible(False)
-
-
-def _lines(axes: Any, chart: Chart) -> None:
-    for number, series in enumerate(chart.series):
-        if series.hidden:
-            continue
-        color, name = color_of(series, number), _text(series.name)
-        y = _numbers(series.y)
-        if series.low is not None and series.high is not None:
-            low, high = _numbers(series.low), _numbers(series.high)
-            axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0)
-            for part in band_parts(series):
-                if part.stop - part.start == 1:  # an area of one point would not be seen
-                    axes.vlines(series.x[part], low[part], high[part], color=color, alpha=0.4, lw=1.6)
-        style = {"linestyle": _DASHES[dash_of(series, number)] if "line" in series.style else "none"}
-        marker = (_MARKERS[series.marker]) if "points" in series.style else None
-        axes.plot(
-            series.x,
-            y,
-            color=color,
-            linewidth=1.4,
-            marker=marker,
-            markersize=4,
-            label="_" if series.group else name,
-            **style,
-        )
-    axes.set_ylabel(_text(chart.y_label))
+    of_kind = {"bars": _bars, "dots": _bars, "heat": _heat, "contour": _contour}.get(chart.kind)
+    if of_kind is not None:
+        of_kind(axes, chart)
+    for number, series in enumerate(chart.curves):
+        if not series.hidden:
+            _curve(axes, chart, series, number)
+    if chart.kind == "network":
+        axes.set_aspect("equal")
+        axes.margins(0.15)
+        axes.axis("off")
+        return
+    axes.set_xlabel(_text(chart.x_label))
+    axes.spines[["top", "right"]].set_visible(False)
     if chart.log_x:
         axes.set_xscale("log")
+    if chart.kind in ("lines", "contour"):
+        axes.set_ylabel(_text(chart.y_label))
+    if chart.kind == "lines":
+        _finish_lines(axes, chart)
+    if chart.has_legend and 1 < len(axes.get_legend_handles_labels()[1]) <= _MOST_LABELS:
+        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _curve(axes: Any, chart: Chart, series: Series, number: int) -> None:
+    color, y = color_of(series, number), _numbers(series.y)
+    if series.low is not None and series.high is not None:
+        low, high = _numbers(series.low), _numbers(series.high)
+        axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0)
+        for part in band_parts(series):
+            if part.stop - part.start == 1:  # an area of one point would not be seen
+                axes.vlines(series.x[part], low[part], high[part], color=color, alpha=0.4, lw=1.6)
+    if series.style == "names":
+        is_node = chart.kind == "network"
+        look = {"s": 220, "color": color} if is_node else {"s": 25, "color": "white", "edgecolors": "black"}
+        axes.scatter(series.x, y, zorder=3, **look)
+        place = {"ha": "center", "va": "center", "fontsize": 8} if is_node else {"fontsize": "x-small"}
+        for at in zip(series.x, y, series.text or (), strict=False):
+            offset = (0, 0) if is_node else (4, 4)
+            axes.annotate(_text(at[2]), at[:2], offset, textcoords="offset points", color="white", zorder=4, **place)
+        return
+    axes.plot(
+        series.x,
+        y,
+        color=color,
+        linewidth=0.8 if chart.kind == "network" else 1.4,
+        linestyle=_DASHES[dash_of(series, number)] if "line" in series.style else "none",
+        marker=_MARKERS[series.marker] if "points" in series.style else None,
+        markersize=4,
+        label="_" if series.group else _text(series.name),
+    )
+
+
+def _finish_lines(axes: Any, chart: Chart) -> None:
     if chart.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     if chart.ticks:
-        texts = [f"{tick:g}" if isinstance(tick, int | float) else _text(str(tick)) for tick in chart.ticks]
-        axes.set_xticks(list(chart.ticks), texts)
+        axes.set_xticks(list(chart.ticks), [*map(_text, chart.tick_texts)])
         axes.minorticks_off()
     axes.grid(alpha=0.25)
-    if 1 < len(axes.get_legend_handles_labels()[1]) <= _MOST_LABELS:
-        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _bars(axes: Any, chart: Chart) -> None:
@@ -120,10 +134,6 @@ def _bars(axes: Any, chart: Chart) -> None:
     axes.set_yticks(list(places.values()), [_text(str(name)) for name in places])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)
-    if chart.log_x:
-        axes.set_xscale("log")
-    if len(chart.series) > 1:
-        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _heat(axes: Any, chart: Chart) -> None:
@@ -142,24 +152,7 @@ def _contour(axes: Any, chart: Chart) -> None:
     areas = axes.contourf(
         chart.series[0].x, chart.rows, values, levels=list(chart.levels), norm=norm, cmap="cividis", extend="both"
     )
-    for series in chart.series[num:]:
-        axes.plot(series.x, _numbers(series.y), "o", color="white", markeredgecolor="black", markersize=5)
-        for x, y, name in zip(series.x, series.y, series.text or (), strict=False):
-            at = {"textcoords": "offset points", "xytext": (4, 4), "fontsize": "x-small", "color": "white"}
-            axes.annotate(_text(name), (x, y), **at)
-    axes.set_ylabel(_text(chart.y_label))
     axes.figure.colorbar(areas, ax=axes, format="%.3g")
-
-
-def _network(axes: Any, chart: Chart) -> None:
-    edges, nodes = chart.series
-    axes.plot(edges.x, _numbers(edges.y), color=color_of(edges, 0), linewidth=0.8, zorder=1)
-    axes.scatter(nodes.x, _numbers(nodes.y), s=220, color=color_of(edges, 0), zorder=2)
-    for x, y, name in itertools.zip_longest(nodes.x, nodes.y, nodes.text or ()):
-        axes.text(x, y, _text(str(name)), color="white", ha="center", va="center", fontsize=8)
-    axes.set_aspect("equal")
-    axes.margins(0.15)
-    axes.axis("off")
 
 
 def _numbers(values: Any) -> list[float]:

@@ -92,7 +92,7 @@ def _contour(title: str, surface: Surface, values: Any, levels: Sequence[float])
     ]
     if surface.marks:
         marks = [*zip(*surface.marks.values(), strict=True)]
-        series.append(Series(name="models", x=marks[0], y=marks[1], text=list(surface.marks)))
+        series.append(Series(name="models", x=marks[0], y=marks[1], text=list(surface.marks), style="names"))
     note = f"{surface.about[:1].upper()}{surface.about[1:]}." if surface.about else ""
     is_partial = not surface.done.all()
     note += f" {int(surface.done.sum())} of {surface.done.size} points are computed." if is_partial else ""

@@ -31,7 +31,7 @@ from ddpcore import training
 from ddpcore.comm.membership import Change
 from ddpcore.comm.own_group import own_client
 from ddpcore.comm.roll_call import last_run
-from ddpcore.records.run import FILE
+from ddpcore.records.run import RECORD
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
@@ -319,8 +319,8 @@ def cut_back(out: Path, copy: Path, step: int) -> None:
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
     (copy / "model.safetensors").unlink()
-    rows = read_lines(copy / FILE).rows
-    write_lines(copy / FILE, [row for row in rows if row["kind"] != "end"])
+    rows = read_lines(copy / RECORD).rows
+    write_lines(copy / RECORD, [row for row in rows if row["kind"] != "end"])
 
 
 def run_trial(trial: Trial) -> list[Any]:
