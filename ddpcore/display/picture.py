@@ -188,7 +188,7 @@ def plot_charts(charts: Sequence[Chart], path: Path, title: str) -> None:
         for column, chart in enumerate(line):
             axes = figure.add_subplot(grid[number, column if chart.kind == "network" else slice(None)])
             draw(axes, chart)
-            axes.set_title(chart.title, fontsize="small")
+            axes.set_title(_text("\n".join(filter(None, (chart.title, chart.note)))), fontsize="small")
     save(figure, path)
 
 

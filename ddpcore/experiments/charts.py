@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ddpcore.display.chart import COLORS, Chart, Number, Series
+from ddpcore.display.chart import COLORS, Chart, Number, Series, finite
 from ddpcore.display.plot_option import check_plot
 from ddpcore.options.typed import check_table
 
@@ -18,8 +18,12 @@ _CHART = {"x": str, "by": str, "lines": Mapping[str, tuple[str, ...]]}
 MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
 MOST_BANDS = 6  # of one chart: more of them hide each other
-ROWS_A_LINE = 6  # of the panels of curves
-CURVES = {"effective_lr": "effective / learning rate", "loss": "training loss of the mean", "noise": "noise strength"}
+ROWS_A_CHART = len(COLORS)  # of curves
+CURVES = {
+    "effective_lr": "Effective / set learning rate",
+    "loss": "Training loss of the mean",
+    "noise": "Noise strength",
+}
 
 Lines = Mapping[str, Sequence[tuple[Any, str]]]
 """The (value, row) of each line by its name, in the order of the values."""
@@ -191,63 +195,49 @@ def _measured(cells: Sequence[Mapping[str, Any]], run: int) -> tuple[list[Number
     return mean, low, high
 
 
-def plot_comparison(comparison: dict[str, Any], path: Path, run_labels: list[str]) -> None:
-    """Plot the study's first metric: lines over the variable of its question, and a list of the other rows.
-
-    See :func:`study_charts`. The curves of runs, if there are any, follow below with
-    ROWS_A_LINE rows in each line of panels: the median over seeds, shaded from the 20th to the 80th percentile.
-    The same comparison gives the same file.
-
-    Args:
-        comparison: of one study, as ``ddpcore.experiments.compare.compare`` returns it.
-        path: passes :func:`check_plot`.
-        run_labels: for the legend.
-    """
-    check_plot(path)
-    from matplotlib.figure import Figure  # noqa: PLC0415  check_plot has found it
-
-    from ddpcore.display.picture import draw, height_of, save  # noqa: PLC0415
-
-    charts = study_charts(comparison, run_labels)
-    panels = [
-        (label, list(curves)[first : first + ROWS_A_LINE], curves)
-        for label, curves in zip(run_labels, comparison["curves"], strict=True)
-        for first in range(0, len(curves), ROWS_A_LINE)
-    ]
-    heights = [*map(height_of, charts), *[3.0] * len(panels)]
-    figure = Figure(figsize=(12 if panels else 9, 0.5 + sum(heights)), layout="constrained")
-    figure.suptitle(comparison["title"], fontsize="medium")
-    grid = figure.add_gridspec(len(heights), len(CURVES), height_ratios=heights)
-    for line, chart in enumerate(charts):
-        axes = figure.add_subplot(grid[line, :])
-        draw(axes, chart)
-        axes.set_title(chart.note or chart.title, fontsize="small", loc="right", pad=4)
-    for line, (label, rows, curves) in enumerate(panels, start=len(charts)):
-        for column, (name, title) in enumerate(CURVES.items()):
-            axes = figure.add_subplot(grid[line, column])
-            axes.set_prop_cycle(color=COLORS)
-            for row in rows:
-                _draw_curves(axes, curves[row], name, row)
-            axes.set(xlabel="step", ylabel=title, yscale="linear" if name == "effective_lr" else "log")
-            axes.grid(alpha=0.3)
-            if name == next(iter(CURVES)):
-                axes.legend(fontsize="x-small", title=label if len(run_labels) > 1 else None)
-    save(figure, path)
+def curve_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> list[Chart]:
+    """The statistics of each row over steps: the median over seeds, from the 20th to the 80th percentile."""
+    charts = []
+    for label, curves in zip(run_labels, comparison["curves"], strict=True):
+        for first in range(0, len(curves), ROWS_A_CHART):
+            for key, title in CURVES.items():
+                series = [_over_seeds(row, curves[row], key) for row in list(curves)[first : first + ROWS_A_CHART]]
+                lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
+                note = f"{label}: median over seeds, with a band from the 20th to the 80th percentile."
+                charts.append(Chart(title=title, x_label="step", y_label=key, series=series, note=note,
+                                    log_y=key != "effective_lr" and lowest > 0))  # fmt: skip
+    return charts
 
 
-def _draw_curves(axes: Any, seeds: list[dict[str, list[float]]], name: str, row: str) -> None:
-    """Draw the median over the seeds that reached a step, and the range from the 20th to the 80th percentile."""
+def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], key: str) -> Series:
+    """A curve of the seeds that have a number at a step. One seed has no band."""
     points: dict[float, list[float]] = {}
     for curve in seeds:
-        for step, value in zip(curve["step"], curve[name], strict=True):
-            points.setdefault(step, []).append(value)
+        for step, value in zip(curve["step"], curve[key], strict=True):
+            if finite(value) is not None:
+                points.setdefault(step, []).append(value)
     steps = sorted(points)
-    (line,) = axes.plot(steps, [statistics.median(points[step]) for step in steps], label=row, linewidth=1)
-    low, high = zip(*(_middle(points[step]) for step in steps), strict=True)
-    axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    cuts = [statistics.quantiles(points[step] * 2 if len(points[step]) == 1 else points[step], n=5, method="inclusive")
+            for step in steps]  # fmt: skip
+    return Series(
+        name=row,
+        x=steps,
+        y=[statistics.median(points[step]) for step in steps],
+        low=[cut[0] for cut in cuts] if len(seeds) > 1 else None,
+        high=[cut[-1] for cut in cuts] if len(seeds) > 1 else None,
+    )
 
 
-def _middle(values: list[float]) -> tuple[float, float]:
-    """The 20th and 80th percentile."""
-    cuts = statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values
-    return cuts[0], cuts[-1]
+def plot_comparison(comparison: Mapping[str, Any], path: Path, run_labels: Sequence[str]) -> None:
+    """Draw :func:`study_charts` and :func:`curve_charts` into a file. The same comparison gives the same file.
+
+    Args:
+        comparison: of one study, as :func:`ddpcore.experiments.compare.compare` returns it.
+        path: passes :func:`check_plot`.
+        run_labels: for legends and notes.
+    """
+    check_plot(path)
+    from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib
+
+    charts = [*study_charts(comparison, run_labels), *curve_charts(comparison, run_labels)]
+    plot_charts(charts, path, comparison["title"])

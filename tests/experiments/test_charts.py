@@ -24,12 +24,16 @@ COMPARISON: dict[str, Any] = {
 
 
 def test_curves_are_medians_between_percentiles() -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    axes = figure.Figure().subplots()
-    drawing._draw_curves(axes, [*SEEDS, {**SEEDS[0], "step": [0, 20]}], "effective_lr", "a")
-    assert axes.lines[0].get_xydata().tolist() == [[0, 1], [10, 2.5], [20, 0]], "step 20 is of one seed alone"
-    corners = {tuple(corner) for corner in axes.collections[0].get_paths()[0].vertices.round(6).tolist()}
-    assert {(10, 1), (10, 4), (20, 0)} <= corners
+    comparison = {"curves": [{"a": [*SEEDS, {**SEEDS[0], "step": [0, 20]}], "one": SEEDS[:1]}]}
+    chart, loss, _ = drawing.curve_charts(comparison, ["measured"])
+    seeds, one = chart.series
+    assert (list(seeds.x), list(seeds.y)) == ([0, 10, 20], [1, 2.5, 0]), "step 20 is of one seed alone"
+    assert (seeds.low, seeds.high) == ([1, 1, 0], [1, 4, 0])
+    assert (one.low, one.high) == (None, None)
+    assert not chart.log_y and loss.log_y
+    many = {"curves": [{f"row {number}": SEEDS for number in range(8)}, {}]}
+    charts = drawing.curve_charts(many, ["cpu", "full"])
+    assert [len(chart.series) for chart in charts] == [6, 6, 6, 2, 2, 2], "no more rows than colours"
 
 
 def test_a_comparison_gives_the_same_file_again(tmp_path: Path) -> None:
@@ -38,7 +42,7 @@ def test_a_comparison_gives_the_same_file_again(tmp_path: Path) -> None:
         drawing.plot_comparison(COMPARISON, tmp_path / name, ["measured"])
     text = (tmp_path / "first.svg").read_text()
     assert text == (tmp_path / "second.svg").read_text()
-    assert all(words in text for words in ("error_pct", "training loss of the mean", "noise strength"))
+    assert all(words in text for words in ("error_pct", "Training loss of the mean", "Noise strength"))
 
 
 RULES = {"x": "size", "lines": {rule: [f"{rule}-*"] for rule in "abcdefghij"}}
