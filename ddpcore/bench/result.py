@@ -38,7 +38,7 @@ class Kind(NamedTuple):
         drawn = with_values(self.charts(result))
         if not drawn:
             raise ValueError(f"--plot: no row has a number to draw, so {shown(path)} is not written")
-        plot_charts(drawn, path, self.title)
+        plot_charts(drawn, path, self.title if len(drawn) > 1 else "")
 
 
 def has(key: str) -> Callable[[dict[str, Any]], bool]:

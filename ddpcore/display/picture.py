@@ -170,7 +170,7 @@ def plot_charts(charts: Sequence[Chart], path: Path, title: str) -> None:
     Args:
         charts: at least one.
         path: passes :func:`check_plot`.
-        title: stands above several charts.
+        title: stands above the charts; "": there is none.
     """
     check_plot(path)
     lines: list[list[Chart]] = []
@@ -181,14 +181,16 @@ def plot_charts(charts: Sequence[Chart], path: Path, title: str) -> None:
             lines.append([chart])
     heights = [height_of(line[0]) for line in lines]
     figure = Figure(figsize=(9, 0.5 + sum(heights)), layout="constrained")
-    if len(charts) > 1:
+    if title:
         figure.suptitle(title, fontsize="medium")
     grid = figure.add_gridspec(len(lines), NETWORKS_A_LINE, height_ratios=heights)
     for number, line in enumerate(lines):
         for column, chart in enumerate(line):
             axes = figure.add_subplot(grid[number, column if chart.kind == "network" else slice(None)])
             draw(axes, chart)
-            axes.set_title(_text("\n".join(filter(None, (chart.title, chart.note)))), fontsize="small")
+            axes.set_title(
+                "\n".join(_text(text) for text in (chart.title, chart.note) if text), fontsize="small", loc="left"
+            )
     save(figure, path)
 
 

@@ -203,7 +203,8 @@ def curve_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
             for key, title in CURVES.items():
                 series = [_over_seeds(row, curves[row], key) for row in list(curves)[first : first + ROWS_A_CHART]]
                 lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
-                note = f"{label}: median over seeds, with a band from the 20th to the 80th percentile."
+                about = f"{label}. " if len(run_labels) > 1 else ""
+                note = f"{about}Median over seeds, with a band from the 20th to the 80th percentile."
                 charts.append(Chart(title=title, x_label="step", y_label=key, series=series, note=note,
                                     log_y=key != "effective_lr" and lowest > 0))  # fmt: skip
     return charts
