@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ddpcore.display.chart import Chart
-from ddpcore.report.benches import bench_section
-from ddpcore.report.page import page_of
+from ddpcore.report.page import bench_section, page_of
 from ddpcore.report.section import Section
 from ddpcore.report.sources import Bench, read_sources
 
