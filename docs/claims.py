@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ddpcore.report.compare import compare
+from ddpcore.experiments.compare import compare
 
 RESULTS = Path(__file__).parent / "results"
 HEAD = """# All claims

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from ddpcore.data import load_dataset
+from ddpcore.experiments.folder import read_manifest, read_results
 from ddpcore.experiments.study import FOLDER as STUDIES
 from ddpcore.experiments.study import load_study
 from ddpcore.report.sources import read_bench, read_run
-from ddpcore.report.study_folder import read_manifest, read_results
 from ddpcore.storage.json_lines import read_lines, write_json, write_lines
 from ddpcore.training import RunRecord, TrainConfig
 from ddpcore.training.checkpoint import Checkpoints
@@ -160,7 +160,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     if chance.random() < 0.7:
         place = chance.randrange(len(content))
         return content[:place] + bytes([content[place] ^ chance.randrange(1, 256)]) + content[place + 1 :]
-    places = [place for place in range(1, len(content) - 1) if content[place - 1 : place] != b"\n"]
+    places = [place for place in range(1, len(content) - 1) if b"\n" not in content[place - 1 : place + 1]]
     return content[: chance.choice(places)]
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from rich.table import Table
 
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
@@ -23,13 +26,14 @@ from ddpcore.bench.contender import (
 from ddpcore.bench.environment import check_models_memory, environment, model_bytes
 from ddpcore.bench.isolated_comm import averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.memory import PeakMemory
+from ddpcore.bench.result import Kind, environment_lines, size_name
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import Dataset
+from ddpcore.display.chart import Chart, Series
+from ddpcore.display.table import number, spread, table_of
 from ddpcore.models import MODELS
 from ddpcore.options.command_line import option
 from ddpcore.parameters.flat import MiB
-from ddpcore.report.buckets import print_buckets
-from ddpcore.report.table import size_name
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
@@ -236,4 +240,69 @@ def _publish(
         "rows": rows,
         "recommended": recommended,
     }
-    publish(result, print_buckets, config)
+    publish(result, KIND, config)
+
+
+def parts(result: dict[str, Any]) -> list[Table | str]:
+    """What the terminal and the page show of a result, as in the JSON file."""
+    title = (
+        f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}, "
+        f"{result['rounds']} interleaved rounds"
+    )
+    table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",))
+    return [*environment_lines(result["environment"]), table, recommendation(result["recommended"])]
+
+
+def recommendation(recommended: list[dict[str, Any]]) -> str:
+    """One line with the size for each strategy, and how it compares with the default."""
+    return "recommended: " + "; ".join(_advice(one) for one in recommended)
+
+
+def _advice(one: dict[str, Any]) -> str:
+    default, noise = size_name(one["default_mb"]), f"the noise of {one['noise_pct']:.1f} %"
+    if one["beyond_noise"]:
+        faster = f"{one['margin_pct']:.1f} % faster than the default {default}, beyond {noise}"
+        return f"{one['strategy']} {size_name(one['bucket_mb'])} ({faster})"
+    if one["fastest_mb"] == one["default_mb"]:
+        return f"{one['strategy']} {default} (the default, and the fastest)"
+    margin = f"{size_name(one['fastest_mb'])} was {one['margin_pct']:.1f} % faster, within {noise}"
+    return f"{one['strategy']} {default} (the default; {margin})"
+
+
+def _sizes(num_bytes: list[int]) -> str:
+    return f"{len(num_bytes)} up to {max(num_bytes) / 2**20:.3g}"
+
+
+_COLUMNS = {
+    "strategy": lambda row: row["strategy"],
+    "largest bucket": lambda row: size_name(row["bucket_mb"]),
+    "built, MiB": lambda row: _sizes(row["bucket_bytes"]),
+    "sent, MiB": lambda row: _sizes(row["sent_bytes"]),
+    "step ms p20/p50/p80": lambda row: spread(row["step_ms"]),
+    "comm alone ms": number("comm_ms"),
+    "exposed ms": number("exposed_comm_ms"),
+    "hidden": number("overlap_pct", "{:.0f} %"),
+    "peak MB": number("peak_memory_mb", "{:.0f}"),
+}
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """A strategy has a gap at a size that was measured for another one alone, so that the sizes stay in order."""
+    steps, comm = [], []
+    sizes = sorted({row["bucket_mb"] for row in result["rows"]}, key=lambda mb: math.inf if mb is None else mb)
+    x = [*map(size_name, sizes)]
+    for place, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
+        found = {row["bucket_mb"]: row for row in result["rows"] if row["strategy"] == strategy}
+        rows = [found.get(size) for size in sizes]
+        low, middle, high = ([row and row["step_ms"][key] for row in rows] for key in ("p20", "p50", "p80"))
+        steps.append(Series(name=strategy, x=x, y=middle, low=low, high=high, style="line+points", color=place))
+        for name, key in (("alone", "comm_ms"), ("exposed", "exposed_comm_ms")):
+            y = [row and row[key] for row in rows]
+            comm.append(Series(name=f"{strategy}, {name}", x=x, y=y, style="line+points"))
+    return [
+        Chart(title="Time of a step by bucket size", x_label="largest bucket", y_label="ms", series=steps),
+        Chart(title="Communication by bucket size", x_label="largest bucket", y_label="ms", series=comm),
+    ]
+
+
+KIND = Kind(lambda result: "recommended" in result, "Bucket sizes", parts, charts)

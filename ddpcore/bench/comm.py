@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor
 
 from ddpcore.bench.command import num_hosts, publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
 from ddpcore.bench.environment import check_memory, environment, free_memory
+from ddpcore.bench.result import Kind, environment_lines, has
 from ddpcore.comm import Communicator, Connection, choose_transport, connect
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.process import barrier
+from ddpcore.display.chart import Chart, Series
+from ddpcore.display.table import number, table_of
 from ddpcore.ops import Mixture
 from ddpcore.options.command_line import option
 from ddpcore.parameters.flat import MiB
-from ddpcore.report.comm import print_comm
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.topology.base import Topology
@@ -189,7 +192,7 @@ def run_rank(world: World, resolved: ResolvedConfig, config: CommConfig, transpo
     if world.rank == 0:
         where = environment(resolved)
         where = {**where, "transport": None, "transport_reason": None, "notes": where["notes"] + notes}
-        publish({"environment": where, "world_size": resolved.world_size, "rows": rows}, print_comm, config)
+        publish({"environment": where, "world_size": resolved.world_size, "rows": rows}, KIND, config)
     wrong = sorted({f"{row['op']} over {row['transport']}" for row in rows if row["num_wrong"]})
     if wrong:
         raise RuntimeError(f"wrong values arrived: {', '.join(wrong)}")
@@ -260,3 +263,49 @@ def row_of(operation: Operation, lane: Lane, seconds: list[float], wrong: int) -
         "num_wrong": wrong,
         "repeats": len(seconds),
     }
+
+
+def parts(result: dict[str, Any]) -> list[Table | str]:
+    """What the terminal and the page show of a result, as in the JSON file."""
+    operations = list(dict.fromkeys(row["op"] for row in result["rows"]))
+    rows = sorted(result["rows"], key=lambda row: (operations.index(row["op"]), row["size_bytes"]))
+    title = f"{result['world_size']} ranks, slowest rank's time"
+    table = table_of(_COLUMNS, rows, title=title, left=("op", "transport"), group="op")
+    return [*environment_lines(result["environment"]), table]
+
+
+def _bytes(size: int) -> str:
+    return f"{size // 2**20} MiB" if size % 2**20 == 0 else f"{size / 2**10:g} KiB"
+
+
+_COLUMNS = {
+    "op": lambda row: row["op"],
+    "transport": lambda row: row["transport"],
+    "size": lambda row: _bytes(row["size_bytes"]),
+    "count": number("count", "{:,}"),
+    "type": lambda row: row["type"],
+    "time us p50": lambda row: f"{row['time_us']['p50']:,.1f}",
+    "p99": lambda row: f"{row['time_us']['p99']:,.1f}",
+    "algbw GB/s": number("algbw_gb_per_s"),
+    "busbw GB/s": number("busbw_gb_per_s"),
+    "#wrong": number("num_wrong", "{}"),
+}
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """The charts of a result, as in the JSON file."""
+    found = []
+    for op in dict.fromkeys(row["op"] for row in result["rows"]):
+        series = []
+        rows = [row for row in result["rows"] if row["op"] == op]
+        for transport in dict.fromkeys(row["transport"] for row in rows):
+            mine = sorted((row for row in rows if row["transport"] == transport), key=lambda row: row["size_bytes"])
+            x, y = [row["size_bytes"] for row in mine], [row["busbw_gb_per_s"] for row in mine]
+            series.append(Series(name=transport, x=x, y=y, style="line+points"))
+        found.append(
+            Chart(title=f"Bandwidth: {op}", x_label="bytes", y_label="bus bandwidth, GB/s", series=series, log_x=True)
+        )
+    return found
+
+
+KIND = Kind(has("op"), "Operations over transports", parts, charts)

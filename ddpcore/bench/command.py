@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve
-from ddpcore.report.table import console_of
+from ddpcore.bench.result import Kind
+from ddpcore.display.table import console_of, print_parts
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import to_json, write_json
@@ -28,16 +28,14 @@ def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: An
     )
 
 
-def publish(result: dict[str, Any], print_result: Callable[[dict[str, Any], Console], None], options: Options) -> None:
+def publish(result: dict[str, Any], kind: Kind, options: Options) -> None:
     """Print a result, write it to the JSON file if there is one, and draw it if asked."""
     plain = to_json(result)
-    print_result(plain, console_of(wide=options.wide))
+    print_parts(console_of(wide=options.wide), *kind.parts(plain))
     if options.json is not None:
         write_json(options.json, plain)
     if options.plot is not None:
-        from ddpcore.report.benches import plot_bench  # noqa: PLC0415  matplotlib takes half a second to import
-
-        plot_bench(plain, options.plot)
+        kind.draw(plain, options.plot)
 
 
 def resolve_here(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:

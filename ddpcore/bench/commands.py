@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpcore.bench import buckets, comm, demo, optim, predict, run, stats, topology
 from ddpcore.bench.config import BenchConfig, Options
+from ddpcore.bench.result import Kind
 from ddpcore.runtime.launch import World
 
 # prepare(options, torchrun's world or None) checks both on this machine and returns a function that runs the command.
@@ -22,3 +23,9 @@ COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
     "stats": (stats.StatsConfig, stats.prepare),
     "topology": (topology.TopologyConfig, topology.prepare),
 }
+_KINDS = (buckets.KIND, optim.KIND, predict.KIND, demo.KIND, comm.KIND, stats.KIND, topology.KIND, run.KIND)
+
+
+def kind_of(result: dict[str, Any]) -> Kind | None:
+    """The kind of a result with rows, such as a JSON file has; None: no bench writes such a result."""
+    return next((kind for kind in _KINDS if kind.knows(result)), None)

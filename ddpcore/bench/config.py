@@ -13,10 +13,10 @@ from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS, TRANSPORTS
 from ddpcore.comm.membership import ON_FAILURE
 from ddpcore.data import DATASETS
+from ddpcore.display.plot_option import PLOT, check_plot
 from ddpcore.models import MODELS
 from ddpcore.options.command_line import SEED_RANGE, check, flag, option
 from ddpcore.options.typed import typed
-from ddpcore.report.plot_option import PLOT, check_plot
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.base import Strategy, check_on_nonfinite, check_transport
 from ddpcore.strategies.baselines import DDP, Single

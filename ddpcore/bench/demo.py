@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch.nn import functional as F
 
 from ddpcore.bench.command import publish
 from ddpcore.bench.config import Options
+from ddpcore.bench.result import Kind
 from ddpcore.data import Dataset, load_dataset
+from ddpcore.display.chart import Chart, Series
+from ddpcore.display.table import table_of
 from ddpcore.distributed.distribute import distribute
 from ddpcore.models import MODELS
 from ddpcore.optim.sgd import FusedSGD
 from ddpcore.options.command_line import SEED_RANGE, option
-from ddpcore.report.demo import print_demo
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.strategies.dpsgd import DPSGD
@@ -57,7 +60,7 @@ def prepare(config: DemoConfig, torchrun: World | None) -> Callable[[], None]:
 
 def _run(config: DemoConfig) -> None:
     torch.set_num_threads(1)  # the model is so small that threads only wait for each other
-    publish(measure(config), print_demo, config)
+    publish(measure(config), KIND, config)
 
 
 def measure(config: DemoConfig) -> dict[str, Any]:
@@ -104,3 +107,55 @@ def _test_error_pct(config: DemoConfig, dataset: Dataset, strategy: str, lr: flo
     with torch.no_grad():
         wrong = handle.evaluation_model()(inputs).argmax(dim=1) != labels
     return 100 * wrong.double().mean().item()
+
+
+NAMES = {"ssgd": "SSGD: averages gradients", "dpsgd": "DPSGD: averages weights"}
+
+
+def parts(result: dict[str, Any]) -> list[Table | str]:
+    """What the terminal and the page show of a result, as in the JSON file."""
+    title = (
+        f"{result['learners']} learners x {result['batch_size']} handwritten digits, {result['steps']} steps, "
+        f"{result['seeds']} seeds"
+    )
+    return [table_of(_COLUMNS, result["rows"], title=title, left=("strategy",), group="lr"), seen(result)]
+
+
+def seen(result: dict[str, Any]) -> str:
+    """At how many of the runs each strategy failed, by learning rate, in one sentence."""
+    rows = {(row["lr"], row["strategy"]): row["num_failed"] for row in result["rows"]}
+    gaps = {lr: rows[lr, "ssgd"] - rows[lr, "dpsgd"] for lr, _ in rows}
+    lr = max(gaps, key=lambda lr: gaps[lr])
+    if gaps[lr] <= 0:
+        return "No learning rate here separates the two strategies."
+    return (
+        f"At learning rate {lr:g}, {rows[lr, 'ssgd']} of {result['seeds']} runs of SSGD fail (test error above "
+        f"{result['failed_above_pct']:g} %), and {rows[lr, 'dpsgd']} of DPSGD: it averages weights, not gradients."
+    )
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """The test error of each run over the learning rate, and a line through the medians."""
+    series = []
+    for strategy, color in (("ssgd", 1), ("dpsgd", 0)):
+        rows = [row for row in result["rows"] if row["strategy"] == strategy]
+        medians = Series(name=NAMES[strategy], x=[row["lr"] for row in rows], y=[row["median_pct"] for row in rows])
+        runs = [(row["lr"], error) for row in rows for error in row["test_error_pct"]]
+        points = Series(
+            name=f"{strategy}, a run", x=[lr for lr, _ in runs], y=[error for _, error in runs], style="points"
+        )
+        series += [replace(medians, color=color), replace(points, color=color, group=medians.name)]
+    title = f"{result['learners']} learners, handwritten digits: each run, and the median"
+    return [Chart(title=title, x_label="learning rate", y_label="test error, %", series=series, log_y=True)]
+
+
+_COLUMNS = {
+    "learning rate": lambda row: f"{row['lr']:g}",
+    "strategy": lambda row: row["strategy"],
+    "test error %, median": lambda row: f"{row['median_pct']:.1f}",
+    "best to worst": lambda row: f"{min(row['test_error_pct']):.1f} to {max(row['test_error_pct']):.1f}",
+    "failed": lambda row: f"{row['num_failed']} of {len(row['test_error_pct'])}",
+}
+
+
+KIND = Kind(lambda result: "failed_above_pct" in result, "Handwritten digits", parts, charts)

@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.markup import escape
+from rich.table import Table
 
 from ddpcore.bench.command import publish
 from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.environment import check_memory
 from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, Comparison, Implementation
+from ddpcore.bench.result import Kind, bars
 from ddpcore.bench.shapes import LISTS, USUAL
+from ddpcore.display.chart import Chart, Series
+from ddpcore.display.table import cell_of, interval, number, spread, table_of
 from ddpcore.ops.traffic import bytes_per_param
 from ddpcore.options.command_line import option
-from ddpcore.report.optim import print_optimizers
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.progress import ProgressReport
@@ -65,7 +69,7 @@ def run(config: OptimConfig) -> None:
     """Run the bench and print its table."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    publish(measure(config), print_optimizers, config)
+    publish(measure(config), KIND, config)
 
 
 def measure(config: OptimConfig) -> dict[str, Any]:
@@ -189,3 +193,86 @@ class _OwnStep:
     def _numbers(self, shape: tuple[int, ...]) -> torch.Tensor:
         numel = math.prod(shape)
         return self._noise.repeat(-(-numel // len(self._noise)))[:numel].view(shape).clone()
+
+
+def parts(result: dict[str, Any]) -> list[Table | str]:
+    """What the terminal and the page show of a result, as in the JSON file."""
+    environment = result["environment"]
+    machine = (
+        f"{environment['device']}, {environment['threads']} of {environment['cores']} cores; torch "
+        f"{environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'}); "
+        f"{environment['dtype']}"
+    )
+    return [machine, *environment["notes"], _ratios(result), _bandwidths(result)]
+
+
+def _ratios(result: dict[str, Any]) -> Table:
+    table = Table(
+        title="time of a step, left / right: median of pairs, p20 to p80 in brackets; below it the medians in ms",
+        title_justify="left",
+        show_lines=True,
+    )
+    table.add_column("left / right", no_wrap=True)
+    for about in result["lists"]:
+        heading = f"{cell_of(about['title'])}\n{about['parameters']:,} in {about['num_tensors']}"
+        table.add_column(heading, justify="right", no_wrap=True)
+    found = {(row["comparison"], row["list"], row["implementation"]): row for row in result["rows"]}
+    for comparison in result["comparisons"]:
+        left, _, right = comparison.partition(" / ")
+        cells = []
+        for about in result["lists"]:
+            pair = [found.get((comparison, about["list"], side)) for side in (left, right)]
+            cells.append("-" if pair[0] is None or pair[1] is None else _cell(pair[0], pair[1]))
+        table.add_row(cell_of(comparison), *map(escape, cells))
+    return table
+
+
+def _cell(left: dict[str, Any], right: dict[str, Any]) -> str:
+    times = " / ".join(f"{row['ms']['p50']:.4g}" for row in (left, right))
+    return f"{interval(left['ratio'], separator='-')}\n{times}"
+
+
+def _bandwidths(result: dict[str, Any]) -> Table:
+    """A line for each of ddpcore's steps and each parameter list, with the times of its first comparison."""
+    titles = {about["list"]: about["title"] for about in result["lists"]}
+    title = "ddpcore's steps, in their first comparison: bandwidth for the least possible traffic, and that of a copy"
+    columns = {
+        "step": lambda row: row["implementation"],
+        "list": lambda row: titles[row["list"]],
+        "ms p20/p50/p80": lambda row: spread(row["ms"], ".4g"),
+        "B/param": _traffic,
+        "GB/s": number("gb_per_s", "{:.1f}"),
+        "copy GB/s": number("copy_gb_per_s", "{:.1f}"),
+        "of copy": lambda row: f"{row['gb_per_s'] / row['copy_gb_per_s']:.0%}",
+    }
+    return table_of(columns, own_steps(result), title=title, left=("step", "list"))
+
+
+def own_steps(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of ddpcore's steps: one for each step and parameter list, of their first comparison."""
+    own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
+    first = {(row["implementation"], row["list"]): row for row in reversed(own)}
+    return [row for row in own if first[row["implementation"], row["list"]] is row]
+
+
+def _traffic(row: dict[str, Any]) -> str:
+    least, most = row["bytes_per_param"], row["bytes_per_param_uncached"]
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """The charts of a result, as in the JSON file."""
+    titles = {about["list"]: about["title"] for about in result["lists"]}
+    own = own_steps(result)
+    names = [f"{row['implementation']}, {titles[row['list']]}" for row in own]
+    mine = Series(name="step", x=names, y=[row["gb_per_s"] for row in own])
+    copy = Series(name="copy", x=names, y=[row["copy_gb_per_s"] for row in own])
+    left = [row for row in result["rows"] if row["comparison"].startswith(f"{row['implementation']} / ")]
+    pairs = [f"{row['comparison']}, {titles[row['list']]}" for row in left]
+    return [
+        bars("Time of a step: left / right", "ratio", pairs, [row["ratio"] for row in left]),
+        Chart(title="Bandwidth of a step, and of a copy", kind="bars", x_label="GB/s", series=[mine, copy]),
+    ]
+
+
+KIND = Kind(lambda result: "comparisons" in result, "Optimizers", parts, charts)

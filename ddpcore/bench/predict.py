@@ -10,6 +10,8 @@ from itertools import count
 from statistics import median
 from typing import Any
 
+from rich.table import Table
+
 from ddpcore.bench import step_model
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
@@ -25,14 +27,16 @@ from ddpcore.bench.contender import (
 )
 from ddpcore.bench.environment import check_models_memory, environment
 from ddpcore.bench.isolated_comm import Call, averages, bucket_bytes, message_bytes, time_calls
+from ddpcore.bench.result import Kind, environment_lines, size_name
 from ddpcore.bench.step_model import Compute, Machine, Transfer
 from ddpcore.bench.step_timing import StepTimer
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.process import barrier
+from ddpcore.display.chart import Chart, Series
+from ddpcore.display.table import number, spread, table_of
 from ddpcore.models import MODELS
 from ddpcore.options.command_line import option
 from ddpcore.parameters.buckets import messages
-from ddpcore.report.predict import print_predictions
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
@@ -168,7 +172,7 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
             "compute_ms": {name: 1e3 * getattr(step, name) for name in ("forward", "backward", "update")},
             "rows": rows,
         }
-        publish(result, print_predictions, config)
+        publish(result, KIND, config)
 
 
 def _cases(
@@ -265,3 +269,76 @@ def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, per
         "measured_ms": quantiles(1e3 * seconds for seconds in measured),
         "error_pct": median(errors),
     }
+
+
+def parts(result: dict[str, Any]) -> list[Table | str]:
+    """What the terminal and the page show of a result, as in the JSON file."""
+    parts = result["compute_ms"]
+    title = (
+        f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}: without "
+        f"communication forward {parts['forward']:.2f} + backward {parts['backward']:.2f} + update "
+        f"{parts['update']:.2f} ms"
+    )
+    rows = result["rows"]
+    table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"))
+    return [*environment_lines(result["environment"]), table, accuracy(rows), verdict(rows)]
+
+
+def accuracy(rows: list[dict[str, Any]]) -> str:
+    """The median and the largest error of the predictions, in one line."""
+    errors = [abs(row["error_pct"]) for row in rows]
+    worst = rows[errors.index(max(errors))]
+    return f"prediction error: median {median(errors):.1f} %, worst {max(errors):.1f} % ({case_name(worst)})"
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Whether averaging weights is faster than averaging gradients, predicted and measured for the same two cases.
+
+    The cases are those of each side with the smallest predicted time. If others were measured as faster, it says so.
+    """
+    gradients = [row for row in rows if row["strategy"] == "ssgd"]
+    weights = [row for row in rows if row["strategy"] != "ssgd"]
+    if not gradients or not weights:
+        return "will it pay: name ssgd and another strategy to compare"
+    keys = (lambda row: row["predicted_ms"], lambda row: row["measured_ms"]["p50"])
+    (ours, theirs), fastest = [[min(side, key=key) for side in (weights, gradients)] for key in keys]
+    predicted, measured = (key(ours) / key(theirs) for key in keys)
+    line = (
+        f"will it pay: a step of {case_name(ours)} takes {predicted:.2f} of the time of {case_name(theirs)} as "
+        f"predicted, and {measured:.2f} as measured"
+    )
+    if fastest != [ours, theirs]:
+        line += f"; the fastest as measured are {case_name(fastest[0])} and {case_name(fastest[1])}: "
+        line += f"{keys[1](fastest[0]) / keys[1](fastest[1]):.2f}"
+    return line
+
+
+def case_name(row: dict[str, Any]) -> str:
+    """Strategy, topology, buckets and transport of a row."""
+    words = [row["strategy"], row["topology"], row["num_buckets"] and size_name(row["bucket_mb"]), row["transport"]]
+    return " ".join(word for word in words if word)
+
+
+_COLUMNS = {
+    "strategy": lambda row: f"{row['strategy']} {row['topology'] or ''}".rstrip(),
+    "transport": lambda row: row["transport"] or "-",
+    "buckets": lambda row: (
+        "-" if row["num_buckets"] is None else f"{row['num_buckets']} ({size_name(row['bucket_mb'])})"
+    ),
+    "comm alone ms": number("comm_ms"),
+    "predicted ms": number("predicted_ms"),
+    "measured ms p20/p50/p80": lambda row: spread(row["measured_ms"]),
+    "error": number("error_pct", "{:+.1f} %"),
+}
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """The charts of a result, as in the JSON file."""
+    names = [case_name(row) for row in result["rows"]]
+    predicted = Series(name="predicted", x=names, y=[row["predicted_ms"] for row in result["rows"]])
+    low, middle, high = ([row["measured_ms"][key] for row in result["rows"]] for key in ("p20", "p50", "p80"))
+    measured = Series(name="measured", x=names, y=middle, low=low, high=high)
+    return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
+
+
+KIND = Kind(lambda result: "compute_ms" in result, "Predicted step times", parts, charts)

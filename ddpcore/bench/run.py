@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from ddpcore import data
@@ -29,8 +30,10 @@ from ddpcore.bench.contender import (
 )
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
+from ddpcore.bench.result import Kind, bars, environment_lines, has
 from ddpcore.comm.mixed import MixedCommunicator
-from ddpcore.report.strategies import print_strategies
+from ddpcore.display.chart import Chart, Series
+from ddpcore.display.table import number, spread, table_of
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
@@ -91,11 +94,11 @@ def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> N
                 progress.advance(num_steps, one.name)
     results = [_gather(one, resolved, meter) for one in contenders]
     if contenders[-1].is_first:
-        about = {name: getattr(config, name) for name in ("model", "dataset", "batch_size")}
+        about = {name: getattr(config, name) for name in ("model", "dataset", "batch_size", "steps")}
         where = environment(resolved)
         where["notes"] += _edges(contenders)
         result = {"environment": where, **about, "rows": _rows(resolved, results)}
-        publish(result, lambda plain, console: print_strategies(plain, config, console), config)
+        publish(result, KIND, config)
 
 
 def _edges(contenders: Sequence[Contender]) -> list[str]:
@@ -223,3 +226,82 @@ def _gpu(everyone: Sequence[dict[str, Any] | None], num_samples: int) -> dict[st
         row["gpu_utilization_pct"] = sum(reading["utilization_pct"] for reading in readings) / len(readings)
         row["samples_per_joule"] = num_samples / sum(reading["joules"] for reading in readings)
     return row
+
+
+def parts(result: dict[str, Any]) -> list[Table | str]:
+    """What the terminal and the page show of a result, as in the JSON file."""
+    about = {key: result.get(key) for key in ("model", "dataset", "batch_size", "steps")}
+    title = "{model} on {dataset}, global batch {batch_size}, {steps} steps".format(**about) if about["steps"] else ""
+    table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",))
+    return [*environment_lines(result["environment"]), table, *seen(result["rows"])]
+
+
+def seen(rows: list[dict[str, Any]]) -> list[str]:
+    """What the table shows: the fastest strategy beside ddp, test errors, divergence and deaths, a line each."""
+    rows = [row for row in rows if row["strategy"] != "single"]
+    lines = []
+    against = [row for row in rows if row["ratio_to_ddp"] is not None and row["strategy"] != "ddp"]
+    if against:
+        best = max(against, key=lambda row: row["ratio_to_ddp"])
+        lines.append(f"speed: {_name(best)} trains {best['ratio_to_ddp']:.2f} times as many samples a second as ddp")
+    known = sorted((row for row in rows if row["test_error_pct"] is not None), key=lambda row: row["test_error_pct"])
+    if len(known) > 1:
+        errors = ", ".join(f"{_name(row)} {row['test_error_pct']:.1f} %" for row in known)
+        lines.append(f"test error after equally many steps, one seed: {errors}")
+    lines += [f"{_name(row)} diverged: take a smaller --lr" for row in rows if row["loss_last"] is None]
+    left_out = [row for row in rows if row.get("num_nonfinite") and row["loss_last"] is not None]
+    lines += [f"{_name(row)}: {row['num_nonfinite']} steps of a learner were not finite, left out" for row in left_out]
+    lines += [_death(row, death) for row in rows for death in row.get("deaths", ())]
+    return lines
+
+
+def _death(row: dict[str, Any], death: dict[str, Any]) -> str:
+    ids, left = " and ".join(map(str, death["lost"])), len(death["members"])
+    when = "" if death["step"] is None else f" at step {death['step']}"
+    return f"{_name(row)}: learner {ids} died{when}, {left} of {row['world_size']} are left"
+
+
+def _name(row: dict[str, Any]) -> str:
+    return row["strategy"] + (f" {row['topology']}" if row["topology"] else "")
+
+
+_COLUMNS = {
+    "strategy": _name,
+    "test error %": number("test_error_pct"),
+    "loss last": number("loss_last", "{:.3f}", "diverged"),
+    "samples/s": number("samples_per_s", "{:,.0f}"),
+    "vs ddp": number("ratio_to_ddp", "{:.2f}x"),
+    "exposed ms": number("exposed_comm_ms"),
+    "step ms p20/p50/p80": lambda row: spread(row["step_ms"]),
+    "kB/step": lambda row: "-" if row["bytes_per_step"] is None else f"{row['bytes_per_step'] / 1000:,.1f}",
+    "loss first": number("loss_first", "{:.3f}"),
+    "consensus": number("consensus_distance", "{:.2e}"),
+}
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """The charts of a result, as in the JSON file."""
+    rows = result["rows"]
+    names = [f"{row['strategy']} {row['topology'] or ''}".strip() for row in rows]
+    first = rows[0]["step_ms"]["p50"] if rows else None
+    ratios = [row["step_ms"]["p50"] / first for row in rows] if first else []
+    relative = Series(name="ratio", x=names, y=ratios)
+    curves = [(name, row["curve"]) for name, row in zip(names, rows, strict=True) if row.get("curve")]
+    losses = [
+        Chart(
+            title=f"Training loss over {key}",
+            x_label=key,
+            y_label="loss, mean of the learners",
+            series=[Series(name=name, x=curve[key], y=curve["loss"], style="line+points") for name, curve in curves],
+        )
+        for key in ("steps", "seconds")
+    ]
+    return [
+        *losses,
+        bars("Time of a step", "ms", names, [row["step_ms"] for row in rows]),
+        Chart(title=f"Time of a step, relative to {names[0] if names else ''}", kind="bars", x_label="ratio of medians",
+              series=[relative]),
+    ]  # fmt: skip
+
+
+KIND = Kind(has("samples_per_s"), "Strategies", parts, charts)

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from ddpcore.bench.command import publish
 from ddpcore.bench.config import Options, resolve_device
+from ddpcore.bench.result import Kind, bars, has
 from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.display.chart import Chart
+from ddpcore.display.table import interval, table_of
 from ddpcore.distributed.distribute import distribute
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 from ddpcore.options.command_line import option
-from ddpcore.report.stats import print_stats
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
@@ -123,7 +126,7 @@ def run_rank(world: World, config: StatsConfig) -> None:
     if world.rank == 0:
         rows = [_row(one, contenders[0]) for one in contenders]
         result = {"environment": machine(config.device), "config": config, "rows": rows}
-        publish(result, print_stats, config)
+        publish(result, KIND, config)
 
 
 def _row(one: Contender, off: Contender) -> dict[str, Any]:
@@ -135,3 +138,37 @@ def _row(one: Contender, off: Contender) -> dict[str, Any]:
         "measuring_pct": quantiles([100 * record.share for record in records]) if records else None,
         "num_records": len(records),
     }
+
+
+def parts(result: dict[str, Any]) -> list[Table | str]:
+    """What the terminal and the page show of a result, as in the JSON file."""
+    config = result["config"]
+    what = f"{config['model']}, {config['strategy']}, {config['world_size']} learners ({config['backend']})"
+    title = f"{what}, batch {config['batch_size']} each, a record every {config['every']} steps"
+    caption = (
+        "medians over interleaved blocks, p20 to p80 in brackets; overhead: relative to the block of 'off' in the same "
+        "round"
+    )
+    return [table_of(_COLUMNS, result["rows"], title=title, left=("statistics",), caption=caption)]
+
+
+def _percent(quantiles: dict[str, float]) -> str:
+    return f"{quantiles['p50']:+.1f} % [{quantiles['p20']:+.1f}, {quantiles['p80']:+.1f}]"
+
+
+_COLUMNS = {
+    "statistics": lambda row: row["statistics"],
+    "ms a step": lambda row: interval(row["step_ms"]),
+    "overhead": lambda row: _percent(row["overhead_pct"]),
+    "measuring": lambda row: "-" if row["measuring_pct"] is None else f"{row['measuring_pct']['p50']:.2f} %",
+    "records": lambda row: str(row["num_records"]),
+}
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """The charts of a result, as in the JSON file."""
+    rows = result["rows"]
+    return [bars("Overhead of statistics", "%", [row["statistics"] for row in rows], [r["overhead_pct"] for r in rows])]
+
+
+KIND = Kind(has("statistics"), "Cost of statistics", parts, charts)

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rich.table import Table
+
 from ddpcore.bench.command import publish
 from ddpcore.bench.config import Options
+from ddpcore.bench.result import Kind, has
+from ddpcore.display.chart import Chart, Series, network
+from ddpcore.display.table import number, table_of
 from ddpcore.options.command_line import SEED_RANGE, option
-from ddpcore.report.topology import print_topologies
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.storage.json_lines import to_json
@@ -55,7 +59,7 @@ def prepare(config: TopologyConfig, torchrun: World | None) -> Callable[[], None
     if config.world_size > MANY:
         advice = "name one topology" if config.name == ALL else "take fewer learners"
         print(f"{config.world_size:,} learners may take minutes: {advice} to save time", file=sys.stderr)
-    return lambda: publish(measure(config), print_topologies, config)
+    return lambda: publish(measure(config), KIND, config)
 
 
 def measure(config: TopologyConfig) -> dict[str, Any]:
@@ -72,3 +76,40 @@ def measure(config: TopologyConfig) -> dict[str, Any]:
             rows.append({"topology": name, **to_json(describe(graph, config.world_size)), "edges": to_json(edges)})
     settings = {key: getattr(config, key) for key in ("world_size", "seed", "local_size")}
     return {"environment": machine("cpu"), **settings, "rows": rows, "refused": refused}
+
+
+def parts(result: dict[str, Any]) -> list[Table | str]:
+    """What the terminal and the page show of a result, as in the JSON file."""
+    title = f"{result['world_size']:,} learner" + ("s" if result["world_size"] != 1 else "")
+    refused = (f"{row['topology']}: {row['reason']}" for row in result["refused"])
+    return [table_of(_COLUMNS, result["rows"], title=title, left=("topology",)), *refused]
+
+
+_COLUMNS = {
+    "topology": lambda row: row["topology"],
+    "messages/step": number("messages_per_step", "{:,.6g}"),
+    "models sent/step": number("models_sent_per_step", "{:.4g}"),
+    "spectral gap": number("spectral_gap", "{:.4g}"),
+    "mixing time": number("mixing_time", "{:,.0f}", "never"),
+    "doubly stochastic": lambda row: "yes" if row["doubly_stochastic"] else "push-sum",
+    "period": number("period", "{}", "random"),
+    "edges": number("num_edges", "{:,}"),
+    "degree min/mean/max": lambda row: f"{row['degree_min']}/{row['degree_mean']:.4g}/{row['degree_max']}",
+    "smallest eigenvalue": lambda row: number("smallest_eigenvalue", "{:.3f}")(row).replace("-0.000", "0.000"),
+}
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """The charts of a result, as in the JSON file."""
+    rows = result["rows"]
+    names = [row["topology"] for row in rows]
+    gaps = Series(name="spectral gap", x=names, y=[row["spectral_gap"] for row in rows])
+    drawings = [
+        network(f"{row['topology']}, spectral gap {row['spectral_gap']:.4g}", row["num_learners"], row["edges"])
+        for row in rows
+        if row.get("edges") is not None and row["num_learners"] <= MOST_DRAWN
+    ]
+    return [Chart(title="Spectral gap", kind="bars", x_label="spectral gap", series=[gaps]), *drawings]
+
+
+KIND = Kind(has("spectral_gap"), "Topologies", parts, charts)

@@ -1,6 +1,6 @@
 """Statistics of gradients, weights and curvature; they read a learner and change nothing."""
 
-from ddpcore.report.landscapes import Surface
+from ddpcore.records.surface import Surface
 
 from .dynamics import Dynamics, Spread
 from .estimates import NoiseScale, noise_scale

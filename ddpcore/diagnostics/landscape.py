@@ -27,7 +27,7 @@ from ddpcore.diagnostics.spectra import NotConverged, NotFinite
 from ddpcore.diagnostics.weights import DataLoss, WeightVector, faster_in_vmap
 from ddpcore.distributed.averaging import recalibrate
 from ddpcore.options.typed import check_choice
-from ddpcore.report.landscapes import METRICS, Surface, read_surface, write_surface
+from ddpcore.records.surface import METRICS, Surface, read_surface, write_surface
 from ddpcore.runtime.progress import ProgressReport
 
 BATCH_NORM = ("eval", "batch", "recalibrate")

@@ -7,10 +7,10 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpcore.display.plot_option import PLOT, check_plot
+from ddpcore.display.surfaces import KINDS
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import SEED_RANGE, Parser, add_options, check, option
-from ddpcore.report.landscapes import KINDS
-from ddpcore.report.plot_option import PLOT, check_plot
 from ddpcore.storage.limits import NUM_RUNS
 from ddpcore.training.landscapes import BATCH_NORM, NUM_SAMPLES, PLANES
 from ddpcore.training.settings import settings

@@ -11,17 +11,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ddpcore.display.table import cell_of
 from ddpcore.experiments import study
+from ddpcore.experiments.charts import plot_comparison
 from ddpcore.experiments.command_line import CompareOptions, LandscapeOptions, ListOptions, RunOptions, parse
-from ddpcore.experiments.folder import Folder
+from ddpcore.experiments.compare import compare
+from ddpcore.experiments.folder import FAILED, Folder
 from ddpcore.experiments.landscapes import landscapes
 from ddpcore.experiments.plan import Datasets, check_data, make_plan
 from ddpcore.experiments.run import run
-from ddpcore.report.compare import compare
-from ddpcore.report.experiments import markdown, print_comparison, run_label
-from ddpcore.report.plot import plot_comparison
-from ddpcore.report.study_folder import FAILED
-from ddpcore.report.table import cell_of
+from ddpcore.experiments.tables import markdown, print_comparison, run_label
 from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
 from ddpcore.storage.limits import shown

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from ddpcore.display.plot_option import SUFFIXES
+from ddpcore.display.surfaces import plot_surfaces
 from ddpcore.experiments.command_line import LandscapeOptions
 from ddpcore.options.extras import extra
-from ddpcore.report.landscapes import Surface, plot_surfaces, read_surface
-from ddpcore.report.plot_option import SUFFIXES
-from ddpcore.report.sources import LANDSCAPES
+from ddpcore.records.run import LANDSCAPES
+from ddpcore.records.surface import Surface, read_surface
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.storage.files import replace_file

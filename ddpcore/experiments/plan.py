@@ -10,6 +10,7 @@ from typing import Any
 from ddpcore.data import Dataset
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
+from ddpcore.records.run import BOOKKEEPING
 from ddpcore.storage.limits import NUM_RUNS
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
@@ -22,7 +23,6 @@ from ddpcore.training.build import (
     needs_ranks,
     shape_options,
 )
-from ddpcore.training.config import BOOKKEEPING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def make_plan(
         for row in chosen
     ]
     manifest = {
-        **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics")},
+        **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics", "charts")},
         "study": study.name,
         "published": {row.name: dict(row.published) for row in study.rows.values() if row.published},
         "claims": [asdict(claim) for claim in study.claims],

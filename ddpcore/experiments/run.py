@@ -15,10 +15,10 @@ from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 from ddpcore.experiments import hosts
-from ddpcore.experiments.folder import Folder
+from ddpcore.experiments.folder import FAILED, FINISHED, Folder
+from ddpcore.experiments.metrics import curves_of, metrics_of
 from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
-from ddpcore.experiments.results import curves_of, metrics_of
-from ddpcore.report.study_folder import FAILED, FINISHED
+from ddpcore.records.run import CHECKPOINTS
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import keep_freed_memory
@@ -139,7 +139,7 @@ def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
 
 
 def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
-    checkpoints = Checkpoints(folder=job.path / "checkpoints", config={})
+    checkpoints = Checkpoints(folder=job.path / CHECKPOINTS, config={})
     while not done.wait(POLL_SECONDS):
         if checkpoints.steps():
             os.kill(os.getpid(), signal.SIGKILL)

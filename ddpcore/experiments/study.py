@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ddpcore.experiments import claims
+from ddpcore.experiments.charts import check_chart
+from ddpcore.experiments.claims import CLAIM, Claim
+from ddpcore.experiments.metrics import METRICS
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
-from ddpcore.report import claims
-from ddpcore.report.claims import Claim
-from ddpcore.report.metrics import METRICS
-from ddpcore.report.study_folder import CLAIM
 from ddpcore.storage.limits import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import merged
@@ -31,7 +31,8 @@ _TEXTS = tuple[str, ...]
 _TABLE = Mapping[str, Any]
 _REQUIRED = {"title": str, "question": str, "source": str, "metrics": _TEXTS, "shared": _TABLE, "rows": _TABLE}
 _STUDY = _REQUIRED | {
-    "notes": _TEXTS, "seeds": int, "groups": _TABLE, "scales": _TABLE, "claims": tuple[_TABLE, ...],
+    "notes": _TEXTS, "seeds": int, "groups": _TABLE, "scales": _TABLE, "charts": tuple[_TABLE, ...],
+    "claims": tuple[_TABLE, ...],
 }  # fmt: skip
 # Fields of a training run; keys that groups and rows have besides; keys that only rows have.
 _RUN = get_type_hints(TrainConfig)
@@ -104,6 +105,7 @@ class Study:
         seeds: number of seeds at each scale.
         selections: names or patterns of the rows to run at each scale; None selects all.
         rows: by name.
+        charts: what its charts are over, see :func:`ddpcore.experiments.charts.lines_of`.
         claims: of the source or of this project; see ``source`` of each.
     """
 
@@ -116,6 +118,7 @@ class Study:
     seeds: Mapping[str, int]
     selections: Mapping[str, Sequence[str] | None]
     rows: Mapping[str, Row]
+    charts: tuple[Mapping[str, Any], ...]
     claims: tuple[Claim, ...]
 
     def chosen(self, names: Sequence[str] | None) -> list[Row]:
@@ -200,11 +203,24 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
         seeds={scale: scales.get(scale, {}).get("seeds", values.get("seeds", 1)) for scale in SCALES},
         selections={scale: scales.get(scale, {}).get("rows") for scale in SCALES},
         rows=rows,
+        charts=tuple(values.get("charts", ())),
         claims=tuple(Claim(**entries) for entries in values.get("claims", ())),
     )
     for selected in study.selections.values():
         study.chosen(selected)
+    for spec in study.charts:
+        _check_chart(study, spec)
     return study
+
+
+def _check_chart(study: Study, spec: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an entry ``[[charts]]`` names fields of a run, and rows of the study."""
+    check_chart(spec)
+    fields = [spec[key].partition(".")[0] for key in ("x", "by") if key in spec and "values" not in spec]
+    check_keys("a chart's field", fields, _RUN)
+    for value in spec.get("values", ("",)):
+        for rows in spec.get("lines", {}).values():
+            study.chosen([one.replace("{x}", str(value)) for one in rows])
 
 
 def _row(

@@ -1,1 +1,1 @@
-"""Tables and plots of measurements, from plain records and without torch."""
+"""The page about runs, studies and benches. It reads files and changes none of them; no other part imports it."""

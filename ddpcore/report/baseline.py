@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpcore.report.chart import Section, TableData, finite
+from ddpcore.display.chart import finite
+from ddpcore.records.run import BOOKKEEPING
+from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run, Sources
 
 # Columns of bench rows, or fields of the result, that name a row; and columns with p20, p50 and p80.
@@ -15,8 +17,6 @@ _NAMES = ("model", "dataset", "batch_size", "dtype", "backend", "every", "strate
           "size_bytes", "bucket_mb", "comparison", "list", "implementation", "statistics", "num_buckets",
           "world_size")  # fmt: skip
 _OF_RUNS = ("strategy", "topology", "model", "dataset", "batch_size", "lr")
-# Fields of a config that change no result, and the seed.
-_SAME = ("seed", "data_dir", "download", "checkpoint_every", "keep_last", "keep_best", "record_steps")
 _QUANTILES = ("step_ms", "ms", "time_us", "measured_ms", "overhead_pct")
 
 
@@ -120,7 +120,7 @@ def _of_runs(runs: Sequence[Run], configs: Sequence[dict[str, Any]]) -> dict[str
 
 
 def _config(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.header["config"].items() if key not in _SAME}
+    return {key: value for key, value in run.header["config"].items() if key not in ("seed", *BOOKKEEPING)}
 
 
 def _name_of(config: dict[str, Any], configs: Sequence[dict[str, Any]]) -> str:

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
-from ddpcore.report.landscapes import Surface, levels_of
+from ddpcore.display.chart import Chart, Number, Series, finite
+from ddpcore.display.surfaces import levels_of
+from ddpcore.records.surface import Surface
+from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 
 MOST_POINTS = 64  # of a landscape in each direction
@@ -90,7 +92,7 @@ def _contour(title: str, surface: Surface, values: Any, levels: Sequence[float])
     ]
     if surface.marks:
         marks = [*zip(*surface.marks.values(), strict=True)]
-        series.append(Series(name="models", x=marks[0], y=marks[1], text=list(surface.marks)))
+        series.append(Series(name="models", x=marks[0], y=marks[1], text=list(surface.marks), style="names"))
     note = f"{surface.about[:1].upper()}{surface.about[1:]}." if surface.about else ""
     is_partial = not surface.done.all()
     note += f" {int(surface.done.sum())} of {surface.done.size} points are computed." if is_partial else ""

@@ -11,18 +11,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
+from ddpcore.bench.commands import kind_of
+from ddpcore.display.chart import Chart, thinned_chart, with_values
+from ddpcore.display.picture import Figure, svg_of
+from ddpcore.display.table import plain_lines
 from ddpcore.report.baseline import baseline_section
-from ddpcore.report.benches import bench_section
-from ddpcore.report.chart import Chart, Section, thinned_chart
 from ddpcore.report.curvature import curvature_sections
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.runs import labels, run_sections
-from ddpcore.report.sources import Sources
-from ddpcore.report.static_chart import Figure, svg_of
+from ddpcore.report.section import Section, TableData
+from ddpcore.report.sources import Bench, Sources
 from ddpcore.report.studies import compare_all, study_section
-from ddpcore.report.table import plain_lines
 from ddpcore.report.timeline import timeline_sections
-from ddpcore.storage.limits import plain
+from ddpcore.storage.limits import plain, shown
 
 try:
     import jinja2
@@ -88,6 +92,50 @@ def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Secti
     for bench in sources.benches:
         sections += _guarded(lambda one=bench: [bench_section(one)], bench.name)  # type: ignore[misc]
     return [one for one in sections if one.lines or one.tables or one.charts or one.problems]
+
+
+def bench_section(bench: Bench) -> Section:
+    """The section of a bench result.
+
+    Raises:
+        ValueError: no bench writes such a result, or a part of it is missing.
+    """
+    kind = kind_of(bench.result)
+    if kind is None:
+        raise ValueError(
+            f"{shown(bench.name)} is not the result of a bench that this version knows: run the bench again"
+        )
+    try:
+        parts, charts = kind.parts(bench.result), kind.charts(bench.result)
+        tables = [part for part in parts if isinstance(part, Table)]
+        captions = [_cell_text(table.caption) for table in tables if table.caption]
+        return Section(
+            title=f"{kind.title}: {bench.name}",
+            lines=[*(part for part in parts if isinstance(part, str)), *captions],
+            tables=[table_data(table) for table in tables],
+            charts=with_values(charts),
+        )
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{bench.name} is damaged or of another version ({plain(reason)}): run the bench again"
+        ) from None
+
+
+def table_data(table: Table) -> TableData:
+    """A table of the terminal as a table of the page."""
+    cells = [[_cell_text(cell) for cell in column.cells] for column in table.columns]
+    left = [column.justify == "left" for column in table.columns]
+    return TableData(
+        title=_cell_text(table.title or ""),
+        headings=[_cell_text(column.header) for column in table.columns],
+        rows=list(zip(*cells, strict=True)),
+        num_left=left.index(False) if False in left else len(left),
+    )
+
+
+def _cell_text(cell: Any) -> str:
+    return Text.from_markup(cell).plain if isinstance(cell, str) else str(cell)
 
 
 def _guarded(make: Callable[[], Sequence[Section]], what: str) -> Sequence[Section]:

@@ -5,48 +5,51 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ddpcore.report.chart import GREY, Chart, Series, band_parts, color_of, dash_of, distances, finite
+from ddpcore.display.chart import GREY, Chart, Series, band_parts, color_of, dash_of, distances, finite
 from ddpcore.storage.limits import plain
 
+_ON_MAP = {
+    "textposition": "top right",
+    "marker": {"color": "#ffffff", "size": 8, "line": {"color": "#000000", "width": 1}},
+}
 HEAT = "Cividis"  # readable with every colour blindness, and in grey
 
 
 def figure_of(chart: Chart) -> dict[str, Any]:
     """Data and layout of a chart, with short numbers."""
-    traces = {"bars": _bars, "dots": _bars, "heat": _heat, "contour": _contour, "network": _network}.get(
-        chart.kind, _lines
-    )(chart)
-    return {"data": traces, "layout": _layout(chart)}
+    of_kind = {"bars": _bars, "dots": _bars, "heat": _heat, "contour": _contour}.get(chart.kind)
+    return {"data": [*(of_kind(chart) if of_kind else ()), *_curves(chart)], "layout": _layout(chart)}
 
 
 def _layout(chart: Chart) -> dict[str, Any]:
+    layout: dict[str, Any] = {"showlegend": chart.has_legend}
     if chart.kind == "network":
         hidden = {"visible": False, "fixedrange": True}
-        return {"xaxis": hidden, "yaxis": {**hidden, "scaleanchor": "x"}, "showlegend": False}
+        return {"xaxis": hidden, "yaxis": {**hidden, "scaleanchor": "x"}, **layout}
     x_axis: dict[str, Any] = {"title": {"text": _text(chart.x_label)}, "type": "log" if chart.log_x else "-"}
     y_axis: dict[str, Any] = {"title": {"text": _text(chart.y_label)}, "type": "log" if chart.log_y else "-"}
     if chart.ticks:
-        x_axis |= {"tickmode": "array", "tickvals": list(chart.ticks), "ticktext": [*map(_tick, chart.ticks)]}
+        x_axis |= {"tickmode": "array", "tickvals": list(chart.ticks), "ticktext": [*map(_text, chart.tick_texts)]}
     if chart.kind == "heat":
         y_axis = {"type": "category", "autorange": "reversed"}
     if chart.kind in ("bars", "dots"):
         y_axis |= {"type": "category", "autorange": "reversed", "automargin": True}
-        return {"xaxis": x_axis, "yaxis": y_axis, "barmode": "group", "showlegend": len(chart.series) > 1}
+        layout |= {"barmode": "group"}
     if chart.kind == "contour":
-        return {"xaxis": x_axis, "yaxis": y_axis | {"type": "-"}, "showlegend": False, "hovermode": "closest"}
-    return {"xaxis": x_axis, "yaxis": y_axis, "showlegend": len(chart.series) > 1}
+        y_axis |= {"type": "-"}
+        layout |= {"hovermode": "closest"}
+    return {"xaxis": x_axis, "yaxis": y_axis, **layout}
 
 
-def _lines(chart: Chart) -> list[dict[str, Any]]:
+def _curves(chart: Chart) -> list[dict[str, Any]]:
     traces: list[dict[str, Any]] = []
-    for number, series in enumerate(chart.series):
-        color, x = color_of(series, number), _short(series.x)
-        name = _text(series.name)
+    for number, series in enumerate(chart.curves):
+        color, name = color_of(series, number), _text(series.name)
         traces += _band(series, color)
         trace: dict[str, Any] = {
-            "x": x, "y": _short(series.y), "name": name, "legendgroup": _text(series.group) or name,
+            "x": _short(series.x), "y": _short(series.y), "name": name, "legendgroup": _text(series.group) or name,
             "showlegend": not series.group, "mode": series.style.replace(
-                "points", "markers").replace("line", "lines"),
+                "points", "markers").replace("line", "lines").replace("names", "markers+text"),
             "line": {"color": color, "width": 1.8, "dash": dash_of(series, number)},
             "marker": {"color": color, "size": 7, "symbol": series.marker},
         }  # fmt: skip
@@ -54,6 +57,11 @@ def _lines(chart: Chart) -> list[dict[str, Any]]:
             trace["visible"] = "legendonly"
         if series.text is not None:
             trace["text"] = [_text(text) for text in series.text]
+        if series.style == "names":
+            trace |= {"hoverinfo": "text", "textfont": {"color": "#ffffff", "size": 10}}
+            trace |= {"marker": {"color": color, "size": 20}} if chart.kind == "network" else _ON_MAP
+        elif chart.kind == "network":
+            trace |= {"hoverinfo": "skip", "line": {"color": color, "width": 1}}
         traces.append(trace)
     return traces
 
@@ -121,34 +129,12 @@ def _contour(chart: Chart) -> list[dict[str, Any]]:
         "colorbar": {"thickness": 12, "tickmode": "array", "tickvals": [scale(level) for level in marked],
                      "ticktext": [f"{level:.3g}" for level in marked]},
     }  # fmt: skip
-    points = [
-        {"x": _short(series.x), "y": _short(series.y), "mode": "markers+text", "text": [*map(_text, series.text or ())],
-         "textposition": "top right", "hoverinfo": "text", "textfont": {"color": "#ffffff"},
-         "marker": {"color": "#ffffff", "size": 8, "line": {"color": "#000000", "width": 1}}}
-        for series in chart.series[num:]
-    ]  # fmt: skip
-    return [trace, *points]
-
-
-def _network(chart: Chart) -> list[dict[str, Any]]:
-    """The first series holds the lines between nodes, with gaps; the second the nodes, with their names."""
-    edges, nodes = chart.series
-    return [
-        {"x": _short(edges.x), "y": _short(edges.y), "mode": "lines", "hoverinfo": "skip",
-         "line": {"color": color_of(edges, 0), "width": 1}},
-        {"x": _short(nodes.x), "y": _short(nodes.y), "mode": "markers+text", "text": [*map(_text, nodes.text or ())],
-         "hoverinfo": "text", "textfont": {"color": "#ffffff", "size": 10},
-         "marker": {"color": color_of(edges, 0), "size": 20}},
-    ]  # fmt: skip
+    return [trace]
 
 
 def _text(text: str) -> str:
     """Text for plotly, which interprets some tags of HTML: a chart must show them as text."""
     return plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _tick(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else _text(str(value))
 
 
 def _short(values: Any) -> list[Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, TypeGuard
 
-from ddpcore.report.chart import Chart, Number, Section, Series, TableData, finite
+from ddpcore.display.chart import Chart, Number, Series, finite, network, with_values
+from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
+from ddpcore.topology.describe import MOST_DRAWN
 
 # Field of an epoch, or of the part of a statistics line, and the title and y label of its chart.
 _OF_EPOCHS = {
@@ -18,7 +20,6 @@ _OF_EPOCHS = {
     "accuracy": ("Accuracy on the evaluation split", "share of samples, 0 to 1", False),
 }
 _INTERVALS = "The band is the recorded interval. Where one end of the interval is open, there is no band."
-MOST_DRAWN = 64  # learners; more are not recorded, see ddpcore.topology.describe
 _DISTANCE = "distance from the mean"
 _SHOWN = ("strategy", "topology", "learners", "model", "dataset", "batch_size", "optimizer", "lr", "seed")
 
@@ -36,7 +37,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
 
 def labels(runs: Sequence[Run]) -> list[str]:
     """A short name for each run: its folder's name, or its path if two folders have the same name."""
-    short = [run.path.resolve().name for run in runs]
+    short = [run.path.parent.resolve().name for run in runs]
     return [plain(name if short.count(name) == 1 else run.name) for name, run in zip(short, runs, strict=True)]
 
 
@@ -108,7 +109,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> Section:
     for key, (title, y_label, log_y) in _OF_EPOCHS.items():
         for x_key, x_label in (("step", "step"), ("total_seconds", "seconds since the start")):
             series = [
-                _series(name, number, run.epochs, x_key, _value(key))
+                _series(name, number, run.epochs, x_key, methodcaller("get", key))
                 for number, (run, name) in enumerate(zip(runs, names, strict=True))
             ]
             charts.append(_chart(f"{title}, over {x_label.split()[0].rstrip('s')}s", x_label, y_label, series, log_y))
@@ -117,7 +118,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> Section:
         for number, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
     charts.append(_chart("Consensus distance", "step", _DISTANCE, consensus, True))
-    return Section(title="Curves", charts=_drawn(charts))
+    return Section(title="Curves", charts=with_values(charts))
 
 
 def _statistics(runs: Sequence[Run], names: Sequence[str]) -> Section:
@@ -136,7 +137,7 @@ def _statistics(runs: Sequence[Run], names: Sequence[str]) -> Section:
         _chart("Loss of the mean weights on the training set", "step", "mean loss", losses, True),
         _chart("Consensus distance at measured steps", "step", _DISTANCE, spreads, True),
     ]  # fmt: skip
-    return Section(title="Noise statistics", charts=_drawn(charts))
+    return Section(title="Noise statistics", charts=with_values(charts))
 
 
 def _relative_rate(row: dict[str, Any]) -> Any:
@@ -164,7 +165,7 @@ def _losses(run: Run, name: str) -> Section:
                   series=series, log_y=_positive(series),
                   note="The median of the learners, with a band from the smallest to the largest. "
                        "A click on a name switches its curve on and off." if len(curves) > 1 else "")  # fmt: skip
-    return Section(title=f"Steps of {name}", charts=_drawn([chart]))
+    return Section(title=f"Steps of {name}", charts=with_values([chart]))
 
 
 def _middle(curves: Mapping[int, tuple[list[int], list[Number]]]) -> Series:
@@ -190,23 +191,7 @@ def _topologies(runs: Sequence[Run], names: Sequence[str]) -> Section:
             note = f"{name}: {run.header['config'].get('topology')}"
             note += "" if gap is None else f", spectral gap {gap:.4g}"
             charts.append(network(note, num, drawn["edges"]))
-    return Section(title="Topologies", charts=_drawn(charts))
-
-
-def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Chart:
-    """A drawing of learners on a circle, with a line for each pair that exchanges weights."""
-    angles = [2 * math.pi * number / max(1, num_learners) for number in range(num_learners)]
-    x, y = [math.sin(angle) for angle in angles], [math.cos(angle) for angle in angles]
-    known = (pair for pair in edges if _is_pair(pair) and all(_is_index(one, num_learners) for one in pair))
-    pairs = sorted({tuple(sorted(pair)) for pair in known})
-    xs: list[Number] = []
-    ys: list[Number] = []
-    for one, other in pairs:
-        xs += [x[one], x[other], None]
-        ys += [y[one], y[other], None]
-    names = [str(number) for number in range(num_learners)]
-    series = [Series(name="edges", x=xs, y=ys), Series(name="learners", x=x, y=y, text=names)]
-    return Chart(title=title, kind="network", series=series)
+    return Section(title="Topologies", charts=with_values(charts))
 
 
 def _are_numbers(learners: Any) -> TypeGuard[list[int]]:
@@ -243,14 +228,6 @@ def _chart(title: str, x_label: str, y_label: str, series: Sequence[Series], log
 def _positive(series: Sequence[Series]) -> bool:
     """Whether a logarithmic axis can show all values."""
     return all(value > 0 for one in series for value in one.y if value is not None)
-
-
-def _drawn(charts: Iterable[Chart]) -> list[Chart]:
-    return [chart for chart in charts if any(one.y for one in chart.series)]
-
-
-def _value(key: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda row: row.get(key)
 
 
 def _part(row: dict[str, Any], part: str, key: str) -> Any:

@@ -9,31 +9,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ddpcore.report.landscapes import Surface, read_surface
-from ddpcore.report.study_folder import MANIFEST, RESULTS
+from ddpcore.experiments.folder import MANIFEST, RESULTS
+from ddpcore.records.run import LANDSCAPES, RECORD, STEPS, RunRecord, has_step, rank_of, step_file
+from ddpcore.records.surface import Surface, read_surface
 from ddpcore.storage.json_lines import read_json, read_lines
 from ddpcore.storage.limits import plain, shown
 
-RECORD = "record.jsonl"
-LANDSCAPES = "landscape"  # a folder with the files of landscapes
-STEPS = "steps"  # a folder with the files rank-N.jsonl
+_OTHERS = ": the report shows the other lines"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run of ``train``: its lines by kind, the recorded steps of each rank, its landscapes, and what is wrong."""
+class Run(RunRecord):
+    """The record of a run, its name, the recorded steps of each rank, and its landscapes."""
 
     name: str
-    path: Path
-    header: dict[str, Any]
-    epochs: list[dict[str, Any]]
-    statistics: list[dict[str, Any]]
-    final: dict[str, Any]
-    resumed: list[dict[str, Any]]
     steps: dict[int, list[dict[str, Any]]]
-    problems: list[str]
-    members: list[dict[str, Any]] = field(default_factory=list)
-    hessian: list[dict[str, Any]] = field(default_factory=list)
     landscapes: dict[str, Surface] = field(default_factory=dict)
 
 
@@ -103,39 +93,20 @@ def read_run(path: Path) -> Run:
     Raises:
         ValueError: the record has no readable line.
     """
-    lines, problems = _lines(path / RECORD)
-    headers = [line for line in lines if line.get("kind") == "run" and isinstance(line.get("config"), dict)]
-    if not headers and lines and problems:
-        headers = [{"config": {}}]  # damaged, and a problem says so: the other lines are shown
-    if not headers:
-        reason = problems[0] if problems else f"{path / RECORD}: no line is of kind run: train into this folder first"
-        raise ValueError(reason)
-
-    def of(kind: str) -> list[dict[str, Any]]:
-        return [line for line in lines if line.get("kind") == kind and _has_step(line)]
-
+    try:
+        record = RunRecord.read(path)
+    except OSError as error:
+        raise ValueError(plain(f"{path / RECORD} cannot be read ({error.strerror}): it is not shown")) from None
+    problems = [f"{plain(problem)}{_OTHERS}" for problem in record.problems]
+    header = record.header if isinstance(record.header.get("config"), dict) else {**record.header, "config": {}}
     steps: dict[int, list[dict[str, Any]]] = {}
-    for file in _files(path / STEPS, "rank-*.jsonl", "steps", problems):
-        number = file.stem.removeprefix("rank-")
-        if number.isascii() and number.isdigit():
-            of_rank, more = _lines(file)
-            steps[int(number)] = [line for line in of_rank if _has_step(line)]
-            problems += more
-    final, landscapes = of("end"), _landscapes(path / LANDSCAPES, problems)
-    return Run(
-        name=str(path),
-        path=path,
-        header=headers[0],
-        epochs=of("epoch"),
-        statistics=of("statistics"),
-        final=final[-1] if final else {},
-        resumed=of("resume"),
-        steps=dict(sorted(steps.items())),
-        problems=problems,
-        members=of("members"),
-        hessian=of("hessian"),
-        landscapes=landscapes,
-    )
+    for file in _files(path / STEPS, step_file("*"), "steps", problems):
+        rank = rank_of(file)
+        if rank is not None:
+            steps[rank] = [line for line in _lines(file, problems) if has_step(line)]
+    landscapes = _landscapes(path / LANDSCAPES, problems)
+    more = {"header": header, "problems": problems, "steps": dict(sorted(steps.items())), "landscapes": landscapes}
+    return Run(**{**vars(record), **more}, name=str(path))
 
 
 def _landscapes(folder: Path, problems: list[str]) -> dict[str, Surface]:
@@ -160,17 +131,15 @@ def _files(folder: Path, pattern: str, what: str, problems: list[str]) -> list[P
     return [folder / name for name in names if fnmatchcase(name, pattern) and not name.startswith(".")]
 
 
-def _has_step(line: dict[str, Any]) -> bool:
-    return isinstance(line.get("step"), int) and abs(line["step"]) < 2**53
-
-
-def _lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The lines that are not damaged, and a sentence for each that is."""
+def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The lines that are not damaged."""
     try:
         found = read_lines(path)
     except OSError as error:
-        return [], [plain(f"{path} cannot be read ({error.strerror}): it is not shown")]
-    return found.rows, [f"{plain(problem)}: the report shows the other lines" for problem in found.problems]
+        problems.append(plain(f"{path} cannot be read ({error.strerror}): it is not shown"))
+        return []
+    problems += [f"{plain(problem)}{_OTHERS}" for problem in found.problems]
+    return found.rows
 
 
 def read_bench(path: Path) -> Bench:

@@ -6,18 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpcore.report.chart import Chart, Section, Series, TableData, finite
-from ddpcore.report.compare import compare
-from ddpcore.report.experiments import about_runs, claim_cells, comparison_cells, run_label
-from ddpcore.report.study_charts import study_charts
+from ddpcore.experiments.charts import curve_charts, study_charts
+from ddpcore.experiments.compare import compare
+from ddpcore.experiments.tables import about_runs, claim_cells, comparison_cells, run_label
+from ddpcore.report.section import Section, TableData
 from ddpcore.storage.limits import plain
-
-_CURVES = {
-    "effective_lr": "Effective / set learning rate",
-    "loss": "Training loss of the mean",
-    "noise": "Noise strength",
-}
-_MOST_CURVES = 12  # rows in one chart; more cannot be told apart
 
 
 def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -67,7 +60,7 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     notes = TableData(title="Notes", headings=["note"], rows=[[note] for note in comparison["notes"]])
     every = TableData(title="All metrics", headings=heading, rows=rows, num_left=2)
     lines = [comparison["question"], f"Published: {comparison['source']}.", *about_runs(comparison)]
-    charts = [*study_charts(comparison, labels), *_curve_charts(comparison, labels)]
+    charts = [*study_charts(comparison, labels), *curve_charts(comparison, labels)]
     folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
     return Section(
         title=comparison["title"],
@@ -78,23 +71,3 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
         charts_first=True,
         problems=[plain(f"{problem}: the rest is shown") for problem in comparison["problems"]],
     )
-
-
-def _curve_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Chart]:
-    """The statistics of the first seed of each row, over steps; the others are in the folder."""
-    charts = []
-    for label, curves in zip(labels, comparison["curves"], strict=True):
-        for key, title in _CURVES.items():
-            series = [
-                Series(name=row, x=seeds[0]["step"], y=[finite(value) for value in seeds[0][key]])
-                for row, seeds in list(curves.items())[:_MOST_CURVES]
-            ]
-            if series:
-                log_y = key != "effective_lr" and all(y > 0 for one in series for y in one.y if y is not None)
-                note = f"The first seed of each row{_left_out(len(curves))}: {label}."
-                charts.append(Chart(title=title, x_label="step", y_label=key, series=series, log_y=log_y, note=note))
-    return charts
-
-
-def _left_out(num: int) -> str:
-    return f", of the first {_MOST_CURVES} of {num} rows" if num > _MOST_CURVES else ""

@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpcore.report.chart import Chart, Section, Series, TableData, finite
+from ddpcore.display.chart import Chart, Series, finite
+from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 
 _PARTS = {

@@ -1,8 +1,9 @@
 """Whole training runs: config, training loop, record, checkpoints."""
 
+from ddpcore.records.run import RunRecord
+
 from .config import TrainConfig
 from .finished import FinishedRun
-from .record import RunRecord
 from .run import Interrupted, join_run, train
 from .trainer import Trainer
 

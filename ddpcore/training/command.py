@@ -12,13 +12,13 @@ import torch
 
 from ddpcore.comm import choose_backend
 from ddpcore.options.command_line import check, option, parse
+from ddpcore.records.run import CHECKPOINTS, RunRecord
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import TIMEOUT_SECONDS, World
 from ddpcore.storage.limits import plain, shown
 from ddpcore.training.build import check_connection
 from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig
-from ddpcore.training.record import RunRecord
 from ddpcore.training.run import Interrupted, join_run, train
 from ddpcore.training.settings import settings
 
@@ -97,7 +97,7 @@ def _start(options: TrainOptions) -> None:
     torchrun = launch.torchrun_world()
     world_size = options.world_size if torchrun is None else torchrun.world_size
     given = {} if options.timeout is None else {"timeout": options.timeout}
-    left = members_left(options.folder / "checkpoints") if options.resume and world_size > 1 else None
+    left = members_left(options.folder / CHECKPOINTS) if options.resume and world_size > 1 else None
     learners = world_size if left is None else left.first
     config = TrainConfig(**{"learners": learners, **settings(options.fields), **given})
     if left is not None and torchrun is None and len(left.members) != world_size:

@@ -21,6 +21,7 @@ from ddpcore.optim.schedules import SCHEDULES
 from ddpcore.options.command_line import SEED_RANGE
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, typed, without_numpy
+from ddpcore.records.run import BOOKKEEPING
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite
 from ddpcore.strategies.nonfinite import ON_NONFINITE
@@ -33,12 +34,6 @@ DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
 GROWTH_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of batch size / batch_size, in the learning rate
 EVALUATION_SPLITS = ("test", "validation")
-# Fields that change no result: they may change when a run is resumed.
-BOOKKEEPING = (
-    *("data_dir", "download", "timeout", "checkpoint_every", "keep_last", "keep_best", "save_nonfinite"),
-    "record_steps",
-)
-
 # Fields that name a part of the run, and the registry of such parts. The options of `model` are in `model_options`.
 REGISTRIES: Mapping[str, Registry[Any]] = {
     "model": MODELS,

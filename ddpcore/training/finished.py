@@ -13,14 +13,13 @@ from ddpcore.data import Dataset
 from ddpcore.data.shards import permutation
 from ddpcore.diagnostics import DataLoss
 from ddpcore.options.typed import check_choice
+from ddpcore.records.run import MODEL, RunRecord
 from ddpcore.storage.limits import plain, shown
 from ddpcore.training.build import LearnerPlacement, build_model, read_dataset
 from ddpcore.training.checkpoint import load_safetensors
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.evaluation import BATCH_SIZE
-from ddpcore.training.record import RunRecord
 
-MODEL = "model.safetensors"
 _KEY = (0, 0, 0, 4)  # key of the permutation of the samples; no other random draw uses this key
 
 

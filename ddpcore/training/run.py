@@ -12,6 +12,7 @@ import torch
 
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.data import Dataset, total_variation
+from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
@@ -19,14 +20,12 @@ from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.storage.limits import shown
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
-from ddpcore.training import record
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.joining import remove_address, store_of, write_address
 from ddpcore.training.loop import Loop
 from ddpcore.training.progress import Progress
-from ddpcore.training.record import RunRecord
 from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
 from ddpcore.training.statistics import Measurements, check_samples
 from ddpcore.training.step_record import StepRecorder
@@ -73,7 +72,7 @@ def train(
     """
     out = Path(out)
     may_shrink = config.on_failure == "shrink" and world is not None and world.world_size > 1
-    left = members_left(out / "checkpoints") if resume and may_shrink else None
+    left = members_left(out / CHECKPOINTS) if resume and may_shrink else None
     placement = LearnerPlacement.of(config, world, left)
     load_safetensors()  # a missing package is reported before the training
     if tensorboard:
@@ -143,7 +142,7 @@ def _train(
     comm = trainer.handle.comm if isinstance(trainer.handle.comm, ElasticCommunicator) else None
     rank = world.rank if comm is None else comm.rank
     checkpoints = Checkpoints(
-        folder=out / "checkpoints", config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
+        folder=out / CHECKPOINTS, config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
     )
     progress = _resume(placement, trainer, measured, checkpoints) if resume else None
     recorder = StepRecorder(out, rank, trainer) if config.record_steps else nullcontext()
@@ -192,7 +191,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     Raises:
         ValueError: the folder holds another run, or any run while ``resume`` is False.
     """
-    path, checkpoints = out / record.FILE, out / "checkpoints"
+    path, checkpoints = out / RECORD, out / CHECKPOINTS
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{shown(out)} holds a run already: take another folder, or resume=True to go on with it")
     lines = read_lines(path)

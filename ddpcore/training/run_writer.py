@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.extras import extra
+from ddpcore.records.run import MODEL, RECORD
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import JsonLines, read_lines, to_json, write_lines
-from ddpcore.training import record
 
 OnRecord = Callable[[dict[str, Any]], None]
 
@@ -40,7 +40,7 @@ class RunWriter:
         tensorboard: bool = False,
         on_record: OnRecord | None = None,
     ) -> None:
-        path = out / record.FILE
+        path = out / RECORD
         known = read_lines(path)
         for problem in known.problems:
             self.warn(f"{problem}: the run goes on without it")
@@ -93,7 +93,7 @@ class RunWriter:
 
     def write_model(self, content: bytes) -> None:
         """Write the averaged model at the end, in the format of safetensors."""
-        replace_file(self._out / "model.safetensors", content)
+        replace_file(self._out / MODEL, content)
 
 
 def load_tensorboard() -> Any:

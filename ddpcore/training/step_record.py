@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpcore.records.run import STEPS, rank_of, step_file
 from ddpcore.storage.json_lines import JsonLines, read_lines, write_lines
 from ddpcore.training.trainer import Trainer
-
-FOLDER = "steps"
 
 
 class StepRecorder:
@@ -35,13 +34,13 @@ class StepRecorder:
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
-        path = out / FOLDER / f"rank-{rank}.jsonl"
+        path = out / STEPS / step_file(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         _keep(path, trainer.num_steps)
         membership = trainer.handle.comm.membership
         if membership is not None and rank == membership.members[0]:  # also of ranks that are gone
-            for other in path.parent.glob("rank-*.jsonl"):
-                if other.stem.removeprefix("rank-") not in map(str, membership.members):
+            for other in path.parent.glob(step_file("*")):
+                if rank_of(other) not in membership.members:
                     _keep(other, trainer.num_steps)
         self._file = JsonLines(path)
         self._trainer = trainer

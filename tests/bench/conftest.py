@@ -12,7 +12,7 @@ import torch
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import optim
 from ddpcore.bench.commands import COMMANDS
-from ddpcore.report import plot_option
+from ddpcore.display import plot_option
 from ddpcore.runtime import launch
 
 

@@ -15,8 +15,8 @@ from ddpcore.bench import __main__ as bench
 from ddpcore.bench import buckets, comm, environment
 from ddpcore.bench.bucket_sizes import parse_sizes
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
+from ddpcore.display import plot_option
 from ddpcore.models import MODELS
-from ddpcore.report import plot_option
 from ddpcore.runtime import launch
 from helpers import ranks
 from helpers.drawn import words_drawn

@@ -9,8 +9,6 @@ import pytest
 
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import demo
-from ddpcore.report.benches import plot_bench
-from ddpcore.report.demo import demo_charts, seen
 from ddpcore.runtime.launch import World
 
 
@@ -26,18 +24,18 @@ def test_dpsgd_trains_where_ssgd_fails(result: dict[str, Any]) -> None:
     errors = {row["strategy"]: row["test_error_pct"] for row in result["rows"]}
     assert errors["dpsgd"][0] < 6
     assert errors["ssgd"][0] > 20
-    assert seen(result).startswith("At learning rate 1.2, 1 of 1 runs of SSGD fail")
+    assert demo.seen(result).startswith("At learning rate 1.2, 1 of 1 runs of SSGD fail")
 
 
 def test_the_plot_and_a_result_without_a_gap(result: dict[str, Any], tmp_path: Path) -> None:
-    plot_bench(result, tmp_path / "demo.svg")
+    demo.KIND.draw(result, tmp_path / "demo.svg")
     text = (tmp_path / "demo.svg").read_text()
     assert all(f"<!-- {word}" in text for word in ("SSGD: averages gradients", "5 learners, handwritten digits"))
-    (chart,) = demo_charts(result)
+    (chart,) = demo.charts(result)
     assert [series.y for series in chart.series[::2]] == [[row["median_pct"]] for row in result["rows"]]
     assert [series.y for series in chart.series[1::2]] == [row["test_error_pct"] for row in result["rows"]]
     rows = [row | {"num_failed": 0} for row in result["rows"]]
-    assert seen({**result, "rows": rows}) == "No learning rate here separates the two strategies."
+    assert demo.seen({**result, "rows": rows}) == "No learning rate here separates the two strategies."
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:

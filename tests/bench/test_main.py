@@ -71,7 +71,7 @@ def rows_of(line: str, folder: Path, start: Start = command) -> tuple[dict[str, 
     done = start(f"{line} --json out.json", folder)
     assert done.returncode == 0, done.stderr
     result = strict((folder / "out.json").read_text())
-    assert set(result) - {"checksum"} == {"environment", "model", "dataset", "batch_size", "rows"}
+    assert set(result) - {"checksum"} == {"environment", "model", "dataset", "batch_size", "steps", "rows"}
     assert set(result["environment"]) == ENVIRONMENT
     for row in result["rows"]:
         assert set(row) == ROW

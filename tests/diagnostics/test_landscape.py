@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddpcore.diagnostics import DataLoss, Hessian, Plane, eigenvector_plane, landscape, plane_through, random_plane
+from ddpcore.display.surfaces import plot_surfaces
 from ddpcore.distributed.averaging import recalibrate
-from ddpcore.report.landscapes import Surface, plot_surfaces, read_surface, write_surface
+from ddpcore.records.surface import Surface, read_surface, write_surface
 
 X, Y = np.linspace(-1, 1, 5), np.linspace(-0.5, 1, 4)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ddpcore.experiments.compare import compare
 from ddpcore.experiments.folder import Folder
-from ddpcore.report.compare import compare
 
 Main = Callable[..., tuple[int, str, str]]
 

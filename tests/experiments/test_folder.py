@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from ddpcore.experiments import commands as command
-from ddpcore.experiments.folder import Folder
+from ddpcore.experiments.folder import Folder, read_results
 from ddpcore.experiments.plan import Datasets, RunPlan
-from ddpcore.report.study_folder import read_results
 from ddpcore.storage.files import locked
 from ddpcore.training import run as engine_run
 from ddpcore.training.loop import Loop

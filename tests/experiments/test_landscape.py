@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ddpcore.diagnostics import random_plane
-from ddpcore.report.landscapes import read_surface
+from ddpcore.records.surface import read_surface
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.training import FinishedRun, TrainConfig, train
 from helpers import ranks

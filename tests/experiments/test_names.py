@@ -13,15 +13,16 @@ from rich.console import Console
 from ddpcore import training
 from ddpcore.bench.__main__ import main as bench
 from ddpcore.data import load_dataset
+from ddpcore.display.plot_option import check_plot
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import load_study
+from ddpcore.records.run import RECORD
+from ddpcore.records.surface import read_surface
 from ddpcore.report.__main__ import main as report
-from ddpcore.report.landscapes import read_surface
-from ddpcore.report.plot_option import check_plot
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import JsonLines
-from ddpcore.training import RunRecord, TrainConfig, record
+from ddpcore.training import RunRecord, TrainConfig
 from ddpcore.training.checkpoint import Checkpoints
 from ddpcore.training.command import main as train
 
@@ -106,7 +107,7 @@ def _not_empty(path: Path) -> None:
 
 def _another_run(path: Path) -> None:
     path.mkdir()
-    (path / record.FILE).write_text('{"kind": "other"}\n')
+    (path / RECORD).write_text('{"kind": "other"}\n')
     RunRecord.read(path)
 
 
@@ -124,7 +125,7 @@ def _no_samples(path: Path) -> None:
 
 def _a_run_is_there(path: Path) -> None:
     path.mkdir()
-    (path / record.FILE).write_text('{"kind": "run"}\n')
+    (path / RECORD).write_text('{"kind": "run"}\n')
     training.train(TrainConfig(epochs=1), out=path)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ddpcore.data import ShardedBatches, load_dataset
 from ddpcore.experiments import study
-from ddpcore.report.claims import Outcome, judge
+from ddpcore.experiments.claims import Outcome, judge
 
 NAMES = (
     "batch-size-cifar10",

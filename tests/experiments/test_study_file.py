@@ -64,6 +64,20 @@ DAMAGE = {
         f"train_loss = 1{'0' * 400}",
         ["row a: published.train_loss is", "finite number"],
     ),
+    **{
+        f"a chart {name}": ("[[claims]]", f"[[charts]]\n{chart}\n[[claims]]", says)
+        for name, chart, says in (
+            ("of no field", 'x = "lrr"\nby = "strategy"', ["a chart's field has no 'lrr'", "did you mean 'lr'?"]),
+            ("by no field", 'x = "lr"\nby = "topolog"', ["a chart's field has no 'topolog'"]),
+            ("of no row", 'x = "lr"\nlines = { one = ["x-*"] }', ["rows has no 'x-*'"]),
+            ("of no value", 'x = "lr"\nvalues = [1]\nlines = { one = ["{x}"] }', ["rows has no '1'"]),
+            ("without lines", 'x = "lr"', ["the chart over lr: give lines, or by without values"]),
+            ("over both", 'x = "lr"\nby = "lr"\nlines = {}', ["the chart over lr: give lines, or by without values"]),
+            ("over nothing", 'by = "lr"', ["a chart has no 'x'"]),
+            ("of other values", 'x = "lr"\nvalues = [[1]]\nlines = {}', ["a chart: values is [[1]]"]),
+            ("of another key", 'x = "lr"\nline = {}', ["a chart has no 'line'"]),
+        )
+    },
     "a claim of no row": ('mean("b")\'', 'mean("b") or all_seeds(1 < 2)\'', ["claim", "value(row)"]),
 }
 

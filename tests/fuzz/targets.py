@@ -17,7 +17,7 @@ import numpy as np
 
 from ddpcore.data import features, mnist
 from ddpcore.experiments.study import load_study
-from ddpcore.report.landscapes import read_surface
+from ddpcore.records.surface import read_surface
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.training.checkpoint import Checkpoints
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from ddpcore.report.benches import plot_bench
+from ddpcore.bench.commands import kind_of
 
 
 def words_drawn(result: dict[str, Any], folder: Path) -> set[str]:
     """All texts of the SVG file that ``--plot`` writes; skips the rest of the test without matplotlib."""
     pytest.importorskip("matplotlib")
-    plot_bench(result, folder / "out.svg")
+    kind = kind_of(result)
+    assert kind is not None
+    kind.draw(result, folder / "out.svg")
     return set(re.findall(r"<!-- (.*?) -->", (folder / "out.svg").read_text()))

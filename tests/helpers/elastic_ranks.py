@@ -31,12 +31,12 @@ from ddpcore import Connection, training
 from ddpcore.comm.membership import Change
 from ddpcore.comm.own_group import own_client
 from ddpcore.comm.roll_call import last_run
+from ddpcore.records.run import RECORD
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
 from ddpcore.training import RunRecord, TrainConfig, command
-from ddpcore.training.record import FILE
 from helpers.connection import connected
 from helpers.forked import without_gloo
 from helpers.oracle import outer
@@ -319,8 +319,8 @@ def cut_back(out: Path, copy: Path, step: int) -> None:
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
     (copy / "model.safetensors").unlink()
-    rows = read_lines(copy / FILE).rows
-    write_lines(copy / FILE, [row for row in rows if row["kind"] != "end"])
+    rows = read_lines(copy / RECORD).rows
+    write_lines(copy / RECORD, [row for row in rows if row["kind"] != "end"])
 
 
 def run_trial(trial: Trial) -> list[Any]:

@@ -28,7 +28,7 @@ from ddpcore.runtime import launch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # torch imports its compiler in the first step of an optimizer: four seconds that each process would spend again.
-PRELOADED = ["torch._dynamo", "ddpcore.bench.run", "ddpcore.bench.predict", "ddpcore.report.compare", "networkx"]
+PRELOADED = ["torch._dynamo", "ddpcore.bench.run", "ddpcore.bench.predict", "ddpcore.experiments.compare", "networkx"]
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, landscape, random_plane
 from ddpcore.optim import FusedSGD
-from ddpcore.report.landscapes import read_surface, write_surface
+from ddpcore.records.surface import read_surface, write_surface
 from ddpcore.storage.json_lines import to_json
 from helpers import noise_training
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ddpcore.report.benches import bench_section
-from ddpcore.report.chart import Chart, Section
-from ddpcore.report.page import page_of
+from ddpcore.display.chart import Chart
+from ddpcore.report.page import bench_section, page_of
+from ddpcore.report.section import Section
 from ddpcore.report.sources import Bench, read_sources
 
 HERE = {

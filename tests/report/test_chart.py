@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpcore.display.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, thinned, thinned_chart
+from ddpcore.display.picture import height_of, svg_of
+from ddpcore.records.run import BOOKKEEPING
 from ddpcore.report.baseline import Measure, baseline_section, verdict
-from ddpcore.report.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, color_of, dash_of, thinned, thinned_chart
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.sources import Bench, Sources, read_sources
-from ddpcore.report.static_chart import height_of, svg_of
-from ddpcore.report.study_charts import lines_of, study_charts
 from ddpcore.report.timeline import timeline_sections, what_if
 
 Make = Any  # of conftest.py
@@ -145,6 +143,17 @@ def test_runs_that_differ_in_more_than_their_seed_are_not_compared(make_run: Mak
     assert baseline_section(read_sources([light]), before, [], []).problems
 
 
+def test_fields_that_change_no_result_do_not_tell_runs_apart(make_run: Make) -> None:
+    """All of them, such as the timeout, and what a run saves."""
+    others = {"timeout": 9.0, "save_nonfinite": True, "data_dir": "elsewhere", "keep_last": 7, "keep_best": True}
+    others |= {"checkpoint_every": 3, "download": True, "record_steps": True}
+    assert set(others) == set(BOOKKEEPING)
+    for field, value in others.items():
+        runs, before = (read_sources([make_run(f"{name}-{field}")]) for name in ("now", "before"))
+        before.runs[0].header["config"][field] = value
+        assert len(baseline_section(runs, before, [], []).tables[0].rows) == 3, field
+
+
 def test_a_band_has_no_values_between_its_parts() -> None:
     """Plotly joins a band over the points that have none."""
     for library in ("plotly", "matplotlib"):
@@ -168,95 +177,6 @@ def test_pictures_are_drawn_without_a_word(recwarn: pytest.WarningsRecorder) -> 
     assert len(recwarn) == 0
 
 
-def test_lines_by_names_and_by_configs() -> None:
-    rows = [f"{rule}-{size}" for rule in ("sgd", "lamb") for size in (1024, 256, 512)]
-    found = lines_of([*rows, "other"], {})
-    assert found is not None
-    assert found.lines == {
-        rule: [(256.0, f"{rule}-256"), (512.0, f"{rule}-512"), (1024.0, f"{rule}-1024")] for rule in ("sgd", "lamb")
-    }
-    configs = {f"a-{word}": {"lr": lr, "model": "m"} for word, lr in (("full", 0.4), ("half", 0.2), ("low", 0.1))}
-    found = lines_of(list(configs), configs)
-    assert (
-        found is not None
-        and found.variable == "lr"
-        and found.lines == {"a": [(0.1, "a-low"), (0.2, "a-half"), (0.4, "a-full")]}
-    )
-    assert lines_of(["a", "b", "c-1", "c-2"], {}, fewest=2) is None, "two values are no line"
-    pairs = [f"{rule}-{size}" for rule in ("sgd", "lamb") for size in (256, 8192)]
-    assert lines_of(pairs, {}) is None
-    found = lines_of(pairs, {}, fewest=2)
-    assert found is not None and list(found.lines) == ["sgd", "lamb"], "but several such lines are a chart"
-
-
-def test_lines_are_of_one_variable_and_no_row_is_on_two() -> None:
-    """Branches of k times the batch after S steps are lines over k, and not over S, which other rows have too."""
-    branches = {step: [f"at-{step}-{k}" for k in (1, 2, 4, 8)] for step in (20, 40, 60)}
-    found = lines_of([*(f"until-{step}" for step in branches), *chain(*branches.values())], {})
-    assert found is not None
-    assert found.lines == {
-        f"at-{step}": [(float(row.split("-")[-1]), row) for row in rows] for step, rows in branches.items()
-    }
-
-
-def test_charts_of_a_study() -> None:
-    """Rows on lines are in the first chart, each list has at most twenty rows, and no row with a number is lost."""
-    rows = [*(f"sgd-{size}" for size in range(1, 41)), *(f"row {chr(97 + number)}" for number in range(25))]
-    lines = [
-        {"row": row, "metric": "m", "published": float(number), "config": {},
-         "measured": [None if number % 2 else {"num_seeds": 1, "mean": 1.0 * number, "min": 0.0, "max": 9.0}]}
-        for number, row in enumerate(rows)
-    ]  # fmt: skip
-    empty = {"row": "not run", "metric": "m", "published": None, "config": {}, "measured": [None]}
-    lines.append(empty)
-    first, *lists = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
-    published, measured = first.series
-    assert published.marker == "diamond" and published.y == list(range(40)) and published.group == measured.name
-    assert list(measured.y) == list(range(0, 40, 2)), "rows that were not run are left out"
-    assert [len(chart.series[0].x) for chart in lists] == [20, 5]
-    assert [row for chart in lists for row in chart.series[0].x] == rows[40:]
-
-
-def of_study(rows: dict[str, dict[str, Any]], num_seeds: dict[str, int] | None = None) -> list[Chart]:
-    """Charts of a study of these rows and configs. Each ran with one seed, or as often as ``num_seeds`` says."""
-    ran = dict.fromkeys(rows, 1) | (num_seeds or {})
-    lines = [
-        {"row": row, "metric": "m", "published": None, "config": config,
-         "measured": [{"num_seeds": ran[row], "mean": 1.0, "min": 1.0, "max": 1.0}]}
-        for row, config in rows.items()
-    ]  # fmt: skip
-    return study_charts({"metrics": ["m"], "lines": lines, "configs": rows}, ["measured"])
-
-
-def test_rows_of_a_second_variable_are_lines_too() -> None:
-    """Of rates and of trust coefficients: each has its chart. One seed has no band."""
-    rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"lr": lr, "optimizer_options": {}} for lr in (0.1, 0.2, 0.4, 0.8)}
-    rows |= {f"lars-0.1-{trust}": {"lr": 0.1, "optimizer_options": {"trust_coefficient": trust}} for trust in (1, 2, 3)}
-    first, second, rest = of_study(rows | {"other": {}})
-    assert (first.x_label, second.x_label) == ("lr", "trust_coefficient")
-    assert [list(chart.series[0].x) for chart in (first, second, rest)] == [[0.1, 0.2, 0.4, 0.8], [1, 2, 3], ["other"]]
-    assert rest.title == "m of the other rows"
-    assert first.series[0].low is None and "bands" not in first.note
-    assert first.note.startswith("sgd: ") and second.note.startswith("lars-0.1: "), "one line has no legend"
-
-
-def test_lines_of_two_values() -> None:
-    """Several of them are a chart, after those with more values."""
-    rows: dict[str, dict[str, Any]] = {f"sgd-{size}": {"batch_size": size} for size in (1, 2, 4, 8)}
-    pairs = {f"fair-{rule}-{size}": {"batch_size": size, "optimizer": rule} for rule in "ab" for size in (2, 8)}
-    first, second = of_study(rows | pairs)
-    assert [series.name for series in first.series] == ["sgd"]
-    assert [(series.name, list(series.x)) for series in second.series] == [("fair-a", [2, 8]), ("fair-b", [2, 8])]
-
-
-def test_rows_without_a_number_are_on_no_line() -> None:
-    """Runs that all diverged are in the list."""
-    rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"lr": lr} for lr in (0.1, 0.2, 0.4)}
-    diverged: dict[str, dict[str, Any]] = {f"lars-{size}": {"batch_size": size} for size in (1, 2, 3, 4)}
-    first, rest = of_study(rows | diverged, dict.fromkeys(diverged, 0))
-    assert (first.kind, first.x_label, rest.kind, list(rest.series[0].x)) == ("lines", "lr", "dots", list(diverged))
-
-
 def test_a_picture_of_many_lines_names_them() -> None:
     """It is as high as its legend, up to thirty lines; with more it has none."""
     pytest.importorskip("matplotlib")
@@ -268,61 +188,3 @@ def test_a_picture_of_many_lines_names_them() -> None:
     assert all(f"<!-- line {number} -->" in svg_of(chart(30)) for number in range(30))
     assert height_of(chart(30)) >= 30 * 0.18 > height_of(chart(31)) == height_of(chart(2))
     assert "<!-- line 1 -->" not in svg_of(chart(31)), "a legend that is higher than the picture"
-
-
-def test_many_lines_of_a_study_are_told_apart() -> None:
-    """No two have both the same colour and the same dash, and bands that would hide each other are left out."""
-    lines = [
-        {"row": f"{rule}-{size}", "metric": "m", "published": None, "config": {},
-         "measured": [{"num_seeds": 2, "mean": 1.0 * size, "min": 0.0, "max": 9.0}]}
-        for rule in "abcdefghij" for size in (1, 2, 4)
-    ]  # fmt: skip
-    (many,) = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
-    drawn = [(color_of(series, number), dash_of(series, number)) for number, series in enumerate(many.series)]
-    assert len(set(drawn)) == len(drawn) == 10
-    assert all(series.low is series.high is None for series in many.series) and "bands" not in many.note
-    (few,) = study_charts({"metrics": ["m"], "lines": lines[:9], "configs": {}}, ["measured"])
-    assert all(series.low == [0.0] * 3 for series in few.series) and "bands" in few.note
-    for line in lines[18:]:
-        line["measured"][0]["num_seeds"] = 1
-    (some,) = study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["measured"])
-    assert [series.low is not None for series in some.series] == [True] * 6 + [False] * 4, "one seed has no band"
-    two = [{**line, "measured": [line["measured"][0] | {"num_seeds": count} for count in (3, 1)]} for line in lines[:3]]
-    (pair,) = study_charts({"metrics": ["m"], "lines": two, "configs": {}}, ["cpu", "full"])
-    assert [series.low is not None for series in pair.series] == [True, False], "of one folder alone"
-
-
-def test_more_lines_than_colours_of_two_runs() -> None:
-    """Each run has its own chart, where lines are told apart as in one of this run alone."""
-
-    def charts(count: int, means: Sequence[float | None]) -> list[Chart]:
-        lines = [
-            {"row": f"{rule}-{size}", "metric": "m", "published": 5.0, "config": {},
-             "measured": [mean and {"num_seeds": 1, "mean": mean, "min": mean, "max": mean} for mean in means]}
-            for rule in "abcdefghij"[:count] for size in (1, 2, 4)
-        ]  # fmt: skip
-        return study_charts({"metrics": ["m"], "lines": lines, "configs": {}}, ["cpu", "full"][: len(means)])
-
-    assert len(charts(6, [1.0, 2.0])) == len(charts(7, [1.0])) == 1
-    first, second = charts(7, [1.0, 2.0])
-    assert (first.title, first.note) == (
-        "m over value in the row's name, cpu",
-        "cpu. Lines: measured means. Diamonds: published.",
-    )
-    assert second.title.endswith(", full")
-    for chart, mean in ((first, 1.0), (second, 2.0)):
-        measured = [series for series in chart.series if series.style == "line+points"]
-        assert [series.name for series in measured] == list("abcdefg")
-        assert all(list(series.y) == [mean] * 3 for series in measured)
-        assert len({(color_of(series, 0), dash_of(series, 0)) for series in measured}) == 7
-    (only,) = charts(7, [None, 2.0])
-    assert only.title.endswith(", full"), "a run without a number has no chart"
-
-
-@pytest.mark.parametrize("name", ["batch-size-cifar10", "saddle-escape"])
-def test_committed_studies_have_lines(name: str) -> None:
-    from ddpcore.report.compare import compare
-
-    (comparison,) = compare([Path(__file__).parents[2] / "docs" / "results" / name])
-    chart = study_charts(comparison, ["measured"])[0]
-    assert chart.kind == "lines" and chart.log_x and " over " in chart.title

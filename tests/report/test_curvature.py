@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpcore.report.chart import Chart, Section
-from ddpcore.report.landscapes import Surface, write_surface
+from ddpcore.display.chart import Chart
+from ddpcore.display.picture import svg_of
+from ddpcore.records.surface import Surface, write_surface
 from ddpcore.report.page import page_of, sections_of
 from ddpcore.report.plotly_chart import figure_of
+from ddpcore.report.section import Section
 from ddpcore.report.sources import read_sources
-from ddpcore.report.static_chart import svg_of
 
 pytest.importorskip("jinja2")
 pytest.importorskip("plotly")

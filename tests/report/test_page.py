@@ -104,7 +104,7 @@ def test_the_page_needs_no_network(make_run: Make) -> None:
             assert attrs.get(key, "#").startswith(("#", "data:")), (tag, attrs)
     policy = next(attrs["content"] for tag, attrs in reader.tags if "content-security-policy" in str(attrs).lower())
     assert policy.startswith("default-src 'none'") and "http" not in policy
-    assert page == page_of(read_sources([Path(read_sources([make_run("other")]).runs[0].path).parent / "run"]))
+    assert page == page_of(read_sources([Path(read_sources([make_run("other")]).runs[0].path).parent.parent / "run"]))
 
 
 NAME = "<script>alert(1)<svg onload=alert(2)>\x1b[31m\n& $x$"

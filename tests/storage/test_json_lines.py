@@ -113,7 +113,7 @@ def steps(path: Path) -> list[int]:
 
 
 def test_each_byte_of_a_line_is_covered(tmp_path: Path) -> None:
-    """Whichever byte of the middle line changes, it is named and all other lines are read."""
+    """Whichever byte of the middle line changes, it is named. All other lines are read, but for a line joined to it."""
     path = tmp_path / "rows.jsonl"
     lines = written(path, 5)
     for place in range(len(lines[2])):
@@ -125,28 +125,17 @@ def test_each_byte_of_a_line_is_covered(tmp_path: Path) -> None:
             kept = [row["step"] for row in seen.rows]
             assert seen.problems, (place, flip)
             assert all(problem.startswith(f"{path}: line ") for problem in seen.problems)
-            assert kept == ([0, 1, 2, 3, 4] if place == len(lines[2]) - 1 else [0, 1, 3, 4]), (place, flip, seen)
+            assert kept == ([0, 1, 4] if place == len(lines[2]) - 1 else [0, 1, 3, 4]), (place, flip, seen)
 
 
 def test_a_checksum_that_was_changed_in_a_file_of_one_line(tmp_path: Path) -> None:
+    """Whichever byte of it changes: no other line shows that lines of this file have a checksum."""
     path = tmp_path / "rows.jsonl"
     (line,) = written(path, 1)
-    path.write_bytes(line.replace(b"checksum", b"chacksum"))
-    assert metrics.read_lines(path).problems == [f"{path}: line 1 is damaged: its checksum was changed"]
-
-
-def test_missing_and_moved_lines(tmp_path: Path) -> None:
-    """All lines that are there are read, and the sentence says where lines are missing."""
-    path = tmp_path / "rows.jsonl"
-    lines = written(path, 5)
-    path.write_bytes(b"".join(lines[:1] + lines[3:]))
-    assert steps(path) == [0, 3, 4]
-    gap = "does not follow the line before it: lines in between are missing"
-    assert metrics.read_lines(path).problems == [f"{path}: line 2 {gap}"]
-    path.write_bytes(b"".join(lines[1:]))
-    assert metrics.read_lines(path).problems == [f"{path}: line 1 {gap}"]
-    path.write_bytes(b"".join([lines[0], lines[2], lines[1], *lines[3:]]))
-    assert metrics.read_lines(path).problems == [f"{path}: line {number} {gap}" for number in (2, 3, 4)]
+    for place in range(line.index(b', "checksum'), len(line) - 1):
+        path.write_bytes(line[:place] + bytes([line[place] ^ 1]) + line[place + 1 :])
+        (problem,) = metrics.read_lines(path).problems
+        assert problem.startswith(f"{path}: line 1 is "), place
 
 
 def test_files_without_checksums_and_those_that_go_on(tmp_path: Path) -> None:
@@ -162,7 +151,33 @@ def test_files_without_checksums_and_those_that_go_on(tmp_path: Path) -> None:
         stranger.write('{"step": 9}\n')
     seen = metrics.read_lines(path)
     assert [row["step"] for row in seen.rows] == [0, 1, 2, 3]
-    assert seen.problems == [f"{path}: line 5 is damaged: it has no checksum, and others have one"]
+    assert seen.problems == [f"{path}: line 5 is damaged: it has no checksum, or a changed one"]
+
+
+# Lines of version 0.2, whose checksums have that of the line before them.
+OF_0_2 = [
+    b'{"step": 0, "checksum": "68fba1e3-00000000"}\n',
+    b'{"step": 1, "checksum": "90e11b05-68fba1e3"}\n',
+]
+
+
+def test_files_of_version_0_2(tmp_path: Path) -> None:
+    """They are read, checked and continued."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(OF_0_2))
+    with metrics.JsonLines(path) as file:
+        file.append({"step": 2})
+    assert metrics.read_lines(path) == metrics.Lines([{"step": step} for step in range(3)])
+    path.write_bytes(OF_0_2[0] + OF_0_2[1].replace(b'"step": 1', b'"step": 7'))
+    assert metrics.read_lines(path).problems == [f"{path}: line 2 is damaged: it does not match its checksum"]
+
+
+@pytest.mark.parametrize("name", ["saddle-escape", "gpu-configs-cifar10/cpu", "state-dtype"])
+def test_committed_results_are_read(name: str) -> None:
+    """Without checksums, with checksums from some line on, and with those of version 0.2."""
+    path = Path(__file__).parents[2] / "docs" / "results" / name / "results.jsonl"
+    found = metrics.read_lines(path)
+    assert not found.problems and len(found.rows) == len(path.read_bytes().splitlines())
 
 
 def test_a_line_that_was_cut_is_ended_before_the_next(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpcore.records.run import RECORD
 from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import JsonLines, read_lines
-from ddpcore.training import RunRecord, record, train
+from ddpcore.training import RunRecord, train
 from ddpcore.training import run as run_module
 from ddpcore.training.trainer import _take_first_buffers
 from helpers import images as helper
@@ -31,15 +32,15 @@ def stopped(tmp_path: Path) -> Path:
     out = tmp_path / "stopped"
     run(out, checkpoint_every=4)
     (out / "model.safetensors").unlink()
-    lines = (out / record.FILE).read_text().splitlines(keepends=True)
-    (out / record.FILE).write_text("".join(line for line in lines if json.loads(line)["kind"] != "end"))
+    lines = (out / RECORD).read_text().splitlines(keepends=True)
+    (out / RECORD).write_text("".join(line for line in lines if json.loads(line)["kind"] != "end"))
     return out
 
 
 @pytest.mark.parametrize("damage", ["empty", "missing", "half a line"])
 def test_a_record_that_a_crash_has_cut(damage: str, stopped: Path, tmp_path: Path) -> None:
     """A run can be resumed from its checkpoints alone; it then writes its header again."""
-    path = stopped / record.FILE
+    path = stopped / RECORD
     text = path.read_text()
     {
         "empty": lambda: path.write_text(""),
@@ -60,7 +61,7 @@ def test_a_resumed_run_says_which_lines_it_dropped(
     number: int, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A digit of the header, or of the first epoch, has changed. The weights are those of a run through."""
-    path = stopped / record.FILE
+    path = stopped / RECORD
     lines = path.read_bytes().splitlines(keepends=True)
     lines[number] = lines[number].replace(b'"kind": "', b'"kind": "x', 1)
     path.write_bytes(b"".join(lines))
@@ -77,7 +78,7 @@ def test_a_resumed_run_says_which_lines_it_dropped(
 
 def test_checkpoints_without_a_record_are_a_run(stopped: Path) -> None:
     """Another run would remove them when it saves its own."""
-    (stopped / record.FILE).unlink()
+    (stopped / RECORD).unlink()
     before = sorted(path.name for path in (stopped / "checkpoints").iterdir())
     with pytest.raises(ValueError, match="holds a run already"):
         run(stopped, checkpoint_every=4)

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from ddpcore.data import Split
+from ddpcore.records.run import RunRecord
 from ddpcore.runtime import launch
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.training import TrainConfig, command
 from ddpcore.training.evaluation import evaluate
-from ddpcore.training.record import RunRecord
 from helpers import elastic_ranks, forked, ranks
 
 STEPS_PER_EPOCH = 17

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpcore.data import split, total_variation
-from ddpcore.experiments.results import metrics_of
+from ddpcore.experiments.metrics import metrics_of
 from ddpcore.runtime.launch import World
 from ddpcore.training import TrainConfig, train
 from ddpcore.training.build import LearnerPlacement, build_batches, build_dataset

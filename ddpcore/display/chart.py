@@ -1,0 +1,214 @@
+"""A chart as plain values. The page draws it with plotly, and matplotlib draws pictures of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+MAX_POINTS = 1000  # of a curve on the page
+MAX_COLUMNS = 400  # of a heat map
+# Okabe and Ito's colours, without those that vanish on a light or on a dark page.
+COLORS = ("#2683c6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+GREY = "#808080"
+DASHES = ("solid", "dash", "dot", "dashdot")
+
+Number = float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve, one group of bars, or the points of a drawing.
+
+    Attributes:
+        name: in the legend.
+        x, y: the values; None in ``y`` is a gap.
+        low, high: a band around ``y``, or the ends of error bars; None: there is none.
+        style: "line", "points", "line+points", or "names", points with their ``text`` beside them; bars ignore it.
+        color: index into ``COLORS``, -1 for grey; None: the number of the series.
+        dash: index into ``DASHES``; None: follows from the number of the series.
+        marker: "circle" or "diamond".
+        text: shown at each point on hover, or beside it.
+        group: the name of another series that stands for this one in the legend; "": the series stands for itself.
+        hidden: not drawn until a reader clicks on its name in the legend.
+    """
+
+    name: str
+    x: Sequence[Any]
+    y: Sequence[Number]
+    low: Sequence[Number] | None = None
+    high: Sequence[Number] | None = None
+    style: str = "line"
+    color: int | None = None
+    dash: int | None = None
+    marker: str = "circle"
+    text: Sequence[str] | None = None
+    hidden: bool = False
+    group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart.
+
+    Attributes:
+        title: one line.
+        kind: "lines", "bars", "dots" (rows of points with bars), "heat", "contour" or "network" (lines without axes).
+        x_label, y_label: names of the axes, with units.
+        series: the curves, see :attr:`curves`. Of "heat" and "contour" also the rows of a map, ``x`` the columns and
+            ``y`` the values.
+        log_x, log_y: whether an axis is logarithmic.
+        note: a sentence below the chart.
+        rows: of "contour": the y coordinate of each row.
+        levels: of "contour": the values between two colours, on a logarithmic scale with ``log_y``.
+        ticks: the values to mark on the x axis; (): chosen by the library.
+    """
+
+    title: str
+    kind: str = "lines"
+    x_label: str = ""
+    y_label: str = ""
+    series: Sequence[Series] = ()
+    log_x: bool = False
+    log_y: bool = False
+    note: str = ""
+    ticks: Sequence[Any] = ()
+    rows: Sequence[float] = ()
+    levels: Sequence[float] = ()
+
+    @property
+    def curves(self) -> Sequence[Series]:
+        """The series that are drawn as lines and points: all, but for bars and for the rows of a map."""
+        if self.kind in ("bars", "dots", "heat"):
+            return ()
+        return self.series[len(self.rows) :]
+
+    @property
+    def tick_texts(self) -> list[str]:
+        """The texts of the ticks."""
+        return [f"{tick:g}" if isinstance(tick, int | float) else str(tick) for tick in self.ticks]
+
+    @property
+    def has_legend(self) -> bool:
+        """Whether names of several series stand beside the chart."""
+        return self.kind in ("lines", "bars", "dots") and len(self.series) > 1
+
+
+def color_of(series: Series, number: int) -> str:
+    """The colour of a series that is the ``number``-th of its chart."""
+    if series.color == -1:
+        return GREY
+    return COLORS[(number if series.color is None else series.color) % len(COLORS)]
+
+
+def dash_of(series: Series, number: int) -> str:
+    """The dash of the ``number``-th series of a chart: it changes after each round of colours."""
+    place = number if series.color is None else series.color
+    return DASHES[(max(0, place) // len(COLORS) if series.dash is None else series.dash) % len(DASHES)]
+
+
+def distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
+    """How far an error bar goes from each value to its end; 0 without a value or an end."""
+    pairs = zip(values, ends, strict=True)
+    return [0.0 if value is None or end is None else abs(end - value) for value, end in pairs]
+
+
+def band_parts(series: Series) -> list[slice]:
+    """The parts of a curve in which each point has both ends of its band."""
+    if series.low is None or series.high is None:
+        return []
+    known = [low is not None and high is not None for low, high in zip(series.low, series.high, strict=True)]
+    parts = []
+    for is_known, places in groupby(range(len(known)), lambda place: known[place]):
+        if is_known:
+            part = [*places]
+            parts.append(slice(part[0], part[-1] + 1))
+    return parts
+
+
+def finite(value: Any) -> Number:
+    """The value as a number; None if it is none, not finite, or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
+
+
+def with_values(charts: Iterable[Chart]) -> list[Chart]:
+    """The charts that have something to show."""
+    return [chart for chart in charts if any(series.y for series in chart.series)]
+
+
+def thinned(series: Series, most: int = MAX_POINTS) -> Series:
+    """The series with at most about ``most`` points: the smallest and the largest value of equal parts, and both ends.
+
+    A peak of one point stays. A part without values stays a gap.
+    """
+    num = len(series.y)
+    if num <= most:
+        return series
+    kept = {0, num - 1}
+    parts = max(1, most // 2)
+    for part in range(parts):
+        indices = range(part * num // parts, (part + 1) * num // parts)
+        for values, ends in ((series.y, (min, max)), (series.low, (min,)), (series.high, (max,))):
+            found = [(value, index) for index in indices if values and (value := values[index]) is not None]
+            kept |= {end(found)[1] for end in ends} if found else {indices[0]}
+    order = sorted(kept)
+
+    picked: dict[str, Any] = {
+        name: None if values is None else [values[index] for index in order]
+        for name in ("x", "y", "low", "high", "text")
+        for values in [getattr(series, name)]
+    }
+    return replace(series, **picked)
+
+
+def thinned_chart(chart: Chart) -> Chart:
+    """The chart with thinned curves, and a note that says so. A heat map keeps the largest value of each part."""
+    if chart.kind == "heat":
+        return _thinned_heat(chart)
+    if chart.kind != "lines" or all(len(series.y) <= MAX_POINTS for series in chart.series):
+        return chart
+    most = max(len(series.y) for series in chart.series)
+    series = [thinned(one) for one in chart.series]
+    shown = max(len(one.y) for one in series)
+    note = f"{shown:,} of {most:,} points: the smallest and the largest of each of {MAX_POINTS // 2} equal parts."
+    return replace(chart, series=series, note=" ".join(filter(None, (chart.note, note))))
+
+
+def _thinned_heat(chart: Chart) -> Chart:
+    num = max((len(series.y) for series in chart.series), default=0)
+    if num <= MAX_COLUMNS:
+        return chart
+    size = -(-num // MAX_COLUMNS)
+    rows = []
+    for series in chart.series:
+        starts = range(0, len(series.y), size)
+        parts = [[value for value in series.y[start : start + size] if value is not None] for start in starts]
+        values = [max(part) if part else None for part in parts]
+        rows.append(replace(series, x=[series.x[start] for start in starts], y=values))
+    note = f"A column is the largest value of {size} steps."
+    return replace(chart, series=rows, note=" ".join(filter(None, (chart.note, note))))
+
+
+def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Chart:
+    """A drawing of learners on a circle, with a line for each pair that exchanges weights."""
+    angles = [2 * math.pi * number / max(1, num_learners) for number in range(num_learners)]
+    x, y = [math.sin(angle) for angle in angles], [math.cos(angle) for angle in angles]
+    known = (pair for pair in edges if isinstance(pair, list | tuple) and len(pair) == 2)  # a record may be damaged
+    learners = range(num_learners)
+    pairs = sorted({tuple(sorted(pair)) for pair in known if all(type(one) is int and one in learners for one in pair)})
+    xs: list[Number] = []
+    ys: list[Number] = []
+    for one, other in pairs:
+        xs += [x[one], x[other], None]
+        ys += [y[one], y[other], None]
+    names = [str(number) for number in range(num_learners)]
+    series = [
+        Series(name="edges", x=xs, y=ys, color=0),
+        Series(name="learners", x=x, y=y, text=names, style="names", color=0),
+    ]
+    return Chart(title=title, kind="network", series=series)

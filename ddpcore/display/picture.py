@@ -1,0 +1,205 @@
+"""Charts as PNG and SVG pictures, drawn by matplotlib (extra ``report``)."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpcore.display.chart import Chart, Series, band_parts, color_of, dash_of, distances
+from ddpcore.display.plot_option import check_plot
+from ddpcore.storage.limits import plain
+
+try:
+    import matplotlib
+    from matplotlib.colors import BoundaryNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+except ImportError:  # the extra `report`
+    Figure = None  # type: ignore[assignment,misc]
+
+_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+_MARKERS = {"circle": "o", "diamond": "D"}
+NETWORKS_A_LINE = 3
+_MOST_LABELS = 30  # of curves in a legend; with more there is none
+
+
+def svg_of(chart: Chart) -> str:
+    """The chart as the text of an SVG file. The same chart gives the same text."""
+    figure = Figure(figsize=(3.6 if chart.kind == "network" else 7.2, height_of(chart)), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, chart)
+    out = io.StringIO()
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "ddpcore", "path.simplify_threshold": 0.5}):
+        warnings.simplefilter("ignore")  # of letters that its font lacks, and of huge numbers
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def height_of(chart: Chart) -> float:
+    """The height of a picture of the chart, in inches."""
+    if chart.kind == "lines":
+        num_labels = sum(not (series.hidden or series.group) for series in chart.series)
+        return max(3.2, 0.8 + 0.18 * num_labels) if num_labels <= _MOST_LABELS else 3.2
+    if chart.kind not in ("bars", "dots"):
+        return 3.2
+    longest = max((len(series.x) for series in chart.series), default=0)
+    return float(min(1.2 + 0.28 * longest * (len(chart.series) if chart.kind == "bars" else 1), 12))
+
+
+def draw(axes: Any, chart: Chart) -> None:
+    """Draw the chart into axes of matplotlib."""
+    of_kind = {"bars": _bars, "dots": _bars, "heat": _heat, "contour": _contour}.get(chart.kind)
+    if of_kind is not None:
+        of_kind(axes, chart)
+    for number, series in enumerate(chart.curves):
+        if not series.hidden:
+            _curve(axes, chart, series, number)
+    if chart.kind == "network":
+        axes.set_aspect("equal")
+        axes.margins(0.15)
+        axes.axis("off")
+        return
+    axes.set_xlabel(_text(chart.x_label))
+    axes.spines[["top", "right"]].set_visible(False)
+    if chart.log_x:
+        axes.set_xscale("log")
+    if chart.kind in ("lines", "contour"):
+        axes.set_ylabel(_text(chart.y_label))
+    if chart.kind == "lines":
+        _finish_lines(axes, chart)
+    if chart.has_legend and 1 < len(axes.get_legend_handles_labels()[1]) <= _MOST_LABELS:
+        axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _curve(axes: Any, chart: Chart, series: Series, number: int) -> None:
+    color, y = color_of(series, number), _numbers(series.y)
+    if series.low is not None and series.high is not None:
+        low, high = _numbers(series.low), _numbers(series.high)
+        axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0)
+        for part in band_parts(series):
+            if part.stop - part.start == 1:  # an area of one point would not be seen
+                axes.vlines(series.x[part], low[part], high[part], color=color, alpha=0.4, lw=1.6)
+    if series.style == "names":
+        is_node = chart.kind == "network"
+        look = {"s": 220, "color": color} if is_node else {"s": 25, "color": "white", "edgecolors": "black"}
+        axes.scatter(series.x, y, zorder=3, **look)
+        place = {"ha": "center", "va": "center", "fontsize": 8} if is_node else {"fontsize": "x-small"}
+        for at in zip(series.x, y, series.text or (), strict=False):
+            offset = (0, 0) if is_node else (4, 4)
+            axes.annotate(_text(at[2]), at[:2], offset, textcoords="offset points", color="white", zorder=4, **place)
+        return
+    axes.plot(
+        series.x,
+        y,
+        color=color,
+        linewidth=0.8 if chart.kind == "network" else 1.4,
+        linestyle=_DASHES[dash_of(series, number)] if "line" in series.style else "none",
+        marker=_MARKERS[series.marker] if "points" in series.style else None,
+        markersize=4,
+        label="_" if series.group else _text(series.name),
+    )
+
+
+def _finish_lines(axes: Any, chart: Chart) -> None:
+    if chart.log_y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    if chart.ticks:
+        axes.set_xticks(list(chart.ticks), [*map(_text, chart.tick_texts)])
+        axes.minorticks_off()
+    axes.grid(alpha=0.25)
+
+
+def _bars(axes: Any, chart: Chart) -> None:
+    places = {name: place for place, name in enumerate(dict.fromkeys(x for s in chart.series for x in s.x))}
+    height = (0.8 if chart.kind == "bars" else 0.4) / max(1, len(chart.series))
+    for number, series in enumerate(chart.series):
+        at = [places[x] + (number - (len(chart.series) - 1) / 2) * height for x in series.x]
+        y = _numbers(series.y)
+        ends = None
+        if series.low is not None and series.high is not None:
+            ends = [distances(series.y, series.low), distances(series.y, series.high)]
+        style: dict[str, Any] = {"color": color_of(series, number), "label": _text(series.name), "capsize": 2}
+        if chart.kind == "dots":
+            axes.errorbar(y, at, xerr=ends, fmt=_MARKERS[series.marker], **style)
+        else:
+            axes.barh(at, y, height, xerr=ends, **style)
+    axes.set_yticks(list(places.values()), [_text(str(name)) for name in places])
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.25)
+
+
+def _heat(axes: Any, chart: Chart) -> None:
+    x = list(chart.series[0].x)
+    values = [_numbers(series.y) for series in chart.series]
+    extent = (x[0], x[-1], len(values) - 0.5, -0.5) if len(x) > 1 else None
+    image = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", extent=extent)
+    axes.set_yticks(range(len(values)), [_text(series.name) for series in chart.series])
+    axes.figure.colorbar(image, ax=axes, label=_text(chart.y_label))
+
+
+def _contour(axes: Any, chart: Chart) -> None:
+    num = len(chart.rows)
+    values = [_numbers(series.y) for series in chart.series[:num]]
+    norm = BoundaryNorm(list(chart.levels), 256, extend="both")
+    areas = axes.contourf(
+        chart.series[0].x, chart.rows, values, levels=list(chart.levels), norm=norm, cmap="cividis", extend="both"
+    )
+    axes.figure.colorbar(areas, ax=axes, format="%.3g")
+
+
+def _numbers(values: Any) -> list[float]:
+    return [math.nan if value is None else value for value in values]
+
+
+def _text(text: str) -> str:
+    """Text for matplotlib, which reads dollar signs as formulas."""
+    return plain(text).replace("$", r"\$")
+
+
+def plot_charts(charts: Sequence[Chart], path: Path, title: str) -> None:
+    """Draw charts below each other; drawings of networks stand side by side. The same charts give the same file.
+
+    Args:
+        charts: at least one.
+        path: passes :func:`check_plot`.
+        title: stands above the charts; "": there is none.
+    """
+    check_plot(path)
+    lines: list[list[Chart]] = []
+    for chart in charts:
+        if chart.kind == "network" and lines and lines[-1][0].kind == "network" and len(lines[-1]) < NETWORKS_A_LINE:
+            lines[-1].append(chart)
+        else:
+            lines.append([chart])
+    heights = [height_of(line[0]) for line in lines]
+    figure = Figure(figsize=(9, 0.5 + sum(heights)), layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize="medium")
+    grid = figure.add_gridspec(len(lines), NETWORKS_A_LINE, height_ratios=heights)
+    for number, line in enumerate(lines):
+        for column, chart in enumerate(line):
+            axes = figure.add_subplot(grid[number, column if chart.kind == "network" else slice(None)])
+            draw(axes, chart)
+            axes.set_title(
+                "\n".join(_text(text) for text in (chart.title, chart.note) if text), fontsize="small", loc="left"
+            )
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the whole file, or nothing."""
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        with matplotlib.rc_context({"svg.hashsalt": "ddpcore"}):
+            figure.savefig(partial, metadata={"Date": None} if path.suffix == ".svg" else None)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

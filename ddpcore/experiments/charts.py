@@ -1,0 +1,244 @@
+"""Charts of a study: lines over the variables that the study names, a list of the other rows, and curves of runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from ddpcore.display.chart import COLORS, Chart, Number, Series, finite
+from ddpcore.display.plot_option import check_plot
+from ddpcore.options.typed import check_table
+
+_CHART = {"x": str, "by": str, "lines": Mapping[str, tuple[str, ...]]}
+MOST_TICKS = 8  # of an axis
+MOST_ROWS = 20  # of one list
+MOST_BANDS = 6  # of one chart: more of them hide each other
+ROWS_A_CHART = len(COLORS)  # of curves
+CURVES = {
+    "effective_lr": "Effective / set learning rate",
+    "loss": "Training loss of the mean",
+    "noise": "Noise strength",
+}
+
+Lines = Mapping[str, Sequence[tuple[Any, str]]]
+"""The (value, row) of each line by its name, in the order of the values."""
+
+
+def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> list[Chart]:
+    """Charts of the study's first metric: published values, and the mean of each run with a bar from min to max."""
+    metric = comparison["metrics"][0]
+    cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
+    drawn = [row for row, cell in cells.items() if _is_drawn(cell)]
+    charts, on_lines = [], set()
+    for spec in comparison["charts"]:
+        lines = lines_of(spec, {row: comparison["configs"][row] for row in drawn})
+        if lines:
+            variable = spec["x"] if "values" in spec else spec["x"].rpartition(".")[2]
+            charts += _line_charts(variable, lines, cells, metric, run_labels)
+            on_lines |= {row for points in lines.values() for _, row in points}
+    rest = [row for row, cell in cells.items() if row not in on_lines and _has_value(cell)]
+    parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
+    return charts + [_list_chart(part, cells, metric, run_labels, others=bool(charts)) for part in parts]
+
+
+def check_chart(spec: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a table is an entry ``[[charts]]``, see :func:`lines_of`."""
+    check_table("a chart", {key: value for key, value in spec.items() if key != "values"}, _CHART, ("x",))
+    values = spec.get("values", [])
+    if not isinstance(values, list) or any(type(value) not in (str, int, float) for value in values):
+        raise ValueError(f"a chart: values is {values!r}: it must be a list of numbers or text")
+    if ("by" in spec) == ("lines" in spec) or ("by" in spec and "values" in spec):
+        raise ValueError(f"the chart over {spec['x']}: give lines, or by without values")
+
+
+def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> Lines:
+    """The lines of an entry ``[[charts]]``, with those of their rows that ``configs`` has.
+
+    Args:
+        spec: ``x``, the variable: a field of the configs, such as ``optimizer_options.momentum``. ``lines``: for the
+            name of each line the names of its rows, or patterns. Or ``by``, a field: rows that are alike in it are one
+            line. With ``values``, ``x`` is only the name of the axis, and ``{x}`` in the name of a row stands for each.
+        configs: of each row.
+    """
+    by_name: dict[str, list[tuple[Any, str]]] = {}
+    for value in spec.get("values", (None,)):
+        for row in configs:
+            x = _field(configs[row], spec["x"]) if value is None else value
+            for name in _lines_with(row, value, spec, configs[row]) if x is not None else ():
+                by_name.setdefault(name, []).append((x, row))
+    ordered = sorted(by_name, key=list(spec["lines"]).index) if "lines" in spec else list(by_name)
+    return {name: by_name[name] if "values" in spec else sorted(by_name[name], key=itemgetter(0)) for name in ordered}
+
+
+def _lines_with(row: str, value: Any, spec: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """The names of the lines on which a row lies, at this value if there are ``values``."""
+    if "by" in spec:
+        return [str(_field(config, spec["by"]))]
+    filled = {name: [one.replace("{x}", str(value)) for one in rows] for name, rows in spec["lines"].items()}
+    return [name for name, rows in filled.items() if any(fnmatchcase(row, one) for one in rows)]
+
+
+def _field(config: Mapping[str, Any], name: str) -> Any:
+    """A field by its name, with dots between the names of options; None without it."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _line_charts(
+    variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]
+) -> list[Chart]:
+    """One chart, where a dash stands for a run; or one for each run, if there are more lines than colours."""
+    if len(run_labels) == 1 or len(lines) <= len(COLORS):
+        return [_line_chart(variable, lines, cells, metric, run_labels)]
+    charts = []
+    for run, label in enumerate(run_labels):
+        own = {row: {**cell, "measured": [cell["measured"][run]]} for row, cell in cells.items()}
+        if any(_has_run(own[row], 0) for points in lines.values() for _, row in points):
+            chart = _line_chart(variable, lines, own, metric, [label])
+            charts.append(replace(chart, title=f"{chart.title}, {label}", note=f"{label}. {chart.note}"))
+    return charts
+
+
+def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]) -> Chart:
+    series = []
+    runs_of = {
+        name: [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
+        for name, points in lines.items()
+    }
+    bands = {
+        (name, run)
+        for name, points in lines.items()
+        for run in runs_of[name]
+        if any(_num_seeds(cells[row], run) > 1 for _, row in points)
+    }
+    if len(bands) > MOST_BANDS:
+        bands.clear()
+    for number, (name, points) in enumerate(lines.items()):
+        x = [value for value, _ in points]
+        printed = [cells[row]["published"] for _, row in points]
+        ran = runs_of[name]
+        if any(value is not None for value in printed):
+            series.append(Series(
+                name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="diamond",
+                group=_series_name(name, run_labels, ran[0]) if ran else "",
+            ))  # fmt: skip
+        for run in ran:
+            known = [(value, row) for value, row in points if _has_run(cells[row], run)]
+            y, low, high = _measured([cells[row] for _, row in known], run)
+            series.append(Series(
+                name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y,
+                low=low if (name, run) in bands else None, high=high if (name, run) in bands else None,
+                style="line+points", color=number, dash=run if len(run_labels) > 1 else None,
+            ))  # fmt: skip
+    values = [value for points in lines.values() for value, _ in points]
+    is_wide = all(isinstance(value, int | float) and value > 0 for value in values) and max(values) >= 8 * min(values)
+    ticks = sorted(set(values)) if all(isinstance(value, int | float) for value in values) else ()
+    of_bands = ", with bands from the smallest to the largest seed" if bands else ""
+    published = " Diamonds: published." if any(one.marker == "diamond" for one in series) else ""
+    what = "Lines" if len(lines) > 1 else next(iter(lines))  # one line has no legend
+    note = f"{what}: measured means{of_bands}.{published}"
+    return Chart(
+        title=f"{metric} over {variable}",
+        x_label=variable,
+        y_label=metric,
+        series=series,
+        log_x=is_wide,
+        note=note,
+        ticks=ticks if len(ticks) <= MOST_TICKS else (),
+    )
+
+
+def _has_value(cell: Mapping[str, Any]) -> bool:
+    return cell["published"] is not None or any(cell["measured"])  # also if all runs diverged
+
+
+def _is_drawn(cell: Mapping[str, Any]) -> bool:
+    return cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
+
+
+def _has_run(cell: Mapping[str, Any], run: int) -> bool:
+    return _num_seeds(cell, run) > 0
+
+
+def _num_seeds(cell: Mapping[str, Any], run: int) -> int:
+    return (cell["measured"][run] or {}).get("num_seeds", 0)
+
+
+def _series_name(line: str, run_labels: Sequence[str], run: int) -> str:
+    return f"{line}, {run_labels[run]}" if len(run_labels) > 1 else line
+
+
+def _list_chart(
+    rows: Sequence[str], cells: Mapping[str, Any], metric: str, run_labels: Sequence[str], *, others: bool
+) -> Chart:
+    printed = [cells[row]["published"] for row in rows]
+    series = []
+    if any(value is not None for value in printed):
+        series.append(Series(name="published", x=rows, y=printed, style="points", marker="diamond", color=-1))
+    for run, label in enumerate(run_labels):
+        y, low, high = _measured([cells[row] for row in rows], run)
+        series.append(Series(name=label, x=rows, y=y, low=low, high=high, style="points", color=run))
+    title = f"{metric} of the other rows" if others else metric
+    return Chart(title=title, kind="dots", x_label=metric, series=series)
+
+
+def _measured(cells: Sequence[Mapping[str, Any]], run: int) -> tuple[list[Number], list[Number], list[Number]]:
+    found = [cell["measured"][run] or {} for cell in cells]
+    mean, low, high = ([one.get(key) for one in found] for key in ("mean", "min", "max"))
+    return mean, low, high
+
+
+def curve_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> list[Chart]:
+    """The statistics of each row over steps: the median over seeds, from the 20th to the 80th percentile."""
+    charts = []
+    for label, curves in zip(run_labels, comparison["curves"], strict=True):
+        for first in range(0, len(curves), ROWS_A_CHART):
+            for key, title in CURVES.items():
+                series = [_over_seeds(row, curves[row], key) for row in list(curves)[first : first + ROWS_A_CHART]]
+                lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
+                about = f"{label}. " if len(run_labels) > 1 else ""
+                note = f"{about}Median over seeds, with a band from the 20th to the 80th percentile."
+                charts.append(Chart(title=title, x_label="step", y_label=key, series=series, note=note,
+                                    log_y=key != "effective_lr" and lowest > 0))  # fmt: skip
+    return charts
+
+
+def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], key: str) -> Series:
+    """A curve of the seeds that have a number at a step. One seed has no band."""
+    points: dict[float, list[float]] = {}
+    for curve in seeds:
+        for step, value in zip(curve["step"], curve[key], strict=True):
+            if finite(value) is not None:
+                points.setdefault(step, []).append(value)
+    steps = sorted(points)
+    cuts = [statistics.quantiles(points[step] * 2 if len(points[step]) == 1 else points[step], n=5, method="inclusive")
+            for step in steps]  # fmt: skip
+    return Series(
+        name=row,
+        x=steps,
+        y=[statistics.median(points[step]) for step in steps],
+        low=[cut[0] for cut in cuts] if len(seeds) > 1 else None,
+        high=[cut[-1] for cut in cuts] if len(seeds) > 1 else None,
+    )
+
+
+def plot_comparison(comparison: Mapping[str, Any], path: Path, run_labels: Sequence[str]) -> None:
+    """Draw :func:`study_charts` and :func:`curve_charts` into a file. The same comparison gives the same file.
+
+    Args:
+        comparison: of one study, as :func:`ddpcore.experiments.compare.compare` returns it.
+        path: passes :func:`check_plot`.
+        run_labels: for legends and notes.
+    """
+    check_plot(path)
+    from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib
+
+    charts = [*study_charts(comparison, run_labels), *curve_charts(comparison, run_labels)]
+    plot_charts(charts, path, comparison["title"])

@@ -1,0 +1,201 @@
+"""Published numbers beside measured ones, as plain values."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ddpcore.experiments.claims import Outcome, judge
+from ddpcore.experiments.folder import FAILED, FINISHED, Results, read_manifest, read_results
+from ddpcore.experiments.metrics import counts_diverged
+from ddpcore.experiments.study import STUDIES
+from ddpcore.storage.limits import shown
+
+
+def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """One comparison per study, of the folders in ``paths``.
+
+    Returns:
+        For each study: study, title, question, source, notes, metrics, charts (as in the study), configs (of each row),
+        and
+
+        - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
+        - problems: a sentence for each damaged line of the results, and for each place where lines are missing;
+        - curves, one mapping per folder: row -> :func:`ddpcore.experiments.metrics.curves_of` of each seed;
+        - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
+          folder (see :func:`_spread`; None if the row was not run);
+        - claims: text, source, predicate, on_published and verdicts (one per folder), each with word and reason.
+
+    Raises:
+        ValueError: a folder contains no study, or two folders of one study differ in a heading or in published numbers.
+    """
+    by_study: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    for path in paths:
+        manifest = read_manifest(path)
+        by_study.setdefault(manifest["study"], []).append((path, manifest))
+    return [_compare_study(entries) for entries in by_study.values()]
+
+
+def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
+    first, manifest = entries[0]
+    rows: dict[str, Any] = {}
+    published: dict[str, Any] = {}  # includes rows that were not run
+    for path, other in entries:
+        for key in ("title", "question", "source", "metrics"):
+            if other[key] != manifest[key]:
+                raise ValueError(f"{shown(path)}: its {key} differs from that of {shown(first)}: compare it separately")
+        for name, row in other["rows"].items():
+            rows.setdefault(name, row)
+        numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}
+        for name, values in numbers.items():
+            if published.setdefault(name, values) != values:
+                raise ValueError(
+                    f"{path}: row {name} has other published numbers than in {first}: compare it separately"
+                )
+    read = [read_results(path) for path, _ in entries]
+    results = [found for found, _ in read]
+    crowded = [_crowded(other["rows"], found) for (_, other), found in zip(entries, results, strict=True)]
+    return {
+        **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
+        "charts": _each_once(_charts_of(other) for _, other in entries),
+        "configs": {name: row["config"] for name, row in rows.items()},
+        "notes": _each_once(other["notes"] for _, other in entries),
+        "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
+        "curves": [_curves(rows, found) for found in results],
+        "problems": [problem for _, problems in read for problem in problems],
+        "lines": list(_lines(rows, manifest["metrics"], results)),
+        "claims": list(_claims(_claims_of(entries), manifest, published, results, crowded)),
+    }
+
+
+def _charts_of(manifest: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What the charts are over. Manifests of older versions do not say it: then the study says it, if it is there."""
+    if "charts" in manifest or manifest["study"] not in STUDIES.names():
+        return manifest.get("charts", ())
+    return STUDIES.build(manifest["study"]).charts
+
+
+def _each_once(lists: Iterable[Sequence[Any]]) -> list[Any]:
+    """The items of all lists in order, without repetitions."""
+    items = list(chain(*lists))
+    return [item for number, item in enumerate(items) if item not in items[:number]]
+
+
+def _claims(
+    claims: Iterable[dict[str, Any]],
+    manifest: Mapping[str, Any],
+    published: Mapping[str, Any],
+    results: Sequence[Results],
+    crowded: Sequence[Mapping[str, str]],
+) -> Iterator[dict[str, Any]]:
+    metric = manifest["metrics"][0]
+    printed = {row: {0: Outcome(metrics=numbers)} for row, numbers in published.items() if numbers}
+    measured: list[dict[str, dict[int, Outcome]]] = [{} for _ in results]
+    for outcomes, found in zip(measured, results, strict=True):
+        for (row, seed), line in found.items():
+            if line["status"] == FINISHED:
+                outcomes.setdefault(row, {})[seed] = outcome_of(line)
+    for claim in claims:
+        predicate = claim["predicate"]
+        verdicts = [
+            judge(predicate, outcomes, metric, crowded=shared if claim["a_core_per_rank"] else None)
+            for outcomes, shared in zip(measured, crowded, strict=True)
+        ]
+        yield {
+            **claim,
+            "on_published": asdict(judge(predicate, printed, metric, published=True)),
+            "verdicts": [asdict(verdict) for verdict in verdicts],
+        }
+
+
+def outcome_of(result: Mapping[str, Any]) -> Outcome:
+    """A line of the results, for claims. Metrics of a run that diverged count only where they are defined for it."""
+    metrics, diverged = result["metrics"], result["diverged"]
+    counted = {name: value if not diverged or counts_diverged(name) else None for name, value in metrics.items()}
+    return Outcome(metrics=counted, diverged=diverged)
+
+
+def _claims_of(entries: Sequence[tuple[Path, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The claims of all folders, each once. If one folder says ``a_core_per_rank`` of a claim, it is so for all."""
+    merged: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for claim in chain(*(manifest["claims"] for _, manifest in entries)):
+        known = merged.setdefault((claim["text"], claim["source"], claim["predicate"]), dict(claim))
+        known["a_core_per_rank"] |= claim["a_core_per_rank"]
+    return list(merged.values())
+
+
+def _crowded(rows: Mapping[str, Any], results: Results) -> dict[str, str]:
+    """Rows whose ranks outnumbered the cores, each with a sentence that says so."""
+    found = {}
+    for (row, _), line in results.items():
+        if line["status"] == FINISHED and row in rows:
+            cores, num_hosts = line["cores"], rows[row]["hosts"]
+            of_hosts = num_hosts > 1 and "namespaces" in line["place"]  # each host has a part of the machine's cores
+            ranks = rows[row]["ranks"] // (num_hosts if of_hosts else 1)
+            if ranks > cores:
+                where = " of each host" if of_hosts else ""
+                found[row] = f"{ranks} ranks{where} shared {cores} {'cores' if cores > 1 else 'core'}"
+    return found
+
+
+def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str, Any]:
+    finished = [line for line in results.values() if line["status"] == FINISHED]
+    failed = [line for line in results.values() if line["status"] == FAILED]
+    return {
+        "name": str(path),
+        **{key: manifest[key] for key in ("scale", "seeds", "set")},
+        "devices": sorted({f"{line['device']}, {line['cores']} cores, torch {line['torch']}" for line in finished}),
+        "commits": sorted({line["commit"] or f"ddpcore {line['ddpcore']}" for line in finished}),
+        "stand_ins": sorted({line["place"] for line in finished if "of one machine" in line["place"]}),
+        "failures": [{key: line[key] for key in ("row", "seed", "error")} for line in failed],
+    }
+
+
+def _of_row(results: Results, row: str) -> list[dict[str, Any]]:
+    return [line for (name, _), line in results.items() if name == row]
+
+
+def _curves(rows: Iterable[str], results: Results) -> dict[str, list[dict[str, list[float]]]]:
+    found = {row: [line["curves"] for line in _of_row(results, row) if line.get("curves")] for row in rows}
+    return {row: curves for row, curves in found.items() if curves}
+
+
+def _lines(rows: Mapping[str, Any], metrics: Sequence[str], results: Sequence[Results]) -> Iterator[dict[str, Any]]:
+    """A line for the first metric, and for each other metric that was published or measured."""
+    for name, row in rows.items():
+        lines = [_of_row(found, name) for found in results]
+        for metric in metrics:
+            known = any(line["metrics"].get(metric) is not None for line in chain(*lines))
+            if known or metric in row["published"] or metric == metrics[0]:
+                yield {
+                    "row": name,
+                    "about": row["about"],
+                    "config": row["config"],
+                    "metric": metric,
+                    "published": row["published"].get(metric),
+                    "measured": [_spread(of_folder, metric) for of_folder in lines],
+                }
+
+
+def _spread(lines: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any] | None:
+    """num_seeds that have a number; their mean, std (None for one seed), min and max; num_diverged and num_failed.
+
+    Runs that diverged are excluded, except for metrics that define a value for them.
+    """
+    if not lines:
+        return None
+    counted = [line for line in lines if not line["diverged"] or counts_diverged(metric)]
+    values = [line["metrics"][metric] for line in counted if line["metrics"].get(metric) is not None]
+    return {
+        "num_seeds": len(values),
+        "mean": statistics.fmean(values) if values else None,
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "min": min(values, default=None),
+        "max": max(values, default=None),
+        "num_diverged": sum(line["diverged"] for line in lines),
+        "num_failed": sum(line["status"] == FAILED for line in lines),
+    }

@@ -1,0 +1,168 @@
+"""The metrics of studies: their names, what they mean, and their numbers of one run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ddpcore.records.run import RunRecord
+
+SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
+MAX_POINTS = 60  # of a curve
+NOISES = ("noise", "landscape_noise", "landscape_upright")
+FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
+CURVES = ("effective_lr", "loss", "noise")
+METRICS = {
+    "train_loss": "mean loss of the last epoch's training steps",
+    "test_loss": "mean cross-entropy on the test split",
+    "accuracy": "share of the test split, 0 to 1",
+    "accuracy_pct": "accuracy in percent",
+    "error_pct": "share of the test split that the model gets wrong, in percent",
+    "accuracy_or_chance_pct": "accuracy_pct; of a run that diverged 100 / classes, as some tables print it",
+    "loss_or_chance": "test_loss; of a run that diverged ln(classes), as some tables print it",
+    "best_accuracy_pct": "the best accuracy of all evaluations, in percent",
+    "validation_accuracy_pct": "share of the validation split at the end, in percent; of runs that are evaluated on it",
+    "precision": "macro mean over classes, 0 to 1",
+    "recall": "macro mean over classes, 0 to 1",
+    "f1": "macro mean over classes, 0 to 1",
+    "specificity": "macro mean over classes, 0 to 1",
+    "seconds": "time of training without evaluation and checkpoints; over an emulated link its emulated time",
+    "seconds_to_target": "seconds, of a run that reached its target accuracy; other runs have none",
+    "steps": "steps of the optimizer",
+    "parameters_mb": "trained parameters in fp32, in units of 2^20 bytes",
+    "total_variation": "total variation distance of the learners' classes from those of all",
+    "consensus_distance": "consensus distance of the learners at the end",
+    "recoveries": "how often a rank died and the run resumed from its checkpoint",
+    "effective_lr_early": "a_e / a of the measured steps in the first fifth of the run, sum of g_a.g over sum of |g|^2",
+    "effective_lr_late": "the same of the last fifth",
+    "effective_lr_min": "the smallest a_e / a of the measured steps",
+    "noise_early": "noise strength D, mean over the measured steps of the first fifth of the run",
+    "noise_late": "the same of the last fifth",
+    "landscape_noise_early": "the part D2 of the noise that the learners' distance adds, in the first fifth",
+    "landscape_noise_late": "the same of the last fifth",
+    "landscape_upright_early": "the part of D2 orthogonal to g, which is a part of D, in the first fifth",
+    "landscape_upright_late": "the same of the last fifth",
+    "noise_scale": "gradient noise scale B in samples, of the last record",
+    "full_loss": "training loss of the mean weights, at the last measured step",
+    "escape_step": "the first measured step with full loss below escape_loss",
+    "sharpness_late": "the largest eigenvalue of the Hessian along the run, mean over the last fifth",
+    "sharpness_max": "its largest measured value",
+    "disagreement_top_late": "share of the learners' disagreement along the top eigenvectors, mean over the last fifth",
+    "noise_top_late": "share of the gradient noise along the top eigenvectors, mean over the last fifth",
+    "hessian_eigenvalue": "the largest eigenvalue of the Hessian of the training loss at the averaged weights",
+    "relative_eigenvalue": "the same of diag|w| H diag|w|: for changes of each weight relative to its size",
+    "relative_trace": "the trace of diag|w| H diag|w|",
+    "loss_increase": "mean increase of the training loss when each weight w becomes w (1 + 0.1 x), x standard normal",
+}
+"""Numbers of a run; docs/noise_statistics.md explains the symbols.
+
+Scores are those of the test split, also if the run was evaluated on the validation split.
+"""
+
+
+def counts_diverged(metric: str) -> bool:
+    """Whether the metric defines a value for a run that diverged, which may then be averaged."""
+    return "or_chance" in metric
+
+
+def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None]:
+    """Every metric of a finished run; None if the run does not have it. ``recoveries`` is the metric of that name."""
+    last: dict[str, Any] = record.epochs[-1] if record.epochs else {}
+    on_test = last if last.get("split") == "test" else record.final.get("test") or {}
+    on_validation = last.get("accuracy") if last.get("split") == "validation" else None
+    best = record.final.get("best_accuracy")
+    accuracy, seconds = on_test.get("accuracy"), sum(epoch["seconds"] for epoch in record.epochs)
+    accuracy_pct = None if accuracy is None else 100 * accuracy
+    classes = record.header.get("num_classes") if record.final["diverged"] else None
+    target = record.header["config"].get("target")
+    return {
+        "train_loss": last.get("train_loss"),
+        "test_loss": on_test.get("loss"),
+        "accuracy": accuracy,
+        "accuracy_pct": accuracy_pct,
+        "error_pct": None if accuracy is None else 100 * (1 - accuracy),
+        "accuracy_or_chance_pct": 100 / classes if classes else accuracy_pct,
+        "loss_or_chance": math.log(classes) if classes else on_test.get("loss"),
+        "best_accuracy_pct": None if best is None else 100 * best,
+        "validation_accuracy_pct": None if on_validation is None else 100 * on_validation,
+        **{name: on_test.get(name) for name in ("precision", "recall", "f1", "specificity")},
+        "seconds": seconds,
+        "seconds_to_target": None if target is None or best is None or best < target else seconds,
+        "steps": record.final["step"],
+        "parameters_mb": 4 * record.header["num_parameters"] / 2**20,
+        "total_variation": record.header.get("total_variation"),
+        "consensus_distance": last.get("consensus_distance"),
+        "recoveries": recoveries,
+        **_statistics(record),
+        **_hessian(record),
+        **{name: (record.final.get("flatness") or {}).get(name) for name in FLATNESS},
+    }
+
+
+def _statistics(record: RunRecord) -> dict[str, float | None]:
+    """Metrics from the noise statistics; None if there are none."""
+    lines, total = _measured(record), record.header["total_steps"]
+    scales = [(line.get("whole") or {}).get("noise_scale") for line in record.statistics if line["valid"]]
+    early = [line for line in lines if line["step"] <= SHARE * total]
+    late = [line for line in lines if line["step"] > (1 - SHARE) * total]
+    level = record.header["config"]["escape_loss"]
+    below = [line["step"] for line in lines if level is not None and line["loss"] < level]
+    return {
+        "effective_lr_early": _rate(early),
+        "effective_lr_late": _rate(late),
+        "effective_lr_min": min((line["effective_lr"] for line in lines), default=None),
+        **{f"{name}_early": _mean(early, name) for name in NOISES},
+        **{f"{name}_late": _mean(late, name) for name in NOISES},
+        "noise_scale": scales[-1] if scales else None,
+        "full_loss": lines[-1]["loss"] if lines else None,
+        "escape_step": below[0] if below else None,
+    }
+
+
+def _hessian(record: RunRecord) -> dict[str, float | None]:
+    """Metrics from the Hessian along the run; None if it was not measured."""
+    lines = [line for line in record.hessian if line["problem"] is None]
+    late = [line for line in lines if line["step"] > (1 - SHARE) * record.header["total_steps"]]
+
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
+
+    return {
+        "sharpness_late": mean([line["largest"][0] for line in late]),
+        "sharpness_max": max((line["largest"][0] for line in lines), default=None),
+        "disagreement_top_late": mean([sum(line["disagreement"]) for line in late if line["disagreement"]]),
+        "noise_top_late": mean([sum(line["noise_shares"]) for line in late if line["noise_shares"]]),
+    }
+
+
+def curves_of(record: RunRecord) -> dict[str, list[float]]:
+    """Statistics over the steps of a run, for plots: at most MAX_POINTS of them, with four digits."""
+    lines = _measured(record)
+    chosen = lines[:: math.ceil(len(lines) / MAX_POINTS)] if lines else []
+    return {name: [float(f"{line[name]:.4g}") for line in chosen] for name in ("step", *CURVES)} if chosen else {}
+
+
+def _measured(record: RunRecord) -> list[dict[str, float]]:
+    """Statistics with finite numbers; effective_lr is in units of the learning rate."""
+    valid = [(line["step"], line["dynamics"]) for line in record.statistics if line["valid"] and line["dynamics"]]
+    return [
+        {
+            "step": step,
+            "effective_lr": dynamics["effective_lr"] / dynamics["lr"],
+            "loss": dynamics["full_loss"],
+            **{name: dynamics[name] for name in ("grad_squared", *NOISES)},
+        }
+        for step, dynamics in valid
+        if dynamics["lr"] and None not in (dynamics["effective_lr"], dynamics["full_loss"])
+    ]
+
+
+def _mean(lines: Sequence[dict[str, float]], name: str) -> float | None:
+    return sum(line[name] for line in lines) / len(lines) if lines else None
+
+
+def _rate(lines: Sequence[dict[str, float]]) -> float | None:
+    """Sum of g_a.g over sum of |g|^2. The mean of the ratios would be dominated by steps with small g."""
+    squares = sum(line["grad_squared"] for line in lines)
+    return sum(line["effective_lr"] * line["grad_squared"] for line in lines) / squares if squares > 0 else None

@@ -1,0 +1,131 @@
+"""Published and measured numbers side by side, as tables for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ddpcore.display.table import cell_of, print_parts
+from ddpcore.storage.limits import plain
+
+_WARNINGS = {
+    "smoke": "only shows that the rows run; its numbers say nothing of the study",
+    "cpu": "is shorter where the notes say so",
+}
+
+
+def print_comparison(comparison: dict[str, Any], console: Console | None = None) -> None:
+    """Print the rows of a study, then its claims.
+
+    Args:
+        comparison: of one study, as ``ddpcore.experiments.compare.compare`` returns it.
+        console: standard output by default. Only :func:`markdown` shows sources and predicates of claims.
+    """
+    parts = [comparison["title"], f"published: {comparison['source']}", *about_runs(comparison)]
+    parts.append(_table(*comparison_cells(comparison), num_left=2))
+    if comparison["claims"]:
+        heading, rows = claim_cells(comparison)
+        parts.append(_table([heading[0], *heading[3:]], [[row[0], *row[3:]] for row in rows], num_left=len(heading)))
+    print_parts(console, *parts)
+
+
+def markdown(comparisons: list[dict[str, Any]], plots: list[str] | None = None) -> str:
+    """Comparisons as a Markdown page, with links to their plots (one path for each) if there are any."""
+    parts: list[str] = []
+    for number, comparison in enumerate(comparisons):
+        head = {key: _markdown_text(comparison[key]) for key in ("title", "question", "source")}
+        parts += [f"# {head['title']}", head["question"], f"Published: {head['source']}."]
+        parts.append("\n".join(f"- {_markdown_text(line)}" for line in about_runs(comparison)))
+        parts.append(_markdown_table(*comparison_cells(comparison)))
+        if plots:
+            parts.append(f"![published and measured]({plots[number]})")
+        if comparison["claims"]:
+            parts += ["## Claims", _markdown_table(*claim_cells(comparison))]
+        if comparison["notes"]:
+            parts += ["## Notes", "\n".join(f"- {_markdown_text(note)}" for note in comparison["notes"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def run_label(run: dict[str, Any]) -> str:
+    """The name of a run in tables and plots."""
+    return f"measured: {run['name']} ({run['scale']})"
+
+
+def about_runs(comparison: Mapping[str, Any]) -> list[str]:
+    """A line for each run of a comparison: where it ran, and what is special about it."""
+    lines = []
+    for run in comparison["runs"]:
+        name, seeds = run["name"], ", ".join(map(str, run["seeds"]))
+        machines = "; ".join(run["devices"]) or "nothing finished yet"
+        lines.append(
+            f"{name}: scale {run['scale']}, seeds {seeds}; {machines}; {', '.join(run['commits'])}".rstrip("; ")
+        )
+        if run["scale"] in _WARNINGS:
+            lines.append(f"{name}: the scale {run['scale']} {_WARNINGS[run['scale']]}")
+        if run["set"]:
+            lines.append(f"{name}: set {', '.join(f'{key}={value}' for key, value in run['set'].items())}")
+        lines += [f"{name}: {place}" for place in run["stand_ins"]]
+        lines += [f"{name}: row {item['row']}, seed {item['seed']} failed: {item['error']}" for item in run["failures"]]
+    return lines
+
+
+def comparison_cells(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of the table of published and measured numbers."""
+    heading = ["row", "metric", "published", *(run_label(run) for run in comparison["runs"])]
+    rows = []
+    for line in comparison["lines"]:
+        published = "-" if line["published"] is None else f"{line['published']:g}"
+        rows.append([line["row"], line["metric"], published, *(_measured(cell) for cell in line["measured"])])
+    return heading, rows
+
+
+def _measured(cell: dict[str, Any] | None) -> str:
+    """``mean ± std [min, max] n=3``, and how many seeds diverged or failed."""
+    if cell is None:
+        return "not run"
+    parts = []
+    if cell["num_seeds"]:
+        parts.append(f"{cell['mean']:.4g}")
+        if cell["std"] is not None:
+            parts.append(f"± {cell['std']:.2g} [{cell['min']:.4g}, {cell['max']:.4g}]")
+        parts.append(f"n={cell['num_seeds']}")
+    for count, word in ((cell["num_diverged"], "diverged"), (cell["num_failed"], "failed")):
+        if count:
+            parts.append(f"{count} {word}")
+    return " ".join(parts) or "-"
+
+
+def claim_cells(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of the table of claims, with their verdicts."""
+    heading = ["claim", "source", "predicate", "published numbers", *(run_label(run) for run in comparison["runs"])]
+    rows = []
+    for claim in comparison["claims"]:
+        verdicts = [_verdict(verdict) for verdict in (claim["on_published"], *claim["verdicts"])]
+        rows.append([*(" ".join(claim[key].split()) for key in ("text", "source", "predicate")), *verdicts])
+    return heading, rows
+
+
+def _verdict(verdict: dict[str, str]) -> str:
+    return f"{verdict['word']} ({verdict['reason']})" if verdict["reason"] else verdict["word"]
+
+
+def _table(heading: list[str], rows: list[list[str]], num_left: int) -> Table:
+    table = Table()
+    for number, cell in enumerate(heading):
+        table.add_column(cell_of(cell), justify="left" if number < num_left else "right")
+    for row in rows:
+        table.add_row(*map(cell_of, row))
+    return table
+
+
+def _markdown_table(heading: list[str], rows: list[list[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(_markdown_text(cell) for cell in line) + " |" for line in lines)
+
+
+def _markdown_text(text: str) -> str:
+    """Text that Markdown shows as it is: no tags, no new lines, no cell ends."""
+    return plain(text).replace("<", "&lt;").replace("|", r"\|")

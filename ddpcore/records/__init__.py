@@ -1,0 +1,1 @@
+"""What runs leave on disk: names and formats of their files, and what reads them."""

@@ -1,0 +1,112 @@
+"""The folder of a run: the names of its files, and its record, one JSON object per line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpcore.storage.json_lines import read_lines
+from ddpcore.storage.limits import shown
+
+RECORD = "record.jsonl"
+STEPS = "steps"  # a folder with the recorded steps of each rank
+MODEL = "model.safetensors"  # the averaged model at the end
+CHECKPOINTS = "checkpoints"
+LANDSCAPES = "landscape"  # a folder with HDF5 files, see ddpcore.records.surface
+KINDS = ("run", "resume", "epoch", "statistics", "hessian", "nonfinite", "members", "end")
+# Fields of a config that change no result: they may change when a run is resumed, and do not tell two runs apart.
+BOOKKEEPING = (
+    *("data_dir", "download", "timeout", "checkpoint_every", "keep_last", "keep_best", "save_nonfinite"),
+    "record_steps",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The record of one run. The ``kind`` of a line decides which attribute holds it.
+
+    Attributes:
+        path: the file.
+        header: ``kind`` "run": config, num_parameters, num_samples, num_classes, dataset_digest
+            (:meth:`ddpcore.data.Dataset.digest`), total_variation (:func:`ddpcore.data.total_variation`, how uneven the
+            ``shards`` are; None for the shards ``even``), device, cores, versions, commit, date.
+            Empty if its line is damaged.
+        resumed: ``kind`` "resume", one line each time that the run was resumed: step, device, cores, versions, commit,
+            date; members, the ids of the ranks, with ``on_failure="shrink"``.
+        epochs: ``kind`` "epoch", one line per epoch: epoch (from 1), step, train_loss, lr, batch_size (with
+            ``batch_growth``: of a complete batch at the last step), seconds (of training; with ``link``, seconds on the
+            emulated network), samples_per_s, consensus_distance, evaluation_seconds, total_seconds. After an evaluation
+            also split, and loss, accuracy, precision, recall, f1 and specificity on that split, the last five from 0
+            to 1.
+        statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
+            :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
+        members: ``kind`` "members", one line each time that a rank died or joined: the values of ``handle.changes``,
+            step (of the check that wrote the line) and text.
+        hessian: ``kind`` "hessian", one line every ``hessian_every`` steps: the values of
+            :class:`ddpcore.diagnostics.HessianRecord`.
+        nonfinite: ``kind`` "nonfinite": the values of :class:`ddpcore.NonFinite`, one line for each learner and step.
+        final: ``kind`` "end": step, diverged, diverged_reason (the first number that was not finite), accuracy (of the
+            last evaluation), best_accuracy, best_epoch, total_seconds; test, the scores on the test split if the run
+            was evaluated on the validation split; flatness, the values of :class:`ddpcore.diagnostics.Flatness`, if the
+            config requests it; flatness_reason, why flatness is missing. Empty if the run has not ended.
+        problems: a sentence for each line that is damaged; the attributes above have the others, but for lines
+            without the number of their step.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    resumed: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]
+    statistics: list[dict[str, Any]]
+    final: dict[str, Any]
+    hessian: list[dict[str, Any]] = field(default_factory=list)
+    nonfinite: list[dict[str, Any]] = field(default_factory=list)
+    members: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, out: Path) -> RunRecord:
+        """The record in a run's folder.
+
+        Raises:
+            ValueError: there is no record, or nothing of it is left.
+        """
+        path = Path(out) / RECORD
+        found = read_lines(path)
+        lines = {kind: [row for row in found.rows if row.get("kind") == kind] for kind in KINDS}
+        of = {kind: [row for row in rows if has_step(row)] for kind, rows in lines.items()}
+        if not found.rows and found.problems:
+            raise ValueError(found.problems[0])
+        if found.rows and not lines["run"] and not found.problems:
+            raise ValueError(f"{shown(path)}: no line is of kind run: the file is damaged")
+        if not found.rows:
+            raise ValueError(f"{shown(path)}: there is no record of a run: train into this folder first")
+        return cls(
+            path=path,
+            header=(lines["run"] or [{}])[0],
+            resumed=of["resume"],
+            epochs=of["epoch"],
+            statistics=of["statistics"],
+            final=(of["end"] or [{}])[-1],
+            hessian=of["hessian"],
+            nonfinite=of["nonfinite"],
+            members=of["members"],
+            problems=found.problems,
+        )
+
+
+def has_step(line: dict[str, Any]) -> bool:
+    """Whether a line has the number of a step."""
+    return isinstance(line.get("step"), int) and abs(line["step"]) < 2**53
+
+
+def step_file(rank: int | str) -> str:
+    """The name of the file of a rank in the folder :data:`STEPS`; ``*`` stands for all ranks."""
+    return f"rank-{rank}.jsonl"
+
+
+def rank_of(step_file: Path) -> int | None:
+    """The rank of a file with recorded steps; None if its name is that of another file."""
+    number = step_file.stem.removeprefix("rank-")
+    return int(number) if number.isascii() and number.isdigit() else None

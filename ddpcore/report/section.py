@@ -1,0 +1,42 @@
+"""A part of the page as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ddpcore.display.chart import Chart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page: a heading, sentences, tables and charts, in this order.
+
+    Attributes:
+        title: the heading.
+        lines: sentences.
+        tables: headings and rows of text.
+        folded: tables below the charts, which a reader opens.
+        charts: drawn in order.
+        charts_first: the charts stand above the tables.
+        problems: what could not be read or shown.
+    """
+
+    title: str
+    lines: Sequence[str] = ()
+    tables: Sequence[TableData] = ()
+    folded: Sequence[TableData] = ()
+    charts: Sequence[Chart] = ()
+    problems: Sequence[str] = ()
+    charts_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableData:
+    """A table of text: its title, headings, rows, and how many columns on the left are names."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_left: int = 1
+    marks: dict[int, str] = field(default_factory=dict)
