@@ -8,7 +8,7 @@ import torch
 from common import Case, itemsize, main, pieces, torch_step
 
 from ddpcore import ops
-from ddpcore.ops.traffic import bytes_per_param
+from ddpcore.ops.steps import bytes_per_param
 
 
 def adamw(numel: int, options: argparse.Namespace) -> Case:

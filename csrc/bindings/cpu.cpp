@@ -162,17 +162,5 @@ struct Cpu {
 }  // namespace ddpcore
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CPU, library) {
-    library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cpu>));
-    library.impl("adamw_step_", TORCH_BOX(&ddpcore::adamw_step_<ddpcore::Cpu>));
-    library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cpu>));
-    library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cpu>));
-    library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cpu>));
-    library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_<ddpcore::Cpu>));
-    library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cpu>));
-    library.impl("mix_adamw_step_", TORCH_BOX(&ddpcore::mix_adamw_step_<ddpcore::Cpu>));
-    library.impl("mix_lars_step_", TORCH_BOX(&ddpcore::mix_lars_step_<ddpcore::Cpu>));
-    library.impl("mix_lamb_step_", TORCH_BOX(&ddpcore::mix_lamb_step_<ddpcore::Cpu>));
-    library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cpu>));
-    library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cpu>));
-    library.impl("noise_sums", TORCH_BOX(&ddpcore::noise_sums<ddpcore::Cpu>));
+    ddpcore::register_operators<ddpcore::Cpu>(library);
 }

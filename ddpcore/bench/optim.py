@@ -15,7 +15,7 @@ from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.environment import check_memory
 from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, Comparison, Implementation
 from ddpcore.bench.shapes import LISTS, USUAL
-from ddpcore.ops.traffic import bytes_per_param
+from ddpcore.ops.steps import bytes_per_param
 from ddpcore.options.command_line import option
 from ddpcore.report.optim import print_optimizers
 from ddpcore.runtime.launch import World

@@ -292,13 +292,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             arguments = self.arguments(batch, options) | common_arguments(options, batch, scaling) | passes
             if passes:
                 arguments["squares"] = plan.shards.squares(batch)
-            if mixture is None:
-                getattr(batch.kernels, self.operator)(*tensors, masters, batch.steps, batch.scratch, **arguments)
-            else:
+            if mixture is not None:
                 assert self._flat is not None
-                of_mix = {"mixture": mixture, "offsets": self._flat.offsets_of(tensors[0])}
-                del arguments["grad_scale"], arguments["found_inf"]
-                getattr(ops, f"mix_{self.operator}")(*tensors, batch.steps, batch.scratch, **of_mix, **arguments)
+                arguments |= {"mixture": mixture, "offsets": self._flat.offsets_of(tensors[0])}
+            getattr(batch.kernels, self.operator)(*tensors, masters, batch.steps, batch.scratch, **arguments)
 
     def _plan_of(
         self, name: str, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]

@@ -245,7 +245,7 @@ MUTATIONS = [
              "first += kAhead * kThreads", "first += (kAhead + 1) * kThreads",
              "optimizers:EverySettingSizeAndAlignment"),
     Mutation("tables never full", "segments.cuh",
-             "end - first < most && args", "end - first < kFewSegments && args",
+             "end - first < many && args", "end - first < kFewSegments && args",
              "graphs:AStepTakesOneLaunchForEachTable*"),
     Mutation("a launch on another stream", "launch.cuh",
              "config.stream = stream;", "config.stream = nullptr;", "graphs:ReplayedSteps*"),
