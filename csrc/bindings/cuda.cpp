@@ -46,19 +46,17 @@ void check_step_peers(const StepArgs<Segment>& args) {
 }
 
 struct Cuda {
-    static void run(const Tensor& like, const SgdCall& call) {
-        check_step_peers(call.args);
-        launch_on(like, "sgd_step_", [&](cudaStream_t stream) { return cuda::sgd_step_(call.args, stream); });
+#define DDPCORE_RUN(name, Args)                                                                \
+    static void run(const Tensor& like, const Args& args, int64_t) {                           \
+        check_step_peers(args);                                                                \
+        launch_on(like, #name, [&](cudaStream_t stream) { return cuda::name(args, stream); }); \
     }
+    DDPCORE_ONE_PASS_STEPS(DDPCORE_RUN)
+#undef DDPCORE_RUN
 
     static void run(const Tensor& like, const SgdCall&, const LarsArgs& args) {
         check_step_peers(args.sgd);
         launch_on(like, "lars_step_", [&](cudaStream_t stream) { return cuda::lars_step_(args, stream); });
-    }
-
-    static void run(const Tensor& like, const AdamCall& call) {
-        check_step_peers(call.args);
-        launch_on(like, "adamw_step_", [&](cudaStream_t stream) { return cuda::adamw_step_(call.args, stream); });
     }
 
     static void run(const Tensor& like, const AdamCall&, const LambArgs& args) {

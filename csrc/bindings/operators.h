@@ -11,7 +11,7 @@ template <typename Backend, typename Call>
 void run_step(const Tensors& params, Call& call, const std::optional<Tensor>& scratch, const MixArguments& mix) {
     const StepMix placed(call, params, mix);
     if (scratch.has_value()) call.args.tickets = Scratch(params[0], *scratch, 0, call.segments.size()).tickets;
-    Backend::run(params[0], call);
+    Backend::run(params[0], call.args, call.tensors.numel);
     call.tensors.copies.copy_back();
 }
 

@@ -19,8 +19,9 @@ inline constexpr int64_t kMaxLearners = 1024;  // of one stacked mix; more: cuda
 inline constexpr int64_t kMaxRows = 256;       // of one noise_sums; more: cudaErrorInvalidValue
 
 // With a mix: at most kMaxStepPeers peers and no masters, else cudaErrorInvalidValue.
-cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream);
-cudaError_t adamw_step_(const AdamArgs& args, cudaStream_t stream);
+#define DDPCORE_DECLARE(name, Args) cudaError_t name(const Args& args, cudaStream_t stream);
+DDPCORE_ONE_PASS_STEPS(DDPCORE_DECLARE)
+#undef DDPCORE_DECLARE
 // One cooperative launch each, for up to some hundred tensors. It starts when its whole grid fits on the device.
 cudaError_t lars_step_(const LarsArgs& args, cudaStream_t stream);
 cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream);

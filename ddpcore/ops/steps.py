@@ -41,7 +41,7 @@ class Argument(NamedTuple):
     kind: str  # in the notation of torch's schemas; with "!" the step writes into it
     default: Any = REQUIRED
     option: str = ""  # the option of an optimizer's group that has the value; empty: the optimizer computes it
-    index: int | None = None  # the place of the value in that option, where it has several
+    item: int | None = None  # the place of the value in that option, where it has several
     per_group: bool = False  # a list with one value for each parameter group
 
     @property
@@ -55,8 +55,8 @@ class Argument(NamedTuple):
         return self.name if self.default is REQUIRED else f"{self.name}={self.default!r}"
 
 
-def _option(name: str, kind: str, default: Any, option: str | None = None, index: int | None = None) -> Argument:
-    return Argument(name, kind, default, name if option is None else option, index)
+def _option(name: str, kind: str, default: Any, option: str | None = None, item: int | None = None) -> Argument:
+    return Argument(name, kind, default, name if option is None else option, item)
 
 
 _GROUPS = (
@@ -137,7 +137,7 @@ class Rule:
     def schema(self) -> str:
         """The operator in torch's notation."""
         optional = {*(_PASSES if self.uses_norms else ()), *_STATES, *_MIX}  # torch wants defaults last
-        texts = []
+        texts: list[str] = []
         for argument in (*self.arguments, *_MIX):
             text = argument.schema.replace("!", f"{chr(ord('a') + sum('!' in text for text in texts))}!")
             texts.append(f"{text}={_text(argument.default)}" if argument in optional else text)
@@ -145,13 +145,11 @@ class Rule:
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """The values of the rule's options in an optimizer's group."""
-        return {
-            name: group[option] if index is None else group[option][index] for name, option, index in self._from_group
-        }
+        return {name: group[option] if item is None else group[option][item] for name, option, item in self._from_group}
 
     @cached_property
     def _from_group(self) -> list[tuple[str, str, int | None]]:
-        return [(option.name, option.option, option.index) for option in self.options if option.option]
+        return [(option.name, option.option, option.item) for option in self.options if option.option]
 
 
 def _text(default: Any) -> str:
