@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -145,11 +146,17 @@ class Rule:
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """The values of the rule's options in an optimizer's group."""
-        return {name: group[option] if item is None else group[option][item] for name, option, item in self._from_group}
+        names, values, pairs = self._from_group
+        found = dict(zip(names, values(group), strict=True))
+        for name, option, item in pairs:
+            found[name] = group[option][item]
+        return found
 
     @cached_property
-    def _from_group(self) -> list[tuple[str, str, int | None]]:
-        return [(option.name, option.option, option.item) for option in self.options if option.option]
+    def _from_group(self) -> tuple[list[str], Callable[[Any], Any], list[tuple[str, str, int]]]:
+        whole = {option.name: option.option for option in self.options if option.option and option.item is None}
+        pairs = [(option.name, option.option, option.item) for option in self.options if option.item is not None]
+        return list(whole), itemgetter(*whole.values()), pairs
 
 
 def _text(default: Any) -> str:
@@ -201,12 +208,15 @@ LAMB = Rule(
 RULES = {rule.name: rule for rule in (SGD, ADAMW, LARS, LAMB)}
 
 
+_PER_GROUP = "{0} if isinstance({0}, list) else per_group({0}, group_sizes)"
 _FUNCTION = """
 def with_names(operator, mixture_arguments, per_group, inf):
     def {operator}({parameters}, mixture=None, offsets=()):
         group_sizes = [len(params)] if group_sizes is None else group_sizes
-        mix = () if mixture is None else mixture_arguments(mixture, offsets)
-        operator({values}, *mix)
+        if mixture is None:
+            operator({values})
+        else:
+            operator({values}, *mixture_arguments(mixture, offsets))
     return {operator}
 """
 
@@ -219,7 +229,7 @@ def _function(rule: Rule, documentation: str) -> Callable[..., None]:
     """
     shown = [argument.parameter for argument in rule.arguments]
     num = len(rule.tensors)
-    values = (f"per_group({a.name}, group_sizes)" if a.per_group else a.name for a in rule.arguments)
+    values = (_PER_GROUP.format(a.name) if a.per_group else a.name for a in rule.arguments)
     text = _FUNCTION.format(
         operator=rule.operator, parameters=", ".join([*shown[:num], "*", *shown[num:]]), values=", ".join(values)
     )

@@ -309,7 +309,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             tensors = [batch.of(params), batch.of(grads), *buffers]
             if plan.shards is not None:
                 tensors, masters = [list(map(local, column)) for column in tensors], list(map(local, masters))
-            arguments = self.arguments(batch, options) | common_arguments(options, batch, scaling) | passes
+            arguments = {**self.arguments(batch, options), **common_arguments(options, batch, scaling), **passes}
             if passes:
                 assert plan.shards is not None
                 arguments["squares"] = plan.shards.squares(batch)

@@ -29,7 +29,6 @@ namespace {
 
 constexpr size_t kSharedBytes = 48 * 1024;  // of a block, unless the kernel's attribute allows more
 constexpr unsigned kMaxThreads = 1024;
-constexpr size_t kMaxArgumentBytes = 32764;  // of a kernel
 
 cudaError_t last_error = cudaSuccess;
 uint64_t next_seed =
@@ -131,9 +130,7 @@ std::span<unsigned char> static_shared_of(const void* kernel) {
     return search.found;
 }
 
-cudaError_t launch(
-    const cudaLaunchConfig_t& config, const void* kernel, size_t argument_bytes, std::function<void()> body) {
-    if (argument_bytes > kMaxArgumentBytes) return report(cudaErrorNotSupported);
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body) {
     const dim3 grid = config.gridDim, block = config.blockDim;
     const size_t num_blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
     const size_t num_threads = static_cast<size_t>(block.x) * block.y * block.z;
