@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -146,17 +145,16 @@ class Rule:
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """The values of the rule's options in an optimizer's group."""
-        names, values, pairs = self._from_group
-        found = dict(zip(names, values(group), strict=True))
-        for name, option, item in pairs:
+        whole, parts = self._from_group
+        found = {name: group[option] for name, option in whole}
+        for name, option, item in parts:
             found[name] = group[option][item]
         return found
 
     @cached_property
-    def _from_group(self) -> tuple[list[str], Callable[[Any], Any], list[tuple[str, str, int]]]:
-        whole = {option.name: option.option for option in self.options if option.option and option.item is None}
-        pairs = [(option.name, option.option, option.item) for option in self.options if option.item is not None]
-        return list(whole), itemgetter(*whole.values()), pairs
+    def _from_group(self) -> tuple[list[tuple[str, str]], list[tuple[str, str, int]]]:
+        whole = [(option.name, option.option) for option in self.options if option.option and option.item is None]
+        return whole, [(option.name, option.option, option.item) for option in self.options if option.item is not None]
 
 
 def _text(default: Any) -> str:

@@ -126,7 +126,7 @@ MUTATIONS = [
              "low ? right : left, kWarp", "low ? left : right, kWarp", "exact:NoiseOfEveryMagnitude"),
     Mutation("an odd sum of a block beside its pairs", "sum.cuh",
              "if (count % 2 == 1) {", "if (count % 2 == 2) {", "exact:NoiseOfEveryMagnitude"),
-    Mutation("the origin is left out", "noise.cu", "values[a][i] -= load(origin[i]);", ";", "exact:Noise*"),
+    Mutation("the origin is left out", "noise.cu", "values[i] -= load(origin[i]);", ";", "exact:Noise*"),
     Mutation("turns of a block", "one_pass.cuh",
              "block += static_cast<int>(gridDim.x),", "block += static_cast<int>(gridDim.x) + 1,",
              "optimizers:EverySettingSizeAndAlignment"),
