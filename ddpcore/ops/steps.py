@@ -143,18 +143,13 @@ class Rule:
             texts.append(f"{text}={_text(argument.default)}" if argument in optional else text)
         return f"{self.operator}({', '.join(texts)}) -> ()"
 
-    def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The values of the rule's options in an optimizer's group."""
-        whole, parts = self._from_group
-        found = {name: group[option] for name, option in whole}
-        for name, option, item in parts:
-            found[name] = group[option][item]
-        return found
-
     @cached_property
-    def _from_group(self) -> tuple[list[tuple[str, str]], list[tuple[str, str, int]]]:
-        whole = [(option.name, option.option) for option in self.options if option.option and option.item is None]
-        return whole, [(option.name, option.option, option.item) for option in self.options if option.item is not None]
+    def options_of(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """A function of an optimizer's group: the values of the rule's options in it."""
+        given = [option for option in self.options if option.option]
+        items = (f"{o.name!r}: group[{o.option!r}]" + ("" if o.item is None else f"[{o.item}]") for o in given)
+        function: Callable[[dict[str, Any]], dict[str, Any]] = eval(f"lambda group: {{{', '.join(items)}}}")
+        return function
 
 
 def _text(default: Any) -> str:
