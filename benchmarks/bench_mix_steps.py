@@ -1,8 +1,8 @@
 """Steps that begin with a mix against torch's fused steps, which do not mix.
 
-``mix_sgd_step_``, ``mix_adamw_step_``, ``mix_lars_step_`` and ``mix_lamb_step_``. The most important rows have
-25,000,000 fp32 elements and one peer. Their ratio is the cost of gossip on top of an optimizer step; from memory
-traffic alone one expects 24/20 of SGD and 32/28 of AdamW.
+``sgd_step_``, ``adamw_step_``, ``lars_step_`` and ``lamb_step_`` with a mix. The most important rows have 25,000,000
+fp32 elements and one peer. Their ratio is the cost of gossip on top of an optimizer step; from memory traffic alone one
+expects 24/20 of SGD and 32/28 of AdamW.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from common import Case, itemsize, main, randn, torch_step
 
 from ddpcore import ops
-from ddpcore.ops.traffic import bytes_per_param
+from ddpcore.ops.steps import bytes_per_param
 
 MOMENTUM = {"lr": 1e-3, "momentum": 0.9}
 ADAM = {"lr": 1e-3, "weight_decay": 1e-4}
@@ -33,13 +33,13 @@ def mix_step(rule: str, numel: int, options: argparse.Namespace) -> Case:
     group = {"lr": [1e-3], "weight_decay": [1e-4 if has_moments else 0.0], "group_sizes": [1]}
     extra = {"adapt": [1]} if has_ratio else {}
     extra |= {} if has_moments else {"momentum": 0.9}
-    mixture = ops.Mixture(peers, share, [share] * options.peers)
-    step = getattr(ops, f"mix_{rule}_step_")
+    extra |= {"mixture": ops.Mixture(peers, share, [share] * options.peers), "offsets": [0]}
+    step = getattr(ops, f"{rule}_step_")
     rows = [ops.new_trust(params)] if has_ratio else []
     kind, of_torch = TORCHS["adamw" if has_moments else "sgd"]
     return Case(
-        f"mix_{rule}_step_, {options.peers} peers",
-        lambda: step(params, grads, *states, steps, scratch, *rows, mixture, [0], **group, **extra),
+        f"{rule}_step_ with a mix, {options.peers} peers",
+        lambda: step(params, grads, *states, [], steps, scratch, *rows, **group, **extra),
         torch_step(kind, numel, options, **of_torch),
         f"torch fused {kind.__name__}",
         (bytes_per_param(rule, itemsize(options))[0] + options.peers * itemsize(options)) * numel,

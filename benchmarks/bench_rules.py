@@ -14,7 +14,7 @@ import torch
 from common import Case, itemsize, main, pieces, randn, torch_step
 
 from ddpcore import ops
-from ddpcore.ops.traffic import bytes_per_param
+from ddpcore.ops.steps import bytes_per_param
 
 Tensors = list[torch.Tensor]
 STEP = {"lr": 1e-3, "momentum": 0.9}

@@ -115,6 +115,12 @@ struct SgdArgs : StepArgs<SgdSegment> {
     SgdRule rule;
 };
 
+// The steps of one pass, with the structs of their arguments. The headers of both backends declare them by this list,
+// and the bindings run them by it.
+#define DDPCORE_ONE_PASS_STEPS(STEP) \
+    STEP(sgd_step_, SgdArgs)         \
+    STEP(adamw_step_, AdamArgs)
+
 // The trust ratio of a segment and the norms that it was computed from.
 struct Trust {
     double ratio;

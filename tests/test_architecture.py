@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROW = re.compile(r"^\| (\d+) \| `(?:ddpcore/)?([a-z_]+)(?:/|\.py)?` \|", re.MULTILINE)  # of the page's table
 MAX_LAYERS, MAX_PARTS, MAX_ARROWS = 10, 23, 91
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # "path" or "path:function" -> why it may be longer.
 EXCEPTIONS: dict[str, str] = {}
@@ -225,8 +225,8 @@ def test_good_imports_pass(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("ddpcore/x.py", "x = 1\n" * 401, "ddpcore/x.py:401: more than 400 lines"),
-        ("csrc/cpu/x.cpp", "\n" * 401, "csrc/cpu/x.cpp:401: more than 400 lines"),
+        ("ddpcore/x.py", "x = 1\n" * 501, "ddpcore/x.py:501: more than 500 lines"),
+        ("csrc/cpu/x.cpp", "\n" * 501, "csrc/cpu/x.cpp:501: more than 500 lines"),
         ("tests/x.py", LONG, "tests/x.py:1: f has 61 lines, at most 60"),
     ],
 )

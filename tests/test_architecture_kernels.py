@@ -10,36 +10,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import ddpcore.ops  # noqa: F401  it defines the operators
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-SCHEMA = re.compile(r'define\(\s*((?:f?"[^"]*"\s*)+),\s*reference\.(\w+)')
-
-
-def schemas_of(path: Path) -> dict[str, tuple[list[str], str]]:
-    """The operators that a file defines: the names of their arguments, and the name of their reference implementation.
-
-    Parts of a schema that several operators share are constants of some file in the same folder.
-    """
-    shared: dict[str, str] = {}
-    for other in sorted(path.parent.glob("*.py")):
-        shared |= dict(re.findall(r'^([A-Z_]+_SCHEMA) = "(.*)"$', other.read_text(), re.MULTILINE))
-    found = {}
-    for literals, implementation in SCHEMA.findall(path.read_text()):
-        schema = "".join(re.findall(r'"([^"]*)"', literals)).format_map(shared)
-        name, _, rest = schema.partition("(")
-        arguments = rest.rpartition(" -> ")[0].removesuffix(")").split(", ")
-        found[name] = (
-            [argument.split()[-1].partition("=")[0] for argument in arguments if argument != "*"],
-            implementation,
-        )
-    return found
-
-
-def kernels_of(root: Path) -> list[tuple[Path, str]]:
-    """Every operator, with the file that defines it."""
-    return [(path, name) for path in sorted((root / "ddpcore/ops").glob("*.py")) for name in schemas_of(path)]
+def operators() -> dict[str, list[str]]:
+    """The names of the arguments of every operator, in the order of its schema."""
+    names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
+    schemas = {name: getattr(torch.ops.ddpcore, name).default._schema for part, _, name in names if part == "ddpcore"}
+    return {name: [argument.name for argument in schema.arguments] for name, schema in schemas.items()}
 
 
 def bound_arguments(root: Path, name: str) -> list[str] | None:
@@ -49,10 +31,10 @@ def bound_arguments(root: Path, name: str) -> list[str] | None:
     return None if signature is None else re.findall(r"(\w+)(?:,|$)", re.sub(r"<[^>]*>", "", signature.group(1)))
 
 
-def kernel_complaints(root: Path) -> list[str]:
+def kernel_complaints(root: Path, operators: dict[str, list[str]]) -> list[str]:
     """An operator has one name in schema, binding, CPU file, CUDA file, Python op, reference, test and benchmark.
 
-    ``mix_<rule>_step_`` is the kernel of the step with a mix among its arguments.
+    The file in ``csrc/cpu`` that defines it gives the others their names.
     """
     complaints = []
 
@@ -61,29 +43,21 @@ def kernel_complaints(root: Path) -> list[str]:
         if not path.exists() or not re.search(pattern, path.read_text(), re.MULTILINE):
             complaints.append(f"{where}:1: {what}")
 
-    for path, name in kernels_of(root):
-        arguments, implementation = schemas_of(path)[name]
-        mixes = name.startswith("mix_") and name.endswith("_step_")
-        kernel, tested = (name.removeprefix("mix_"), "mix_steps") if mixes else (name, path.stem)
-        definition = re.compile(
-            rf"\b(?:void|cudaError_t) {kernel}\(const|^DDPCORE_FUSED_VERSIONS\({kernel},", re.MULTILINE
-        )
+    for name, arguments in operators.items():
+        definition = re.compile(rf"\b(?:void|cudaError_t) {name}\(const|^DDPCORE_FUSED_VERSIONS\({name},", re.MULTILINE)
         stems = [path.stem for path in sorted((root / "csrc/cpu").glob("*.cpp")) if definition.search(path.read_text())]
-        if stems != [path.stem]:
-            complaints.append(f"csrc/cpu:1: {name} is defined in {stems or 'no file'}, not in exactly {path.stem}")
-        if implementation != name:
-            complaints.append(f"ddpcore/ops/{path.stem}.py:1: the reference of {name} is {implementation}")
+        if len(stems) != 1:
+            complaints.append(f"csrc/cpu:1: {name} is defined in {stems or 'no file'}, not in exactly one")
+            continue
         if bound_arguments(root, name) != arguments:
             complaints.append(f"csrc/bindings/operators.h:1: {name} has not the arguments of its schema, in its order")
-        demand(f"csrc/cuda/{path.stem}.cu", rf"^cudaError_t {kernel}\(const", f"does not define {kernel}")
-        for backend in ("Cpu", "Cuda"):
-            registered = rf'library\.impl\("{name}", TORCH_BOX\(&ddpcore::{name}<ddpcore::{backend}>\)\)'
-            demand(f"csrc/bindings/{backend.lower()}.cpp", registered, f"does not register {name}")
-        demand(f"ddpcore/ops/{path.stem}.py", rf"^def {name}\(", f"has no function {name}")
+        registered = rf'library\.impl\("{name}", TORCH_BOX\(&{name}<Backend>\)\)'
+        demand("csrc/bindings/operators.h", registered, f"does not register {name}")
+        demand(f"csrc/cuda/{stems[0]}.cu", rf"^cudaError_t {name}\(const", f"does not define {name}")
         demand("ddpcore/ops/__init__.py", rf'__all__ = [^=]*"{name}"', f"does not export {name}")
-        demand("ddpcore/ops/reference.py", rf"^(?:def {name}\(|{name} = )", f"has no reference of {name}")
-        demand(f"tests/ops/test_{tested}.py", rf"\b{name}\b", f"does not test {name}")
-        measured = "rules" if name == f"{path.stem}_step_" else tested  # one benchmark measures all update rules
+        demand("ddpcore/ops/reference.py", rf"^def {name}\(", f"has no reference of {name}")
+        demand(f"tests/ops/test_{stems[0]}.py", rf"\b{name}\b", f"does not test {name}")
+        measured = "rules" if name == f"{stems[0]}_step_" else stems[0]  # one benchmark measures all update rules
         demand(f"benchmarks/bench_{measured}.py", rf"\b{name}\b", f"does not measure {name}")
     return complaints
 
@@ -110,29 +84,24 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def test_a_kernel_has_one_name():
-    assert len(kernels_of(ROOT)) >= 8
-    assert_none(kernel_complaints(ROOT))
+    assert len(operators()) >= 8
+    assert_none(kernel_complaints(ROOT, operators()))
 
 
 def test_kernels_know_no_torch():
     assert_none(torch_free_complaints(ROOT))
 
 
+OPERATORS = {"scale_": ["x", "by", "most"]}
 KERNEL = {
-    "ddpcore/ops/scale.py": """
-_scale = define("scale_(Tensor(a!) x, *, " f"{BY_SCHEMA}) -> ()", reference.scale_, no_result)
-def scale_(x): pass
-""",
-    "ddpcore/ops/shared.py": 'BY_SCHEMA = "Tensor? by, float[] most"',
     "ddpcore/ops/__init__.py": '__all__ = ["scale_"]',
     "ddpcore/ops/reference.py": "def scale_(x): pass",
     "csrc/bindings/operators.h": """
 template <typename Backend>
 void scale_(
     const Tensor& x, const std::optional<Tensor>& by, const std::vector<double>& most) {
-}""",
-    "csrc/bindings/cpu.cpp": 'library.impl("scale_", TORCH_BOX(&ddpcore::scale_<ddpcore::Cpu>));',
-    "csrc/bindings/cuda.cpp": 'library.impl("scale_", TORCH_BOX(&ddpcore::scale_<ddpcore::Cuda>));',
+}
+    library.impl("scale_", TORCH_BOX(&scale_<Backend>));""",
     "csrc/cpu/scale.cpp": "CLONES void scale_(const Args& args) {}",
     "csrc/cuda/scale.cu": "cudaError_t scale_(const Args& args) {}",
     "tests/ops/test_scale.py": "ops.scale_(x)",
@@ -142,41 +111,44 @@ void scale_(
 
 def test_a_whole_kernel_passes(tmp_path):
     write(tmp_path, KERNEL)
-    assert [name for _, name in kernels_of(tmp_path)] == ["scale_"]
-    assert_none(kernel_complaints(tmp_path))
+    assert_none(kernel_complaints(tmp_path, OPERATORS))
 
 
-@pytest.mark.parametrize("name", [name for name in KERNEL if name != "ddpcore/ops/shared.py"])
+@pytest.mark.parametrize("name", KERNEL)
 def test_a_kernel_with_another_name_is_seen(name, tmp_path):
     write(tmp_path, {**KERNEL, name: KERNEL[name].replace("scale_", "scaled_")})
-    complaints = kernel_complaints(tmp_path)
+    complaints = kernel_complaints(tmp_path, OPERATORS)
     assert complaints and all("scale" in complaint for complaint in complaints)
-    if name != "ddpcore/ops/scale.py":  # with which all the others then do not agree
-        assert len(complaints) == 1
-        assert complaints[0].startswith(name if "cpu/scale" not in name else "csrc/cpu")
+    assert all(complaint.startswith(name if "cpu/scale" not in name else "csrc/cpu") for complaint in complaints)
 
 
 def test_a_kernel_in_two_files_is_seen(tmp_path):
     write(tmp_path, {**KERNEL, "csrc/cpu/other.cpp": KERNEL["csrc/cpu/scale.cpp"]})
-    assert kernel_complaints(tmp_path) == ["csrc/cpu:1: scale_ is defined in ['other', 'scale'], not in exactly scale"]
+    complaints = kernel_complaints(tmp_path, OPERATORS)
+    assert complaints == ["csrc/cpu:1: scale_ is defined in ['other', 'scale'], not in exactly one"]
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "message"),
+    ("old", "new", "message"),
     [
-        ("ddpcore/ops/shared.py", "Tensor? by, float[] most", "float[] most, Tensor? by", "not the arguments of its"),
-        ("ddpcore/ops/shared.py", ", float[] most", "", "not the arguments of its schema"),
-        ("csrc/bindings/operators.h", "double>& most", "double>& least", "not the arguments of its schema"),
-        ("ddpcore/ops/scale.py", "reference.scale_", "reference.mix_", "the reference of scale_ is mix_"),
-        ("csrc/bindings/cpu.cpp", "::Cpu", "::Cuda", "cpu.cpp:1: does not register scale_"),
-        ("csrc/bindings/cuda.cpp", "<ddpcore::Cuda>", "", "cuda.cpp:1: does not register scale_"),
+        ("const std::vector<double>& most", "const std::vector<double>& least", "not the arguments of its schema"),
+        (", const std::vector<double>& most", "", "not the arguments of its schema"),
+        ("&scale_<Backend>", "&mix_<Backend>", "operators.h:1: does not register scale_"),
+        ("<Backend>)", "<Cpu>)", "operators.h:1: does not register scale_"),
     ],
 )
-def test_a_kernel_that_is_bound_to_something_else_is_seen(name, old, new, message, tmp_path):
-    assert old in KERNEL[name]
-    write(tmp_path, {**KERNEL, name: KERNEL[name].replace(old, new)})
-    complaints = kernel_complaints(tmp_path)
+def test_a_kernel_that_is_bound_to_something_else_is_seen(old, new, message, tmp_path):
+    bound = KERNEL["csrc/bindings/operators.h"]
+    assert old in bound
+    write(tmp_path, {**KERNEL, "csrc/bindings/operators.h": bound.replace(old, new)})
+    complaints = kernel_complaints(tmp_path, OPERATORS)
     assert len(complaints) == 1 and message in complaints[0], complaints
+
+
+def test_arguments_in_another_order_are_seen(tmp_path):
+    write(tmp_path, KERNEL)
+    complaints = kernel_complaints(tmp_path, {"scale_": ["x", "most", "by"]})
+    assert len(complaints) == 1 and "not the arguments of its schema, in its order" in complaints[0]
 
 
 @pytest.mark.parametrize("include", ["<torch/all.h>", "<ATen/ATen.h>", '"c10/util/Half.h"', '"../bindings/a.h"'])

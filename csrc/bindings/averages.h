@@ -57,23 +57,40 @@ struct MixCall {
     }
 };
 
+// The arguments of the mix before a step. Without peers the step has no mix.
+struct MixArguments {
+    const std::optional<Tensors>& peers;
+    double self_weight;
+    const std::optional<std::vector<double>>& peer_weights;
+    const std::optional<std::vector<int64_t>>& offsets;
+    Noise noise;
+    const std::optional<Tensor>& out;
+};
+
 // The mix before a step: the params are elements [offsets[i], ...) of one row, and so are those of peers and out.
-struct StepMixCall {
+struct StepMix {
     std::vector<const void*> peers;
     std::vector<float> peer_weights;
     MixArgs args{};
 
     // Moves the params of the step to their places in out.
     template <typename Call>
-    StepMixCall(
-        Call& call, const Tensors& params, const std::vector<int64_t>& offsets, const Tensors& peer_rows,
-        double self_weight, const std::vector<double>& weights_of_peers, const Noise& noise,
-        const std::optional<Tensor>& out) {
+    StepMix(Call& call, const Tensors& params, const MixArguments& mix, Passes passes = Passes::kBoth) {
+        if (!mix.peers.has_value()) return;
+        STD_TORCH_CHECK(
+            mix.peer_weights.has_value() && mix.offsets.has_value(), "ddpcore: peers need peer_weights and offsets");
+        const std::vector<int64_t>& offsets = *mix.offsets;
+        const GradScaling& scaling = call.args.scaling;
+        STD_TORCH_CHECK(
+            !call.args.masters && !call.args.rounded_states && scaling.grad_scale == nullptr &&
+                scaling.found_inf == nullptr && passes == Passes::kBoth,
+            "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes: call mix_ "
+            "first, and then the step without a mix");
         const Tensor& like = params[0];
         const int64_t size = like.element_size();
         STD_TORCH_CHECK(offsets.size() == params.size(), "ddpcore: offsets must have the length of params");
         STD_TORCH_CHECK(
-            weights_of_peers.size() == peer_rows.size(), "ddpcore: peers and peer_weights must have the same length");
+            mix.peer_weights->size() == mix.peers->size(), "ddpcore: peers and peer_weights must have the same length");
         int64_t least = 0;    // the length of a row
         char* row = nullptr;  // an empty tensor has no address
         for (size_t i = 0; i < params.size() && row == nullptr; ++i) {
@@ -86,28 +103,28 @@ struct StepMixCall {
                 "ddpcore: params must be dense views of one row, from offsets on");
             least = std::max(least, offsets[i] + params[i].numel());
         }
-        for (const Tensor& peer : peer_rows) {
+        for (const Tensor& peer : *mix.peers) {
             check_row(like, peer, least, "a peer");
             STD_TORCH_CHECK(
                 peer.const_data_ptr() != row || least == 0, "ddpcore: a peer must not be the weights themselves");
             peers.push_back(peer.const_data_ptr());
         }
-        for (double weight : weights_of_peers) peer_weights.push_back(static_cast<float>(weight));
+        for (double weight : *mix.peer_weights) peer_weights.push_back(static_cast<float>(weight));
         args = {
             row,
             peers.data(),
             peer_weights.data(),
             static_cast<int64_t>(peers.size()),
-            static_cast<float>(self_weight),
+            static_cast<float>(mix.self_weight),
             least,
             call.args.dtype,
             nullptr,
             nullptr,
-            noise};
-        if (out.has_value()) {
-            check_row(like, *out, least, "out");
+            mix.noise};
+        if (mix.out.has_value()) {
+            check_row(like, *mix.out, least, "out");
             args.source = row;
-            args.weights = out->mutable_data_ptr();
+            args.weights = mix.out->mutable_data_ptr();
             STD_TORCH_CHECK(
                 std::find(peers.begin(), peers.end(), args.weights) == peers.end() || least == 0,
                 "ddpcore: out must not be a peer");
@@ -117,7 +134,7 @@ struct StepMixCall {
         }
         call.args.mix = &args;
     }
-    StepMixCall(const StepMixCall&) = delete;
+    StepMix(const StepMix&) = delete;
 
   private:
     static void check_row(const Tensor& like, const Tensor& row, int64_t least, const char* name) {

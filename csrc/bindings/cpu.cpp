@@ -65,11 +65,14 @@ void write_squares(const std::vector<Segment>& segments, const NormPartials* par
 }
 
 struct Cpu {
-    static void run(const Tensor&, const SgdCall& call) {
-        if (skips_step(call.args.scaling)) return;
-        spread(cpu::sgd_step_, call.args, 0, call.args.num_blocks, call.tensors.numel);
-        count_step(call.args);
+#define DDPCORE_RUN(name, Args)                                       \
+    static void run(const Tensor&, const Args& args, int64_t numel) { \
+        if (skips_step(args.scaling)) return;                         \
+        spread(cpu::name, args, 0, args.num_blocks, numel);           \
+        count_step(args);                                             \
     }
+    DDPCORE_ONE_PASS_STEPS(DDPCORE_RUN)
+#undef DDPCORE_RUN
 
     static void run(const Tensor&, const SgdCall& call, const LarsArgs& args) {
         const SgdArgs& sgd = call.args;
@@ -89,12 +92,6 @@ struct Cpu {
             [&](int64_t begin, int64_t end) { cpu::lars_trust(args, begin, end); },
             [&](int64_t begin, int64_t end, int64_t numel) { spread(cpu::lars_step_, args, begin, end, numel); });
         count_step(sgd);
-    }
-
-    static void run(const Tensor&, const AdamCall& call) {
-        if (skips_step(call.args.scaling)) return;
-        spread(cpu::adamw_step_, call.args, 0, call.args.num_blocks, call.tensors.numel);
-        count_step(call.args);
     }
 
     static void run(const Tensor&, const AdamCall& call, LambArgs args) {
@@ -162,17 +159,5 @@ struct Cpu {
 }  // namespace ddpcore
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CPU, library) {
-    library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cpu>));
-    library.impl("adamw_step_", TORCH_BOX(&ddpcore::adamw_step_<ddpcore::Cpu>));
-    library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cpu>));
-    library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cpu>));
-    library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cpu>));
-    library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_<ddpcore::Cpu>));
-    library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cpu>));
-    library.impl("mix_adamw_step_", TORCH_BOX(&ddpcore::mix_adamw_step_<ddpcore::Cpu>));
-    library.impl("mix_lars_step_", TORCH_BOX(&ddpcore::mix_lars_step_<ddpcore::Cpu>));
-    library.impl("mix_lamb_step_", TORCH_BOX(&ddpcore::mix_lamb_step_<ddpcore::Cpu>));
-    library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cpu>));
-    library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cpu>));
-    library.impl("noise_sums", TORCH_BOX(&ddpcore::noise_sums<ddpcore::Cpu>));
+    ddpcore::register_operators<ddpcore::Cpu>(library);
 }

@@ -9,9 +9,21 @@
 namespace ddpcore {
 namespace {
 
+// The version of CUDA that the driver is for, such as 12010. It is asked once.
+int driver_version() {
+    static const int result = [] {
+        int version = 0;
+        return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+    }();
+    return result;
+}
+
 // Makes the device of `tensor` current, runs launch(stream) on its current stream and reports a failed launch.
 template <typename Launch>
 void launch_on(const Tensor& tensor, const char* name, Launch&& launch) {
+    STD_TORCH_CHECK(
+        driver_version() >= 12010,
+        "ddpcore: the CUDA driver is too old for the arguments of the kernels: install R530 ", "(CUDA 12.1) or newer");
     const auto device = tensor.get_device_index();
     const torch::stable::accelerator::DeviceGuard guard(device);
     void* stream = nullptr;
@@ -26,13 +38,6 @@ void check_count(int64_t count, int64_t most, const char* name, const char* what
         " a call on CUDA: use a sparser topology");
 }
 
-void check_peers(int64_t count, const char* name, const char* what) {
-    STD_TORCH_CHECK(
-        count > cuda::kMaxPeers || count <= cuda::max_peers(), "ddpcore: ", name, " takes at most ", cuda::max_peers(),
-        " ", what, " a call with this driver: install a driver of R530 or newer, or use a sparser topology");
-    check_count(count, cuda::kMaxPeers, name, what);
-}
-
 template <typename Segment>
 void check_step_peers(const StepArgs<Segment>& args) {
     STD_TORCH_CHECK(
@@ -41,19 +46,17 @@ void check_step_peers(const StepArgs<Segment>& args) {
 }
 
 struct Cuda {
-    static void run(const Tensor& like, const SgdCall& call) {
-        check_step_peers(call.args);
-        launch_on(like, "sgd_step_", [&](cudaStream_t stream) { return cuda::sgd_step_(call.args, stream); });
+#define DDPCORE_RUN(name, Args)                                                                \
+    static void run(const Tensor& like, const Args& args, int64_t) {                           \
+        check_step_peers(args);                                                                \
+        launch_on(like, #name, [&](cudaStream_t stream) { return cuda::name(args, stream); }); \
     }
+    DDPCORE_ONE_PASS_STEPS(DDPCORE_RUN)
+#undef DDPCORE_RUN
 
     static void run(const Tensor& like, const SgdCall&, const LarsArgs& args) {
         check_step_peers(args.sgd);
         launch_on(like, "lars_step_", [&](cudaStream_t stream) { return cuda::lars_step_(args, stream); });
-    }
-
-    static void run(const Tensor& like, const AdamCall& call) {
-        check_step_peers(call.args);
-        launch_on(like, "adamw_step_", [&](cudaStream_t stream) { return cuda::adamw_step_(call.args, stream); });
     }
 
     static void run(const Tensor& like, const AdamCall&, const LambArgs& args) {
@@ -62,13 +65,13 @@ struct Cuda {
     }
 
     static void run(const Tensor& like, const MixCall& call) {
-        check_peers(call.args.num_peers, "mix_", "peers");
+        check_count(call.args.num_peers, cuda::kMaxPeers, "mix_", "peers");
         launch_on(like, "mix_", [&](cudaStream_t stream) { return cuda::mix_(call.args, stream); });
     }
 
     static void run(const Tensor& like, const StackedMixCall& call) {
         check_count(call.args.num_learners, cuda::kMaxLearners, "mix_stacked_", "learners");
-        check_peers(call.args.num_others, "mix_stacked_", "rows of others");
+        check_count(call.args.num_others, cuda::kMaxPeers, "mix_stacked_", "rows of others");
         launch_on(like, "mix_stacked_", [&](cudaStream_t stream) { return cuda::mix_stacked_(call.args, stream); });
     }
 
@@ -92,17 +95,5 @@ struct Cuda {
 }  // namespace ddpcore
 
 STABLE_TORCH_LIBRARY_IMPL(ddpcore, CUDA, library) {
-    library.impl("sgd_step_", TORCH_BOX(&ddpcore::sgd_step_<ddpcore::Cuda>));
-    library.impl("adamw_step_", TORCH_BOX(&ddpcore::adamw_step_<ddpcore::Cuda>));
-    library.impl("lars_step_", TORCH_BOX(&ddpcore::lars_step_<ddpcore::Cuda>));
-    library.impl("lamb_step_", TORCH_BOX(&ddpcore::lamb_step_<ddpcore::Cuda>));
-    library.impl("mix_", TORCH_BOX(&ddpcore::mix_<ddpcore::Cuda>));
-    library.impl("mix_stacked_", TORCH_BOX(&ddpcore::mix_stacked_<ddpcore::Cuda>));
-    library.impl("mix_sgd_step_", TORCH_BOX(&ddpcore::mix_sgd_step_<ddpcore::Cuda>));
-    library.impl("mix_adamw_step_", TORCH_BOX(&ddpcore::mix_adamw_step_<ddpcore::Cuda>));
-    library.impl("mix_lars_step_", TORCH_BOX(&ddpcore::mix_lars_step_<ddpcore::Cuda>));
-    library.impl("mix_lamb_step_", TORCH_BOX(&ddpcore::mix_lamb_step_<ddpcore::Cuda>));
-    library.impl("segment_norms", TORCH_BOX(&ddpcore::segment_norms<ddpcore::Cuda>));
-    library.impl("total_norm_", TORCH_BOX(&ddpcore::total_norm_<ddpcore::Cuda>));
-    library.impl("noise_sums", TORCH_BOX(&ddpcore::noise_sums<ddpcore::Cuda>));
+    ddpcore::register_operators<ddpcore::Cuda>(library);
 }

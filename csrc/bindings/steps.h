@@ -189,8 +189,8 @@ StepArgs<Segment> step_args(
 
 // The passes of one call, and the sums of squares between them.
 struct PassArguments {
-    std::string name = "both";
-    std::optional<Tensor> sums = std::nullopt;
+    const std::string& name;
+    const std::optional<Tensor>& sums;
 
     Passes passes() const {
         if (name == "both") return Passes::kBoth;
@@ -217,8 +217,7 @@ struct SgdCall {
 
     SgdCall(
         const Tensors& params, const Tensors& grads, const Tensors& momentum_buffers, const Tensors& masters,
-        const GroupLists& lists, const SgdRule& rule, const ScalingArguments& scaling,
-        const StateArguments& states = {{}, 0}) {
+        const GroupLists& lists, const SgdRule& rule, const ScalingArguments& scaling, const StateArguments& states) {
         const bool momentum = rule.momentum != 0.0f, rounded = states.rounded(params, masters, lists.steps) && momentum;
         STD_TORCH_CHECK(
             !momentum || momentum_buffers.size() == params.size(),
@@ -249,7 +248,7 @@ struct AdamCall {
     AdamCall(
         const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
         const Tensors& masters, const GroupLists& lists, const AdamRule& rule, const ScalingArguments& scaling,
-        const StateArguments& states = {{}, 0}) {
+        const StateArguments& states) {
         STD_TORCH_CHECK(
             exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size(),
             "ddpcore: exp_avgs and exp_avg_sqs must have the length of params");

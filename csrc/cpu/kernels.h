@@ -7,8 +7,9 @@
 
 namespace ddpcore::cpu {
 
-void sgd_step_(const SgdArgs& args, int64_t begin_block, int64_t end_block);
-void adamw_step_(const AdamArgs& args, int64_t begin_block, int64_t end_block);
+#define DDPCORE_DECLARE(name, Args) void name(const Args& args, int64_t begin_block, int64_t end_block);
+DDPCORE_ONE_PASS_STEPS(DDPCORE_DECLARE)
+#undef DDPCORE_DECLARE
 void mix_(const MixArgs& args, int64_t begin_block, int64_t end_block);
 void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_block);
 void segment_norms(const NormArgs& args, int64_t begin_block, int64_t end_block);

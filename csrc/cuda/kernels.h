@@ -13,18 +13,15 @@
 
 namespace ddpcore::cuda {
 
-inline constexpr int64_t kMaxPeers = 1024;     // see max_peers()
+inline constexpr int64_t kMaxPeers = 1024;     // of one mix, or rows of others; more: cudaErrorInvalidValue
 inline constexpr int64_t kMaxStepPeers = 8;    // of one mix in a step
 inline constexpr int64_t kMaxLearners = 1024;  // of one stacked mix; more: cudaErrorInvalidValue
 inline constexpr int64_t kMaxRows = 256;       // of one noise_sums; more: cudaErrorInvalidValue
 
-// The largest number of peers of one mix, or of rows of others; more: cudaErrorInvalidValue. kMaxPeers, or 320 with a
-// driver older than R530 (CUDA 12.1), whose kernels take 4 KiB of arguments.
-int64_t max_peers();
-
 // With a mix: at most kMaxStepPeers peers and no masters, else cudaErrorInvalidValue.
-cudaError_t sgd_step_(const SgdArgs& args, cudaStream_t stream);
-cudaError_t adamw_step_(const AdamArgs& args, cudaStream_t stream);
+#define DDPCORE_DECLARE(name, Args) cudaError_t name(const Args& args, cudaStream_t stream);
+DDPCORE_ONE_PASS_STEPS(DDPCORE_DECLARE)
+#undef DDPCORE_DECLARE
 // One cooperative launch each, for up to some hundred tensors. It starts when its whole grid fits on the device.
 cudaError_t lars_step_(const LarsArgs& args, cudaStream_t stream);
 cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream);

@@ -12,22 +12,10 @@
 
 namespace ddpcore::cuda {
 
-// The size of kernel arguments that CUDA 12.1 and newer accept (sm_70 and newer). So tables of pointers are arguments
-// by value, and need no buffer on the device, no copy and no cache. A launch copies all of its arguments, used or not,
-// so each table has several capacities.
+// The size of kernel arguments that drivers of CUDA 12.1 and newer accept (sm_70 and newer). So tables of pointers are
+// arguments by value, and need no buffer on the device, no copy and no cache. A launch copies all of its arguments,
+// used or not, so each table has several capacities.
 inline constexpr size_t kMaxArgumentBytes = 32764;
-
-// What drivers before R530 (CUDA 12.1) accept. Longer lists then take more launches, with tables of this size.
-inline constexpr size_t kOldArgumentBytes = 4096;
-
-// Whether the driver accepts kMaxArgumentBytes. It is asked once.
-inline bool has_large_arguments() {
-    static const bool result = [] {
-        int version = 0;
-        return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12010;
-    }();
-    return result;
-}
 
 // The largest grid. Up to here (268 million elements) a CUDA block processes one block of kBlock elements; in longer
 // tensors it processes several. Tests compile with a smaller value, so that they run the loops over blocks.

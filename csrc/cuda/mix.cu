@@ -245,14 +245,8 @@ cudaError_t launch_mix_stacked(const StackedMixArgs& args, cudaStream_t stream) 
 
 }  // namespace
 
-int64_t max_peers() {
-    static_assert(sizeof(MixTable<kOldPeers>) <= kOldArgumentBytes);
-    static_assert(sizeof(StackedTable<float, kOldPeers>) <= kOldArgumentBytes);
-    return has_large_arguments() ? kMaxPeers : kOldPeers;
-}
-
 cudaError_t mix_(const MixArgs& args, cudaStream_t stream) {
-    if (args.num_peers > max_peers()) return cudaErrorInvalidValue;
+    if (args.num_peers > kMaxPeers) return cudaErrorInvalidValue;
     const int64_t num_blocks = num_blocks_of(args.numel);
     if (num_blocks > 0) {
         const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {
@@ -265,7 +259,7 @@ cudaError_t mix_(const MixArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream) {
-    if (args.num_learners > kMaxLearners || args.num_others > max_peers()) return cudaErrorInvalidValue;
+    if (args.num_learners > kMaxLearners || args.num_others > kMaxPeers) return cudaErrorInvalidValue;
     const int64_t num_blocks = num_blocks_of(args.numel);
     if (num_blocks > 0 && args.num_learners > 0) {
         const cudaError_t error = with_storage(args.dtype, [&](auto* tag) {

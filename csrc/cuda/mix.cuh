@@ -7,7 +7,6 @@
 namespace ddpcore::cuda {
 
 inline constexpr int kFewPeers = static_cast<int>(kMaxStepPeers);
-inline constexpr int kOldPeers = 320;                           // in kOldArgumentBytes
 inline constexpr int kManyPeers = static_cast<int>(kMaxPeers);  // 12 KiB of kernel arguments
 
 template <int capacity>
@@ -29,7 +28,7 @@ struct MixTable {
 template <typename Fn>
 cudaError_t with_peers(int64_t num_peers, Fn&& fn) {
     if (num_peers <= kFewPeers) return fn.template operator()<kFewPeers>();
-    return has_large_arguments() ? fn.template operator()<kManyPeers>() : fn.template operator()<kOldPeers>();
+    return fn.template operator()<kManyPeers>();
 }
 
 // The block of the tensors that a CUDA block processes.

@@ -13,7 +13,6 @@ namespace {
 inline constexpr int kTile = 2;
 inline constexpr int kPairs = kTile * (kTile + 1) / 2;
 inline constexpr int kSomeRows = 32;
-inline constexpr int kOldSegments = 64;  // with kMaxRows rows, in kOldArgumentBytes
 
 template <int capacity, int max_rows>
 struct GramTable {
@@ -213,18 +212,14 @@ cudaError_t noise_sums(const GramArgs& args, cudaStream_t stream) {
     bool slow_doubles = false;
     if (const cudaError_t error = has_slow_doubles(&slow_doubles); error != cudaSuccess) return error;
     constexpr int many = (kMaxArgumentBytes - kMaxRows * sizeof(void*) - 128) / sizeof(GramSegment);
-    static_assert(sizeof(GramTable<kSomeSegments, kSomeRows>) + sizeof(void*) <= kOldArgumentBytes);
-    static_assert(sizeof(GramTable<kOldSegments, kMaxRows>) + sizeof(void*) <= kOldArgumentBytes);
     for (int64_t first = 0; first < args.num_segments;) {
         const auto launch_chunk = [&]<int capacity, int max_rows>() {
             const int64_t begin = std::exchange(first, std::min(args.num_segments, first + capacity));
             return launch_gram<capacity, max_rows>(args, slow_doubles, begin, first, stream);
         };
-        const bool large = has_large_arguments(), few_rows = args.num_rows <= kSomeRows;
-        const bool some = few_rows && (!large || args.num_segments - first <= kSomeSegments);
-        const cudaError_t error = some    ? launch_chunk.template operator()<kSomeSegments, kSomeRows>()
-                                  : large ? launch_chunk.template operator()<many, kMaxRows>()
-                                          : launch_chunk.template operator()<kOldSegments, kMaxRows>();
+        const bool some = args.num_rows <= kSomeRows && args.num_segments - first <= kSomeSegments;
+        const cudaError_t error = some ? launch_chunk.template operator()<kSomeSegments, kSomeRows>()
+                                       : launch_chunk.template operator()<many, kMaxRows>();
         if (error != cudaSuccess) return error;
     }
     return cudaSuccess;

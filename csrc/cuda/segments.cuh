@@ -55,9 +55,8 @@ cudaError_t launch_chunk(const NormArgs& args, int64_t first, Fn&& fn) {
 // Calls fn.template operator()<capacity>(table) for each chunk of the segments.
 template <typename Fn>
 cudaError_t for_each_chunk(const NormArgs& args, Fn&& fn) {
-    static_assert(sizeof(SegmentTable<NormSegment, kSomeSegments>) + 128 <= kOldArgumentBytes);
     for (int64_t first = 0; first < args.num_segments;) {
-        const bool some = !has_large_arguments() || args.num_segments - first <= kSomeSegments;
+        const bool some = args.num_segments - first <= kSomeSegments;
         const cudaError_t error =
             some ? launch_chunk<kSomeSegments>(args, first, fn) : launch_chunk<kManyNormSegments>(args, first, fn);
         if (error != cudaSuccess) return error;
@@ -114,12 +113,10 @@ cudaError_t launch_step_chunk(
 template <typename Segment, typename Fn>
 cudaError_t for_each_step_chunk(const StepArgs<Segment>& args, Fn&& fn) {
     constexpr int many = kManySteps<Segment>;
-    static_assert(sizeof(StepTable<Segment, kFewSegments>) + 512 <= kOldArgumentBytes);
-    const int most = has_large_arguments() ? many : kFewSegments;  // tensors of a launch
     for (int64_t first = 0, first_group = 0; first < args.num_segments || first_group < args.num_groups;) {
         const int64_t group_limit = first_group + kMaxGroups;
         int64_t end = first;
-        while (end < args.num_segments && end - first < most && args.segments[end].group < group_limit) ++end;
+        while (end < args.num_segments && end - first < many && args.segments[end].group < group_limit) ++end;
         const int64_t next_group =
             std::min(group_limit, end < args.num_segments ? args.segments[end].group : args.num_groups);
         const auto launch_chunk = [&]<int capacity>() {

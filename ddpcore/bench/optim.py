@@ -20,7 +20,7 @@ from ddpcore.bench.result import Kind, bars
 from ddpcore.bench.shapes import LISTS, USUAL
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import cell_of, interval, number, spread, table_of
-from ddpcore.ops.traffic import bytes_per_param
+from ddpcore.ops.steps import bytes_per_param
 from ddpcore.options.command_line import option
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine

@@ -6,7 +6,8 @@ One call of the user's ``optimizer.step()`` runs in this order:
 2. The pre-hook passes it to ``WeightStep.average``. :class:`~ddpcore.optim.weight_step.WeightStep` owns the step: it
    alone averages the weights, steps them, and moves the flat buffer.
 3. The step of a fused optimizer calls ``WeightStep.run``: one kernel that averages and steps, such as
-   ``ops.mix_adamw_step_``, or two kernels. Other optimizers step by themselves, after the average was applied in 2.
+   ``ops.adamw_step_`` with a mixture, or two kernels. Other optimizers step by themselves, after the average was
+   applied in 2.
 4. The post-hook calls ``strategy.after_step``, which may average the stepped weights, and applies the policies.
 """
 

@@ -3,15 +3,10 @@
 ``reference`` holds a pure-torch reference implementation of each kernel. Tests and benchmarks compare kernels with it.
 """
 
-from .adamw import adamw_step_, mix_adamw_step_
-from .lamb import lamb_step_, mix_lamb_step_
-from .lars import lars_step_, mix_lars_step_
 from .library import WHY_NOT_COMPILED
 from .mix import MAX_STEP_PEERS, Mixture, Noise, RowMixtures, StackedMixture, WeightAverage, mix_, mix_stacked_
-from .noise import noise_sums
-from .norms import segment_norms, total_norm_
-from .scratch import new_scratch, new_trust, num_blocks
-from .sgd import mix_sgd_step_, sgd_step_
+from .steps import Rule, adamw_step_, lamb_step_, lars_step_, new_scratch, new_trust, num_blocks, sgd_step_
+from .sums import noise_sums, segment_norms, total_norm_
 
 __all__ = [
     "WHY_NOT_COMPILED",
@@ -19,16 +14,13 @@ __all__ = [
     "Mixture",
     "Noise",
     "RowMixtures",
+    "Rule",
     "StackedMixture",
     "WeightAverage",
     "adamw_step_",
     "lamb_step_",
     "lars_step_",
     "mix_",
-    "mix_adamw_step_",
-    "mix_lamb_step_",
-    "mix_lars_step_",
-    "mix_sgd_step_",
     "mix_stacked_",
     "new_scratch",
     "new_trust",

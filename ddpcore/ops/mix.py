@@ -17,7 +17,6 @@ from ddpcore.ops.library import define
 
 NOISE_SCHEMA = "float noise_std, int noise_seed, int noise_step, int noise_first"
 OUT_SCHEMA = "Tensor(z!)? out=None"
-STEP_MIX_SCHEMA = "Tensor[] peers, float self_weight, float[] peer_weights, int[] offsets"
 MAX_STEP_PEERS = 8
 """The most peers of a step that begins with a mix, on CUDA. With more, ``mix_`` and then the step cost little more."""
 

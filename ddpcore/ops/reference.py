@@ -7,6 +7,7 @@ reference of the tests and the fallback where there is no kernel. Factors that t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +15,55 @@ import torch
 from torch import Tensor
 
 from ddpcore.ops.random import add_noise
-from ddpcore.ops.scalars import clamped, norms, power, rounded
-from ddpcore.ops.tensor_steps import TensorStep, store_weight, tensor_steps, wide_of
+from ddpcore.ops.tensor_steps import TensorStep, clamped, norms, power, rounded, store_weight, tensor_steps, wide_of
+
+_OF_MIX = ("self_weight", "peer_weights", "offsets", "out", "noise_std", "noise_seed", "noise_step", "noise_first")
+
+
+def _with_mix(step: Callable[..., None]) -> Callable[..., None]:
+    """The step, after a mix if there are peers."""
+
+    @wraps(step)
+    def mix_and_step(
+        params: Sequence[Tensor], *lists: Any, peers: Sequence[Tensor] | None = None, **options: Any
+    ) -> None:
+        mix = {name: options.pop(name) for name in _OF_MIX if name in options}
+        if peers is not None:
+            given = [options.get("masters"), options.get("state_firsts"), options.get("passes", "both") != "both"]
+            if any(given) or any(options.get(name) is not None for name in ("grad_scale", "found_inf")):
+                raise RuntimeError(
+                    "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes: "
+                    "call mix_ first, and then the step without a mix"
+                )
+            params = _mixed(params, peers, **mix)
+        step(params, *lists, **options)
+
+    return mix_and_step
+
+
+def _mixed(
+    params: Sequence[Tensor],
+    peers: Sequence[Tensor],
+    *,
+    self_weight: float = 1.0,
+    peer_weights: Sequence[float] | None = None,
+    offsets: Sequence[int] | None = None,
+    out: Tensor | None = None,
+    noise_first: int = 0,
+    **noise: Any,
+) -> list[Tensor]:
+    """Average each parameter with its part of the rows. Returns the results, which are in ``out`` if it is given."""
+    if peer_weights is None or offsets is None:
+        raise RuntimeError("ddpcore: peers need peer_weights and offsets")
+    results = []
+    for param, offset in zip(params, offsets, strict=True):
+        ends, size = offset + param.numel(), (param.numel(),)
+        flat = param.as_strided(size, (1,))  # in the order of memory, in which noise is numbered
+        rows = [peer[offset:ends] for peer in peers]
+        row = flat if out is None else out[offset:ends]
+        mix_(flat, rows, self_weight, peer_weights, out=row, noise_first=noise_first + offset, **noise)
+        results.append(row.as_strided(param.shape, param.stride()))
+    return results
 
 
 def _sgd_weight(
@@ -44,6 +92,7 @@ def _sgd_weight(
     return rounded(keep, weight) * weight - rounded(outer, weight) * direction
 
 
+@_with_mix
 def sgd_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -66,6 +115,7 @@ def sgd_step_(
         store_weight(step.position, weight, params, masters)
 
 
+@_with_mix
 def lars_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -140,6 +190,7 @@ def _adam_update(
     return (debias1 * first) / (root + rounded(eps, weight)) + update_decay * weight
 
 
+@_with_mix
 def adamw_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -170,6 +221,7 @@ def _check_counted(steps: Sequence[Tensor]) -> None:
         raise RuntimeError("ddpcore: steps must have the length of group_sizes")
 
 
+@_with_mix
 def lamb_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -247,45 +299,6 @@ def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, col
         terms = [values[entry] * rows[of_entry[entry]] for entry in range(bounds[j], bounds[j + 1])]
         row.copy_(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(mean))
     return torch.stack([(row - mean).double().square().sum() for row in old])
-
-
-def _mixed(
-    params: Sequence[Tensor],
-    peers: Sequence[Tensor],
-    self_weight: float,
-    peer_weights: Sequence[float],
-    offsets: Sequence[int],
-    out: Tensor | None,
-    noise_first: int,
-    **noise: Any,
-) -> list[Tensor]:
-    """Average each parameter with its part of the rows. Returns the results, which are in ``out`` if it is given."""
-    results = []
-    for param, offset in zip(params, offsets, strict=True):
-        ends, size = offset + param.numel(), (param.numel(),)
-        flat = param.as_strided(size, (1,))  # in the order of memory, in which noise is numbered
-        rows = [peer[offset:ends] for peer in peers]
-        row = flat if out is None else out[offset:ends]
-        mix_(flat, rows, self_weight, peer_weights, out=row, noise_first=noise_first + offset, **noise)
-        results.append(row.as_strided(param.shape, param.stride()))
-    return results
-
-
-def _after_mix(step: Callable[..., None]) -> Callable[..., None]:
-    """The reference implementation of ``mix_`` and then a step."""
-
-    def mix_and_step(params: Sequence[Tensor], **options: Any) -> None:
-        mix = {name: options.pop(name) for name in list(options) if name in _OF_MIX or name.startswith("noise_")}
-        step(params=_mixed(params, **mix), masters=[], **options)
-
-    return mix_and_step
-
-
-_OF_MIX = ("peers", "self_weight", "peer_weights", "offsets", "out")
-mix_sgd_step_ = _after_mix(sgd_step_)
-mix_adamw_step_ = _after_mix(adamw_step_)
-mix_lars_step_ = _after_mix(lars_step_)
-mix_lamb_step_ = _after_mix(lamb_step_)
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,14 +1,13 @@
 """Fused optimizers: drop-in for ``torch.optim``, on CPU and CUDA, in anyone's loop."""
 
 from .adamw import FusedAdamW
-from .base import FusedOptimizer
+from .base import FusedOptimizer, TrustRatio
 from .groups import param_groups
 from .lamb import FusedLAMB
 from .lars import FusedLARS
 from .muon import Muon
 from .registry import OPTIMIZERS, build_optimizer
 from .sgd import FusedSGD
-from .trust import TrustRatio
 
 __all__ = [
     "FusedAdamW",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.ops import Rule
+from ddpcore.ops.steps import ADAMW
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.batch import Batch, Group
-from ddpcore.optim.checks import check_differentiable, check_flag, check_number
-from ddpcore.optim.rounding import name_of
+from ddpcore.optim.checks import Group, check_flag, check_moments
 
 
 class FusedAdamW(FusedOptimizer):
@@ -49,10 +49,7 @@ class FusedAdamW(FusedOptimizer):
         RuntimeError: in ``step``, a gradient is sparse.
     """
 
-    operator: ClassVar[str] = "adamw_step_"
-    by_element = True
-    buffers = ("exp_avg", "exp_avg_sq")
-    float_states = ("master", *buffers)
+    rule: ClassVar[Rule] = ADAMW
 
     def __init__(
         self,
@@ -73,22 +70,7 @@ class FusedAdamW(FusedOptimizer):
         master_weights: bool = False,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        check_differentiable(differentiable)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "decoupled_weight_decay": decoupled_weight_decay,
-                "max_grad_norm": max_grad_norm,
-                "master_weights": master_weights,
-                "state_dtype": name_of(state_dtype),
-            },
-        )
+        super().__init__(params, dict(locals()))
 
     @override
     def check_group(self, group: Group) -> None:
@@ -97,21 +79,3 @@ class FusedAdamW(FusedOptimizer):
         check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
         if group["amsgrad"]:
             raise ValueError("amsgrad is True: no kernel keeps the maximum of v; take torch.optim.AdamW(amsgrad=True)")
-
-    @override
-    def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
-        return {**moment_arguments(groups[0]), "decoupled": groups[0]["decoupled_weight_decay"]}
-
-
-def check_moments(group: Group) -> None:
-    """Check the options of Adam's moments."""
-    if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
-        raise ValueError(f"betas is {group['betas']}: it must be two numbers")
-    for index, beta in enumerate(group["betas"]):
-        check_number(f"betas[{index}]", beta, below=1.0)
-    check_number("eps", group["eps"])
-
-
-def moment_arguments(group: Group) -> dict[str, Any]:
-    """The operators' arguments for a group with Adam's moments."""
-    return {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"]}

@@ -7,11 +7,10 @@ groups, if they differ only in learning rate, weight decay and adaptation. Later
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from operator import is_
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.optim.optimizer as optimizer_module
@@ -20,21 +19,39 @@ from torch.autograd import profiler
 from typing_extensions import override
 
 from ddpcore import ops
-from ddpcore.ops import Mixture
-from ddpcore.optim.batch import Batch, BatchPlan, Group, State, common_arguments, is_capturing, norm_squared_of
-from ddpcore.optim.checks import check_common, check_new, check_one_norm, check_state, check_tensors, options_of
-from ddpcore.optim.rounding import check_loaded, check_roundable, firsts_of, is_rounded, name_of
-from ddpcore.optim.shards import Shards, check_shards, is_dtensor, local, local_gradients
-from ddpcore.optim.states import create_states, restore_bits, split_steps
+from ddpcore.ops import Mixture, Rule
+from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, is_capturing, norm_squared_of
+from ddpcore.optim.checks import (
+    Group,
+    State,
+    check_common,
+    check_new,
+    check_one_norm,
+    is_rounded,
+    name_of,
+    options_of,
+)
+from ddpcore.optim.shards import check_shards, is_dtensor, local, local_gradients
+from ddpcore.optim.states import (
+    check_loaded,
+    check_roundable,
+    check_state,
+    check_tensors,
+    create_states,
+    firsts_of,
+    restore_bits,
+    split_steps,
+)
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
 
 PER_GROUP = ("lr", "weight_decay", "always_adapt", "max_grad_norm")  # one call may have groups that differ in these
 _NO_STATE: State = {}
+_NO_OPTIONS = ("self", "params", "__class__")  # in the locals of a constructor
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the fused optimizers. A subclass adds the checks and the arguments of its operator.
+    """Base of the fused optimizers. A subclass adds its rule, its options and their checks.
 
     - float32, bfloat16 and float16 parameters on CPU and CUDA run in kernels, other dtypes and devices in plain torch.
     - ``torch.amp.GradScaler`` works without a host synchronisation: the kernels unscale gradients and skip steps.
@@ -47,13 +64,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     _flat: FlatParameters | None = None
     _weight_step: WeightStep | None = None
 
-    operator: ClassVar[str]  # the name of the kernel in ddpcore.ops
-    uses_norms: ClassVar[bool] = False  # whether the step of a tensor depends on its norms
-    buffers: ClassVar[tuple[str, ...]] = ("momentum_buffer",)  # states of a parameter besides step and master
-    float_states: ClassVar[tuple[str, ...]] = ("master",)  # states that are fp32 for parameters of all dtypes
-    by_element: ClassVar[bool] = False  # each element is stepped alone: a call may take columns of a flat buffer
+    rule: ClassVar[Rule]  # the table of its operator
 
-    def __init__(self, params: Iterable[Any], defaults: Group) -> None:
+    def __init__(self, params: Iterable[Any], given: Group) -> None:
+        """``given``: the options, or ``locals()`` of the subclass, whose parameters have the names of the options."""
+        defaults = {name: value for name, value in options_of(given).items() if name not in _NO_OPTIONS}
+        defaults["state_dtype"] = name_of(defaults.get("state_dtype", "float32"))
         self._kept: dict[str, BatchPlan] = {}
         self._captured: list[BatchPlan] = []
         params = params if isinstance(params, Tensor) else list(params)  # torch has an error message for a tensor
@@ -71,16 +87,20 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The buffers that each parameter of the group has: none with ``momentum=0``."""
-        return () if group.get("momentum") == 0 else self.buffers
+        return () if group.get("momentum") == 0 else self.rule.buffers
 
-    @abstractmethod
-    def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
+    def arguments(self, batch: Batch | None, groups: list[Group]) -> dict[str, Any]:
         """The operator's arguments besides tensors and :func:`common_arguments`, for one call with these groups.
 
-        A rule ``by_element`` must not use the batch.
+        Those of the rule's table that are options of a group. There is no batch in a step of columns.
         """
+        return self.rule.options_of(groups[0])
 
     # ---- torch.optim.Optimizer ----
+
+    def create_states(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
+        """Create the missing states of a parameter. Those that start together share a step counter of ``fresh``."""
+        create_states(self, group, param, fresh)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -127,7 +147,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         saved = dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
         for index, param in saved.items():
-            check_state(index, param, state_dict["state"].get(index, {}), self.buffers)
+            check_state(index, param, state_dict["state"].get(index, {}), self.rule.buffers)
         groups = list(state_dict["param_groups"])
         if len(groups) == len(self.param_groups):  # else torch raises an error
             groups = [{**own, **options_of(group)} for own, group in zip(self.param_groups, groups, strict=True)]
@@ -269,7 +289,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_norm = groups[0]["max_grad_norm"]
         norm_squared = None if max_norm is None else norm_squared_of(plan, grads)
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
-        if plan.shards is None or not self.uses_norms or plan.shards.num_reductions == 0:
+        if plan.shards is None or not self.rule.uses_norms or plan.shards.num_reductions == 0:
             self._run(plan, groups, (params, grads, states), scaling, mixture)
         else:
             self._run(plan, groups, (params, grads, states), scaling, None, passes="first")
@@ -284,21 +304,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             options = [groups[index] for index in batch.groups]
             names = self.state_names(options[0])
             members = batch.of(states)
-            buffers = [[state[name] for state in members] if name in names else [] for name in self.buffers]
+            buffers = [[state[name] for state in members] if name in names else [] for name in self.rule.buffers]
             masters = [state["master"] for state in members] if batch.masters else []
             tensors = [batch.of(params), batch.of(grads), *buffers]
             if plan.shards is not None:
                 tensors, masters = [list(map(local, column)) for column in tensors], list(map(local, masters))
-            arguments = self.arguments(batch, options) | common_arguments(options, batch, scaling) | passes
+            arguments = {**self.arguments(batch, options), **common_arguments(options, batch, scaling), **passes}
             if passes:
+                assert plan.shards is not None
                 arguments["squares"] = plan.shards.squares(batch)
-            if mixture is None:
-                getattr(batch.kernels, self.operator)(*tensors, masters, batch.steps, batch.scratch, **arguments)
-            else:
+            if mixture is not None:
                 assert self._flat is not None
-                of_mix = {"mixture": mixture, "offsets": self._flat.offsets_of(tensors[0])}
-                del arguments["grad_scale"], arguments["found_inf"]
-                getattr(ops, f"mix_{self.operator}")(*tensors, batch.steps, batch.scratch, **of_mix, **arguments)
+                arguments |= {"mixture": mixture, "offsets": self._flat.offsets_of(tensors[0])}
+            getattr(batch.kernels, self.rule.operator)(*tensors, masters, batch.steps, batch.scratch, **arguments)
 
     def _plan_of(
         self, name: str, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
@@ -397,3 +415,39 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             )
         return batches
+
+
+class TrustRatio(NamedTuple):
+    """The factor ``ratio`` of one tensor's step, and the norms from which it was computed."""
+
+    ratio: float
+    weight_norm: float
+    update_norm: float
+    """LARS: the norm of the unscaled and clipped gradient. LAMB: the norm of the update."""
+
+
+class AdaptiveOptimizer(FusedOptimizer):
+    """An optimizer that scales each tensor's step by a trust ratio."""
+
+    def trust_ratios(self) -> dict[str | int, TrustRatio | list[TrustRatio]]:
+        """The ratios of the last step, by name if the optimizer got named parameters, else by index.
+
+        With several virtual learners the values are lists with one entry per learner. Empty before the first step.
+        Reading them waits for the device; steps do not.
+        """
+        found = {
+            id(plan.params[member]): TrustRatio(*row)
+            for plan in self._kept.values()
+            for batch in plan.batches
+            for member, row in zip(batch.members, batch.trust.tolist(), strict=True)
+        }
+        flat = self._flat
+        if flat is None or flat.num_rows == 1:
+            return {name: found[id(param)] for (name, param), _ in self.named_parameters() if id(param) in found}
+        num = len(flat.segments)
+        rows_of = {id(first): flat.parameters[index::num] for index, first in enumerate(flat.parameters[:num])}
+        return {
+            name: [found[id(row)] for row in rows_of[id(param)] if id(row) in found]
+            for (name, param), _ in self.named_parameters()
+            if id(param) in rows_of and id(param) in found
+        }

@@ -1,4 +1,4 @@
-"""Batches: the parameters that one kernel call steps, and the arguments of the call."""
+"""Batches: the parameters that one kernel call steps, the arguments of the call, and sums over shards of DTensors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from functools import reduce
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore import ops
 from ddpcore.ops import reference
 from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.optim.checks import Group
+from ddpcore.optim.shards import is_dtensor, mesh_of, placements_of
 
-Group = dict[str, Any]
-State = dict[str, Any]
 Item = TypeVar("Item")
 STATE_SEED = 0x6D6F6D656E747573  # of the random numbers that round states
 
@@ -47,6 +48,80 @@ class Batch:
         return ops if self.dtype in KERNEL_DTYPES else reference
 
 
+class Shards:
+    """The sums of the DTensors of a step, for one plan.
+
+    The kernels step the local shards. A rule that needs the norm of a whole tensor has two passes: the first one writes
+    the sums of squares of the local shards, :meth:`add_` adds those of the other ranks, and the second one steps. All
+    tensors of a step share one all-reduce for each dimension of the mesh. A dimension over which a tensor is replicated
+    adds nothing to its sums.
+
+    Args:
+        params: all parameters of the step.
+        batches: how kernels step them.
+    """
+
+    def __init__(self, params: Sequence[Any], batches: Sequence[Batch]) -> None:
+        self._sums: list[_Sums] = []
+        self._squares: dict[int, Tensor] = {}
+        for device in dict.fromkeys(batch.device for batch in batches):
+            mine = [batch for batch in batches if batch.device == device]
+            sums = _Sums([params[position] for batch in mine for position in batch.members], device)
+            self._sums.append(sums)
+            parts = sums.rows.split([len(batch.members) for batch in mine])
+            self._squares.update({id(batch): part for batch, part in zip(mine, parts, strict=True)})
+
+    @property
+    def num_reductions(self) -> int:
+        """All-reduces of :meth:`add_`: none if this rank has all of each tensor."""
+        return sum(len(sums.groups) for sums in self._sums)
+
+    def squares(self, batch: Batch) -> Tensor:
+        """``[params, 2]``: where the first pass of a batch writes its sums of squares."""
+        return self._squares[id(batch)]
+
+    def add_(self) -> None:
+        """Add the sums of squares of the other ranks."""
+        for sums in self._sums:
+            sums.add_()
+
+    def norm_squared(self, batches: Sequence[Batch], grads: list[Tensor]) -> Tensor:
+        """The squared norm of the gradients of all ranks together.
+
+        Args:
+            batches: of the plan.
+            grads: local gradients of all parameters of the step.
+        """
+        for batch in batches:
+            self._squares[id(batch)][:, 0] = batch.kernels.segment_norms(batch.of(grads))
+        self.add_()
+        totals = [sums.rows[:, :1].sum(dim=0) for sums in self._sums]
+        return torch.stack([total.to(totals[0].device) for total in totals]).sum(dim=0)
+
+
+class _Sums:
+    """Rows of two sums, one row for each tensor, and the groups of ranks that have shards of the tensor."""
+
+    def __init__(self, params: Sequence[Any], device: torch.device) -> None:
+        self.rows = torch.zeros(len(params), 2, dtype=torch.float64, device=device)
+        members: dict[dist.ProcessGroup, list[int]] = {}
+        for row, param in enumerate(params):
+            for dim, placement in enumerate(placements_of(param) if is_dtensor(param) else ()):
+                if mesh_of(param).size(dim) > 1 and not placement.is_replicate():
+                    members.setdefault(mesh_of(param).get_group(dim), []).append(row)
+        self.groups = [
+            (group, None if len(rows) == len(params) else torch.tensor(rows, device=device))
+            for group, rows in members.items()
+        ]
+
+    def add_(self) -> None:
+        for group, rows in self.groups:
+            part = self.rows if rows is None else self.rows.index_select(0, rows)
+            dist.all_reduce(part, group=group)
+            if rows is not None:
+                self.rows.index_copy_(0, rows, part)
+
+
 @dataclass
 class BatchPlan:
     """Batches that are reused by the next steps, and the facts from which they were made."""
@@ -55,7 +130,7 @@ class BatchPlan:
     steps: list[Tensor | None]  # these, the step counters of the parameters, too,
     known: tuple[list[Any], ...]  # and these are equal
     batches: list[Batch]
-    shards: Any = None  # a Shards, if a parameter is a DTensor
+    shards: Shards | None = None  # if a parameter is a DTensor
 
 
 def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any, Any, Any, float]) -> dict[str, Any]:
@@ -88,8 +163,7 @@ def common_arguments(options: Sequence[Group], batch: Batch, scaling: tuple[Any,
 def norm_squared_of(plan: BatchPlan, grads: list[Tensor]) -> Tensor:
     """The squared norm of all gradients of a step together, of all shards of a DTensor."""
     if plan.shards is not None:
-        total: Tensor = plan.shards.norm_squared(plan.batches, grads)
-        return total
+        return plan.shards.norm_squared(plan.batches, grads)
     norms = []
     for batch in plan.batches:
         batch.kernels.total_norm_(batch.of(grads), batch.norm)

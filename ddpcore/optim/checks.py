@@ -7,14 +7,25 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ddpcore.optim.batch import Group
-from ddpcore.optim.rounding import STATE_DTYPES, name_of
-from ddpcore.optim.shards import check_shard_of_state, local
 from ddpcore.options.typed import check_range
 
-_OF_TORCH = ("capturable", "differentiable", "foreach", "fused")
+Group = dict[str, Any]
+State = dict[str, Any]
+STATE_DTYPES = ("float32", "bfloat16")
+_OF_TORCH = ("capturable", "differentiable", "foreach", "fused")  # options that say how torch computes a step
+
+
+def name_of(dtype: Any) -> Any:
+    """The name of a dtype, such as ``bfloat16``, because groups and files hold text. Anything else stays as it is."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def is_rounded(group: Group) -> bool:
+    """Whether momentum and moments of the group's parameters are rounded stochastically."""
+    return bool(name_of(group.get("state_dtype")) == "bfloat16")
 
 
 def is_number(value: Any) -> bool:
@@ -90,6 +101,15 @@ def check_momentum(group: Group) -> None:
         )
 
 
+def check_moments(group: Group) -> None:
+    """Check the options of Adam's moments."""
+    if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
+        raise ValueError(f"betas is {group['betas']}: it must be two numbers")
+    for index, beta in enumerate(group["betas"]):
+        check_number(f"betas[{index}]", beta, below=1.0)
+    check_number("eps", group["eps"])
+
+
 def check_differentiable(differentiable: bool) -> None:
     """Raise ValueError if it is true."""
     if differentiable:
@@ -118,51 +138,3 @@ def options_of(group: Group) -> Group:
     """A loaded group without the options that say how torch computes a step. ValueError if it is differentiable."""
     check_differentiable(group.get("differentiable", False))
     return {name: value for name, value in group.items() if name not in _OF_TORCH}
-
-
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several elements share one place in memory, as in an expanded tensor."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if the optimizer ``name`` cannot step these parameters with these gradients."""
-    if True in [grad.is_sparse for grad in grads]:
-        raise RuntimeError(
-            f"{name} needs dense gradients: use nn.Embedding(sparse=False), or another optimizer for this parameter"
-        )
-    if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
-        raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
-    if True in [overlaps_itself(local(param)) for param in params]:
-        raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
-
-
-def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:
-    """Raise ValueError unless a loaded state fits the parameter and an optimizer with these buffers."""
-    foreign = [name for name in state if name not in (*buffers, "step", "master")]
-    if foreign:
-        raise ValueError(
-            f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer: this one keeps "
-            f"{', '.join(buffers)}"
-        )
-    needed = (*buffers, "step") if "exp_avg" in buffers else ()
-    missing = [name for name in needed if state.get(name) is None]
-    if missing and len(missing) < len(needed):
-        raise ValueError(
-            f"state_dict: parameter {index} lacks {', '.join(missing)}: load the whole state, or none of that parameter"
-        )
-    for name, value in state.items():
-        if name == "step":
-            if not is_scalar(value) or not 0 <= float(value) < math.inf:
-                raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be a number from 0 on")
-        elif value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"state_dict: {name} of parameter {index} is {value!r}: it must be a tensor")
-        elif value is not None and not value.is_floating_point():
-            raise ValueError(f"state_dict: {name} of parameter {index} is {value.dtype}: it must be floating-point")
-        elif value is not None and value.shape != param.shape:
-            raise ValueError(
-                f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
-                f"the parameter has {tuple(param.shape)}"
-            )
-        elif value is not None:
-            check_shard_of_state(index, name, param, value)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.optim.adamw import check_moments, moment_arguments
-from ddpcore.optim.batch import Batch, Group
-from ddpcore.optim.checks import check_differentiable, check_flag, is_number
-from ddpcore.optim.rounding import name_of
-from ddpcore.optim.trust import AdaptiveOptimizer
+from ddpcore.ops import Rule
+from ddpcore.ops.steps import LAMB
+from ddpcore.optim.base import AdaptiveOptimizer
+from ddpcore.optim.batch import Batch
+from ddpcore.optim.checks import Group, check_flag, check_moments, is_number
 from ddpcore.options.typed import check_choice
 
 VARIANTS = ("paper", "nvlamb", "undebiased")
@@ -65,9 +65,7 @@ class FusedLAMB(AdaptiveOptimizer):
         RuntimeError: in ``step``, a gradient is sparse.
     """
 
-    operator: ClassVar[str] = "lamb_step_"
-    buffers = ("exp_avg", "exp_avg_sq")
-    float_states = ("master", *buffers)
+    rule: ClassVar[Rule] = LAMB
 
     def __init__(
         self,
@@ -91,25 +89,7 @@ class FusedLAMB(AdaptiveOptimizer):
         master_weights: bool = False,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        check_differentiable(differentiable)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "trust_clip": trust_clip,
-                "max_grad_norm": max_grad_norm,
-                "variant": variant,
-                "always_adapt": always_adapt,
-                "weight_norm_clip": weight_norm_clip,
-                "decay_mode": decay_mode,
-                "maximize": maximize,
-                "master_weights": master_weights,
-                "state_dtype": name_of(state_dtype),
-            },
-        )
+        super().__init__(params, dict(locals()))
 
     @override
     def check_group(self, group: Group) -> None:
@@ -126,16 +106,16 @@ class FusedLAMB(AdaptiveOptimizer):
                 raise ValueError(f"{name} is {group[name]}: it must be a number above 0, or (lower, upper)")
 
     @override
-    def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
+    def arguments(self, batch: Batch | None, groups: list[Group]) -> dict[str, Any]:
+        assert batch is not None
         options = groups[0]
         min_ratio, max_ratio = _bounds(options["trust_clip"])
         min_weight_norm, max_weight_norm = _bounds(options["weight_norm_clip"])
         return {
             "trust": batch.trust,
             "adapt": [int(self._adapts(group)) for group in groups],
-            **moment_arguments(options),
+            **super().arguments(batch, groups),
             "debias": options["variant"] != "undebiased",
-            "decay_mode": options["decay_mode"],
             "min_ratio": min_ratio,
             "max_ratio": max_ratio,
             "min_weight_norm": min_weight_norm,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.optim.batch import Batch, Group
-from ddpcore.optim.checks import check_differentiable, check_flag, check_momentum, check_number
-from ddpcore.optim.rounding import name_of
-from ddpcore.optim.sgd import momentum_arguments
-from ddpcore.optim.trust import AdaptiveOptimizer, TrustRatio
+from ddpcore.ops import Rule
+from ddpcore.ops.steps import LARS
+from ddpcore.optim.base import AdaptiveOptimizer, TrustRatio
+from ddpcore.optim.batch import Batch
+from ddpcore.optim.checks import Group, check_flag, check_momentum, check_number
 from ddpcore.options.typed import check_choice
 
 VARIANTS = ("you2017", "scaled_grad", "scaled_lr")
@@ -59,7 +59,7 @@ class FusedLARS(AdaptiveOptimizer):
         RuntimeError: in ``step``, a gradient is sparse.
     """
 
-    operator: ClassVar[str] = "lars_step_"
+    rule: ClassVar[Rule] = LARS
 
     def __init__(
         self,
@@ -84,26 +84,7 @@ class FusedLARS(AdaptiveOptimizer):
         master_weights: bool = False,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        check_differentiable(differentiable)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "trust_coefficient": trust_coefficient,
-                "eps": eps,
-                "variant": variant,
-                "always_adapt": always_adapt,
-                "maximize": maximize,
-                "decoupled_weight_decay": decoupled_weight_decay,
-                "max_grad_norm": max_grad_norm,
-                "master_weights": master_weights,
-                "state_dtype": name_of(state_dtype),
-            },
-        )
+        super().__init__(params, dict(locals()))
 
     @override
     def check_group(self, group: Group) -> None:
@@ -125,10 +106,10 @@ class FusedLARS(AdaptiveOptimizer):
                 )
 
     @override
-    def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
-        rule = {name: groups[0][name] for name in ("variant", "trust_coefficient", "eps")}
+    def arguments(self, batch: Batch | None, groups: list[Group]) -> dict[str, Any]:
+        assert batch is not None
         adapt = [int(group["always_adapt"]) for group in groups]
-        return {"trust": batch.trust, "adapt": adapt, **rule, **momentum_arguments(groups[0])}
+        return {"trust": batch.trust, "adapt": adapt, **super().arguments(batch, groups)}
 
     @torch.no_grad()
     def convert(self, variant: str) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from ddpcore.optim.batch import Group
-from ddpcore.optim.checks import check_flag, check_lr, check_number, check_once, check_state, is_number
+from ddpcore.optim.checks import Group, check_flag, check_lr, check_number, check_once, is_number
 from ddpcore.optim.newton_schulz import (
     COEFFICIENTS,
     direct_products,
@@ -24,6 +23,7 @@ from ddpcore.optim.newton_schulz import (
     takes_gram,
 )
 from ddpcore.optim.shards import is_dtensor
+from ddpcore.optim.states import check_state
 from ddpcore.options.typed import check_choice
 
 RULES = ("muon", "adamw")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.ops import Rule
+from ddpcore.ops.steps import SGD
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.batch import Batch, Group
-from ddpcore.optim.checks import check_differentiable, check_momentum
-from ddpcore.optim.rounding import name_of
+from ddpcore.optim.checks import Group, check_momentum
 
 
 class FusedSGD(FusedOptimizer):
@@ -47,8 +47,7 @@ class FusedSGD(FusedOptimizer):
         RuntimeError: in ``step``, a gradient is sparse.
     """
 
-    operator: ClassVar[str] = "sgd_step_"
-    by_element = True
+    rule: ClassVar[Rule] = SGD
 
     def __init__(
         self,
@@ -68,38 +67,9 @@ class FusedSGD(FusedOptimizer):
         master_weights: bool = False,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        check_differentiable(differentiable)
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "maximize": maximize,
-                "decoupled_weight_decay": decoupled_weight_decay,
-                "max_grad_norm": max_grad_norm,
-                "master_weights": master_weights,
-                "state_dtype": name_of(state_dtype),
-            },
-        )
+        super().__init__(params, dict(locals()))
 
     @override
     def check_group(self, group: Group) -> None:
         super().check_group(group)
         check_momentum(group)
-
-    @override
-    def arguments(self, batch: Batch, groups: list[Group]) -> dict[str, Any]:
-        return momentum_arguments(groups[0])
-
-
-def momentum_arguments(group: Group) -> dict[str, Any]:
-    """The operators' arguments for a group with momentum."""
-    return {
-        "momentum": group["momentum"],
-        "dampening": group["dampening"],
-        "nesterov": group["nesterov"],
-        "decoupled": group["decoupled_weight_decay"],
-    }

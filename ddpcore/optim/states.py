@@ -1,15 +1,30 @@
-"""The states of parameters: their creation, shared step counters, and their restoration from a file."""
+"""The states of parameters: their creation, shared step counters, rounding, and checks of those of a file.
+
+**Rounded states.** With the option ``state_dtype`` momentum and moments are in bfloat16, rounded stochastically. The
+random bits of an element depend on the number of steps that its parameter has taken, on the number of the parameter in
+the optimizer, and on the place of the element in the memory of the parameter. So they are the same for a list and a
+flat buffer, for any number of threads, on every rank and for every virtual learner: ranks that have the same weights
+and gradients keep the same weights. The shards of a DTensor have ranges of places that do not overlap.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from ddpcore.ops import Rule
 from ddpcore.ops.dtypes import is_narrow, wide
-from ddpcore.optim.batch import Group, State
-from ddpcore.optim.rounding import is_rounded
+from ddpcore.optim.checks import Group, State, is_rounded, is_scalar
+from ddpcore.optim.shards import check_shard_of_state, first_of_shard, local
+from ddpcore.parameters.flat import FlatParameters
+
+ELEMENTS = 2**40  # more than a parameter has: the indices of two parameters never overlap
+
+Named = Iterable[tuple[tuple[str | int, Tensor], Group]]
 
 
 class Stateful(Protocol):
@@ -17,7 +32,7 @@ class Stateful(Protocol):
 
     state: Any
     param_groups: Any
-    float_states: ClassVar[tuple[str, ...]]
+    rule: ClassVar[Rule]
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The buffers that each parameter of the group has."""
@@ -44,7 +59,7 @@ def create_states(
         return
     missing = [name for name in names if state.get(name) is None]
     for name in names:
-        keeps_more = name in optimizer.float_states or "master" in state
+        keeps_more = optimizer.rule.wide_states or "master" in state
         dtype = torch.bfloat16 if is_rounded(group) else wide(param.dtype) if keeps_more else param.dtype
         if name in missing:
             state[name] = torch.zeros_like(param, dtype=dtype)
@@ -83,7 +98,7 @@ def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any
         for name, value in given.items():
             if name == "step" or not isinstance(value, Tensor):
                 continue
-            if name in rounded or all_wide or name in optimizer.float_states:
+            if name in rounded or all_wide or optimizer.rule.wide_states:
                 dtype = torch.bfloat16 if name in rounded else wide(param.dtype)
                 state[name] = value.to(device=param.device, dtype=dtype, copy=True)
         if not is_narrow(param.dtype):
@@ -93,3 +108,109 @@ def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any
             if key not in steps:
                 steps[key] = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
             state["step"] = steps[key]
+
+
+# ---- rounded states ----
+
+
+def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> None:
+    """Raise ValueError if a parameter cannot have the rounded states that its group asks for.
+
+    Args:
+        named: names, parameters and their groups.
+        loaded: states that are about to be loaded, by the id of the parameter.
+    """
+    for (name, param), group in named:
+        if not is_rounded(group):
+            continue
+        has_master = loaded is not None and loaded.get(id(param), {}).get("master") is not None
+        if is_narrow(param.dtype) and (group["master_weights"] or has_master):
+            raise ValueError(
+                f"parameter {name} has a float32 master weight, whose momentum and moments are float32, and "
+                "state_dtype is bfloat16: leave out master_weights or state_dtype"
+            )
+
+
+def check_loaded(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Group], saved: Mapping[Any, Tensor], states: Mapping[Any, State]
+) -> None:
+    """Raise ValueError if a parameter cannot have the rounded states of a state_dict.
+
+    Args:
+        optimizer: that loads it.
+        groups: the groups of the optimizer, with the options of the state_dict.
+        saved: the parameter of each number in the state_dict.
+        states: the states in the state_dict, by number.
+    """
+    loaded = {id(param): states.get(number, {}) for number, param in saved.items()}
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
+        names = own["param_names"] if "param_names" in own else group["params"]
+        check_roundable(((pair, group) for pair in zip(names, own["params"], strict=False)), loaded)
+
+
+def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | None) -> list[int]:
+    """The index of the first element of each parameter among the random numbers.
+
+    Args:
+        params: some of the optimizer's parameters.
+        named: all of them, in their order.
+        flat: the buffer of which they are views. Virtual learners have the numbers of the first one.
+    """
+    num = 0 if flat is None else len(flat.segments)
+    first_of = {} if flat is None else {id(p): id(flat.parameters[i % num]) for i, p in enumerate(flat.parameters)}
+    numbers: dict[int, int] = {}
+    for (_, param), _ in named:
+        if first_of.get(id(param), id(param)) == id(param):
+            numbers[id(param)] = len(numbers)
+    return [numbers[first_of.get(id(param), id(param))] * ELEMENTS + first_of_shard(param) for param in params]
+
+
+# ---- checks ----
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several elements share one place in memory, as in an expanded tensor."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if the optimizer ``name`` cannot step these parameters with these gradients."""
+    if True in [grad.is_sparse for grad in grads]:
+        raise RuntimeError(
+            f"{name} needs dense gradients: use nn.Embedding(sparse=False), or another optimizer for this parameter"
+        )
+    if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
+        raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
+    if True in [overlaps_itself(local(param)) for param in params]:
+        raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
+
+
+def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:
+    """Raise ValueError unless a loaded state fits the parameter and an optimizer with these buffers."""
+    foreign = [name for name in state if name not in (*buffers, "step", "master")]
+    if foreign:
+        raise ValueError(
+            f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer: this one keeps "
+            f"{', '.join(buffers)}"
+        )
+    needed = (*buffers, "step") if "exp_avg" in buffers else ()
+    missing = [name for name in needed if state.get(name) is None]
+    if missing and len(missing) < len(needed):
+        raise ValueError(
+            f"state_dict: parameter {index} lacks {', '.join(missing)}: load the whole state, or none of that parameter"
+        )
+    for name, value in state.items():
+        if name == "step":
+            if not is_scalar(value) or not 0 <= float(value) < math.inf:
+                raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be a number from 0 on")
+        elif value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"state_dict: {name} of parameter {index} is {value!r}: it must be a tensor")
+        elif value is not None and not value.is_floating_point():
+            raise ValueError(f"state_dict: {name} of parameter {index} is {value.dtype}: it must be floating-point")
+        elif value is not None and value.shape != param.shape:
+            raise ValueError(
+                f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
+                f"the parameter has {tuple(param.shape)}"
+            )
+        elif value is not None:
+            check_shard_of_state(index, name, param, value)

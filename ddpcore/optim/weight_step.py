@@ -16,23 +16,27 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
+from ddpcore.ops import MAX_STEP_PEERS, Mixture, Rule, WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
-from ddpcore.optim.batch import Group
-from ddpcore.optim.rounding import is_rounded
-from ddpcore.optim.states import Stateful, create_states
+from ddpcore.optim.checks import Group, is_rounded
 from ddpcore.parameters.flat import FlatParameters, Segment
 
 _gradient_of = attrgetter("grad")
 LARGE = 2**16  # a gradient with more elements gets its own kernel call, which is cheaper than a copy into grad_LP
 
 
-class Stepped(Stateful, Protocol):
+class Stepped(Protocol):
     """The parts of a fused optimizer that :class:`WeightStep` uses."""
 
-    operator: ClassVar[str]
-    buffers: ClassVar[tuple[str, ...]]
-    by_element: ClassVar[bool]
+    rule: ClassVar[Rule]
+    state: Any
+    param_groups: Any
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """The buffers that each parameter of the group has."""
+
+    def create_states(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
+        """Create the missing states of a parameter. Those that start together share a step counter of ``fresh``."""
 
     def arguments(self, batch: Any, groups: list[Group]) -> dict[str, Any]:
         """The operator's arguments for a call with these groups."""
@@ -77,10 +81,10 @@ class WeightStep:
             self.flat.move_to(average.out)
             return
         self._apply_average()
-        if self._optimizer.by_element:
-            self._run_columns(groups)
-        else:
+        if self._optimizer.rule.uses_norms:
             self._optimizer.step_lists(groups)
+        else:  # each element is stepped alone
+            self._run_columns(groups)
 
     def _is_one_pass(self, mixture: Mixture, groups: Sequence[Group]) -> bool:
         """Whether the optimizer's kernel takes the mixture, and steps every parameter of the flat buffer."""
@@ -173,8 +177,8 @@ class WeightStep:
             return [row for begin, end, _ in pieces for row in buffer_LP[:, begin:end].unbind(0)]
 
         weights = rows_of(flat.param_LP)
-        buffers = [rows_of(columns.buffer(name)) if name in names else [] for name in optimizer.buffers]
-        getattr(ops, optimizer.operator)(
+        buffers = [rows_of(columns.buffer(name)) if name in names else [] for name in optimizer.rule.buffers]
+        getattr(ops, optimizer.rule.operator)(
             weights,
             [row for _, _, grad in pieces for row in grad.unbind(0)],
             *buffers,
@@ -212,7 +216,7 @@ class _Columns:
         for name in names:
             if name not in self._states:
                 weights_LP = self._flat.param_LP
-                dtype = wide(weights_LP.dtype) if name in optimizer.float_states else weights_LP.dtype
+                dtype = wide(weights_LP.dtype) if optimizer.rule.wide_states else weights_LP.dtype
                 buffer_LP = torch.zeros_like(weights_LP, dtype=dtype)
                 views = zip(self._flat.parameters, self._flat.views_of(buffer_LP), strict=True)
                 self._states[name] = buffer_LP, {id(param): (view, view.data_ptr()) for param, view in views}
@@ -222,7 +226,7 @@ class _Columns:
             views_of_state = {name: self._states[name][1][id(parameter)][0] for name in names}
             if all(state.get(name) is view for name, view in views_of_state.items()):
                 continue
-            create_states(optimizer, group, parameter, fresh)
+            optimizer.create_states(group, parameter, fresh)
             for name, view in views_of_state.items():
                 if state[name] is not view:
                     state[name] = view.copy_(state[name])  # a state that is new, was loaded, or has an older layout

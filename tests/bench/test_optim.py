@@ -16,7 +16,7 @@ from ddpcore.bench import environment, foreach, implementations, optim
 from ddpcore.bench.foreach import ForeachStep
 from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, Implementation
 from ddpcore.bench.optim import OptimConfig
-from ddpcore.ops.traffic import bytes_per_param
+from ddpcore.ops.steps import bytes_per_param
 from helpers.drawn import words_drawn
 
 TABLE = [

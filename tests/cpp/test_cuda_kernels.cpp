@@ -80,15 +80,15 @@ TYPED_TEST(CudaTest, WeightsMayComeFromElsewhere) {
 
 TYPED_TEST(CudaTest, TooManyPeersOrLearnersIsAnError) {
     std::vector<double> sums;
-    ASSERT_NO_FATAL_FAILURE(expect_cpu_mix<TypeParam>(19, cuda::max_peers(), 0, sums));
-    MixProblem<TypeParam> host(1, cuda::max_peers() + 1, 0);
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_mix<TypeParam>(19, cuda::kMaxPeers, 0, sums));
+    MixProblem<TypeParam> host(1, cuda::kMaxPeers + 1, 0);
     const DeviceMix<TypeParam> device(host, 0);
     ASSERT_EQ(cuda::mix_(device.args, nullptr), cudaErrorInvalidValue);
     StackedMixArgs stack{};
     stack.num_learners = cuda::kMaxLearners + 1;
     ASSERT_EQ(cuda::mix_stacked_(stack, nullptr), cudaErrorInvalidValue);
     stack.num_learners = 1;
-    stack.num_others = cuda::max_peers() + 1;
+    stack.num_others = cuda::kMaxPeers + 1;
     ASSERT_EQ(cuda::mix_stacked_(stack, nullptr), cudaErrorInvalidValue);
 }
 
@@ -127,7 +127,7 @@ TYPED_TEST(CudaTest, MixStacked) {
         }
     }
     std::vector<double> sums;
-    ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(2, 72, 0, sums, cuda::max_peers()));
+    ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(2, 72, 0, sums, cuda::kMaxPeers));
     ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(cuda::kMaxLearners, 72, 0, sums));
     ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(kManyLearners, kElementsOfManyLearners, 0, sums));
 }

@@ -11,9 +11,8 @@ struct Device {
     int num_multiprocessors = 3;
     int blocks_per_multiprocessor = 2;
     int l2_bytes = 1 << 20;
-    bool cooperative = true;     // whether it supports cooperative launches
-    int double_ratio = 2;        // of fp32 to double performance: the variable CUDA_ON_CPU_DOUBLE_RATIO, if it is set
-    int driver_version = 13000;  // the environment variable CUDA_ON_CPU_DRIVER, if it is set
+    bool cooperative = true;  // whether it supports cooperative launches
+    int double_ratio = 2;     // of fp32 to double performance: the variable CUDA_ON_CPU_DOUBLE_RATIO, if it is set
 };
 Device& device();
 

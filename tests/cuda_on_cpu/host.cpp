@@ -29,7 +29,6 @@ namespace {
 
 constexpr size_t kSharedBytes = 48 * 1024;  // of a block, unless the kernel's attribute allows more
 constexpr unsigned kMaxThreads = 1024;
-constexpr size_t kOldArgumentBytes = 4096;  // of a kernel, with a driver before R530 (CUDA 12.1)
 
 cudaError_t last_error = cudaSuccess;
 uint64_t next_seed =
@@ -93,7 +92,6 @@ cudaError_t report(cudaError_t error) {
 Device& device() {
     static Device instance = [] {
         Device fresh;
-        if (const char* driver = std::getenv("CUDA_ON_CPU_DRIVER")) fresh.driver_version = std::atoi(driver);
         if (const char* ratio = std::getenv("CUDA_ON_CPU_DOUBLE_RATIO")) fresh.double_ratio = std::atoi(ratio);
         return fresh;
     }();
@@ -132,9 +130,7 @@ std::span<unsigned char> static_shared_of(const void* kernel) {
     return search.found;
 }
 
-cudaError_t launch(
-    const cudaLaunchConfig_t& config, const void* kernel, size_t argument_bytes, std::function<void()> body) {
-    if (argument_bytes > kOldArgumentBytes && device().driver_version < 12010) return report(cudaErrorNotSupported);
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body) {
     const dim3 grid = config.gridDim, block = config.blockDim;
     const size_t num_blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
     const size_t num_threads = static_cast<size_t>(block.x) * block.y * block.z;
@@ -196,11 +192,6 @@ const char* cudaGetErrorString(cudaError_t error) {
             return "operation would make the legacy stream depend on a capturing stream";
     }
     return "unrecognized error code";
-}
-
-cudaError_t cudaDriverGetVersion(int* version) {
-    *version = device().driver_version;
-    return cudaSuccess;
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {

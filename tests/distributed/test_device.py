@@ -208,7 +208,7 @@ def test_averages_of_very_long_tensors(device):
         weights, peer, grad, buffer = (repeated(device, seed)[:length].clone() for seed in range(4))
         distances = ops.mix_(weights, [peer], 0.5, [0.5])
         mixture = ops.Mixture([peer], 0.75, [0.25])
-        ops.mix_sgd_step_([weights], [grad], [buffer], [], None, mixture, [0], lr=0.1, momentum=0.9)
+        ops.sgd_step_([weights], [grad], [buffer], mixture=mixture, offsets=[0], lr=0.1, momentum=0.9)
         ends.append((weights, buffer, distances))
     (short, short_buffer, short_distance), (long, long_buffer, distance) = ends
     assert_repeated(long, short)

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Any] = {
 TRANSPORTS = ("pg", "shm")
 CASES = [(s, o, t) for s in STRATEGIES for o in OPTIMIZERS for t in TRANSPORTS if s != "dpsgd_pairs" or t == "shm"]
 STEPS = 5
-mixed: list[str] = []  # the operators with a mix that were called
+mixed: list[str] = []  # the rules whose step had a mix
 
 
 def train(strategy: str, optimizer: str, transport: str, rank: int) -> torch.Tensor:
@@ -52,8 +52,13 @@ def train(strategy: str, optimizer: str, transport: str, rank: int) -> torch.Ten
 def main() -> None:
     path, rank, _ = ranks.join()
     for name in OPTIMIZERS:
-        operator = getattr(ops, f"mix_{name}_step_")
-        setattr(ops, f"mix_{name}_step_", lambda *a, _name=name, _op=operator, **k: (mixed.append(_name), _op(*a, **k)))
+        operator = getattr(ops, f"{name}_step_")
+
+        def watched(*args: Any, _name: str = name, _operator: Any = operator, **options: Any) -> None:
+            mixed.extend([_name] * ("mixture" in options))
+            _operator(*args, **options)
+
+        setattr(ops, f"{name}_step_", watched)
     in_one = WeightStep._is_one_pass
     found = {}
     for case in CASES:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ddpcore import ops
 from ddpcore.ops import reference
 
-# One row of lanes and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
-SIZES = [0, 1, 15, 16, 17, 4095, 4096, 4097, 100_003]
+# One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
+SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 RULES = ["sgd", "adamw", "lars", "lamb"]
 ADAPTIVE = ["lars", "lamb"]
 MOMENTS = ["adamw", "lamb"]

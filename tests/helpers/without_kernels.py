@@ -38,7 +38,7 @@ def results() -> dict[str, Any]:
     count = torch.zeros(1)
     rule = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
     mixture, scratch = ops.Mixture([peer], 0.5, [0.5]), ops.new_scratch([weights])
-    ops.mix_sgd_step_([weights], [grad], [buffer], [count], scratch, mixture, [0], **rule)
+    ops.sgd_step_([weights], [grad], [buffer], [], [count], scratch, mixture=mixture, offsets=[0], **rule)
     found["segment_norms"] = ops.segment_norms([weights, peer])
     total = torch.zeros(9, dtype=torch.float64)
     ops.total_norm_([weights, peer], total)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddpcore import ops
 from ddpcore.ops import reference
 from ddpcore.ops.mix import noise_arguments
+from helpers.cases import each
 
 # One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
 SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
@@ -50,8 +51,7 @@ def within_rounding(actual: Tensor, exact: Tensor, differences: Tensor, error: T
     return bool(((actual.cpu() - exact).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_peers", [0, 1, 2, 5, 40])
+@each(num_peers=[0, 1, 2, 5, 40], dtype=DTYPES)
 def test_every_number_of_peers(num_peers, dtype, randn, assert_same_bits, assert_near):
     weights, peers = randn(5000, dtype), [randn(5000, dtype) for _ in range(num_peers)]
     own, others = shares(num_peers)
@@ -75,9 +75,8 @@ def test_every_number_of_peers(num_peers, dtype, randn, assert_same_bits, assert
         assert within_rounding(distances, exact_distances, differences, error)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", SIZES)
+@each(numel=SIZES, offset=[0, 1, 3])
 def test_every_size(numel, dtype, offset, randn, assert_same_bits):
     weights, peers = randn(numel, dtype, offset), [randn(numel, dtype, offset), randn(numel, dtype, 2)]
     base, expected = weights._base.clone(), weights.cpu().clone()
@@ -88,9 +87,8 @@ def test_every_size(numel, dtype, offset, randn, assert_same_bits):
     torch.testing.assert_close(distances.cpu(), same, **SUM)
 
 
-@pytest.mark.parametrize("noise", [None, ops.Noise(0.5, seed=1, step=2, first=3)], ids=["plain", "noise"])
-@pytest.mark.parametrize("num_peers", [0, 1, 2, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each(num_peers=[0, 1, 2, 9], noise=[None, ops.Noise(0.5, seed=1, step=2, first=3)])
 def test_the_result_may_go_elsewhere(dtype, num_peers, noise, randn, assert_same_bits):
     weights, peers = randn(5001, dtype), [randn(5001, dtype, 1) for _ in range(num_peers)]
     in_place, expected, before = weights.clone(), torch.zeros(5001, dtype=dtype), weights.clone()
@@ -133,8 +131,7 @@ def test_one_peer_twice(device, assert_same_bits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_learners", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("numel", [1, 17, 1025, 5000])
+@each(numel=[1, 17, 1025, 5000], num_learners=[1, 2, 3, 5, 16])
 def test_stacked(numel, num_learners, dtype, device, assert_same_bits, assert_near):
     weights = torch.randn(num_learners, numel).to(dtype).to(device)
     matrix = sparse_matrix(num_learners)
@@ -159,7 +156,7 @@ def test_stacked(numel, num_learners, dtype, device, assert_same_bits, assert_ne
     assert within_rounding(distances, exact_distances, (wide - wide.mean(dim=0)).t(), error)
 
 
-@pytest.mark.parametrize("numel", [*SIZES, 1_000_001])
+@each(numel=[*SIZES, 1_000_001])
 def test_stacked_every_size(numel, device, assert_same_bits):
     weights, matrix = torch.randn(3, numel), sparse_matrix(3)
     expected, weights = weights.clone(), weights.to(device)
@@ -169,9 +166,7 @@ def test_stacked_every_size(numel, device, assert_same_bits):
     torch.testing.assert_close(distances.cpu(), same, **SUM)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_others", [1, 9])
-@pytest.mark.parametrize("offset", [0, 1])
+@each(offset=[0, 1], num_others=[1, 9], dtype=DTYPES)
 def test_stacked_with_rows_held_elsewhere(offset, num_others, dtype, randn, assert_same_bits):
     """Half of a stack, with the other half in separate tensors, gets the bits of that half of the whole stack."""
     held, numel = 3, 4099
@@ -236,7 +231,7 @@ def test_any_number_of_threads(set_threads, assert_same_bits):
         assert_same_bits(two, one)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each(dtype=DTYPES)
 def test_nan_and_infinity(dtype, device, assert_same_bits):
     weights, peer = torch.ones(40, dtype=dtype), torch.ones(40, dtype=dtype)
     weights[3], peer[17], peer[20] = math.nan, math.inf, torch.finfo(dtype).max

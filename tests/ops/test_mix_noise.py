@@ -12,15 +12,15 @@ from ddpcore import ops
 from ddpcore.ops import Noise, reference
 from ddpcore.ops.mix import noise_arguments
 from ddpcore.ops.random import normals
+from helpers.cases import each
 
 SIZES = [0, 1, 63, 64, 65, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NOISE = Noise(std=0.3, seed=2**62 + 12345, step=2**40 + 7, first=2**35 + 1)
 
 
-@pytest.mark.parametrize("num_peers", [0, 1, 2, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", SIZES)
+@each(numel=SIZES, num_peers=[0, 1, 2, 9])
 def test_every_size(numel, dtype, num_peers, randn, assert_same_bits):
     weights, peers = randn(numel, dtype, offset=1), [randn(numel, dtype) for _ in range(num_peers)]
     share = 1 / (num_peers + 1)
@@ -46,8 +46,7 @@ def test_weights_of_any_shape(device, assert_same_bits):
     assert_same_bits(weights.flatten(), flat)
 
 
-@pytest.mark.parametrize("cuts", [[1], [2], [3], [5, 4096, 4099], [64, 65, 8191, 20_000], list(range(1, 20_001, 997))])
-@pytest.mark.parametrize("num_peers", [0, 1, 3])
+@each(cuts=[[1], [2], [3], [5, 4096, 4099], [64, 65, 8191, 20_000], list(range(1, 20_001, 997))], num_peers=[0, 1, 3])
 def test_any_cut_has_the_same_bits(cuts, num_peers, randn, assert_same_bits):
     numel = 20_001
     whole, peers = randn(numel), [randn(numel) for _ in range(num_peers)]
@@ -71,9 +70,8 @@ def test_any_number_of_threads(set_threads, assert_same_bits):
     assert_same_bits(results[2], results[0])
 
 
-@pytest.mark.parametrize("std", [0.0, 1e-50])
-@pytest.mark.parametrize("num_peers", [0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each(num_peers=[0, 1, 2], std=[0.0, 1e-50])
 def test_no_deviation_is_no_noise(dtype, num_peers, std, randn, assert_same_bits):
     """Also the sign of zeros; 1e-50 is 0 in fp32."""
     weights, peers = randn(5000, dtype), [randn(5000, dtype) for _ in range(num_peers)]

@@ -1,4 +1,4 @@
-"""``mix_sgd_step_``, ``mix_adamw_step_``, ``mix_lars_step_`` and ``mix_lamb_step_``: ``mix_`` and then the step."""
+"""``sgd_step_``, ``adamw_step_``, ``lars_step_`` and ``lamb_step_`` with a mix: ``mix_`` and then the step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddpcore import ops
 from ddpcore.ops import Mixture, Noise, reference
 from ddpcore.ops.mix import noise_arguments
+from ddpcore.ops.steps import RULES
 from helpers import steps
 
 NOISE = Noise(0.3, seed=2**33 + 7, step=2**40 + 1, first=3)
@@ -51,29 +52,29 @@ class MixStep:
     def parts_of(self, row: Tensor, sizes: list[int]) -> list[Tensor]:
         return [row[offset : offset + size] for offset, size in zip(self.offsets, sizes, strict=True)]
 
-    def options(self) -> dict[str, Any]:
-        """Those of the step without the ones that a step with a mix does not have."""
-        return {name: value for name, value in self.step.options.items() if name not in ("grad_scale", "found_inf")}
-
     def lists(self) -> list[Any]:
         step = self.step
         rows = [step.trust] if step.rule in steps.ADAPTIVE else []
         buffers = [[] if step.options.get("momentum") == 0 else buffer for buffer in step.buffers]
-        return [step.params, step.grads, *buffers, step.steps, step.scratch, *rows]
+        return [step.params, step.grads, *buffers, step.masters, step.steps, step.scratch, *rows]
 
     def run(self) -> steps.Step:
         """One pass. Returns the step with its params where the results are."""
-        getattr(ops, f"mix_{self.step.rule}_step_")(*self.lists(), self.mixture, self.offsets, **self.options())
+        options = {**self.step.options, "mixture": self.mixture, "offsets": self.offsets}
+        getattr(ops, f"{self.step.rule}_step_")(*self.lists(), **options)
         return self.result()
 
     def run_reference(self) -> steps.Step:
-        names = ("params", "grads", *_states_of(self.step.rule), "steps", "scratch", "trust")
-        arguments = dict(zip(names, self.lists(), strict=False)) | self.options()
+        names = (argument.name for argument in RULES[self.step.rule].tensors)
+        getattr(reference, f"{self.step.rule}_step_")(**dict(zip(names, self.lists(), strict=True)), **self.options())
+        return self.result()
+
+    def options(self) -> dict[str, Any]:
+        """The operator's arguments besides the lists."""
         mixture = self.mixture
         mix = {"peers": mixture.peers, "self_weight": mixture.self_weight, "peer_weights": mixture.peer_weights}
         mix |= {"offsets": self.offsets, "out": mixture.out, **noise_arguments(mixture.noise)}
-        getattr(reference, f"mix_{self.step.rule}_step_")(**arguments, **mix)
-        return self.result()
+        return self.step.options | mix
 
     def run_apart(self) -> steps.Step:
         """``mix_`` of each part, and then the step: what one pass must equal."""
@@ -98,10 +99,6 @@ class MixStep:
         new.step = self.step.change(lambda tensor: tensor.clone())
         new.step.params = new.parts_of(new.row, [param.numel() for param in self.step.params])
         return new
-
-
-def _states_of(rule: str) -> tuple[str, ...]:
-    return ("exp_avgs", "exp_avg_sqs") if rule in steps.MOMENTS else ("momentum_buffers",)
 
 
 def assert_same(got: MixStep, want: MixStep, assert_same_bits: Any) -> None:
@@ -179,26 +176,15 @@ def test_any_number_of_threads(rule, set_threads, assert_same_bits):
     assert_same(results[1], results[0], assert_same_bits)
 
 
-def arguments_of(one: MixStep) -> tuple[Any, ...]:
-    mixture = one.mixture
-    weights = list(mixture.peers), mixture.self_weight, list(mixture.peer_weights), one.offsets
-    return *weights, *noise_arguments(mixture.noise).values(), mixture.out
-
-
 @every_rule
 def test_opcheck(rule, device):
     """Of one parameter that is a row of its own: views of one base are one input to torch's functionalisation."""
     one = MixStep(rule, device, sizes=[33], gap=0, noise=NOISE)
     one.step.params, one.offsets = [one.row[1:34].clone()], [0]
-    operator = getattr(torch.ops.ddpcore, f"mix_{rule}_step_").default
-    torch.library.opcheck(operator, (*one.lists(),), _by_name(one))
+    operator = getattr(torch.ops.ddpcore, f"{rule}_step_").default
+    torch.library.opcheck(operator, (*one.lists(),), one.options())
     one.mixture = Mixture(one.mixture.peers, 0.5, one.mixture.peer_weights, None, torch.zeros(33, device=device))
-    torch.library.opcheck(operator, (*one.lists(),), _by_name(one))
-
-
-def _by_name(one: MixStep) -> dict[str, Any]:
-    names = ("peers", "self_weight", "peer_weights", "offsets", "noise_std", "noise_seed", "noise_step", "noise_first")
-    return one.options() | dict(zip((*names, "out"), arguments_of(one), strict=True))
+    torch.library.opcheck(operator, (*one.lists(),), one.options())
 
 
 @every_rule
@@ -208,8 +194,9 @@ def test_fake_and_compiled(rule, device, assert_same_bits):
 
     def call(param: Tensor, grad: Tensor, buffers: list[list[Tensor]], count: Tensor, scratch: Tensor, trust: Tensor):
         rows = [trust] if rule in steps.ADAPTIVE else []
-        operator = getattr(ops, f"mix_{rule}_step_")
-        operator([param], [grad * 2], *buffers, [count], scratch, *rows, one.mixture, [0], **one.options())
+        operator = getattr(ops, f"{rule}_step_")
+        mix = {"mixture": one.mixture, "offsets": [0]}
+        operator([param], [grad * 2], *buffers, [], [count], scratch, *rows, **mix, **one.step.options)
         return param + 1, count * 2
 
     def arguments(this: steps.Step) -> tuple:
@@ -251,6 +238,41 @@ def test_bad_arguments(rule, case, assert_same_bits):
     with pytest.raises(RuntimeError, match=message):
         one.run()
     steps.assert_unchanged(one.step, before, assert_same_bits)
+
+
+REFUSED_OPTIONS: dict[str, Any] = {
+    "masters": lambda step: setattr(step, "masters", [param.float() for param in step.params]),
+    "state_firsts": lambda step: step.rounded(),
+    "grad_scale": lambda step: step.options.update(grad_scale=torch.ones(1)),
+    "found_inf": lambda step: step.options.update(found_inf=torch.zeros(1)),
+    "passes": lambda step: step.options.update(passes="first", squares=torch.zeros(2, 2, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("option", REFUSED_OPTIONS)
+@every_rule
+def test_options_that_need_two_passes(rule, option, assert_same_bits):
+    if option == "passes" and rule not in steps.ADAPTIVE:
+        return
+    for run in (MixStep.run, MixStep.run_reference):
+        one = MixStep(rule, torch.device("cpu"), sizes=[33, 17], dtype=torch.bfloat16)
+        if option == "masters":
+            one.step.buffers = [[tensor.float() for tensor in buffers] for buffers in one.step.buffers]
+        REFUSED_OPTIONS[option](one.step)
+        before = one.step.on_cpu()
+        with pytest.raises(
+            RuntimeError, match="a step with a mix takes no masters, state_firsts, grad_scale, found_inf"
+        ):
+            run(one)
+        steps.assert_unchanged(one.step, before, assert_same_bits)
+
+
+@every_rule
+def test_peers_need_weights_and_offsets(rule):
+    one = MixStep(rule, torch.device("cpu"), sizes=[33, 17])
+    options = {**one.options(), "peer_weights": None}
+    with pytest.raises(RuntimeError, match="peers need peer_weights and offsets"):
+        getattr(torch.ops.ddpcore, f"{rule}_step_").default(*one.lists(), **options)
 
 
 @pytest.mark.parametrize(

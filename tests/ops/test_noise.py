@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpcore import ops
 from ddpcore.ops import reference
+from helpers.cases import each
 
 SIZES = [0, 1, 15, 16, 17, 4095, 4096, 4097, 30_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,9 +41,8 @@ def assert_sums(sums: Tensor, rows: list[Tensor], bounds: list[int], origin: Ten
         assert torch.equal(segment, segment.T)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", SIZES)
+@each(numel=SIZES, num_rows=[1, 2, 3, 4, 5, 9])
 def test_every_size(numel, dtype, num_rows, randn, assert_same_bits):
     rows = [randn(numel, dtype, offset=k % 3) for k in range(num_rows)]
     origin, before = randn(numel, dtype, 1), [row.clone() for row in rows]

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpcore import ops
 from ddpcore.ops import reference
+from helpers.cases import each
 
 # One row of lanes and one block of the kernels, each -1, 0 and +1; none; one; several blocks for every thread.
 SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
@@ -19,9 +20,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SUM = {"rtol": 1e-12, "atol": 0.0}
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", SIZES)
+@each(numel=SIZES, offset=[0, 1, 3])
 def test_every_size(numel, dtype, offset, randn, assert_same_bits):
     tensor = randn(numel, dtype, offset)
     before = tensor._base.clone()
@@ -69,7 +69,7 @@ def test_total_with_any_number_of_threads(set_threads, assert_same_bits):
     assert math.isclose(results[0].sqrt().item(), norms.norm().item(), rel_tol=1e-12)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@each(value=[math.nan, math.inf, -math.inf])
 def test_total_with_nan_and_infinity(value, device):
     for tensor, index in ((0, 0), (1, 4096), (1, 4097), (2, 16)):
         tensors = [torch.ones(size, device=device) for size in (5, 4098, 17)]

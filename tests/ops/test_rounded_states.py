@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddpcore import ops
 from ddpcore.ops.random import memory_order, round_to_bf16, words
+from ddpcore.ops.steps import RULES
 from helpers import steps
 
 every_rule = pytest.mark.parametrize("rule", steps.RULES)
@@ -264,7 +265,7 @@ def arguments(step: steps.Step) -> tuple[tuple[object, ...], dict[str, object]]:
 def test_opcheck(rule):
     positional, options = arguments(new_step(rule, torch.device("cpu"), [33, 4]))
     operator = getattr(torch.ops.ddpcore, f"{rule}_step_").default
-    names = [argument.name for argument in operator._schema.arguments][len(positional) :]
+    names = [argument.name for argument in RULES[rule].arguments][len(positional) :]
     ordered = [options[name] for name in names if name in options]
     assert [name for name in names if name not in options] in ([], ["squares", "passes"])
     if rule in steps.ADAPTIVE:

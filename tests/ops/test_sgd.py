@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ddpcore import ops
 from ddpcore.ops import reference
 from helpers import steps
+from helpers.cases import each
 
-# One row of lanes, one tile and one block of the kernels, each -1, 0 and +1; none; one; several blocks a thread.
-SIZES = [0, 1, 15, 16, 17, 1023, 1024, 1025, 4095, 4096, 4097, 100_003]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SWITCHES = ("momentum", "dampening", "weight_decay", "nesterov", "maximize", "decoupled", "first_step")
 RULES = [
@@ -37,10 +36,6 @@ RULE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 TERMS = 11  # operations and rounded constants of the longest rule
 
 
-def name_of(rule: dict[str, Any]) -> str:
-    return "-".join(f"{name}{value:g}" for name, value in rule.items() if value) or "plain"
-
-
 def run(where: Any, tensors: list[list[Tensor]], *, first_step: bool | None = None, **rule: Any) -> Tensor | None:
     """One step by ``ops`` or by ``reference``. ``first_step`` None: steps are not counted. Returns the count."""
     options = {**steps.COMMON, **steps.OPTIONS["sgd"], "momentum": 0.0, "weight_decay": [0.0], **rule}
@@ -58,7 +53,7 @@ def on_cpu(tensors: list[list[Tensor]], dtype: torch.dtype | None = None) -> lis
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=name_of)
+@each(rule=RULES)
 def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
     rule = {"lr": 0.05, **rule}
     tensors = [[randn(5000, dtype)] for _ in range(3)]
@@ -74,20 +69,6 @@ def test_every_rule(rule, dtype, randn, assert_same_bits, assert_near):
     run(reference, magnitude, **{**rule, "lr": -rule["lr"], "maximize": False})  # every term adds
     assert_near(tensors[0][0], exact[0][0], magnitude[0][0], TERMS)
     assert_near(tensors[2][0], exact[2][0], magnitude[2][0], TERMS)
-
-
-@pytest.mark.parametrize("offset", [0, 1, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", SIZES)
-def test_every_size(numel, dtype, offset, randn, assert_same_bits):
-    tensors = [[randn(numel, dtype, offset)] for _ in range(3)]
-    bases = [group[0]._base.clone() for group in tensors]
-    expected = on_cpu(tensors)
-    run(ops, tensors, **RULE)
-    run(reference, expected, **RULE)
-    for base, got, want in zip(bases, tensors, expected, strict=True):
-        base[offset : offset + numel].copy_(want[0])
-        assert_same_bits(got[0]._base, base, "the buffer, what lies around the tensor included")
 
 
 def test_large(randn, assert_same_bits):
@@ -140,7 +121,7 @@ def test_any_number_of_threads(set_threads, assert_same_bits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", TORCH_RULES, ids=name_of)
+@each(rule=TORCH_RULES)
 def test_torch_sgd(rule, dtype, randn):
     ours, buffer = randn(1000, dtype), randn(1000, dtype).fill_(math.nan)  # the first step reads no buffer
     theirs = torch.nn.Parameter(ours.clone())

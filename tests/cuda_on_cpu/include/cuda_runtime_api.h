@@ -95,7 +95,6 @@ struct cudaLaunchConfig_t {
 cudaError_t cudaGetLastError();
 cudaError_t cudaPeekAtLastError();
 const char* cudaGetErrorString(cudaError_t error);
-cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
@@ -134,8 +133,7 @@ namespace cuda_on_cpu {
 inline constexpr size_t kMaxArgumentBytes = 32764;
 
 // `kernel` is for messages; `body` calls it, once for each CUDA thread.
-cudaError_t launch(
-    const cudaLaunchConfig_t& config, const void* kernel, size_t argument_bytes, std::function<void()> body);
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> body);
 cudaError_t max_active_blocks(int* num_blocks, const void* kernel, int threads, size_t shared_bytes);
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
@@ -155,7 +153,7 @@ cudaError_t cudaLaunchKernelEx(
     static_assert(bytes <= cuda_on_cpu::kMaxArgumentBytes, "too much for kernel arguments");
     static_assert((std::is_trivially_copyable_v<Parameters> && ...), "kernel arguments are copied byte by byte");
     auto values = std::make_shared<std::tuple<Parameters...>>(std::forward<Arguments>(arguments)...);
-    return cuda_on_cpu::launch(*config, reinterpret_cast<const void*>(kernel), bytes, [kernel, values] {
+    return cuda_on_cpu::launch(*config, reinterpret_cast<const void*>(kernel), [kernel, values] {
         cuda_on_cpu::call(kernel, *values, std::index_sequence_for<Parameters...>());
     });
 }
