@@ -187,5 +187,5 @@ def test_commands_refuse_transports_before_they_start_ranks() -> None:
         check(4, strategy_options={"speeds": [1, 1, 1, 0.5]})
     with pytest.raises(ValueError, match="statistics_every is 5: adpsgd computes gradients at older weights"):
         check(1, statistics_every=5)
-    with pytest.raises(ValueError, match="hessian_every is .*: adpsgd computes gradients at older weights"):
+    with pytest.raises(ValueError, match=r"hessian_every is .*: adpsgd computes gradients at older weights"):
         check(1, hessian_every=5)
