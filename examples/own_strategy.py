@@ -33,6 +33,7 @@ class RareGossip(ddpcore.Strategy):
         """Return the average of this step as a value. ddpcore averages and steps in one pass over the weights."""
         if not self.plan(learner.step).weights:
             return None
+        learner.check_sent()  # raises before weights that are not finite reach a neighbour
         return learner.comm.exchange(learner.flat.param_LP, self.topology, learner.step).mixture()
 
     def plan(self, step: int) -> ddpcore.Plan:

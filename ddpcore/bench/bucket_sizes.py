@@ -39,7 +39,7 @@ def ddp_options(bucket_mb: float) -> dict[str, Any]:
     return {} if bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": min(bucket_mb, LARGEST_BUCKET_MB)}
 
 
-def distribute_options(bucket_mb: float) -> dict[str, Any]:
+def bucket_options(bucket_mb: float) -> dict[str, Any]:
     """Arguments of :func:`ddpcore.distribute`."""
     bucket_bytes = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)
     first = bucket_bytes if bucket_mb == math.inf else min(bucket_bytes, MiB)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, ddp_options, distribute_options
+from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, bucket_options, ddp_options
 from ddpcore.bench.config import BASELINES, ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.comm.elastic import ElasticCommunicator
@@ -193,8 +193,8 @@ def build_contender(
         config = resolved.train_config(name)
     options: dict[str, Any] = {}
     if config.strategy not in BASELINES:
-        placed = {"vectorize": "measure"} if resolved.is_virtual else {"learners": None}
-        options = {**placed, **distribute_options(bucket_mb)}
+        options = {"vectorize": "measure"} if resolved.is_virtual else {"learners": None}
+        options["buckets"] = bucket_options(bucket_mb)
     is_spread = config.strategy != Single.name and not resolved.is_virtual
     placement = LearnerPlacement.of(config, world if is_spread else World())
     return Contender(name, build_trainer(placement, dataset, **options))

@@ -6,16 +6,18 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ddpcore import Connection, Strategy
+from ddpcore import Connection, Distributed, Strategy
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.testing.learners import STEPS, Result, Scenario, SmallRun, torch_sgd
 
+SAID_STEPS = 12  # of the run that compares a strategy with its plan
 SCENARIOS = (
     Scenario(),
     Scenario(name="torch.optim.SGD", make_optimizer=torch_sgd),
@@ -56,6 +58,8 @@ def check_strategy(
         raise AssertionError(f"{factory!r} returns the same strategy twice: it must make a new one at each call")
     counts = sorted(set(num_learners))
     with _one_thread():
+        if counts[-1] > 1:
+            _check_said(factory, counts[-1])
         virtual = {
             (count, index): SmallRun(factory, count, scenario).run()
             for count in counts
@@ -109,6 +113,54 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class _Watched(SmallRun):
+    """Counts what virtual learners send, and the checks of what they send."""
+
+    _SENDS = ("average_", "average_groups_", "mix_", "exchange", "exchange_in_place", "live")
+
+    num_sent, num_checks = 0, 0
+
+    def _start(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Distributed]:
+        started = super()._start(seed)
+        self.learner = learner = started[2].learner
+        assert learner is not None
+        for name in self._SENDS:
+            setattr(learner.comm, name, self._counted("num_sent", getattr(learner.comm, name)))
+        setattr(learner, "check_sent", self._counted("num_checks", learner.check_sent))  # noqa: B010
+        return started
+
+    def _counted(self, counter: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            setattr(self, counter, getattr(self, counter) + 1)
+            return method(*args, **options)
+
+        return call
+
+    def _step(self, step: int, optimizer: torch.optim.Optimizer, handle: Distributed) -> Tensor:
+        before = self.num_sent
+        losses = super()._step(step, optimizer, handle)
+        self.sent = [*getattr(self, "sent", []), self.num_sent > before]
+        return losses
+
+
+def _check_said(factory: Callable[[], Strategy], count: int) -> None:
+    """Compare what is sent with the plan, and demand that weights are checked before they are sent."""
+    run, strategy, where = _Watched(factory, count, Scenario()), factory(), f"{count} virtual learners"
+    run.run(SAID_STEPS)
+    said = [strategy.plan(step).weights for step in range(SAID_STEPS)]
+    silent = [step for step in range(SAID_STEPS) if said[step] and not run.sent[step]]
+    if strategy.traits.waits and silent:
+        raise AssertionError(
+            f"{where}: plan({silent[0]}).weights is true and nothing is sent in that step, so policies would average "
+            "without the weights: define plan()"
+        )
+    if any(run.sent) and not strategy.traits.averages_gradients and not run.num_checks:
+        raise AssertionError(
+            f"{where}: weights are sent and learner.check_sent() is never called: call it before, so that numbers that "
+            "are not finite reach no neighbour"
+        )
 
 
 def _check_alone(

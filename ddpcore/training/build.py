@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -284,7 +285,11 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
 
 
 def build_trainer(
-    placement: LearnerPlacement, dataset: Dataset, store: dist.Store | None = None, **buckets: int
+    placement: LearnerPlacement,
+    dataset: Dataset,
+    store: dist.Store | None = None,
+    buckets: Mapping[str, int] | None = None,
+    **options: Any,
 ) -> Trainer:
     """The trainer at its first step, or at the step in which this rank joins a run.
 
@@ -293,6 +298,7 @@ def build_trainer(
         dataset: the data set, on any device.
         store: that of a run to join; None begins one.
         buckets: ``bucket_bytes`` and ``first_bucket_bytes`` of :class:`ddpcore.Connection`.
+        options: arguments of :func:`ddpcore.distribute` that replace those of the config.
 
     Raises:
         ValueError: model, data, world and strategy do not fit together.
@@ -304,7 +310,7 @@ def build_trainer(
     schedule = build_schedule(config, batches)
     optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()
-    arguments = _arguments(placement, strategy, buckets)
+    arguments = {**_arguments(placement, strategy, buckets or {}), **options}
     if store is None:
         handle, learners = distribute(model, optimizer, strategy, **arguments), placement.learners
     else:
@@ -333,7 +339,9 @@ def build_trainer(
     return trainer
 
 
-def _arguments(placement: LearnerPlacement, strategy: Strategy | Baseline, buckets: dict[str, Any]) -> dict[str, Any]:
+def _arguments(
+    placement: LearnerPlacement, strategy: Strategy | Baseline, buckets: Mapping[str, int]
+) -> dict[str, Any]:
     """The arguments of :func:`ddpcore.distribute`."""
     config = placement.config
     virtual = not isinstance(strategy, Baseline) and (not placement.real or len(placement.learners) > 1)

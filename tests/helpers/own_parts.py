@@ -19,7 +19,27 @@ class MeanOfWeights(Strategy):
     name: ClassVar[str] = "mean_of_weights"
 
     def after_step(self, learner: Learner) -> None:
+        learner.check_sent()
         learner.comm.average_(learner.flat.param_LP, learner.step - 1).wait()
+
+
+class ChecksNothing(Strategy):
+    """Wrong: it sends weights that are not finite."""
+
+    name: ClassVar[str] = "checks_nothing"
+
+    def after_step(self, learner: Learner) -> None:
+        learner.comm.average_(learner.flat.param_LP, learner.step - 1).wait()
+
+
+class SaysNoPeriod(MeanOfWeights):
+    """Wrong: it averages in every third step, and the plan says in every step."""
+
+    name: ClassVar[str] = "says_no_period"
+
+    def after_step(self, learner: Learner) -> None:
+        if learner.step % 3 == 0:
+            super().after_step(learner)
 
 
 class KnowsItsRank(MeanOfWeights):
@@ -40,6 +60,7 @@ class ForgetsItsState(Strategy):
 
     def after_step(self, learner: Learner) -> None:
         weights_LP = learner.flat.param_LP
+        learner.check_sent()
         learner.comm.average_(weights_LP, learner.step - 1).wait()
         now = weights_LP.clone()
         if self._before is not None:

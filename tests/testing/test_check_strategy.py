@@ -37,6 +37,8 @@ def test_virtual_learners(factory: Callable[[], Strategy]) -> None:
         (own_parts.KnowsItsRank, "2 learners, pg, plain: weights of learner 1 differ by"),
         (own_parts.ForgetsItsState, "2 virtual learners, resumed after step 3: weights of learner 0 differ by"),
         (own_parts.slow_local_sgd, "2 virtual learners, plain: traits.stays_identical is true and"),
+        (own_parts.ChecksNothing, r"2 virtual learners: weights are sent and learner.check_sent\(\) is never called"),
+        (own_parts.SaysNoPeriod, r"2 virtual learners: plan\(0\).weights is true and nothing is sent in that step"),
         (own_parts.always_the_same, "returns the same strategy twice"),
     ],
 )
