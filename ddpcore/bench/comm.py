@@ -18,8 +18,9 @@ from ddpcore.bench.command import num_hosts, publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
 from ddpcore.bench.environment import check_memory, environment, free_memory
 from ddpcore.bench.result import Kind, environment_lines, has
-from ddpcore.comm import Communicator, Connection, choose_transport, connect
+from ddpcore.comm import Communicator, choose_transport, connect
 from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.comm.connect import Connection
 from ddpcore.comm.process import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, table_of

@@ -3,7 +3,7 @@
 from .agreement import check_agreement, facts_of
 from .base import Communicator, Exchange, Work
 from .choice import Choice, Transport, choose_backend, choose_transport
-from .connect import Connection, connect
+from .connect import connect
 from .link import LearnerClock, Link, LinkedCommunicator
 from .live import LiveWeights
 from .mixed import MixedCommunicator
@@ -16,7 +16,6 @@ from .virtual import VirtualCommunicator
 __all__ = [
     "Choice",
     "Communicator",
-    "Connection",
     "CudaIpcCommunicator",
     "Exchange",
     "LearnerClock",

@@ -26,7 +26,6 @@ from ddpcore.comm.shared.elastic import SharedMemoryFabric
 from ddpcore.comm.shared.host import SharedMemoryCommunicator
 from ddpcore.comm.shared.symmetric import SymmetricCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
-from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import check_agents
 
 
@@ -51,8 +50,8 @@ class Connection:
     transport: str = "auto"
     timeout: float = TIMEOUT_SECONDS
     link: Link | None = None
-    bucket_bytes: int = 25 * MiB
-    first_bucket_bytes: int = MiB
+    bucket_bytes: int = 25 * 2**20
+    first_bucket_bytes: int = 2**20
     on_failure: str = ON_FAILURE[0]
     membership: Membership | None = None
 

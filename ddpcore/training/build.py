@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpcore.comm import Choice, Connection, choose_backend, choose_transport
+from ddpcore.comm import Choice, choose_backend, choose_transport
+from ddpcore.comm.connect import Connection
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import TIMEOUT_SECONDS, time_limit
 from ddpcore.comm.membership import Membership

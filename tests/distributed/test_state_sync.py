@@ -238,7 +238,7 @@ def test_what_a_policy_needs() -> None:
     with pytest.raises(ValueError, match="local_sgd has none: take average"):
         make(LocalSGD(2), Policies(momentum="gossip"))
     for kind in ("momentum", "batch_norm"):
-        with pytest.raises(ValueError, match="policy gossip needs averages and push_sum mixes by sums: take average"):
+        with pytest.raises(ValueError, match="push_sum does not train the mean of its weights: take average"):
             make(PushSum(Ring()), Policies(**{kind: "gossip"}))
     with pytest.raises(ValueError, match=r"pass distribute\(..., scaler=\)"):
         make(SSGD(), Policies(scaler="average"))
