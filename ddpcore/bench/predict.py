@@ -253,7 +253,7 @@ def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, per
             for ranks in zip(*(turn.parts for turn in turns), strict=True)
         ]
         available = step_model.available_cores(compute, cores, num_threads) if on_cpu else math.inf
-        machine = Machine(cores=available, background=resolved.transport_name in ("symmetric", "pg", "mixed"))
+        machine = Machine(cores=available, background=resolved.transport_name in ("pg", "mixed"))
         predicted.append(predict(name, compute, parts, sizes, period, machine))
         measured.append(turns[0].step)
         comm.append(parts[0 if is_dpsgd else -1].seconds)

@@ -10,7 +10,6 @@ from .mixed import MixedCommunicator
 from .process import ProcessGroupCommunicator
 from .shared.cuda_ipc import CudaIpcCommunicator
 from .shared.host import SharedMemoryCommunicator
-from .shared.symmetric import SymmetricCommunicator
 from .virtual import VirtualCommunicator
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "MixedCommunicator",
     "ProcessGroupCommunicator",
     "SharedMemoryCommunicator",
-    "SymmetricCommunicator",
     "Transport",
     "VirtualCommunicator",
     "Work",

@@ -151,8 +151,8 @@ class Communicator(ABC):
         num_learners: n.
         learners: the learners whose rows this process holds, ascending.
         bytes_sent: bytes that one learner has sent: its weights to each neighbour, and its part of each average.
-        transport: ``virtual``, ``shm``, ``ipc``, ``symmetric``, ``pg``, ``mixed``, ``grid`` for several virtual
-            learners on each rank, or ``link`` for an emulated network.
+        transport: ``virtual``, ``shm``, ``ipc``, ``pg``, ``mixed``, ``grid`` for several virtual learners on each
+            rank, or ``link`` for an emulated network.
         description: the transport, as text for people.
         membership: which learners take part, if they may die or join; else None.
     """

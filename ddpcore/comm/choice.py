@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 BACKENDS = ("auto", "nccl", "gloo", "virtual")
-TRANSPORTS = ("auto", "shm", "ipc", "symmetric", "pg", "mixed")
+TRANSPORTS = ("auto", "shm", "ipc", "pg", "mixed")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def choose_transport(
 ) -> Transport:
     """Choose shared memory for ranks on the CPU of one Linux host, and for those of each host if there are several.
 
-    The process group connects all other ranks. CUDA IPC and symmetric memory are used only if they are requested.
+    The process group connects all other ranks. CUDA IPC is used only if it is requested.
 
     Args:
         requested: one of ``TRANSPORTS``. This function decides only if it is ``auto``.
@@ -74,14 +74,14 @@ def choose_transport(
     """
     if requested not in TRANSPORTS:
         raise ValueError(f"transport is {requested!r}: choose from {', '.join(TRANSPORTS)}")
-    for name, wanted in (("shm", "cpu"), ("ipc", "cuda"), ("symmetric", "cuda"), ("mixed", "cpu")):
+    for name, wanted in (("shm", "cpu"), ("ipc", "cuda"), ("mixed", "cpu")):
         if requested == name and device != wanted:
             raise ValueError(
                 f"--transport {name} is for ranks on {wanted} and the model is on {device}: use --transport pg"
             )
         if requested == name != "mixed" and num_hosts > 1:
             raise ValueError(f"--transport {name} is for one host and the ranks are on {num_hosts}: use --transport pg")
-    if requested in ("symmetric", "mixed") and may_die:
+    if requested == "mixed" and may_die:
         raise ValueError(f"--transport {requested} is for ranks that end together when one dies: use --transport pg")
     if requested != "auto":
         return Transport(requested, "as requested")

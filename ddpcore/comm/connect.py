@@ -24,7 +24,6 @@ from ddpcore.comm.shared import coordination
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
 from ddpcore.comm.shared.elastic import SharedMemoryFabric
 from ddpcore.comm.shared.host import SharedMemoryCommunicator
-from ddpcore.comm.shared.symmetric import SymmetricCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.runtime.launch import check_agents
 
@@ -34,7 +33,7 @@ class Connection:
     """How learners exchange bytes, and what they do when one of them does not answer.
 
     Args:
-        transport: how ranks exchange bytes: ``shm``, ``ipc``, ``symmetric``, ``pg``, ``mixed`` or ``auto``, see
+        transport: how ranks exchange bytes: ``shm``, ``ipc``, ``pg``, ``mixed`` or ``auto``, see
             docs/transports.md.
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
         link: a network to emulate between ranks on the CPU; None for no emulation.
@@ -140,8 +139,6 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
     reason = choice.reason
     if choice.name == "ipc":
         return CudaIpcCommunicator(group, device, timeout)
-    if choice.name == "symmetric":
-        return SymmetricCommunicator(group, device, timeout)
     if choice.name in ("shm", "mixed"):
         try:
             if choice.name == "mixed":

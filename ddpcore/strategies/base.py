@@ -53,7 +53,7 @@ class Traits:
     takes_closure: bool = True
     fixed_layout: bool = False
     waits: bool = True
-    transports: tuple[str, ...] = ("virtual", "shm", "ipc", "symmetric", "pg", "grid", "link")
+    transports: tuple[str, ...] = ("virtual", "shm", "ipc", "pg", "grid", "link")
     transports_because: str = ""
     most_learners: int | None = None
     quarantines: bool = False
