@@ -33,7 +33,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is Mapping and isinstance(value, Mapping):
         kind = get_args(hint)[1]
         if kind is Any:
-            return plain(value)  # a copy, as a file would hold it
+            return without_numpy(value)  # a copy, as a file would hold it
         return {str(key): typed(f"{name}.{key}", item, kind) for key, item in value.items()}
     if hint is str and isinstance(value, Path):
         return str(value)
@@ -42,7 +42,9 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     spoken = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
     if get_origin(hint) is tuple:
         items = {str: "text", float: "numbers", int: "numbers", tuple[int, int]: "pairs, such as [[300, 256]]"}
-        raise ValueError(f"{name} is {plain(value)!r}: it must be a list of {items.get(get_args(hint)[0], 'mappings')}")
+        raise ValueError(
+            f"{name} is {without_numpy(value)!r}: it must be a list of {items.get(get_args(hint)[0], 'mappings')}"
+        )
     wanted = spoken.get(hint, "a mapping")
     raise ValueError(f"{name} is {value!r}: it must be {wanted}")
 
@@ -52,12 +54,12 @@ def is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def plain(value: Any) -> Any:
-    """Of dicts, lists, and what else there is in it."""
+def without_numpy(value: Any) -> Any:
+    """The value without NumPy scalars and tuples, recursively, as JSON and TOML hold it."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): without_numpy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [without_numpy(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -103,7 +103,7 @@ def test_the_command_starts_the_ranks_that_are_left(
     words = [f"{name}={str(value).lower()}" for name, value in elastic_ranks.WHOLE.items() if name != "learners"]
     assert command.main(["--out", str(folder / "run"), "--world-size", "4", "--resume", *words]) == 0
     ((config, options),) = started
-    assert config == TrainConfig(**elastic_ranks.WHOLE)
+    assert config == TrainConfig.from_dict(elastic_ranks.WHOLE)
     assert options["world_size"] == 3
     assert capsys.readouterr().err == ("ddpcore.training: the run goes on with the learners [1, 2, 3] that are left\n")
 
@@ -171,18 +171,22 @@ def _wait_until(is_true: Callable[[], bool], agents: list[Any]) -> None:
     ("fields", "message"),
     [
         ({"strategy": "ddp"}, "ddp ends when a rank dies: take 'raise', or another strategy"),
-        ({"strategy": "single", "learners": 1}, "2 learners must be left, and learners is 1: take more"),
-        ({"learners": 2}, "2 learners must be left, and learners is 2: take more"),
-        ({"statistics_every": 5}, "statistics and an emulated link need a fixed number of ranks"),
-        ({"shards": "dirichlet"}, "it deals samples again, and shards is 'dirichlet': take 'even'"),
-        ({"sampler": "fixed"}, "samples are dealt again with sampler 'global' and drop_last"),
-        ({"strategy_options": {"compression": "topk"}, "topology": "ring"}, "topk sends differences"),
+        ({"strategy": {"name": "single", "learners": 1}}, "2 learners must be left, and learners is 1: take more"),
+        ({"strategy": {"learners": 2}}, "2 learners must be left, and learners is 2: take more"),
+        ({"run": {"statistics_every": 5}}, "statistics and an emulated link need a fixed number of ranks"),
+        ({"data": {"shards": "dirichlet"}}, "it deals samples again, and shards is 'dirichlet': take 'even'"),
+        ({"data": {"sampler": "fixed"}}, "samples are dealt again with sampler 'global' and drop_last"),
+        ({"strategy": {"compression": "topk", "topology": "ring"}}, "topk sends differences"),
     ],
 )
 def test_configs_that_cannot_go_on_are_refused(fields: dict, message: str) -> None:
-    known = {"strategy": "dpsgd", "learners": 4, "batch_size": 60, "epochs": 1, "on_failure": "shrink"}
+    known = {
+        "strategy": {"name": "dpsgd", "learners": 4, "on_failure": "shrink"},
+        "data": {"batch_size": 60},
+        "run": {"epochs": 1},
+    }
     with pytest.raises(ValueError, match=message) as error:
-        TrainConfig(**{**known, **fields})
+        TrainConfig.from_dict({**known, **fields})
     assert "\n" not in str(error.value)
 
 

@@ -12,11 +12,23 @@ from ddpcore.experiments.metrics import metrics_of
 from ddpcore.runtime.launch import World
 from ddpcore.training import TrainConfig, train
 from ddpcore.training.build import LearnerPlacement, build_batches, build_dataset
+from ddpcore.training.config import merged
 
 
 def config(**fields: Any) -> TrainConfig:
-    shared = {"model": "mlp", "dataset": "digits", "learners": 4, "batch_size": 40, "steps": 6, "lr": 0.05}
-    return TrainConfig(**{**shared, "strategy": "exact_diffusion", "topology": "ring", "device": "cpu", **fields})
+    shared = {
+        "model": "mlp",
+        "data": {"name": "digits", "batch_size": 40},
+        "strategy": {"learners": 4},
+        "run": {"steps": 6},
+        "optimizer": {"lr": 0.05},
+    }
+    return TrainConfig.from_dict(
+        merged(
+            merged(shared, {"strategy": {"name": "exact_diffusion", "topology": "ring"}, "run": {"device": "cpu"}}),
+            fields,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,7 +36,7 @@ def config(**fields: Any) -> TrainConfig:
     [("dirichlet", {"alpha": 0.1}), ("by_class", {}), ("given", {"parts": [[0, 1], [2], [3], [4]]})],
 )
 def test_the_record_says_how_uneven(shards: str, options: Any, tmp_path: Path) -> None:
-    chosen = config(shards=shards, shards_options=options)
+    chosen = config(data={"shards": {"name": shards, **options}})
     record = train(chosen, out=tmp_path)
     dataset = build_dataset(LearnerPlacement.of(chosen, World()))
     parts = split(shards, dataset.train.labels, 4, seed=chosen.seed, **options)
@@ -37,19 +49,19 @@ def test_the_record_says_how_uneven(shards: str, options: Any, tmp_path: Path) -
 
 
 def test_even_shards_have_no_such_number(tmp_path: Path) -> None:
-    assert train(config(steps=1), out=tmp_path).header["total_variation"] is None
+    assert train(config(run={"steps": 1}), out=tmp_path).header["total_variation"] is None
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"shards": "dirichlet", "num_train": 3}, "4 learners cannot share 3 samples"),
-        ({"shards": "given", "shards_options": {"parts": [[0], [1]]}}, "there are 2 parts and 4 learners"),
-        ({"shards": "given", "shards_options": {"parts": [[0], [1], [2], [9999]]}}, "learner 3 has samples 9999"),
-        ({"topology": "random_pair"}, "changes from step to step"),
+        ({"data": {"shards": "dirichlet", "num_train": 3}}, "4 learners cannot share 3 samples"),
+        ({"data": {"shards": {"name": "given", "parts": [[0], [1]]}}}, "there are 2 parts and 4 learners"),
+        ({"data": {"shards": {"name": "given", "parts": [[0], [1], [2], [9999]]}}}, "learner 3 has samples 9999"),
+        ({"strategy": {"topology": "random_pair"}}, "changes from step to step"),
     ],
 )
 def test_what_cannot_be_divided_starts_nothing(fields: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        train(config(**fields), out=tmp_path / "run")
+        train(config(fields), out=tmp_path / "run")
     assert not (tmp_path / "run" / "record.jsonl").exists()

@@ -54,6 +54,6 @@ def loop(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def whole_run(folder: Path) -> float:
-    record = train(TrainConfig(model="mlp", dataset="synthetic", steps=10), out=folder)
+    record = train(TrainConfig.from_dict({"model": "mlp", "data": "synthetic", "run": {"steps": 10}}), out=folder)
     assert_type(record, RunRecord)
     return float(record.final["best_accuracy"])
